@@ -1,0 +1,111 @@
+"""Step time of layouts over that of plain single-device JAX on the same global batch, interleaved in one run.
+
+    python experiments/bench_layouts.py                     every factorisation of 8 devices at ZeRO-1 and ZeRO-3
+    python experiments/bench_layouts.py --layouts '1,1,1 zero_stage=0; 2,2,2 schedule=1f1b microbatches=8'
+
+Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the layout adds none.
+`ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine better.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+import plain_jax
+
+from meshtrain.config import Config, decode
+from meshtrain.mesh import fake_cpu_devices, make_mesh
+from meshtrain.step import build
+
+MODEL = {"family": "llama", "layers": 8, "d_model": 256, "heads": 8, "d_ff": 1024, "vocab_size": 2048}
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (2, 4, 1), (1, 4, 2), (2, 1, 4), (1, 2, 4), (2, 2, 2)]
+
+
+def config(mesh: tuple[int, ...], parallel: dict, batch: int, length: int) -> Config:
+    return decode(
+        {
+            "model": MODEL,
+            "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
+            "parallel": parallel,
+            "train": {"global_batch_size": batch, "sequence_length": length},
+        }
+    )
+
+
+def default_microbatches(mesh: tuple[int, ...], batch: int) -> int:
+    """Twice the stages, as far as the batch goes; two sequences at a time without a pipeline."""
+    mine = batch // mesh[0]
+    return min(mine, 2 * mesh[2]) if mesh[2] > 1 else max(1, mine // 2)
+
+
+def parse(text: str, batch: int) -> list[tuple[tuple[int, ...], dict]]:
+    layouts = []
+    for entry in filter(None, (e.strip() for e in text.split(";"))):
+        mesh_text, *options = entry.split()
+        mesh = tuple(int(n) for n in mesh_text.split(","))
+        parallel = dict(option.split("=", 1) for option in options)
+        layouts.append((mesh, {"microbatches": default_microbatches(mesh, batch), **parallel}))
+    return layouts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", help="'data,tensor,pipeline key=value ...; ...' with keys of the parallel section")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    options = parser.parse_args()
+    fake_cpu_devices(8)
+    if options.layouts:
+        layouts = parse(options.layouts, options.batch)
+    else:
+        layouts = [
+            (mesh, {"zero_stage": zero, "microbatches": default_microbatches(mesh, options.batch)})
+            for zero in (1, 3)
+            for mesh in MESHES
+        ]
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, MODEL["vocab_size"], (options.batch, options.length + 1)).astype(np.int32)
+    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+
+    reference, reference_state = plain_jax.make_step(config((1, 1, 1), {}, options.batch, options.length))
+    compiled = reference.lower(reference_state, tokens, labels).compile()
+    print(f"reference temp {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB", flush=True)
+    print(
+        f"{'data,tensor,pipeline':22} {'options':44} {'ratio':>6} {'(min-max)':>13} {'CPU':>5} {'step s':>7} {'temp MB':>8}"
+    )
+    for mesh, parallel in layouts:
+        program = build(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
+        state = program.init()
+        batch = {
+            "tokens": jax.device_put(tokens, program.batch_sharding),
+            "labels": jax.device_put(labels, program.batch_sharding),
+        }
+        step = program.train_step.lower(state, batch).compile()
+        ratios, work, seconds = [], [], []
+        for round_ in range(options.rounds + 1):
+            began, began_cpu = time.perf_counter(), time.process_time()
+            reference_state, value = compiled(reference_state, tokens, labels)
+            jax.block_until_ready((reference_state, value))
+            middle, middle_cpu = time.perf_counter(), time.process_time()
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+            end, end_cpu = time.perf_counter(), time.process_time()
+            if round_:  # the first warms up
+                ratios.append((end - middle) / (middle - began))
+                work.append((end_cpu - middle_cpu) / (middle_cpu - began_cpu))
+                seconds.append(end - middle)
+        text = " ".join(f"{k}={v}" for k, v in parallel.items())
+        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
+        temp = step.memory_analysis().temp_size_in_bytes / 1e6
+        print(
+            f"{','.join(map(str, mesh)):22} {text:44} {statistics.median(ratios):6.2f} {spread:>13} {statistics.median(work):5.2f} "
+            f"{statistics.median(seconds):7.2f} {temp:8.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""How true the planner is, as tables.
+
+python experiments/bench_planner.py                   seconds: fit on published runs, left-out runs, runs never seen
+python experiments/bench_planner.py --search          a search over every layout of 16,384 devices, timed
+python experiments/bench_planner.py --compile h100    bytes: memory and traffic beside XLA's, for configs from 125M to 70B
+                                                      parameters (no GPU needed; about 20 minutes on 2 cores)
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from meshtrain.config import decode, to_yaml
+from meshtrain.planner import calibrate, named
+from meshtrain.planner.accelerators import ACCELERATORS
+from meshtrain.planner.published import FITTED, HELD_OUT
+from meshtrain.planner.search import search
+
+MODELS = {
+    "gpt 125M": {"family": "gpt2", "layers": 12, "d_model": 768, "heads": 12, "vocab_size": 50257},
+    "gpt 1.3B": {"family": "gpt2", "layers": 24, "d_model": 2048, "heads": 16, "vocab_size": 50304},
+    "1B": {"layers": 16, "d_model": 2048, "heads": 32, "kv_heads": 8, "d_ff": 8192, "vocab_size": 128256, "tied_head": True},
+    "3B": {"layers": 28, "d_model": 3072, "heads": 24, "kv_heads": 8, "d_ff": 8192, "vocab_size": 128256},
+    "8B": {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256},
+    "13B": {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000},
+    "34B": {"layers": 48, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 22016, "vocab_size": 32000},
+    "70B": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
+}  # fmt: skip
+
+# (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys of `parallel`)
+SEEN: list[tuple] = [  # the counts of copies in `planner.memory` were found on these
+    ("gpt 125M", (1, 1, 1), 8, 1024, 1, {"zero_stage": 0}),
+    ("gpt 125M", (8, 1, 1), 64, 1024, 1, {}),
+    ("gpt 125M", (4, 2, 1), 64, 1024, 4, {"zero_stage": 2, "remat": "full"}),
+    ("gpt 125M", (2, 2, 2), 32, 1024, 8, {"compute": "float32"}),
+    ("1B", (8, 1, 1), 32, 4096, 1, {"zero_stage": 3, "remat": "full"}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "dots"}),
+    ("1B", (4, 2, 1), 32, 4096, 4, {"zero_stage": 2, "sequence_parallel": True}),
+    ("1B", (2, 2, 2), 32, 4096, 8, {"sequence_parallel": True}),
+    ("1B", (1, 1, 8), 16, 4096, 16, {"zero_stage": 0, "remat": "full"}),
+    ("1B", (2, 1, 4), 32, 4096, 16, {"schedule": "interleaved", "virtual_stages": 2}),
+    ("8B", (8, 1, 1), 16, 8192, 1, {"zero_stage": 3, "remat": "full"}),
+    ("8B", (16, 1, 1), 32, 8192, 1, {"zero_stage": 3, "remat": "dots"}),
+    ("8B", (4, 4, 1), 32, 4096, 4, {"sequence_parallel": True, "remat": "full"}),
+    ("8B", (2, 4, 2), 32, 4096, 8, {"sequence_parallel": True}),
+    ("8B", (2, 2, 4), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
+    ("8B", (2, 2, 4), 64, 4096, 16, {"zero_stage": 2, "schedule": "interleaved", "virtual_stages": 4, "remat": "full"}),
+    ("13B", (4, 8, 1), 32, 4096, 4, {"sequence_parallel": True}),
+    ("13B", (4, 2, 4), 64, 4096, 16, {"remat": "full"}),
+    ("13B", (2, 4, 4), 32, 4096, 16, {}),
+    ("34B", (4, 8, 2), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
+    ("34B", (2, 8, 4), 32, 4096, 16, {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 3}),
+    ("34B", (64, 1, 1), 128, 4096, 1, {"zero_stage": 3, "remat": "full"}),
+    ("70B", (2, 8, 8), 64, 4096, 32, {"sequence_parallel": True, "remat": "full"}),
+    ("70B", (4, 8, 4), 64, 4096, 16, {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 5, "remat": "full"}),
+    ("70B", (16, 8, 1), 64, 4096, 4, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
+    ("70B", (8, 8, 2), 64, 8192, 8, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
+    ("1B", (8, 1, 1), 32, 4096, 1, {"zero_stage": 3}),
+    ("8B", (4, 2, 1), 32, 4096, 8, {"zero_stage": 3, "remat": "dots"}),
+    ("8B", (8, 1, 2), 64, 4096, 8, {"remat": "dots"}),
+    ("13B", (4, 4, 2), 64, 4096, 8, {"zero_stage": 2, "schedule": "zb_h1", "remat": "full", "sequence_parallel": True}),
+]  # fmt: skip
+UNSEEN: list[tuple] = [
+    ("gpt 1.3B", (8, 1, 1), 64, 1024, 2, {"remat": "full"}),
+    ("gpt 1.3B", (2, 2, 2), 32, 1024, 8, {"sequence_parallel": True}),
+    ("gpt 1.3B", (4, 2, 1), 32, 1024, 2, {"zero_stage": 0, "remat": "dots"}),
+    ("3B", (8, 1, 1), 16, 4096, 2, {"remat": "dots"}),
+    ("3B", (4, 2, 1), 16, 4096, 2, {"zero_stage": 3, "sequence_parallel": True}),
+    ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "dots"}),
+    ("3B", (1, 2, 4), 16, 4096, 16, {"zero_stage": 0, "schedule": "interleaved", "virtual_stages": 7, "remat": "full", "sequence_parallel": True}),
+    ("8B", (2, 8, 1), 16, 8192, 8, {"zero_stage": 2, "remat": "full", "sequence_parallel": True}),
+    ("13B", (8, 1, 4), 64, 4096, 8, {"zero_stage": 2, "remat": "full"}),
+    ("13B", (2, 8, 2), 32, 2048, 8, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True}),
+    ("70B", (1, 8, 8), 32, 4096, 32, {"zero_stage": 0, "schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
+    ("34B", (32, 4, 1), 128, 4096, 2, {"zero_stage": 3, "remat": "dots", "sequence_parallel": True}),
+]  # fmt: skip
+
+
+def config_of(row: tuple) -> dict:
+    model, (data, tensor, pipeline), batch, length, microbatches, given = row
+    keys: dict = dict(given)
+    compute = keys.pop("compute", "bfloat16")
+    return {
+        "model": MODELS[model],
+        "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
+        "parallel": {"microbatches": microbatches} | keys,
+        "precision": {"compute": compute},
+        "train": {"global_batch_size": batch, "sequence_length": length},
+    }
+
+
+def times(console: Console) -> None:
+    """Published runs: fitted, left out, held out."""
+    errors = []
+    for family in ("Ampere", "Hopper"):
+        runs = calibrate.family(family)
+        efficiency = calibrate.rounded(calibrate.fit(runs))
+        table = Table(title=f"{family}: {efficiency}", title_justify="left", box=None)
+        for name in ("run", "", "reported", "seconds a step", "predicted", "off by", "left out: off by"):
+            table.add_column(name, justify="left" if name in ("run", "") else "right")
+        left_out = {left.run: left.error for left in calibrate.leave_one_out(runs)}
+        errors += [abs(error) for error in left_out.values()]
+        for run in [*runs, *calibrate.family(family, HELD_OUT)]:
+            predicted = run.predicted()
+            left = f"{left_out[run]:+.1%}" if run in left_out else "never fitted"
+            table.add_row(run.source, run.name, run.reported, f"{run.seconds:.3f}", f"{predicted:.3f}", f"{predicted / run.seconds - 1:+.1%}", left)  # fmt: skip
+        console.print(table)
+    console.print(
+        f"leave-one-out over {len(FITTED)} runs: median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+    )
+    unseen = [abs(run.predicted() / run.seconds - 1) for run in HELD_OUT]
+    console.print(f"{len(HELD_OUT)} runs never fitted: median {statistics.median(unseen):.1%}, worst {max(unseen):.1%}")
+
+
+def searched(console: Console) -> None:
+    """Llama-3 405B on 16,384 H100."""
+    model = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
+    train = {"global_batch_size": 2048, "sequence_length": 8192}
+    config = decode({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
+    found = search(config, named("h100", 16384), 16384)
+    console.print(f"405B on 16,384 {ACCELERATORS['h100'].name}: {found.legal:,} layouts in {found.seconds:.1f} s")
+
+
+def compiled(console: Console, target: str) -> None:
+    """Each config in a process of its own, since the compiler must start before any other backend."""
+    for title, rows in (("seen while the formulas were made", SEEN), ("not seen", UNSEEN)):
+        table = Table(title=f"{target}, {title}", title_justify="left", box=None)
+        for name in ("model", "mesh", "parallel", "planned GiB", "compiled GiB", "off by", "traffic off by"):
+            table.add_column(name, justify="left" if name in ("model", "mesh", "parallel") else "right")
+        memory_errors, traffic_errors = [], []
+        for row in rows:
+            found = _plan(row, target)
+            if found is None:
+                table.add_row(row[0], str(row[1]), "failed to compile")
+                continue
+            planned, real = found["per_device_bytes"]["total"], found["compiled"]["total_bytes"]
+            traffic = _traffic_error(found)
+            memory_errors.append(planned / real - 1)
+            traffic_errors.append(traffic)
+            keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
+            table.add_row(row[0], " x ".join(map(str, row[1])), keys, f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{planned / real - 1:+.1%}", f"{traffic:.2%}")  # fmt: skip
+        console.print(table)
+        console.print(f"memory: {_summary(memory_errors)}; traffic of the worst axis: {_summary(traffic_errors)}")
+
+
+def _plan(row: tuple, target: str) -> dict | None:
+    import json
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(to_yaml(decode(config_of(row))))
+        file.flush()
+        command = [sys.executable, "-m", "meshtrain.plan", "--config", file.name, "--compile", target, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.splitlines()[-1], file=sys.stderr)
+        return None
+    return json.loads(done.stdout)
+
+
+def _traffic_error(found: dict, smallest: float = 1e6) -> float:
+    """Of the axis where the two differ most, leaving out what is less than a megabyte."""
+    sent: dict[str, float] = {}
+    for collective in found["compiled"]["collectives"]:
+        sent[collective["axis"]] = sent.get(collective["axis"], 0.0) + collective["sent_bytes"]
+    planned = found["traffic_bytes_per_step"]
+    axes = [axis for axis in {*sent, *planned} if max(sent.get(axis, 0), planned.get(axis, 0)) > smallest]
+    return max(
+        (abs(planned.get(axis, 0) - sent.get(axis, 0)) / max(sent.get(axis, 0), 1) for axis in axes), default=0.0
+    )
+
+
+def _summary(errors: Iterable[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return f"median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}" if sizes else "nothing compiled"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", metavar="TARGET", help="cpu, a100, h100, h200 or b200")
+    parser.add_argument("--search", action="store_true")
+    options = parser.parse_args()
+    console = Console(width=200, highlight=False)
+    if options.compile:
+        compiled(console, options.compile)
+    elif options.search:
+        searched(console)
+    else:
+        times(console)
+
+
+if __name__ == "__main__":
+    main()

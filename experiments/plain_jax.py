@@ -1,0 +1,69 @@
+"""The reference of the benchmarks: a Llama-style step as one would write it for one device, one jit, no remat."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshtrain.config import Config
+
+Tree = Any
+
+
+def init(config: Config, key: jax.Array) -> Tree:
+    m = config.model
+    d, h, g, k, f, layers = m.d_model, m.heads, m.kv_heads or m.heads, m.head_dim or 1, m.d_ff or 1, m.layers
+    shapes = {
+        "embedding": (m.vocab_size, d), "head": (d, m.vocab_size), "q": (layers, d, h, k), "k": (layers, d, g, k), "v": (layers, d, g, k),
+        "out": (layers, h, k, d), "gate": (layers, d, f), "up": (layers, d, f), "down": (layers, f, d),
+    }  # fmt: skip
+    keys = jax.random.split(key, len(shapes))
+    weights = {name: 0.02 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return weights | {"norm1": jnp.ones((layers, d)), "norm2": jnp.ones((layers, d)), "norm": jnp.ones(d)}
+
+
+def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * scale
+
+
+def rope(x: jax.Array) -> jax.Array:
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def loss(weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    blocks = {n: weights[n] for n in ("q", "k", "v", "out", "gate", "up", "down", "norm1", "norm2")}
+
+    def block(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
+        a = rms(x, w["norm1"])
+        q, k, v = (jnp.einsum("btd,dhk->bthk", a, w[n]) for n in "qkv")
+        a = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
+        x = x + jnp.einsum("bthk,hkd->btd", a, w["out"])
+        m = rms(x, w["norm2"])
+        return x + (jax.nn.silu(m @ w["gate"]) * (m @ w["up"])) @ w["down"], None
+
+    x, _ = jax.lax.scan(block, weights["embedding"][tokens], blocks)
+    logits = rms(x, weights["norm"]) @ weights["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def make_step(config: Config) -> tuple[Callable, Tree]:
+    """(step, state): step(state, tokens, labels) -> (state, loss), AdamW with clipping as in the config."""
+    o = config.optimizer
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(o.grad_clip), optax.adamw(o.learning_rate, o.beta1, o.beta2, o.eps)
+    )
+    weights = init(config, jax.random.key(0))
+
+    def step(state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
+        weights, moments = state
+        value, gradients = jax.value_and_grad(loss)(weights, tokens, labels)
+        updates, moments = optimizer.update(gradients, moments, weights)
+        return (optax.apply_updates(weights, updates), moments), value
+
+    return jax.jit(step, donate_argnums=0), (weights, optimizer.init(weights))

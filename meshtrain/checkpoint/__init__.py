@@ -1,0 +1,12 @@
+"""Checkpoints: asynchronous, atomic, verified; saved in one canonical layout, restored onto any mesh.
+
+state ──canonical──► Orbax ──► 12.writing/ ──digests, manifest, COMMIT──► 12/ ──retention──► older ones removed
+12/ ──verify──► Orbax, straight into the target's shards ──live──► state
+"""
+
+from meshtrain.checkpoint.checkpointer import Checkpointer
+from meshtrain.checkpoint.saving import CheckpointError
+from meshtrain.checkpoint.signals import StopSignals
+from meshtrain.checkpoint.trim import trim_metrics
+
+__all__ = ["CheckpointError", "Checkpointer", "StopSignals", "trim_metrics"]

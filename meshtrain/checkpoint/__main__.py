@@ -1,0 +1,188 @@
+"""python -m meshtrain.checkpoint ls | show | verify | diff: what a run has saved, whether it is intact, what differs."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meshtrain.checkpoint import arrays, changes, digests, steps
+from meshtrain.checkpoint.manifest import Manifest
+
+INTACT, DAMAGED, USAGE = 0, 1, 2  # diff: the same, different
+
+
+class Refused(Exception):
+    """Wrong usage, in one sentence."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = "a run directory (its newest step is taken) or one step"
+    all_of = "a run directory, its checkpoints/, or one step"
+    for name, text, paths in (
+        ("ls", "steps, dates, losses and sizes", {"directory": all_of}),
+        ("show", "one step: losses, config, versions, the tree of arrays", {"directory": one}),
+        ("verify", "compare every file with its digest; exit code 1 if a step is damaged", {"directory": all_of}),
+        ("diff", "what differs between two checkpoints; exit code 1 if anything does", {"first": one, "second": one}),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        for path, meaning in paths.items():
+            command.add_argument(path, type=Path, help=meaning)
+        if name == "diff":
+            command.add_argument("--no-values", action="store_true", help="do not read the arrays")
+    options = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = {"ls": ls, "show": show, "verify": verify, "diff": diff}[options.command]
+    try:
+        return run(options)
+    except Refused as error:
+        print(f"meshtrain: {error}", file=sys.stderr)
+        return USAGE
+
+
+def ls(options: argparse.Namespace) -> int:
+    found = _directories(options.directory)
+    print(f"{'step':>9}  {'saved':<20} {'loss':>10} {'eval loss':>10} {'size':>9}")
+    for directory in found:
+        if (problem := _problem(directory)) is not None:
+            print(f"{directory.name:>9}  {problem}")
+            continue
+        m = Manifest.read(directory)
+        saved = m.saved.replace("+00:00", "Z")
+        print(
+            f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {_size(digests.total_bytes(directory)):>9}"
+        )
+    for path in sorted(found[0].parent.iterdir()):
+        if path.is_dir() and not path.name.isdigit():
+            print(
+                f"{path.name:>9}  no checkpoint: {'damaged, set aside' if steps.DAMAGED in path.name else 'unfinished'}"
+            )
+    return INTACT
+
+
+def show(options: argparse.Namespace) -> int:
+    directory = _newest(options.directory)
+    m = Manifest.read(directory)
+    print(f"step {m.step} in {directory}")
+    print(
+        f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {_size(digests.total_bytes(directory))}"
+    )
+    print(f"data: {m.data['batches']:,} global batches read; seed {m.rng['seed']}")
+    print("versions: " + ", ".join(f"{name} {version}" for name, version in m.versions.items()))
+    for section, keys in m.config.items():
+        print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in keys.items()))
+    print("arrays:")
+    shown: tuple[str, ...] = ()
+    for name, record in m.leaves.items():
+        *parents, last = name.split(".")
+        for depth, parent in enumerate(parents):
+            if shown[: depth + 1] != tuple(parents[: depth + 1]):
+                print(f"{'  ' * (depth + 1)}{parent}")
+        shown = tuple(parents)
+        size = _size(int(np.prod(record["shape"])) * np.dtype(record["dtype"]).itemsize)
+        print(
+            f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9} {record['shape']!s:<22} {size:>9}"
+        )
+    return INTACT
+
+
+def verify(options: argparse.Namespace) -> int:
+    damaged = False
+    for directory in _directories(options.directory):
+        began = time.perf_counter()
+        problem = _problem(directory)
+        found = [problem] if problem is not None else digests.problems(directory)
+        if found:
+            damaged = True
+            print(f"{directory.name}: DAMAGED: {'; '.join(found)}")
+        else:
+            size, seconds = digests.total_bytes(directory), time.perf_counter() - began
+            print(f"{directory.name}: intact, {_size(size)} at {size / seconds / 1e9:.2f} GB/s")
+    return DAMAGED if damaged else INTACT
+
+
+def diff(options: argparse.Namespace) -> int:
+    first, second = _newest(options.first), _newest(options.second)
+    found = list(_differences(first, second, values=not options.no_values))
+    print("\n".join(found) if found else "the same")
+    return DAMAGED if found else INTACT
+
+
+def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
+    a, b = Manifest.read(first), Manifest.read(second)
+    for what in ("step", "loss", "eval_loss"):
+        if getattr(a, what) != getattr(b, what):
+            yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
+    for name, old, new in changes.differences(a.config, b.config):
+        yield f"config {name}: {old} | {new}"
+    for name in sorted(a.versions.keys() | b.versions.keys()):
+        if a.versions.get(name) != b.versions.get(name):
+            yield f"version {name}: {a.versions.get(name)} | {b.versions.get(name)}"
+    for name in sorted(a.leaves.keys() | b.leaves.keys()):
+        old, new = (f"{r['dtype']}{r['shape']}" if r else "absent" for r in (a.leaves.get(name), b.leaves.get(name)))
+        if old != new:
+            yield f"array {name}: {old} | {new}"
+        elif values and (sentence := _compare(_array(first, name, a), _array(second, name, b))):
+            yield f"array {name}: {sentence}"
+
+
+def _array(directory: Path, name: str, manifest: Manifest) -> np.ndarray:
+    record, device = manifest.leaves[name], jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"], sharding=device)
+    return np.asarray(arrays.read(directory / steps.ARRAYS, {name: target})[name])
+
+
+def _compare(a: np.ndarray, b: np.ndarray) -> str | None:
+    different = (a != b) & ~((a != a) & (b != b))  # NaNs are the same
+    if not different.any():
+        return None
+    largest = np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))
+    return f"{int(different.sum()):,} of {a.size:,} numbers differ, by up to {largest:.3g} (largest {np.max(np.abs(a)):.3g})"
+
+
+def _directories(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise Refused(f"there is no directory {path}; give a run directory, its checkpoints/, or one step.")
+    found = steps.directories(path.absolute())
+    if not found:
+        raise Refused(f"there is no checkpoint in {path}; give a run directory, its checkpoints/, or one step.")
+    return found
+
+
+def _newest(path: Path) -> Path:
+    directory = _directories(path)[-1]
+    if (problem := _problem(directory)) is not None:
+        raise Refused(f"{directory} cannot be read: {problem}.")
+    return directory
+
+
+def _problem(directory: Path) -> str | None:
+    """What keeps even the manifest from being read."""
+    try:
+        problem = steps.commit_problem(directory)
+    except steps.NewerFormat as newer:
+        return f"format {newer.number}, of a later meshtrain (this one reads up to {steps.FORMAT})"
+    if problem is None and not (directory / steps.MANIFEST).is_file():
+        return f"{steps.MANIFEST} is missing"
+    return problem
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.6f}"
+
+
+def _size(n: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000  # type: ignore[assignment]
+    return f"{n:.1f} TB"
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # reading a checkpoint takes no accelerator
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What may change in the config between two runs that share a checkpoint: refused, or allowed and told."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshtrain.config import Config, ConfigError
+
+MODEL = (
+    "family", "layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "tied_head", "rope_theta",
+    "max_positions", "norm_eps",
+)  # fmt: skip
+DATA = (
+    "source", "tokenizer", "mixture", "weights", "batching", "last", "lengths", "length_multiple", "rows_multiple", "validation",
+    "text_field", "bad_documents",
+)  # fmt: skip
+SHAPES = tuple(f"model.{name}" for name in MODEL)  # what the weights are, and what the model computes with them
+REFUSED = (
+    *SHAPES,
+    "run.seed",
+    *(f"data.{name}" for name in DATA),
+    "train.global_batch_size",
+    "train.sequence_length",
+    "optimizer.name",
+)
+WARM = (*SHAPES, "data.tokenizer")  # what counts when only the weights are taken
+RESIZABLE = ("model.layers", "model.vocab_size")  # a warm start may change these, if asked to
+FREE = (
+    "run.directory",
+    "checkpoint.resume",
+    "checkpoint.weights_only",
+    "checkpoint.allow",
+)  # of the command, not of the run
+
+
+def check_allowed(config: Config) -> None:
+    """ConfigError if checkpoint.allow names what is no key, or is allowed anyway."""
+    for name in config.checkpoint.allow:
+        if name not in REFUSED:
+            near = difflib.get_close_matches(name, REFUSED, n=1)
+            raise ConfigError(
+                f"checkpoint.allow has {name!r}; legal are {', '.join(REFUSED)}"
+                + (f"; did you mean {near[0]}?" if near else ".")
+            )
+        if name in SHAPES and not (config.checkpoint.weights_only and name in RESIZABLE):
+            raise ConfigError(
+                f"checkpoint.allow has {name}, but a checkpoint's model cannot change"
+                + (
+                    ", only model.layers and model.vocab_size can."
+                    if config.checkpoint.weights_only
+                    else "; with checkpoint.weights_only model.layers and model.vocab_size can."
+                )
+            )
+
+
+def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bool) -> list[str]:
+    """What changed and may, a sentence each; ConfigError with all that may not. `where` names the checkpoint."""
+    refusable = WARM if weights_only else REFUSED
+    allowed = [name for name in config.checkpoint.allow if weights_only or name not in SHAPES]
+    refused, told = {}, []
+    for name, before, now in differences(old, dataclasses.asdict(config)):
+        if name in FREE or (name == "model.max_positions" and config.model.family == "llama"):
+            continue
+        if name in refusable and name not in allowed:
+            refused[name] = f"{name} is {now} but was {before}"
+        elif not weights_only:
+            told.append(f"{name} was {before} and is {now} from here on.")
+    if refused:
+        raise ConfigError(
+            f"{where} does not fit this config: {', '.join(refused.values())}; {_way_out(list(refused), weights_only)}."
+        )
+    return told
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key path, old, new) of the keys that both configs have and that differ."""
+    for section, keys in new.items():
+        for key, now in keys.items():
+            if section in old and key in old[section]:
+                before, now = (
+                    json.loads(json.dumps(v)) for v in (old[section][key], now)
+                )  # tuples and lists are the same
+                if before != now:
+                    yield f"{section}.{key}", before, now
+
+
+def _way_out(names: list[str], weights_only: bool) -> str:
+    allow = f"checkpoint.allow: [{', '.join(names)}]"
+    if all(name in RESIZABLE for name in names):
+        if weights_only:
+            return f"{allow} takes what fits and initialises the rest"
+        return f"in another run.directory, checkpoint.resume: PATH with checkpoint.weights_only: true and {allow} starts from its weights"
+    if any(name in SHAPES for name in names):
+        return "set it back, or give another run.directory"
+    return f"set it back, give another run.directory, or go on all the same with {allow}"

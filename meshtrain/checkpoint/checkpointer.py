@@ -1,0 +1,92 @@
+"""The checkpoints of one run, as the training loop sees them."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from meshtrain.checkpoint import changes, steps
+from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint.host_memory import freed_blocks_returned
+from meshtrain.checkpoint.lock import RunLock
+from meshtrain.checkpoint.processes import first_decides, is_first
+from meshtrain.checkpoint.restoring import restore, start_from_weights
+from meshtrain.checkpoint.saving import Saver
+from meshtrain.checkpoint.source import Source, find
+from meshtrain.config import Config
+from meshtrain.step import Program, State
+
+
+class Checkpointer:
+    """Restores and saves the states of `program`; holds its run directory's lock until `close`.
+
+    `say` hears what a person should know, on the first process; by default it goes to stderr. ConfigError if another run is in
+    the directory. With several processes all of them call every method alike.
+    """
+
+    def __init__(self, config: Config, program: Program, say: Callable[[str], None] | None = None) -> None:
+        self.config, self.program = config, program
+        self._canonical = Canonical(program)
+        self._root = Path(config.run.directory).absolute() / "checkpoints"
+        self._speak = say or (lambda sentence: print(f"meshtrain: {sentence}", file=sys.stderr, flush=True))
+        self._saver = Saver(config, self._canonical, self._root, self._say)
+        self._lock: RunLock | None = None
+        changes.check_allowed(config)
+        first_decides(self._enter)
+
+    def restore_or_init(self) -> tuple[State, int]:
+        """The state to go on from, on the program's shardings, and the steps taken.
+
+        ConfigError if the config does not fit the checkpoint, or if all there is is damaged or of a newer format.
+        """
+        source = find(self.config, self._root, self._say)
+        state, step = (self.program.init(), 0) if source is None else self._restore(source)
+        self._canonical.compile()
+        return state, step
+
+    def _restore(self, source: Source) -> tuple[State, int]:
+        weights_only = self.config.checkpoint.weights_only and not source.own
+        where = f"checkpoint {source.directory}"
+        for sentence in changes.compare(source.manifest.config, self.config, where, weights_only):
+            self._say(sentence)
+        with freed_blocks_returned():
+            if weights_only:
+                return start_from_weights(self._canonical, source, self._say), 0
+            state = restore(self._canonical, source)
+        if source.own:
+            self._saver.newest = source.manifest.step
+        return state, source.manifest.step
+
+    def due(self, step: int) -> bool:
+        """Whether checkpoint.every asks for a save after `step`."""
+        return bool(self.config.checkpoint.every) and step % self.config.checkpoint.every == 0
+
+    def save(self, step: int, state: State, loss: float, eval_loss: float | None = None) -> None:
+        """Starts writing the state after `step` steps; returns once `state` may be donated. Waits for a save that still runs.
+
+        CheckpointError if that one failed and checkpoint.on_failed_save is stop. A step that is on disk already is not saved again.
+        """
+        self._saver.save(step, state, loss, eval_loss)
+
+    def metrics(self) -> dict[str, float]:
+        """checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the last call, else {}."""
+        return self._saver.metrics()
+
+    def wait(self) -> None:
+        """Returns when every save is on disk; CheckpointError if the last one failed."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Waits for a save that still runs, then lets go of the run directory."""
+        self._saver.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _enter(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock(self._root.parent)
+        for name in steps.remove_leftovers(self._root):
+            self._say(f"removed {self._root / name}, which a process that was killed left unfinished.")
+
+    def _say(self, sentence: str) -> None:
+        if is_first():
+            self._speak(sentence)

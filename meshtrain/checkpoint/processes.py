@@ -1,0 +1,41 @@
+"""Decisions that every process of a run must share: one of them looks at the disk, all of them hear what it found."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from meshtrain.config import ConfigError
+
+
+def is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def gathered(value: Any) -> list[Any]:
+    """The (JSON) value of every process, on every process; all must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size)).reshape(-1)
+    padded = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+    return [json.loads(bytes(row[:size])) for row, size in zip(padded, sizes, strict=True)]
+
+
+def first_decides(decide: Callable[[], Any]) -> Any:
+    """What `decide` (JSON) says on the first process, on every process; a ConfigError there is raised on all."""
+    if jax.process_count() == 1:
+        return decide()
+    message: dict[str, Any] = {}
+    if is_first():
+        try:
+            message = {"value": decide()}
+        except ConfigError as error:
+            message = {"refused": str(error)}
+    message = gathered(message)[0]
+    if "refused" in message:
+        raise ConfigError(message["refused"])
+    return message["value"]

@@ -1,0 +1,60 @@
+"""From a verified step to a state on the program's shardings: all of it, or a new run's state with its weights."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from meshtrain.checkpoint import steps
+from meshtrain.checkpoint.canonical import Canonical, Entry
+from meshtrain.checkpoint.source import Source
+from meshtrain.config import ConfigError
+from meshtrain.step import State
+
+
+def restore(canonical: Canonical, source: Source) -> State:
+    """The whole state; ConfigError if the checkpoint has other leaves."""
+    entries = [e for e in canonical.entries if not e.name.startswith("scale.")]  # precision.compute may change
+    _check(source, entries)
+    return canonical.state(source.directory / steps.ARRAYS, source.manifest.leaves)
+
+
+def start_from_weights(canonical: Canonical, source: Source, say: Callable[[str], None]) -> State:
+    """The state before the first step, with the checkpoint's weights; resized where checkpoint.allow names the axis."""
+    parameters = [e for e in canonical.entries if e.name.startswith("params.")]
+    resized = [e for e in parameters if _resized(canonical, source, e)]
+    whole = [e for e in parameters if e not in resized]
+    _check(source, whole)
+    state, directory = canonical.program.init(), source.directory / steps.ARRAYS
+    live = dict(zip((e.name for e in canonical.entries), jax.tree.leaves(state), strict=True))
+    for entry in whole:
+        live[entry.name].delete()
+    live |= canonical.read(directory, whole)
+    for entry in resized:
+        shape = tuple(source.manifest.leaves[entry.name]["shape"])
+        live[entry.name] = canonical.into(directory, entry, shape, live[entry.name])
+        say(f"{entry.name} is {list(entry.shape)}; the checkpoint has {list(shape)} of it, the rest is as initialised.")
+    say(f"started from the weights of step {source.manifest.step} in {source.directory}.")
+    return jax.tree.unflatten(jax.tree.structure(state), list(live.values()))
+
+
+def _resized(canonical: Canonical, source: Source, entry: Entry) -> bool:
+    """The checkpoint has the leaf in another shape, along axes that checkpoint.allow names and no other."""
+    record = source.manifest.leaves.get(entry.name)
+    if entry.leaf is None or record is None:
+        return False
+    allow = canonical.program.config.checkpoint.allow
+    free = {axis for key, axis in (("model.layers", "layers"), ("model.vocab_size", "vocab")) if key in allow}
+    changed = {a for a, n, m in zip(entry.leaf.axes, entry.shape, record["shape"], strict=True) if n != m}
+    return bool(changed) and changed <= free
+
+
+def _check(source: Source, entries: Sequence[Entry]) -> None:
+    """ConfigError if a leaf is missing or has another shape or dtype, which Orbax would hide or cast silently."""
+    for entry in entries:
+        wanted = f"{entry.live.dtype}{list(entry.shape)}"
+        record = source.manifest.leaves.get(entry.name)
+        found = f"it is {record['dtype']}{record['shape']}" if record else "there is none"
+        if found != f"it is {wanted}":
+            raise ConfigError(
+                f"checkpoint {source.directory} does not fit this config: {entry.name} is {wanted}, but {found} in it."
+            )

@@ -1,0 +1,58 @@
+"""What differs between JAX 0.10, 0.11 and 0.12, and nowhere else."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+Tree = Any
+
+
+def varying(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """The manual mesh axes over which the value of `x` differs between devices (its VMA type)."""
+    kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return frozenset(manual.varying if manual is not None else kind.vma)
+
+
+def vary(tree: Tree, axes: Iterable[str]) -> Tree:
+    """`tree` with every leaf's type varying over `axes`; no data moves. The transpose is a psum over the axes that were added."""
+    wanted = tuple(axes)
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(a for a in wanted if a not in varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def residuals(vjp: Callable) -> list[Any]:
+    """What a `jax.vjp` function keeps of the forward pass, less the function's own arguments."""
+    return vjp.opaque_residuals  # type: ignore[attr-defined]
+
+
+def with_residuals(vjp: Callable, kept: list[Any]) -> Callable:
+    """The same vjp function over other residuals of the same shapes. The forward pass that `vjp` itself traced is then dead code."""
+    other = copy.copy(vjp)
+    other.opaque_residuals = kept  # type: ignore[attr-defined]
+    return other
+
+
+def bind(equation: JaxprEqn, values: list[Any]) -> list[Any]:
+    """One equation of a jaxpr on other values."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        outs = equation.primitive.bind(*functions, *values, **params)
+    return list(outs) if equation.primitive.multiple_results else [outs]
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """Constants and carries of a scan equation: its first inputs."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carries, _ = params["ft_in"].unpack()
+    return len(list(constants.vals)), len(list(carries.vals))

@@ -1,0 +1,25 @@
+"""The configuration: `schema` names every key, `load` reads YAML strictly, `check` refuses what cannot run before a device is touched."""
+
+from meshtrain.config.check import check, notes
+from meshtrain.config.errors import ConfigError
+from meshtrain.config.load import decode, load, to_yaml
+from meshtrain.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+    describe,
+)
+
+__all__ = [
+    "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
+    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "decode", "describe", "load", "notes", "to_yaml",
+]  # fmt: skip

@@ -1,0 +1,224 @@
+"""Cross-checks between keys, made before a device is touched; and notes on what is legal but costs something."""
+
+import dataclasses
+import difflib
+import math
+from pathlib import Path
+
+from meshtrain.config.errors import ConfigError
+from meshtrain.config.schema import Config
+
+# Pipeline schedules, and how many chunks a stage has under each (None: as many as asked for). The tables themselves are made by
+# parallel.pipeline.generators, whose list this must equal; a config is checked without it.
+SCHEDULES: dict[str, int | None] = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": None,
+    "looped_bfs": None,
+    "zb_h1": 1,
+    "zb_interleaved": None,
+    "v_1f1b": 2,
+}
+CHUNKED = tuple(name for name, chunks in SCHEDULES.items() if chunks is None)
+ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
+
+
+def resolve(config: Config) -> Config:
+    """The config with every null that stands for 'follows from the others' filled in; ConfigError where it does not follow."""
+    model, llama = config.model, config.model.family == "llama"
+    if model.head_dim is None and model.d_model % model.heads:
+        raise ConfigError(
+            f"model.d_model {model.d_model} does not divide into model.heads {model.heads}; give model.head_dim, or heads that divide it: {divisors(model.d_model)}."
+        )
+    d_ff = 32 * math.ceil(8 * model.d_model / 3 / 32) if llama else 4 * model.d_model
+    model = dataclasses.replace(
+        model,
+        kv_heads=model.kv_heads or model.heads,
+        head_dim=model.head_dim or max(1, model.d_model // model.heads),
+        d_ff=model.d_ff or d_ff,
+        tied_head=(not llama) if model.tied_head is None else model.tied_head,
+        max_positions=model.max_positions or config.train.sequence_length,
+    )
+    parallel = config.parallel
+    if parallel.virtual_stages == 1:
+        parallel = dataclasses.replace(parallel, virtual_stages=SCHEDULES.get(parallel.schedule) or 1)
+    return dataclasses.replace(config, model=model, parallel=parallel)
+
+
+def divisors(n: int) -> str:
+    """The divisors of n, for a sentence; of many, the small ones and n itself."""
+    found = [d for d in range(1, n + 1) if n % d == 0]
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:11], "...", n]))
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError with the first combination of keys that cannot run, and the numbers that could."""
+    model, mesh, parallel, train = config.model, config.mesh, config.parallel, config.train
+    assert model.kv_heads and model.head_dim and model.d_ff and model.max_positions, "check takes a resolved config"
+    if model.heads % model.kv_heads:
+        raise ConfigError(
+            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
+        )
+    if model.family == "llama" and model.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
+        )
+    if model.family == "gpt2" and model.max_positions < train.sequence_length:
+        raise ConfigError(
+            f"train.sequence_length {train.sequence_length} is longer than model.max_positions {model.max_positions}; gpt2 has learned positions, so give at least as many."
+        )
+    if model.heads % mesh.tensor:
+        raise ConfigError(
+            f"mesh.tensor {mesh.tensor} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
+        )
+    if parallel.sequence_parallel and train.sequence_length % mesh.tensor:
+        raise ConfigError(
+            f"mesh.tensor {mesh.tensor} does not divide train.sequence_length {train.sequence_length}, as parallel.sequence_parallel needs; "
+            f"legal for mesh.tensor are {divisors(math.gcd(train.sequence_length, model.heads))}."
+        )
+    _check_batch(config)
+    _check_pipeline(config)
+    _check_data(config)
+    for name in ("remat_keep", "remat_offload"):
+        chosen = getattr(parallel, name)
+        if chosen and parallel.remat != "names":
+            raise ConfigError(
+                f"parallel.{name} is given, but parallel.remat is {parallel.remat}; it counts only with parallel.remat: names."
+            )
+        for activation in chosen:
+            if activation not in ACTIVATIONS:
+                near = difflib.get_close_matches(activation, ACTIVATIONS, n=1)
+                raise ConfigError(
+                    f"parallel.{name} has {activation!r}; legal are {', '.join(ACTIVATIONS)}"
+                    + (f"; did you mean {near[0]}?" if near else ".")
+                )
+
+
+def _check_batch(config: Config) -> None:
+    batch, data, microbatches = config.train.global_batch_size, config.mesh.data, config.parallel.microbatches
+    if batch % data:
+        raise ConfigError(
+            f"mesh.data {data} does not divide train.global_batch_size {batch}; legal are {divisors(batch)}."
+        )
+    if batch // data % microbatches:
+        raise ConfigError(
+            f"parallel.microbatches {microbatches} does not divide the {batch // data} sequences of a data rank "
+            f"(train.global_batch_size {batch} / mesh.data {data}); legal are {divisors(batch // data)}."
+        )
+
+
+def _check_data(config: Config) -> None:
+    data, mesh, batch = config.data, config.mesh, config.train.global_batch_size
+    if (data.source == "mixture") != bool(data.mixture):
+        raise ConfigError(
+            f"data.source is {data.source}, but data.mixture "
+            + (
+                "names no sources; list them."
+                if not data.mixture
+                else "names sources; set data.source to mixture, or leave it out."
+            )
+        )
+    if len(data.weights) != len(data.mixture):
+        raise ConfigError(
+            f"data.weights has {len(data.weights)} numbers for the {len(data.mixture)} sources of data.mixture; give one each."
+        )
+    if unmixable := {"synthetic", "mixture"} & set(data.mixture):
+        raise ConfigError(f"data.mixture names {min(unmixable)}; it takes stdlib, text and prepared shards.")
+    if data.source == "synthetic" and data.validation_source is not None:
+        raise ConfigError(
+            "data.validation_source is given, but with data.source synthetic the held-out tokens are drawn too; leave it out."
+        )
+    if data.source == "synthetic" and data.batching != "window":
+        raise ConfigError(
+            f"data.batching is {data.batching}, but synthetic tokens form no documents; set it to window."
+        )
+    if (
+        data.batching in ("grouped", "budget")
+        and config.parallel.sequence_parallel
+        and data.length_multiple % mesh.tensor
+    ):
+        raise ConfigError(
+            f"mesh.tensor {mesh.tensor} does not divide data.length_multiple {data.length_multiple}, as parallel.sequence_parallel needs "
+            f"with data.batching {data.batching}; give a multiple of {mesh.tensor}."
+        )
+    pieces = mesh.data * config.parallel.microbatches
+    if (
+        data.batching == "budget"
+        and data.rows_multiple is not None
+        and (data.rows_multiple % pieces or data.rows_multiple > batch)
+    ):
+        raise ConfigError(
+            f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches ({pieces}) "
+            f"and at most train.global_batch_size {batch}."
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    layers, stages, parallel = config.model.layers, config.mesh.pipeline, config.parallel
+    schedule, chunks = parallel.schedule, parallel.virtual_stages
+    if schedule.endswith(".csv"):
+        if not Path(schedule).is_file():
+            raise ConfigError(f"parallel.schedule names the table {schedule}, but there is no such file.")
+    elif schedule not in SCHEDULES:
+        near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
+        raise ConfigError(
+            f"parallel.schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or the path of a .csv table"
+            + (f"; did you mean {near[0]}?" if near else ".")
+        )
+    elif SCHEDULES[schedule] not in (None, chunks):
+        raise ConfigError(
+            f"parallel.virtual_stages is {chunks}, but {schedule} always has {SCHEDULES[schedule]}; leave it out, "
+            f"or set parallel.schedule to one that has any number: {', '.join(CHUNKED)}."
+        )
+    if stages * chunks > layers:
+        what = f"mesh.pipeline {stages}" + (f" x parallel.virtual_stages {chunks}" if chunks > 1 else "")
+        raise ConfigError(
+            f"{what} makes {stages * chunks} stages, more than model.layers {layers}; legal are at most {layers} in all."
+        )
+    split = parallel.layer_split
+    if split is not None and (len(split) != stages * chunks or sum(split) != layers):
+        raise ConfigError(
+            f"parallel.layer_split {list(split)} has {len(split)} entries that sum to {sum(split)}; it must have {stages * chunks} "
+            f"(mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
+        )
+
+
+def notes(config: Config) -> list[str]:
+    """What is legal but costs something, a sentence each."""
+    model, mesh, parallel = config.model, config.mesh, config.parallel
+    assert model.kv_heads and model.d_ff
+    found = []
+    if mesh.pipeline > 1 and parallel.microbatches < mesh.pipeline:
+        m, p = parallel.microbatches, mesh.pipeline
+        found.append(
+            f"parallel.microbatches {m} is fewer than mesh.pipeline {p}: every stage idles at least {(p - 1) / (m + p - 1):.0%} of the step; {4 * p} would bring that to {(p - 1) / (5 * p - 1):.0%}."
+        )
+    if model.kv_heads % mesh.tensor:
+        found.append(
+            f"model.kv_heads {model.kv_heads} does not divide over mesh.tensor {mesh.tensor}: every tensor rank holds all key and value heads."
+        )
+    for name, size, ways in (
+        ("model.d_ff", model.d_ff, mesh.tensor),
+        ("model.vocab_size", model.vocab_size, mesh.tensor * (mesh.pipeline if parallel.vocab == "spread" else 1)),
+    ):
+        if size % ways:
+            padded = math.ceil(size / ways) * ways
+            found.append(
+                f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
+            )
+    slots = mesh.pipeline * parallel.virtual_stages
+    if model.layers % slots and parallel.layer_split is None:
+        most = math.ceil(model.layers / slots)
+        found.append(
+            f"model.layers {model.layers} does not divide over {slots} stages: the longest has {most}, so {1 - model.layers / (most * slots):.0%} of the stages' time is idle."
+        )
+    if config.optimizer.warmup_steps >= config.train.steps:
+        found.append(
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not less than train.steps {config.train.steps}: "
+            "the run ends before the learning rate is at its peak."
+        )
+    if mesh.pipeline == 1 and parallel.virtual_stages > 1:
+        found.append(
+            "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
+        )
+    return found

@@ -1,0 +1,248 @@
+"""Every key of the configuration: its type, its default and what it means. Nothing here reads a file or touches a device."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+def key(
+    default: Any, doc: str, *, least: float | None = None, most: float | None = None, above: float | None = None
+) -> Any:
+    """A documented key; `least`, `most` and `above` bound a number (or each number of a list), None is always allowed where the type says so."""
+    return field(default=default, metadata={"doc": doc, "least": least, "most": most, "above": above})
+
+
+def describe(section: type) -> dict[str, str]:
+    """The documentation of each key of a section, by key."""
+    return {f.name: f.metadata["doc"] for f in fields(section)}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    directory: str = key("runs/default", "where config.yaml, metrics.jsonl and checkpoints/ are written")
+    seed: int = key(0, "the one seed: initialisation, dropout and the order of the data follow from it", least=0)
+    fake_devices: int = key(
+        0, "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs", least=0
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: Literal["llama", "gpt2"] = key(
+        "llama", "llama: RMSNorm, RoPE, SwiGLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases"
+    )
+    layers: int = key(8, "transformer blocks", least=1)
+    d_model: int = key(256, "width of the residual stream", least=1)
+    heads: int = key(8, "query heads", least=1)
+    kv_heads: int | None = key(None, "key/value heads (grouped-query attention); null: as many as heads", least=1)
+    head_dim: int | None = key(None, "width of one head; null: d_model / heads", least=1)
+    d_ff: int | None = key(
+        None,
+        "hidden width of the MLP; null: 4 d_model for gpt2, 8/3 d_model rounded up to a multiple of 32 for llama",
+        least=1,
+    )
+    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size", least=2)
+    dropout: float = key(
+        0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99
+    )
+    tied_head: bool | None = key(None, "use the embedding as output head; null: true for gpt2, false for llama")
+    rope_theta: float = key(10000.0, "base of the rotary frequencies (llama)", above=0.0)
+    max_positions: int | None = key(
+        None, "rows of the learned position table (gpt2); null: train.sequence_length", least=1
+    )
+    norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0)
+    init_std: float = key(
+        0.02,
+        "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)",
+        above=0.0,
+    )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    data: int = key(1, "data-parallel replicas; ZeRO shards state over this axis", least=1)
+    tensor: int = key(1, "tensor-parallel ranks: heads, d_ff and vocabulary are split over this axis", least=1)
+    pipeline: int = key(1, "pipeline stages: layers are split over this axis", least=1)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    zero_stage: Literal[0, 1, 2, 3] = key(
+        1, "what is sharded over data: 0 nothing, 1 optimizer state and masters, 2 also gradients, 3 also parameters"
+    )
+    zero_hold: bool | None = key(
+        None,
+        "ZeRO-2/3 with several microbatches: hold full gradients (2) or gathered weights (3) over the whole step; "
+        "less traffic, more memory. null: true for stage 2 (else its traffic grows with the microbatches), false for 3",
+    )
+    sequence_parallel: bool = key(
+        False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)"
+    )
+    remat: Literal["none", "full", "dots", "names"] = key(
+        "none",
+        "what the backward pass recomputes: nothing, all of a layer, all but matmul outputs, or all but the names in remat_keep",
+    )
+    remat_keep: tuple[str, ...] = key(
+        (), "remat: names keeps these activations on the device: qkv, attention, attention_out, mlp_hidden, mlp_out"
+    )
+    remat_offload: tuple[str, ...] = key((), "remat: names keeps these activations in host memory")
+    offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
+    schedule: str = key(
+        "1f1b",
+        "pipeline schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_interleaved, v_1f1b, or the path of a .csv table",
+    )
+    microbatches: int = key(
+        1,
+        "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1",
+        least=1,
+    )
+    virtual_stages: int = key(1, "model chunks per stage, for the interleaved schedules", least=1)
+    layer_split: tuple[int, ...] | None = key(
+        None, "layers of each virtual stage in model order; null: as even as can be", least=0
+    )
+    vocab: Literal["spread", "edge"] = key(
+        "spread",
+        "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage",
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    compute: Literal["float32", "bfloat16", "float16"] = key(
+        "float32", "dtype of weights and activations in the step; masters stay float32"
+    )
+    reduce: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over data")
+    loss_scale: float = key(65536.0, "float16: initial loss scale", least=1.0)
+    loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
+    loss_scale_hysteresis: int = key(
+        2, "float16: overflows in a row after which every further one halves the scale", least=1
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = key(
+        "stdlib",
+        "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or synthetic "
+        "(random tokens, for benchmarks)",
+    )
+    tokenizer: str = key("byte", "byte, or the path of a tokenizer.json")
+    mixture: tuple[str, ...] = key(
+        (), "source: mixture draws from these sources (each stdlib, text or prepared shards)"
+    )
+    weights: tuple[float, ...] = key(
+        (),
+        "share of each source of the mixture, in sequences (batching grouped and budget: in batches); "
+        "they are divided by their sum and rounded to 1/4096",
+        above=0.0,
+    )
+    batching: Literal["window", "packed", "grouped", "budget"] = key(
+        "window",
+        "window: sequences that follow one another in the text; packed: whole documents side by side, attention and loss kept within each; "
+        "grouped: documents of about equal length together, padded; budget: the same with more rows the shorter they are",
+    )
+    last: Literal["drop", "pad"] = key(
+        "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, or pad it"
+    )
+    lengths: int = key(8, "grouped, budget: sequence lengths to pad to, so the shapes to compile", least=1, most=64)
+    length_multiple: int = key(16, "grouped, budget: the lengths are multiples of this", least=1)
+    rows_multiple: int | None = key(
+        None, "budget: the rows of a batch are a multiple of this; null: train.global_batch_size", least=1
+    )
+    validation: float | None = key(
+        None,
+        "share of the documents held out for evaluation; null: 0.01 (stdlib: 0.05), or what prepared shards were made with",
+        least=0.0,
+        most=0.5,
+    )
+    validation_source: str | None = key(None, "held-out text of its own, instead of a share of the source")
+    text_field: str = key("text", "the field of a JSON Lines record that holds its text")
+    bad_documents: Literal["skip", "refuse"] = key(
+        "skip",
+        "a document that is empty, not UTF-8 or without text, met while preparing: name it in a log and skip it, or refuse",
+    )
+    verify: bool = key(
+        True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core); sizes always are"
+    )
+    prefetch: int = key(2, "batches that are read and placed on the devices ahead of the step", least=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = key(100, "optimizer steps of the whole run", least=1)
+    global_batch_size: int = key(16, "sequences a step, over all devices", least=1)
+    sequence_length: int = key(256, "tokens a sequence", least=1)
+    label_smoothing: float = key(
+        0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99
+    )
+    z_loss: float = key(
+        0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = key("adamw", "the Optax optimizer")
+    learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
+    schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the learning rate after the warm-up")
+    warmup_steps: int = key(10, "steps of linear warm-up from zero", least=0)
+    final_ratio: float = key(0.1, "learning rate at the last step over the peak (cosine, linear)", least=0.0, most=1.0)
+    weight_decay: float = key(0.1, "decoupled weight decay", least=0.0)
+    decay_norms: bool = key(False, "also decay norms and biases")
+    grad_clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0.0)
+    beta1: float = key(0.9, "first-moment decay (adamw, lion), momentum (sgd, muon)", least=0.0, most=0.99999)
+    beta2: float = key(0.95, "second-moment decay (adamw), momentum decay (lion)", least=0.0, most=0.99999)
+    eps: float = key(1e-8, "added to the root of the second moment", above=0.0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = key(0, "steps between checkpoints; 0: only at the end", least=0)
+    keep: int = key(3, "newest checkpoints kept", least=1)
+    keep_best: int = key(1, "checkpoints kept for their eval loss, the lowest ones", least=0)
+    keep_every: int = key(0, "checkpoints at multiples of this step are kept for ever; 0: none are", least=0)
+    resume: str = key(
+        "auto",
+        "auto: go on from the newest intact checkpoint of the run directory; never; or the path of another run, "
+        "which is where this one starts as long as it has no checkpoint of its own",
+    )
+    weights_only: bool = key(
+        False, "resume: PATH takes the weights alone; step, optimizer state and data position start anew"
+    )
+    allow: tuple[str, ...] = key(
+        (),
+        "keys that may differ from the checkpoint's although that is refused otherwise, such as data.source; "
+        "with weights_only also model.layers and model.vocab_size: what the checkpoint lacks stays as initialised",
+    )
+    on_failed_save: Literal["continue", "stop"] = key(
+        "continue",
+        "a checkpoint cannot be written (disk full, read-only): say so and go on to the next one, or stop the run. "
+        "The one before stays intact; a run whose last checkpoint failed ends with an error either way",
+    )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = key(0, "steps between evaluations on held-out text; 0: never", least=0)
+    batches: int = key(8, "batches of one evaluation", least=1)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every: int = key(1, "steps between rows of metrics.jsonl", least=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration; `load.load` makes one from YAML and overrides."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)

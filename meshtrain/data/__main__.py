@@ -1,0 +1,178 @@
+"""python -m meshtrain.data: prepares token shards from text, trains a tokenizer, checks prepared shards.
+
+Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while running; 75 stopped early (run again to go on).
+"""
+
+import argparse
+import difflib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshtrain.config import ConfigError
+from meshtrain.data.documents import Found, find, read, units
+from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, prepare
+from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
+from meshtrain.data.tokenizer import train_bpe
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one sentence for an error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see --help.\n")
+
+
+class Command(Parser):
+    """A command's own options, with the nearest right spelling of a wrong one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        legal = [name for action in self._actions for name in action.option_strings]
+        for given in args or ():
+            name = given.partition("=")[0]
+            if name.startswith("--") and name not in legal:
+                near = difflib.get_close_matches(name, legal, n=1)
+                self.error(f"there is no option {name}" + (f"; did you mean {near[0]}" if near else ""))
+        return super().parse_known_args(args, namespace)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        chosen.run(chosen)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped; run the same command again to go on.", file=sys.stderr)
+        return 75
+    except BrokenProcessPool:
+        print(
+            "A worker died, perhaps for want of memory; run the same command again to go on, with fewer --workers.",
+            file=sys.stderr,
+        )
+        return 1
+    except OSError as error:
+        print(f"{error.filename or 'a file'}: {error.strerror}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m meshtrain.data", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Command)
+    one = commands.add_parser("prepare", allow_abbrev=False, help="text to token shards")
+    _add_input(one)
+    one.add_argument("--tokenizer", default="byte", help="byte, or the path of a tokenizer.json (default: byte)")
+    one.add_argument("--output", required=True, type=Path, help="directory of the shards")
+    one.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    one.add_argument("--validation", type=_share, default=0.01, help="share of the documents held out (default: 0.01)")
+    one.add_argument(
+        "--bad",
+        choices=("skip", "refuse"),
+        default="skip",
+        help="documents that are empty, not UTF-8, without text (default: skip)",
+    )
+    one.set_defaults(run=_prepare)
+    two = commands.add_parser("train-tokenizer", allow_abbrev=False, help="a byte-level BPE tokenizer.json from text")
+    _add_input(two)
+    two.add_argument("--vocab-size", required=True, type=_positive, help="ids, the end of document among them")
+    two.add_argument("--output", required=True, type=Path, help="the tokenizer.json to write")
+    two.set_defaults(run=_train_tokenizer)
+    three = commands.add_parser("verify", allow_abbrev=False, help="compares prepared shards with their manifest")
+    three.add_argument("directory", type=Path)
+    three.set_defaults(run=_verify)
+    return parser
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="files or folders: text, Markdown, source, JSON Lines, each also .gz",
+    )
+    parser.add_argument(
+        "--text-field", default="text", help="field of a JSON Lines record that holds its text (default: text)"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 0.5")
+    return share
+
+
+def _find(inputs: Sequence[str]) -> Found:
+    found = find(inputs)
+    size = sum(file.size for file in found.files)
+    print(f"{len(found.files)} files, {size / 1e6:.1f} MB", file=sys.stderr)
+    if found.ignored:
+        kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in found.ignored.most_common(5))
+        print(f"Left out {found.ignored.total()} files of other kinds: {kinds}", file=sys.stderr)
+    return found
+
+
+def _prepare(chosen: argparse.Namespace) -> None:
+    options = Options(chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad)
+    found, began = _find(chosen.input), time.perf_counter()
+    with _progress_bar() as progress:
+        manifest = prepare(found.files, chosen.output, options, chosen.workers, progress)
+    seconds = time.perf_counter() - began
+    for split in SPLITS:
+        documents, tokens = manifest.count(split, "documents"), manifest.count(split, "tokens")
+        print(
+            f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(manifest.shards[split])} shards"
+        )
+    if manifest.skipped:
+        print(f"{describe_skipped(manifest.skipped)}; named in {chosen.output / SKIPPED}")
+    print(f"{chosen.output}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("preparing", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _train_tokenizer(chosen: argparse.Namespace) -> None:
+    parts = [part for unit in units(_find(chosen.input).files) for part in unit]
+    texts = (document.text for part in parts for document in read(part, chosen.text_field) if not document.problem)
+    train_bpe(texts, chosen.vocab_size, chosen.output)
+    print(chosen.output)
+
+
+def _verify(chosen: argparse.Namespace) -> None:
+    manifest = read_manifest(chosen.directory)
+    for split in SPLITS:
+        open_corpus(chosen.directory, manifest, split, verify=True)
+    print(f"{chosen.directory}: every shard is as prepared, digest {manifest.digest[:16]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

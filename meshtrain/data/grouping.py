@@ -1,0 +1,150 @@
+"""Batching `grouped` and `budget`: documents of about equal length together, padded to one of a few lengths.
+
+    grouped   every batch has the same rows; their length varies:   16 x 64,  16 x 256,  16 x 1024
+    budget    every batch has about the same tokens:               256 x 64,  64 x 256,  16 x 1024
+
+The pieces stand in order of length (pieces.py), so a group is a range of them; a few of the longest move up to the next group so
+that every group but the last fills its batches. Which pieces of a group meet in a batch, and the order of the batches of all groups,
+are drawn anew each epoch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshtrain.data.loader import Batch
+from meshtrain.data.permutation import key_of, permute
+from meshtrain.data.pieces import Pieces
+from meshtrain.data.shards import Corpus
+
+CHOICES = 512  # row lengths to choose from
+
+
+@dataclass(frozen=True)
+class Group:
+    """The pieces begin .. end, in batches of `rows` rows of `length`."""
+
+    length: int
+    rows: int
+    begin: int
+    end: int
+    batches: int
+
+
+def choose_lengths(counts: np.ndarray, most: int, multiple: int) -> tuple[int, ...]:
+    """At most `most` row lengths, multiples of `multiple` or the longest, that together need the least padding.
+
+    counts[l]: pieces (or their weight) of each length l = 0 .. T. Exact, by dynamic programming over the last length taken, among
+    at most CHOICES evenly spaced lengths.
+    """
+    longest = len(counts) - 1
+    step = multiple * -(-longest // (multiple * CHOICES))
+    choices = np.unique([0, *range(step, longest, step), longest])
+    upto = np.cumsum(counts)[choices]  # pieces of at most each choice
+    # cost[i, j]: tokens of all pieces longer than choice i and at most choice j, padded to choice j
+    cost = (upto[None, :] - upto[:, None]) * choices[None, :].astype(float)
+    cost[np.tril_indices(len(choices))] = np.inf
+    best = cost[0].copy()  # with one length: the least cost of covering the pieces up to choice j
+    taken = []
+    for _ in range(min(most, len(choices) - 1) - 1):
+        through = best[:, None] + cost
+        taken.append(through.argmin(0))
+        better = through.min(0)
+        taken[-1] = np.where(better < best, taken[-1], -1)  # -1: one length fewer does as well
+        best = np.minimum(best, better)
+    lengths, at = [], len(choices) - 1
+    for step in reversed(taken):
+        if step[at] >= 0:
+            lengths.append(int(choices[at]))
+            at = step[at]
+    return tuple(sorted([*lengths, int(choices[at])]))
+
+
+def budget_rows(budget: int, length: int, multiple: int) -> int:
+    """The most rows of a length within a budget of tokens, in multiples of `multiple`."""
+    return max(budget // length // multiple, 1) * multiple
+
+
+def make_groups(pieces: Pieces, lengths: Sequence[int], rows: Sequence[int], pad: bool) -> list[Group]:
+    """All pieces in groups of these lengths, with these rows a batch; only the last group's last batch may not be full."""
+    groups: list[Group] = []
+    begin, total = 0, len(pieces.first)
+    for length, size in zip(lengths, rows, strict=True):
+        end = int(pieces.ends[length])
+        batches = (end - begin) // size
+        if end == total:
+            batches += pad and (end - begin) % size > 0
+        else:
+            end = begin + batches * size
+        if batches:
+            groups.append(Group(length, size, begin, end, batches))
+        begin = end
+    return groups
+
+
+class Grouped:
+    """The batches of an epoch in an order drawn for it. Keys: tokens, labels, weights (0 behind the end of a document).
+
+    Padding stands behind the documents, where causal attention does not see it: neither segments nor positions are needed.
+    """
+
+    def __init__(self, corpus: Corpus, pieces: Pieces, groups: Sequence[Group], seed: int) -> None:
+        self.corpus, self.pieces, self.groups, self.seed = corpus, pieces, list(groups), seed
+        self._ends = np.cumsum([group.batches for group in groups])
+        self.batches_per_epoch = int(self._ends[-1]) if len(groups) else 0
+
+    @property
+    def tokens_per_batch(self) -> float:
+        """Labels on average over an epoch; what a dropped last batch would have held counts as if it came (it is a random one)."""
+        counts = self.pieces.counts
+        labels = int((counts * np.arange(len(counts))).sum())
+        taken = sum(min(g.batches * g.rows, g.end - g.begin) for g in self.groups)
+        return labels * taken / int(counts.sum()) / self.batches_per_epoch
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's places that hold no label."""
+        places = sum(group.length * group.rows * group.batches for group in self.groups)
+        return 1 - self.tokens_per_batch * self.batches_per_epoch / places
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((group.rows, group.length) for group in self.groups)
+
+    def batch_shape(self, k: int) -> tuple[int, int]:
+        group, _ = self._place(k)
+        return self.groups[group].rows, self.groups[group].length
+
+    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
+        number, index = self._place(k)
+        group, epoch = self.groups[number], k // self.batches_per_epoch
+        positions = index * group.rows + np.arange(group.rows)[rows]
+        shape = (len(positions), group.length)
+        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels")}
+        batch["weights"] = np.zeros(shape, np.float32)
+        positions = positions[positions < group.end - group.begin]
+        order = permute(positions, group.end - group.begin, key_of(self.seed, "group", group.length, epoch))
+        numbers = group.begin + order
+        lengths, first = self.pieces.lengths(numbers), self.pieces.first[numbers]
+        for row, (start, n) in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
+            self.corpus.read(start, batch["tokens"][row, :n], batch["labels"][row, :n])
+            batch["weights"][row, :n] = 1
+        return batch
+
+    def _place(self, k: int) -> tuple[int, int]:
+        """The group of global batch k, and which of its batches it is."""
+        epoch, index = divmod(k, self.batches_per_epoch)
+        key = key_of(self.seed, "batches", epoch)
+        at = int(permute(np.array([index]), self.batches_per_epoch, key)[0])
+        group = int(np.searchsorted(self._ends, at, side="right"))
+        return group, at - int(self._ends[group]) + self.groups[group].batches
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "batches_per_epoch": self.batches_per_epoch,
+            "tokens_per_batch": round(self.tokens_per_batch),
+            "shapes": self.shapes,
+            "padding": round(self.padding, 4),
+        }

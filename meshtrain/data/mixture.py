@@ -1,0 +1,130 @@
+"""Several sources in fixed shares: which source each row (or batch) comes from, computed from its number.
+
+Numbers come in blocks of BLOCK; in each block every source has its share exactly, in an order drawn for the block. The source's own
+rows follow one another, epoch after epoch, so a source is seen whole before any of it is seen again.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshtrain.data.batches import RowSource
+from meshtrain.data.grouping import Grouped
+from meshtrain.data.loader import Batch
+from meshtrain.data.permutation import key_of, permute
+
+BLOCK = 1 << 12
+
+
+class Draw:
+    """Number n -> (source, which of that source's items in turn); shares are rounded to 1 / BLOCK, none to nothing."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        exact = np.asarray(weights) / sum(weights) * BLOCK
+        self.quotas = np.maximum(np.floor(exact), 1).astype(np.int64)
+        short = np.argsort(self.quotas - exact, kind="stable")  # the furthest below its share first
+        while self.quotas.sum() < BLOCK:
+            self.quotas[short[: BLOCK - self.quotas.sum()]] += 1
+        self.quotas[self.quotas.argmax()] -= self.quotas.sum() - BLOCK
+        self.seed = seed
+        self._block = lru_cache(maxsize=4)(self._make_block)
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, index in that source) of each number; int64 [N] each."""
+        blocks, places = np.divmod(numbers, BLOCK)
+        source, index = np.empty_like(numbers), np.empty_like(numbers)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            sources, ranks = self._block(block)
+            source[here] = sources[places[here]]
+            index[here] = block * self.quotas[source[here]] + ranks[places[here]]
+        return source, index
+
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """The source at each place of a block, and how many of that source stand before it."""
+        shuffled = permute(np.arange(BLOCK), BLOCK, key_of(self.seed, "mixture", block))
+        sources = np.repeat(np.arange(len(self.quotas)), self.quotas)[shuffled]
+        order = np.argsort(sources, kind="stable")
+        ranks = np.empty(BLOCK, np.int64)
+        ranks[order] = np.arange(BLOCK) - np.repeat(np.cumsum(self.quotas) - self.quotas, self.quotas)
+        return sources, ranks
+
+
+class MixedRows:
+    """Batches whose rows are drawn from several sources of the same kind; weights count rows."""
+
+    def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], size: int, seed: int) -> None:
+        self.sources, self.size, self.draw = list(sources), size, Draw(weights, seed)
+        self.shapes = ((size, sources[0].length),)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches that hold as many rows as all sources together; each source's own epochs go by its share."""
+        return -(-sum(source.count for source in self.sources) // self.size)
+
+    @property
+    def tokens_per_batch(self) -> float:
+        full = [source.labels / source.count for source in self.sources]
+        return self.size * float(np.average(full, weights=self.draw.quotas))
+
+    def batch_shape(self, k: int) -> tuple[int, int]:
+        return self.shapes[0]
+
+    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
+        numbers = k * self.size + np.arange(self.size)[rows]
+        batch = self.sources[0].empty(len(numbers))
+        sources, indices = self.draw.at(numbers)
+        for number in np.unique(sources).tolist():
+            source = self.sources[number]
+            epochs, positions = np.divmod(indices, source.count)
+            for epoch in np.unique(epochs[sources == number]).tolist():
+                at = np.flatnonzero((sources == number) & (epochs == epoch))
+                source.fill(batch, at, epoch, positions[at])
+        return batch
+
+    def describe(self) -> dict[str, Any]:
+        passes = self.draw.quotas / BLOCK * self.batches_per_epoch * self.size / [s.count for s in self.sources]
+        return {
+            "batches_per_epoch": self.batches_per_epoch,
+            "tokens_per_batch": round(self.tokens_per_batch),
+            "passes_over_each_source": [round(float(p), 3) for p in passes],
+        }
+
+
+class MixedGroups:
+    """Batches of several grouped sources, each batch of one source; weights count batches."""
+
+    def __init__(self, sources: Sequence[Grouped], weights: Sequence[float], seed: int) -> None:
+        self.sources, self.draw = list(sources), Draw(weights, seed)
+        self.shapes = tuple(dict.fromkeys(shape for source in sources for shape in source.shapes))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """As many batches as all sources hold together; none if one of them fills none."""
+        counts = [source.batches_per_epoch for source in self.sources]
+        return sum(counts) if all(counts) else 0
+
+    @property
+    def tokens_per_batch(self) -> float:
+        return float(np.average([s.tokens_per_batch for s in self.sources], weights=self.draw.quotas))
+
+    def _place(self, k: int) -> tuple[Grouped, int]:
+        source, index = self.draw.at(np.array([k]))
+        return self.sources[int(source[0])], int(index[0])
+
+    def batch_shape(self, k: int) -> tuple[int, int]:
+        source, index = self._place(k)
+        return source.batch_shape(index)
+
+    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
+        source, index = self._place(k)
+        return source.batch(index, rows)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "batches_per_epoch": self.batches_per_epoch,
+            "tokens_per_batch": round(self.tokens_per_batch),
+            "shapes": self.shapes,
+        }

@@ -1,0 +1,115 @@
+"""Batching `packed`: whole documents side by side in rows of T labels; attention and loss never cross from one to the next.
+
+    tokens     E a a a E b b E c c c c c E d d . .      E: end of document, which each document also begins with
+    labels     a a a E b b E c c c c c E d d E . .
+    segments   1 1 1 1 2 2 2 3 3 3 3 3 3 4 4 4 0 0      0: padding
+    positions  0 1 2 3 0 1 2 0 1 2 3 4 5 0 1 2 0 0
+
+Packing works on the histogram of lengths, not on the documents (Krell et al., "Efficient sequence packing without
+cross-contamination", 2021, section 3, there LPFHP: best fit, the longest first). What comes out is a short list of kinds of row,
+"213 rows of lengths 700 + 300 + 24"; which documents of those lengths meet in a row is drawn anew each epoch.
+"""
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.data.loader import Batch
+from meshtrain.data.permutation import key_of, permute
+from meshtrain.data.pieces import Pieces
+from meshtrain.data.shards import Corpus
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Rows of the same make: `rows` of them, each with `copies` pieces of each length."""
+
+    rows: int
+    content: tuple[tuple[int, int], ...]  # (length, copies)
+
+
+def pack(counts: np.ndarray, size: int) -> list[Kind]:
+    """Kinds of row of `size` that hold counts[l] pieces of each length l (counts [size + 1]), by best fit, the longest first."""
+    by_room: dict[int, list[Kind]] = {}  # kinds by the room that their rows have left
+    rooms: list[int] = []  # its keys, ascending
+
+    def put(room: int, kind: Kind) -> None:
+        if room not in by_room:
+            bisect.insort(rooms, room)
+        by_room.setdefault(room, []).append(kind)
+
+    for length in (np.flatnonzero(counts[1:])[::-1] + 1).tolist():
+        left = int(counts[length])
+        while left:
+            tightest = bisect.bisect_left(rooms, length)
+            if tightest == len(rooms):
+                room, kind = size, Kind(left, ())  # new rows, more than enough
+            else:
+                room = rooms[tightest]
+                kind = by_room[room].pop()
+                if not by_room[room]:
+                    del by_room[room], rooms[tightest]
+            copies = min(room // length, left)
+            rows = min(kind.rows, left // copies)
+            put(room - length * copies, Kind(rows, (*kind.content, (length, copies))))
+            if kind.content and rows < kind.rows:
+                put(room, Kind(kind.rows - rows, kind.content))
+            left -= rows * copies
+    return [kind for _, kinds in sorted(by_room.items()) for kind in kinds]
+
+
+class Packed:
+    """The rows of an epoch: every piece of every document in exactly one of them."""
+
+    def __init__(self, corpus: Corpus, pieces: Pieces, length: int, seed: int) -> None:
+        self.corpus, self.pieces, self.length, self.seed = corpus, pieces, length, seed
+        self.labels = corpus.labels
+        self._of_length = pieces.counts
+        kinds = pack(self._of_length, length)
+        # The pieces of a row of each kind: its j-th row takes the (base + j stride)-th piece of that length.
+        slots: list[tuple[int, int, int]] = []  # length, base, stride
+        counts, used = [], np.zeros(length + 1, np.int64)
+        for kind in kinds:
+            before = len(slots)
+            for piece, copies in kind.content:
+                slots += [(piece, used[piece] + copy, copies) for copy in range(copies)]
+                used[piece] += kind.rows * copies
+            counts.append(len(slots) - before)
+        self._slots = np.array(slots, np.int64).T
+        self._slot_counts = np.array(counts)
+        self._slot_starts = np.cumsum(counts) - counts
+        self._row_ends = np.cumsum([kind.rows for kind in kinds])
+        self._row_starts = self._row_ends - [kind.rows for kind in kinds]
+        self._counting = np.arange(length, dtype=np.int32)
+        self.count = int(self._row_ends[-1])
+
+    def empty(self, rows: int) -> Batch:
+        """Arrays for a batch of padding."""
+        shape = (rows, self.length)
+        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels", "segments", "positions")}
+        return {**batch, "weights": np.zeros(shape, np.float32)}
+
+    def fill(self, batch: Batch, at: np.ndarray, epoch: int, positions: np.ndarray) -> None:
+        """Writes to the rows `at` [N] of a batch what stands at the positions [N] of an epoch."""
+        row = permute(positions, self.count, key_of(self.seed, "rows", epoch))
+        kind = np.searchsorted(self._row_ends, row, side="right")
+        counts = self._slot_counts[kind]
+        row_starts = np.repeat(np.cumsum(counts) - counts, counts)  # number of the first piece of each piece's row
+        number_in_row = np.arange(len(row_starts)) - row_starts
+        lengths, bases, strides = self._slots[:, np.repeat(self._slot_starts[kind], counts) + number_in_row]
+        items = bases + np.repeat(row - self._row_starts[kind], counts) * strides
+        keys = key_of(self.seed, "pieces", epoch) + lengths.astype(np.uint64)
+        numbers = self.pieces.ends[lengths - 1] + permute(items, self._of_length[lengths], keys)
+        before = np.cumsum(lengths) - lengths
+        # Where each piece begins in the batch, all rows behind one another.
+        begin = np.repeat(at, counts) * self.length + before - before[row_starts]
+        tokens, labels, segment_ids, places, weights = (
+            batch[name].reshape(-1) for name in ("tokens", "labels", "segments", "positions", "weights")
+        )
+        found = np.stack([begin, lengths, number_in_row + 1, self.pieces.first[numbers].astype(np.int64)], axis=1)
+        for b, n, segment, first in found.tolist():
+            self.corpus.read(first, tokens[b : b + n], labels[b : b + n])
+            segment_ids[b : b + n] = segment
+            places[b : b + n] = self._counting[:n]
+            weights[b : b + n] = 1

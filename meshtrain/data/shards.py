@@ -1,0 +1,257 @@
+"""Token shards on disk, and the corpus that they make together.
+
+    DIR/manifest.json            counts, digests, tokenizer
+    DIR/train-00000.tokens       uint16 or uint32, little-endian:   E d d d E d d d d d E d d E
+    DIR/train-00000.offsets      uint64, little-endian:               1       5           11  14
+    DIR/validation-00000.tokens  ...                                  first label of each document, and the end
+
+E is the end-of-document token, d a document's own. A shard begins with an E, so that every document is predicted from the E
+before it and ends with the E that it predicts: each stored token but the first is a label exactly once.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtrain.config import ConfigError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+SPLITS = ("train", "validation")
+MOST_OPEN = 256  # files at a time; a process may have 1,024
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the manifest says of one shard; sizes in bytes follow from the counts."""
+
+    name: str
+    documents: int
+    tokens: int  # with the end-of-document token that it begins with
+    tokens_digest: str
+    offsets_digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory of shards holds. A pure function of the input's content and the options, whatever prepared it."""
+
+    tokenizer: str
+    tokenizer_digest: str
+    vocab_size: int
+    end_of_document: int
+    dtype: str
+    validation_fraction: float
+    shards: dict[str, tuple[Shard, ...]]  # by split
+    skipped: dict[str, int]  # documents that were not taken, by reason
+    format: int = FORMAT
+
+    def count(self, split: str, what: str) -> int:
+        return sum(getattr(shard, what) for shard in self.shards[split])
+
+    @property
+    def digest(self) -> str:
+        """Names the content: equal digests, equal tokens."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """All of it or nothing, whoever else writes the same file."""
+    temporary = temporary_beside(path)
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name that no other process uses, on the same file system."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a directory of shards; ConfigError if it is none of ours."""
+    path = directory / MANIFEST
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        if values["format"] != FORMAT:
+            raise ConfigError(
+                f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
+            )
+        shards = {split: tuple(Shard(**shard) for shard in values["shards"][split]) for split in SPLITS}
+        return Manifest(**{**values, "shards": shards})
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.") from None
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not the manifest of prepared shards ({error}).") from None
+
+
+class ShardWriter:
+    """Writes one shard: appended to, digested on the way, renamed when whole."""
+
+    def __init__(self, directory: Path, name: str, end_of_document: int, dtype: np.dtype) -> None:
+        self.name, self.dtype, self.end = name, dtype, np.array([end_of_document], dtype)
+        self.path = directory / f"{name}.tokens"
+        self.temporary = temporary_beside(self.path)
+        self.digest, self.tokens = hashlib.sha256(), 1
+        self.offsets = [1]
+        self.waiting = [self.end]
+
+    def add(self, ids: np.ndarray) -> None:
+        """More of the document."""
+        self.waiting.append(ids)
+        self.tokens += len(ids)
+
+    def end_document(self) -> None:
+        self.add(self.end)
+        self.offsets.append(self.tokens)
+
+    def flush(self) -> None:
+        """Writes what has been added; the file comes into being with the first."""
+        if self.tokens > 1 and self.waiting:
+            tokens = np.concatenate(self.waiting, dtype=self.dtype, casting="unsafe")
+            with open(self.temporary, "ab") as stream:
+                stream.write(tokens.data)
+            self.digest.update(tokens.data)
+            self.waiting = []
+
+    def close(self) -> Shard | None:
+        """The finished shard; None, and no file, if it has no document."""
+        self.flush()
+        if self.tokens == 1:
+            return None
+        offsets = np.array(self.offsets, "<u8").tobytes()
+        os.replace(self.temporary, self.path)
+        write_atomically(self.path.with_suffix(".offsets"), offsets)
+        digests = self.digest.hexdigest(), hashlib.sha256(offsets).hexdigest()
+        return Shard(self.name, len(self.offsets) - 1, self.tokens, *digests)
+
+
+class TokenFile:
+    """The tokens of one shard, read by position.
+
+    The file can be memory-mapped as it is, but the kernel maps far more around a row than is read: random rows of a 2 GB mapping soon
+    count as 2 GB of resident memory, and giving it back costs more than was saved (a row of 1,024: 1.8 us mapped, 6.1 us mapped and
+    given back, 3.7 us by position; experiments/bench_data.py, reading). And a mapped file that is cut short meanwhile kills the process.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
+        self.path, self.dtype, self.count = path, dtype, count
+
+    def read(self, at: int, n: int) -> np.ndarray:
+        """The tokens at .. at + n, or fewer at the end of the shard."""
+        size = min(n, self.count - at) * self.dtype.itemsize
+        opened = _descriptor(self)  # held, so that another thread that reads does not close it meanwhile
+        data = os.pread(opened.number, size, at * self.dtype.itemsize)
+        if len(data) != size:
+            raise OSError(f"the shard {self.path} was cut short while it was being read")
+        return np.frombuffer(data, self.dtype)
+
+
+class _Descriptor:
+    """An open file, closed with the last reference to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+@lru_cache(maxsize=MOST_OPEN)
+def _descriptor(file: TokenFile) -> _Descriptor:
+    """Opened when first read; of many files, the least recently used are closed."""
+    return _Descriptor(file.path)
+
+
+class Corpus:
+    """The documents of one split: one stream of labels numbered from 0, over all shards.
+
+    offsets: of each shard, memory-mapped; needed only to find documents.
+    """
+
+    def __init__(self, tokens: Sequence[TokenFile], offsets: Sequence[np.ndarray]) -> None:
+        self.tokens, self.offsets = list(tokens), list(offsets)
+        # The number of each shard's first label, and the count of labels.
+        self.starts = list(accumulate((shard.count - 1 for shard in tokens), initial=0))
+
+    @property
+    def labels(self) -> int:
+        """Tokens that can be predicted: all documents with their ends."""
+        return self.starts[-1]
+
+    @property
+    def documents(self) -> int:
+        return sum(len(offsets) - 1 for offsets in self.offsets)
+
+    def read(self, start: int, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Fills labels [n] with the labels start .. start + n, and tokens [n] with the token before each."""
+        shard = bisect_right(self.starts, start) - 1
+        done, n = 0, len(labels)
+        while done < n:
+            at = start + done - self.starts[shard]  # position in the shard of the token before the label
+            piece = self.tokens[shard].read(at, n - done + 1)
+            end = done + len(piece) - 1
+            tokens[done:end], labels[done:end] = piece[:-1], piece[1:]
+            done, shard = end, shard + 1
+
+    def __add__(self, other: "Corpus") -> "Corpus":
+        """The documents of both."""
+        return Corpus(self.tokens + other.tokens, self.offsets + other.offsets)
+
+
+def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -> Corpus:
+    """Opens the shards of a split; ConfigError for one that is missing, truncated or (with verify) altered."""
+    dtype, shards = np.dtype(manifest.dtype).newbyteorder("<"), manifest.shards[split]
+    sizes: dict[Path, int] = {}
+    digests: dict[Path, str] = {}
+    for shard in shards:
+        tokens, offsets = directory / f"{shard.name}.tokens", directory / f"{shard.name}.offsets"
+        sizes |= {tokens: shard.tokens * dtype.itemsize, offsets: (shard.documents + 1) * 8}
+        digests |= {tokens: shard.tokens_digest, offsets: shard.offsets_digest}
+    for path, size in sizes.items():
+        _check_size(path, size)
+    if verify:
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            for path, digest in zip(digests, pool.map(_digest, digests), strict=True):
+                if digest != digests[path]:
+                    raise ConfigError(
+                        f"{path} has been altered: its digest is not the manifest's; prepare the text again."
+                    )
+    return Corpus(
+        [TokenFile(directory / f"{shard.name}.tokens", dtype, shard.tokens) for shard in shards],
+        [np.memmap(directory / f"{shard.name}.offsets", "<u8", "r") for shard in shards],
+    )
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the shard {path} is missing, though the manifest beside it names it; prepare the text again."
+        ) from None
+    if size != expected:
+        raise ConfigError(
+            f"the shard {path} has {size} bytes instead of {expected}: it is "
+            f"{'truncated' if size < expected else 'not what was prepared'}; prepare the text again."
+        )

@@ -1,0 +1,26 @@
+"""Source `synthetic`: random tokens from the seed, for benchmarks; nothing is read and nothing ends."""
+
+import numpy as np
+
+from meshtrain.data.loader import Batch
+from meshtrain.data.permutation import key_of
+
+
+class Synthetic:
+    """Rows of uniform random tokens, row r of all rows a pure function of (seed, split, r)."""
+
+    count = 1 << 40  # rows of an epoch: more than anyone asks for
+
+    def __init__(self, vocab_size: int, length: int, seed: int, split: str) -> None:
+        self.vocab_size, self.length = vocab_size, length
+        self.labels = self.count * length
+        self.key = key_of(seed, "synthetic", split)
+
+    def empty(self, rows: int) -> Batch:
+        return {name: np.zeros((rows, self.length), np.int32) for name in ("tokens", "labels")}
+
+    def fill(self, batch: Batch, at: np.ndarray, epoch: int, positions: np.ndarray) -> None:
+        for row, position in zip(at.tolist(), positions.tolist(), strict=True):
+            stream = np.random.Generator(np.random.Philox(key=[self.key, np.uint64(epoch * self.count + position)]))
+            drawn = stream.integers(0, self.vocab_size, self.length + 1, dtype=np.uint32)
+            batch["tokens"][row], batch["labels"][row] = drawn[:-1], drawn[1:]

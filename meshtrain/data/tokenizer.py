@@ -1,0 +1,135 @@
+"""From text to token ids: bytes, or any Hugging Face tokenizer.json (with the `tokenizers` library, imported when one is asked for)."""
+
+import difflib
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshtrain.config import ConfigError
+
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[SEP]",
+)  # what others call the end of a document
+LEAST_VOCABULARY = 257  # of a byte-level BPE: the bytes and the end of document
+
+
+class Tokenizer(Protocol):
+    """Text to ids below `vocab_size`; `end_of_document` stands after every document; `digest` names the mapping."""
+
+    name: str
+    vocab_size: int
+    end_of_document: int
+    digest: str
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, without `end_of_document`."""
+        ...
+
+    def decode(self, ids: np.ndarray) -> str: ...
+
+
+class ByteTokenizer:
+    """The bytes of the text in UTF-8: 256 ids, and 256 as end of document."""
+
+    name = "byte"
+    vocab_size = 257
+    end_of_document = 256
+    digest = hashlib.sha256(b"meshtrain byte tokenizer, end of document 256").hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+
+
+class FileTokenizer:
+    """The tokenizer of a tokenizer.json. If it has no token of END_TOKENS, the end of document is one id more than it has."""
+
+    def __init__(self, path: Path) -> None:
+        library = _library()
+        data = path.read_bytes()
+        try:
+            self._tokenizer = library.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises nothing more specific
+            raise ConfigError(
+                f"{path} is not a tokenizer.json that the tokenizers library can read ({error})."
+            ) from None
+        self._tokenizer.no_truncation()  # a file may come with either switched on
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a document that quotes <|endoftext|> does not end there
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        self.end_of_document = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), size)
+        self.vocab_size = max(size, self.end_of_document + 1)
+        self.name = f"{type(self._tokenizer.model).__name__}-{self.vocab_size}"
+        self.digest = hashlib.sha256(data).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in found]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode([int(i) for i in ids if i != self.end_of_document])
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`byte`, or the tokenizer of a tokenizer.json file; ConfigError if it is neither."""
+    if name == "byte":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        raise ConfigError(f"the tokenizer {name} is a directory; name the file in it: {path / 'tokenizer.json'}.")
+    if not path.is_file():
+        near = difflib.get_close_matches(name, ("byte",), n=1)
+        raise ConfigError(
+            f"the tokenizer {name!r} is neither byte nor a tokenizer.json file"
+            + (f"; did you mean {near[0]}?" if near else ".")
+        )
+    return FileTokenizer(path)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, output: Path) -> None:
+    """Trains a byte-level BPE of `vocab_size` ids, the end of document among them, and writes it as a tokenizer.json."""
+    if vocab_size < LEAST_VOCABULARY:
+        raise ConfigError(
+            f"--vocab-size is {vocab_size}; it must be at least {LEAST_VOCABULARY}: the bytes and the end of document."
+        )
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKENS[0]],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(output))
+
+
+def use_one_thread() -> None:
+    """Keeps the tokenizers library to the calling thread, where several processes tokenize at once."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.models
+    except ImportError:
+        raise ConfigError(
+            "a tokenizer.json needs the tokenizers library, which is not installed: pip install 'meshtrain[tokenizers]'."
+        ) from None
+    return tokenizers

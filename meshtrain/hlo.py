@@ -1,0 +1,178 @@
+"""Reads the text of a compiled XLA program: its computations, who calls whom how often, and each collective's type and groups."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One instruction, as far as it matters here."""
+
+    opcode: str
+    kind: str  # the collective it is, or ""
+    result: str  # type of what it yields, the bookkeeping of asynchronous forms taken off
+    attributes: str
+
+    @property
+    def source(self) -> str:
+        """The JAX operation that it came from, with the transformations around it."""
+        named = re.search(r'op_name="([^"]*)"', self.attributes)
+        return named.group(1) if named else self.opcode
+
+
+class Program:
+    """The computations of an HLO module, and who calls whom how often."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Operation]] = {}
+        self.entry = current = ""
+        for line in text.splitlines():
+            if header := _HEADER.match(line):
+                current = header.group(2)
+                self.computations[current] = []
+                self.entry = current if header.group(1) else self.entry
+            elif current and (instruction := _INSTRUCTION.match(line)):
+                self.computations[current].append(operation(_COMMENT.sub("", instruction.group(2))))
+        if not self.entry:
+            raise ValueError("this text is no HLO module: it has no ENTRY computation")
+
+    def walk(
+        self, name: str | None = None, loops: tuple[int | None, ...] = (), conditionals: tuple[int, ...] = ()
+    ) -> Iterator[tuple[Operation, tuple[int | None, ...], tuple[int, ...]]]:
+        """Every collective in the call tree, with the loops and the conditionals around it."""
+        for op in self.computations[self.entry if name is None else name]:
+            if op.kind:
+                yield op, loops, conditionals
+            elif op.opcode == "while":
+                body, condition = (re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes) for k in ("body", "condition"))
+                assert body and condition, "a while loop has both"
+                turns = (*loops, self._turns(op, condition.group(1)))
+                yield from self.walk(body.group(1), turns, conditionals)
+                yield from self.walk(condition.group(1), turns, conditionals)
+            elif not op.opcode.endswith(("-done", "-update")):  # those name once more what was started
+                inside = (*conditionals, len(loops)) if op.opcode == "conditional" else conditionals
+                for called in _CALLED.findall(op.attributes):
+                    for computation in re.findall(r"[\w.\-]+", called):
+                        yield from self.walk(computation, loops, inside)
+
+    def _turns(self, op: Operation, condition: str) -> int | None:
+        """As XLA found them, else the one integer that the condition compares with (JAX counts from 0 by 1)."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.attributes):
+            return int(known.group(1))
+        compared = list(self.computations[condition])
+        for called in {c for o in compared for c in _CALLED.findall(o.attributes)}:
+            compared += self.computations[called.lstrip("%")]
+        limits = [
+            int(number.group(1))
+            for constant in compared
+            if constant.opcode == "constant" and re.match(r"[su]\d+\[\]", constant.result)
+            for number in [re.match(r"(-?\d+)\)", constant.attributes)]
+            if number
+        ]
+        return limits[0] if len(limits) == 1 else None
+
+
+def operation(text: str) -> Operation:
+    """From `type opcode(operands), attributes`; a type is one array, or a tuple in parentheses."""
+    end = _closing(text) if text.startswith("(") else text.index(" ")
+    result, rest = text[:end], text[end:].lstrip()
+    opcode, _, attributes = rest.partition("(")
+    base = opcode.removesuffix("-start")
+    kind = base if base in KINDS else ""
+    if kind and base != opcode and kind != "all-reduce":  # these start with (operands, results, ...)
+        result = _second(result)
+    return Operation(opcode, kind, result, attributes)
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that opens `text` is closed."""
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if depth == 0:
+            return i + 1
+    raise ValueError(f"no closing parenthesis in {text[:60]}")
+
+
+def _second(tuple_type: str) -> str:
+    """The second element of a tuple type."""
+    depth, parts, start = 0, [], 1
+    for i, c in enumerate(tuple_type):
+        depth += (c in "([{") - (c in ")]}")
+        if (c == "," and depth == 1) or depth == 0:
+            parts.append(tuple_type[start:i])
+            start = i + 1
+    return parts[1]
+
+
+def groups(attributes: str, devices: int) -> list[list[int]]:
+    """Who talks to whom, in any of XLA's spellings; of a permutation, the pairs.
+
+    {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2] {'b'}    {} for all together
+    """
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}", attributes):
+        found = [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
+        return found or [list(range(devices))]
+    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}", attributes):
+        return _named_groups(*named.groups())
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        return _numbers(iota.group(2)).reshape([int(n) for n in iota.group(1).split(",")]).tolist()
+    raise ValueError(f"no replica groups in {attributes[:120]}")
+
+
+def _numbers(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: counted up in that shape and transposed, flat; or the numbers themselves, in a row."""
+    iota = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if not iota:
+        return np.array([int(n) for n in re.findall(r"\d+", text)])
+    shape = [int(n) for n in iota.group(1).split(",")]
+    order = [int(n) for n in iota.group(2).split(",")] if iota.group(2) else list(range(len(shape)))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)
+
+
+def _named_groups(mesh: str, devices: str | None, along: str) -> list[list[int]]:
+    """Groups along named axes of a mesh, `['a'=2,'b'=4] {'b'}`, or along parts of them, `'b':(1)2`: 2 of the 4, after 1."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    shape: list[int] = []
+    grouped: list[int] = []
+    parts = {name: (int(before), int(size)) for name, before, size in re.findall(r"'([^']+)':\((\d+)\)(\d+)", along)}
+    whole = re.findall(r"'([^']+)'(?!:)", along)
+    for name, size in sizes.items():
+        before, inside = parts.get(name, (1, size))
+        if name in parts or name in whole:
+            grouped.append(len(shape) + 1)
+        shape += [before, inside, size // before // inside]
+    numbers = _numbers(devices) if devices else np.arange(math.prod(shape))
+    others = [d for d in range(len(shape)) if d not in grouped]
+    members = math.prod(shape[d] for d in grouped)
+    return numbers.reshape(shape).transpose([*others, *grouped]).reshape(-1, members).tolist()
+
+
+def byte_count(kind: str) -> int:
+    """Bytes of an array type, or of all arrays of a tuple type."""
+    return sum(math.ceil(_width(d) * math.prod(int(i) for i in n.split(",") if i)) for d, n in _ARRAY.findall(kind))
+
+
+def _width(dtype: str) -> float:
+    """Bytes of one element: f32 has 4, bf16 2, f8e4m3fn 1, c64 8, and pred 1."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) / 8 if bits else 1
+
+
+def dtypes(kind: str) -> str:
+    """The element types in a type, as one word."""
+    return "+".join(sorted({d for d, _ in _ARRAY.findall(kind)}))

@@ -1,0 +1,105 @@
+"""The device mesh: three axes, the devices they are built from, and which named dimension of a weight lies on which axis.
+
+       tensor →          innermost: ranks that talk in every layer are neighbours
+     ┌────┬────┐
+data │ 0  │ 1  │   stage 0 of the pipeline
+  ↓  │ 2  │ 3  │
+     └────┴────┘
+     ┌────┬────┐
+     │ 4  │ 5  │   stage 1: outermost, since stages talk least
+     │ 6  │ 7  │
+     └────┴────┘
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from meshtrain.config import Config, ConfigError
+
+DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
+AXES = (DATA, TENSOR, PIPELINE)
+
+THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
+
+
+def fake_cpu_devices(count: int) -> None:
+    """Asks for at least `count` CPU devices in this process, before JAX starts a backend; XLA_FLAGS wins.
+
+    No effect where an accelerator is found.
+    """
+    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * (int(forced.group(1)) if forced else count)))
+    if forced:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))  # type: ignore[attr-defined]
+    except RuntimeError:  # the backend runs already, in a notebook for example
+        if jax.local_device_count() < count:
+            warnings.warn(f"JAX has started before it could be asked for {count} CPU devices", stacklevel=2)
+
+
+def join_cluster() -> None:
+    """Makes this process one of many where Slurm, Kubernetes or JAX_COORDINATOR_ADDRESS say that there are more."""
+    many = int(os.environ.get("SLURM_NTASKS", "1")) > 1 or "JAX_COORDINATOR_ADDRESS" in os.environ
+    if many and not jax.distributed.is_initialized():
+        jax.distributed.initialize()
+
+
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of a config over the given devices (real, fake or described), else over JAX's own.
+
+    Raises ConfigError when there are fewer devices than the mesh has places.
+    """
+    shape = config.mesh
+    needed = shape.data * shape.tensor * shape.pipeline
+    if devices is None:
+        if config.run.fake_devices:
+            fake_cpu_devices(config.run.fake_devices)
+        elif needed > 1:
+            fake_cpu_devices(needed)
+        devices = jax.devices()
+    if len(devices) < needed:
+        kind = devices[0].platform
+        hint = (
+            "run.fake_devices (or XLA_FLAGS) fakes more"
+            if kind == "cpu"
+            else "JAX_PLATFORMS=cpu runs it on fake CPU devices"
+        )
+        raise ConfigError(
+            f"the mesh data {shape.data} x tensor {shape.tensor} x pipeline {shape.pipeline} needs {needed} devices, "
+            f"but there are {len(devices)} ({kind}); {hint}."
+        )
+    grid = np.array(devices[:needed]).reshape(shape.pipeline, shape.data, shape.tensor).transpose(1, 2, 0)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def platform(mesh: Mesh) -> str:
+    """cpu, gpu or tpu, from the mesh's own devices."""
+    kind = mesh.devices.flat[0].platform
+    return "gpu" if kind in ("cuda", "rocm") else kind
+
+
+def rules(config: Config) -> dict[str, tuple[str, ...]]:
+    """The mesh axes over which each named dimension of a weight is split (names not listed are whole everywhere)."""
+    spread = config.parallel.vocab == "spread"
+    kv_heads = config.model.kv_heads or config.model.heads
+    return {
+        "layers": (PIPELINE,),
+        "heads": (TENSOR,),
+        "kv_heads": (TENSOR,) if kv_heads % config.mesh.tensor == 0 else (),
+        "mlp": (TENSOR,),
+        "vocab": (PIPELINE, TENSOR) if spread else (TENSOR,),
+    }
+
+
+def own_rows(sharding: NamedSharding, rows: int) -> slice:
+    """The rows of a global batch of `rows` that this process's devices hold (neighbours, as devices are ordered)."""
+    parts = sharding.addressable_devices_indices_map((rows,)).values()
+    bounds = [part[0].indices(rows)[:2] for part in parts if part is not None]
+    return slice(min(low for low, _ in bounds), max(high for _, high in bounds))

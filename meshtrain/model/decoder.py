@@ -1,0 +1,99 @@
+"""The decoder: embedding, a stack of blocks, output head. One class with options serves both families.
+
+Its weights have one canonical layout, whatever the mesh: a tree of named leaves, in which the blocks' leaves are stacked along
+a first axis `layers`. `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them on different devices.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshtrain.config import Config, ModelConfig
+from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
+from meshtrain.model.layers import Block, Norm, Sequence, parameter, rotary
+from meshtrain.model.loss import cross_entropy
+
+EMBEDDING_SITE = 1 << 20  # a dropout site that no layer has
+
+
+class Embedding(nnx.Module):
+    """Token embedding, rows split over the vocabulary; gpt2 adds learned positions."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.tokens = parameter(rngs, ("vocab", "embed"), (config.vocab_size, config.d_model), config.init_std)
+        learned = (config.max_positions or 1, config.d_model)
+        self.positions = (
+            parameter(rngs, ("positions", "embed"), learned, config.init_std) if config.family == "gpt2" else None
+        )
+
+    def __call__(
+        self, tokens_BT: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout = NO_DROPOUT
+    ) -> jax.Array:
+        rows = self.tokens.shape[0]
+        local = tokens_BT - collectives.first_token_id(rows)
+        here = (local >= 0) & (local < rows)
+        x = jnp.where(here[..., None], self.tokens[...][jnp.where(here, local, 0)], 0)
+        if self.positions is not None:
+            x = x + collectives.share_embedding(self.positions[...])[positions]
+        x = collectives.leave_embedding(x)
+        return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
+
+
+class Head(nnx.Module):
+    """Final norm and output projection, columns split over the vocabulary; tied to the embedding when `weight` is None."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.vocab_size = config.vocab_size
+        self.norm = Norm(config, rngs)
+        tied = config.tied_head
+        self.weight = (
+            None if tied else parameter(rngs, ("embed", "vocab"), (config.d_model, config.vocab_size), config.init_std)
+        )
+
+    def __call__(self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives) -> jax.Array:
+        """This device's share of the logits, [B, T, V share], float32."""
+        h = collectives.enter_head(self.norm(x_BTD))
+        if self.weight is not None:
+            return jnp.einsum("btd,dv->btv", h, self.weight[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("btd,vd->btv", h, tied_VD, preferred_element_type=jnp.float32)
+
+
+class Decoder(nnx.Module):
+    """The whole model on one device; also the recipe for its parts elsewhere."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        root = rngs.params()
+        keys = jax.random.split(
+            jax.random.fold_in(root, 0), config.layers
+        )  # a layer's numbers follow from its index alone
+        self.embedding = Embedding(config, nnx.Rngs(params=jax.random.fold_in(root, 1)))
+        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key)), in_axes=0, out_axes=0)(keys)
+        self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Logits [B, T, V] on one device, for notebooks and tests."""
+        collectives = Collectives()
+        positions = jnp.arange(tokens_BT.shape[1])
+        x = self.embedding(tokens_BT, positions, collectives)
+        graph, weights = nnx.split(self.blocks)
+        sequence = Sequence(rotary_table(self.config, positions))
+
+        def layer(x: jax.Array, block: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, block)(x, sequence, collectives, NO_DROPOUT), None
+
+        x, _ = jax.lax.scan(layer, x, weights)
+        return self.head(x, self.embedding.tokens[...], collectives)
+
+
+def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """cos and sin for llama, None for gpt2, whose positions are learned."""
+    return rotary(positions, config.head_dim or 2, config.rope_theta) if config.family == "llama" else None
+
+
+def token_losses(config: Config, logits_BTV: jax.Array, labels_BT: jax.Array, collectives: Collectives) -> jax.Array:
+    """Loss per token [B, T] as the config asks for it."""
+    train = config.train
+    return cross_entropy(
+        logits_BTV, labels_BT, config.model.vocab_size, collectives, train.label_smoothing, train.z_loss
+    )

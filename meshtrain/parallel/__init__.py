@@ -1,0 +1,1 @@
+"""How the model is spread over the mesh: tensor, ZeRO and pipeline parallelism."""

@@ -1,0 +1,41 @@
+"""State and activations in host memory (`pinned_host`), where the backend has it; and the check that it changes no gradient.
+
+Activations travel under remat: names (`parallel.remat_offload`), the optimizer state with `parallel.offload_optimizer`: it comes to
+the device for the update and goes back, so that between updates only parameters are there.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshtrain.config import Config, ConfigError
+
+Tree = Any
+HOST = "pinned_host"
+TOLERANCE = 1e-5  # relative, of the gradient's norm: the same program with other memory may round differently, no more
+
+
+def check_memory(config: Config, mesh: Mesh) -> None:
+    """ConfigError where something is to be kept on the host and the mesh's devices cannot."""
+    asked = [key for key in ("offload_optimizer", "remat_offload") if getattr(config.parallel, key)]
+    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()] if asked else []
+    if asked and HOST not in kinds:
+        raise ConfigError(f"parallel.{asked[0]} needs {HOST} memory, but these devices have only {', '.join(kinds)}.")
+
+
+def on_host(shardings: Tree) -> Tree:
+    """The same shardings in host memory; scalars stay (they cost nothing)."""
+    return jax.tree.map(lambda s: s.with_memory_kind(HOST) if any(s.spec) else s, shardings)
+
+
+def move(tree: Tree, shardings: Tree) -> Tree:
+    """Inside jit: the arrays into the memory of their shardings."""
+    return jax.tree.map(jax.device_put, tree, shardings)
+
+
+def relative_difference(a: Tree, b: Tree) -> jax.Array:
+    """|a - b| / |b| over a whole tree of gradients."""
+    squares = lambda tree: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree))  # noqa: E731
+    return jnp.sqrt(squares(jax.tree.map(jnp.subtract, a, b)) / squares(b))

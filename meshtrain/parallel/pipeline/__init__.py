@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: written (table, generators), proved (validate, buffers), simulated, drawn, executed."""

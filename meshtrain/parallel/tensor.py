@@ -1,0 +1,83 @@
+"""Tensor and sequence parallelism: the model's hooks as explicit collectives inside a fully manual shard_map.
+
+With check_vma the backward collectives follow from the types, none is written by hand. Per block, forward / backward:
+
+                          tensor parallel (Shoeybi et al. 2019)        + sequence parallel (Korthikanti et al. 2022)
+    enter  (twice)        nothing       / all-reduce                   all-gather     / reduce-scatter
+    leave  (twice)        all-reduce    / nothing                      reduce-scatter / all-gather
+"""
+
+import math
+
+import jax
+from jax import lax
+
+from meshtrain.compat import vary, varying
+from meshtrain.config import Config
+from meshtrain.mesh import PIPELINE, TENSOR, rules
+from meshtrain.model.collectives import Collectives
+
+SEQUENCE = 1  # the dimension of [B, T, D] that sequence parallelism splits
+
+
+class MeshCollectives(Collectives):
+    """The hooks of `model.collectives` on a mesh. Weights vary over every mesh axis; gradients come out as partial sums."""
+
+    def __init__(self, config: Config, platform: str) -> None:
+        self.platform = platform
+        self.ranks = config.mesh.tensor
+        self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
+        self.vocabulary = rules(config)["vocab"]  # mesh axes that share the vocabulary, major first
+        sizes = {TENSOR: config.mesh.tensor, PIPELINE: config.mesh.pipeline}
+        self.vocabulary_ranks = math.prod(sizes[a] for a in self.vocabulary)
+        self.others = tuple(a for a in self.vocabulary if a != TENSOR)
+
+    def enter(self, x_BTD: jax.Array) -> jax.Array:
+        if self.sequence_parallel:
+            return lax.all_gather(x_BTD, TENSOR, axis=SEQUENCE, tiled=True)
+        return x_BTD  # varies over tensor already: the norm's scale does (see layers.Norm)
+
+    def leave(self, y_BTD: jax.Array) -> jax.Array:
+        if self.sequence_parallel:
+            return lax.psum_scatter(y_BTD, TENSOR, scatter_dimension=SEQUENCE, tiled=True)
+        return lax.psum(y_BTD, TENSOR)
+
+    def enter_head(self, x_BTD: jax.Array) -> jax.Array:
+        return self.enter(x_BTD)
+
+    def leave_embedding(self, x_BTD: jax.Array) -> jax.Array:
+        if not self.sequence_parallel:
+            return lax.psum(x_BTD, self.vocabulary)
+        x_BTD = self.leave(x_BTD)  # first, so that the other stages need only send a part
+        return lax.psum(x_BTD, self.others) if self.others else x_BTD
+
+    def share(self, weight: jax.Array) -> jax.Array:
+        return weight / self.ranks
+
+    def share_embedding(self, weight: jax.Array) -> jax.Array:
+        return weight / self.vocabulary_ranks
+
+    def first_head(self, heads: int) -> jax.Array:
+        return lax.axis_index(TENSOR) * heads
+
+    def first_token_id(self, rows: int) -> jax.Array:
+        return lax.axis_index(self.vocabulary) * rows
+
+    def first_position(self, length: int) -> jax.Array | int:
+        return lax.axis_index(TENSOR) * length if self.sequence_parallel else 0
+
+    def vocabulary_sum(self, x: jax.Array) -> jax.Array:
+        return lax.psum(x, self.vocabulary)
+
+    def vocabulary_max(self, x: jax.Array) -> jax.Array:
+        return lax.pmax(vary(lax.stop_gradient(x), self.vocabulary), self.vocabulary)
+
+    def stream_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the residual stream varies besides data and pipeline."""
+        return (TENSOR,) if self.sequence_parallel else ()
+
+    def from_last_stage(self, y: jax.Array, here: jax.Array) -> jax.Array:
+        """The value of `y` where `here` is true, on every stage that shares the vocabulary; its gradient flows back to there."""
+        if PIPELINE not in self.vocabulary:
+            return y
+        return lax.psum(lax.select(here, y, vary(jax.numpy.zeros_like(y), varying(y))), PIPELINE)

@@ -1,0 +1,122 @@
+"""Accelerators by name: what their makers' data sheets say, and how much of it training reaches.
+
+Dense rates without sparsity, in TFLOP/s; bandwidth in GB/s (10^9); memory in GiB as the device reports it to programs.
+
+    a100-40, a100-80  NVIDIA A100 data sheet (2021): 312 TFLOP/s bf16/fp16, 156 tf32; 1555 and 2039 GB/s; 400 W
+    h100              NVIDIA H100 SXM data sheet (2023): 989.4 bf16/fp16, 494.7 tf32; 3350 GB/s; 700 W
+    h100-96           the H100 of torchtitan's benchmarks/llama3_h100_202412: 96 GB HBM2e, 2400 GB/s, run at 500 W; its peak is
+                      "between SXM and NVL" (989 and 835), so we take the middle
+    h200              NVIDIA H200 SXM data sheet (2024): as H100, 141 GB at 4800 GB/s
+    b200              NVIDIA HGX B200 data sheet (2025): 2250 bf16/fp16, 1100 tf32; 180 GB at 7700 GB/s
+    v100              NVIDIA V100 SXM2 data sheet (2020): 125 fp16, 15.7 fp32 (no bf16 units), 32 GB at 900 GB/s
+    tpu-v5p           cloud.google.com/tpu/docs/v5p: 459 bf16, 95 GiB at 2765 GB/s
+    cpu               one core of a small cloud machine as `--measure` found it; measure your own
+
+float32 matmuls on NVIDIA devices are counted at the TF32 rate, which is what XLA uses by default.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from meshtrain.config.schema import key
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Matmul rates in TFLOP/s by dtype; 0: not given."""
+
+    float32: float = key(0.0, "TFLOP/s in float32 (TF32 where XLA uses it)", least=0.0)
+    bfloat16: float = key(0.0, "TFLOP/s in bfloat16", least=0.0)
+    float16: float = key(0.0, "TFLOP/s in float16", least=0.0)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Six numbers between the data sheet and what training reaches; `calibrate` fits them on published runs.
+
+    matmul      share of the peak that a very large matrix product reaches
+    half_size   a product (m, k, n) reaches that share times 1/(1 + half_size (1/m + 1/k + 1/n))
+    attention   share of the peak that flash attention reaches on the half of the scores that is not masked
+    memory      share of the memory bandwidth that norms, activations, residuals and the optimizer reach
+    link        share of a link's bandwidth that collectives reach
+    exposed     share of the communication that could hide behind compute, but does not
+    """
+
+    matmul: float = key(0.75, "share of the peak that a very large matrix product reaches", above=0.0, most=1.0)
+    half_size: float = key(100.0, "a side of a matrix product that costs half the rate", least=0.0)
+    attention: float = key(0.45, "share of the peak that flash attention reaches", above=0.0, most=1.0)
+    memory: float = key(0.75, "share of the memory bandwidth reached", above=0.0, most=1.0)
+    link: float = key(0.75, "share of a link's bandwidth that collectives reach", above=0.0, most=1.0)
+    exposed: float = key(
+        0.3, "share of hideable communication that stays exposed: it competes for the device", least=0.0, most=1.0
+    )
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    name: str = key("", "one of the accelerators known by name, or a new one with all its figures")
+    memory: float = key(0.0, "memory in GiB, as the device reports it", least=0.0)
+    reserved: float = key(
+        0.0, "GiB of it that programs cannot have: context, collective buffers, fragmentation", least=0.0
+    )
+    bandwidth: float = key(0.0, "memory bandwidth in GB/s", least=0.0)
+    watts: float = key(0.0, "power at which the rates hold (informative)", least=0.0)
+    peak: Peak = field(default_factory=Peak)
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s in a compute dtype; where the device has no units for it, float32's."""
+        return (getattr(self.peak, dtype) or self.peak.float32) * 1e12
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory * 2**30
+
+    @property
+    def usable_bytes(self) -> float:
+        return (self.memory - self.reserved) * 2**30
+
+
+def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, **more) -> Accelerator:
+    more = {"bfloat16": half} | more
+    efficiency = more.pop("efficiency", Efficiency())
+    peak = Peak(float32=single, float16=half, bfloat16=more["bfloat16"])
+    return Accelerator(name, memory, 2.0, bandwidth, watts, peak, efficiency)
+
+
+# Fitted by `calibrate` on the rows of `published`; `experiments/bench_planner.py` prints the fit and its leave-one-out errors.
+# Other accelerators borrow the nearest of the two.
+AMPERE = Efficiency(matmul=0.735, half_size=99.4, attention=0.45, memory=0.728, link=0.833, exposed=0.3)
+HOPPER = Efficiency(matmul=0.587, half_size=142.0, attention=0.275, memory=0.66, link=0.802, exposed=0.195)
+
+ACCELERATORS: dict[str, Accelerator] = {
+    a.name: a
+    for a in (
+        _gpu("a100-40", 39.4, 1555, 312, 156, 400, efficiency=AMPERE),
+        _gpu("a100-80", 79.2, 2039, 312, 156, 400, efficiency=AMPERE),
+        _gpu("h100", 79.6, 3350, 989.4, 494.7, 700, efficiency=HOPPER),
+        _gpu("h100-96", 95.0, 2400, 912, 456, 500, efficiency=HOPPER),
+        _gpu("h200", 139.8, 4800, 989.4, 494.7, 700, efficiency=HOPPER),
+        _gpu("b200", 178.4, 7700, 2250, 1100, 1000, efficiency=HOPPER),
+        _gpu("v100", 31.7, 900, 125, 15.7, 300, bfloat16=0.0, efficiency=AMPERE),
+        Accelerator("tpu-v5p", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float16=0.0, float32=230.0), AMPERE),
+        Accelerator(
+            "cpu", 8.0, 0.0, 10.0, 0.0, Peak(0.045, 0.0225, 0.0225), Efficiency(half_size=32.0, matmul=0.8, exposed=1.0)
+        ),
+    )
+}
+
+
+def complete(given: Accelerator) -> Accelerator:
+    """A named accelerator's data sheet with the figures that were given in its place."""
+    known = ACCELERATORS.get(given.name)
+    if known is None:
+        return given
+    filled = {
+        f.name: getattr(given, f.name) or getattr(known, f.name)
+        for f in dataclasses.fields(Accelerator)
+        if f.name not in ("peak", "efficiency")
+    }
+    peak = Peak(*(getattr(given.peak, f.name) or getattr(known.peak, f.name) for f in dataclasses.fields(Peak)))
+    efficiency = known.efficiency if given.efficiency == Efficiency() else given.efficiency
+    return Accelerator(**filled, peak=peak, efficiency=efficiency)

@@ -1,0 +1,146 @@
+"""What the planner asks of the pipeline's table: ticks, buffer depths and time, by formula where there is one."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.config import Config
+from meshtrain.parallel.pipeline import closed_form
+from meshtrain.parallel.pipeline.buffers import allocate
+from meshtrain.parallel.pipeline.generators import make_table
+from meshtrain.parallel.pipeline.loops import loops, work_per_tick
+from meshtrain.parallel.pipeline.simulate import Durations, PerChunk, Timeline, simulate
+from meshtrain.parallel.pipeline.table import Table
+from meshtrain.planner import shapes
+from meshtrain.planner.memory import ONE_STAGE, Depths
+from meshtrain.planner.time import Pieces
+from meshtrain.planner.traffic import Trips
+from meshtrain.planner.work import OURS, Practice
+
+
+@functools.lru_cache(maxsize=512)
+def _table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
+    return make_table(schedule, stages, microbatches, chunks)
+
+
+def table(config: Config) -> Table:
+    """The table of a config's schedule."""
+    return _table(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def _depths(schedule: str, stages: int, microbatches: int, chunks: int) -> Depths:
+    found = allocate(_table(schedule, stages, microbatches, chunks))
+    return Depths(found.stash, found.f_inbox, found.b_inbox, found.cot)
+
+
+def depths(config: Config) -> Depths:
+    """Entries of each buffer, from the table itself."""
+    if config.mesh.pipeline == 1:
+        return ONE_STAGE
+    return _depths(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks)  # fmt: skip
+
+
+def quick_depths(config: Config) -> Depths:
+    """Buffer depths by formula, for searches: exact where stages divide microbatches, never too small for the stash."""
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks
+    schedule = config.parallel.schedule
+    if p == 1:
+        return ONE_STAGE
+    if schedule in ("gpipe", "looped_bfs"):
+        return Depths(v * m, f_inbox=max(1, m - p + 1) if v > 1 else 1, b_inbox=m)
+    if schedule == "v_1f1b":
+        return Depths(min(2 * m, 2 * p), 1, 1)
+    group = p if v == 1 else max(p, _group(p, m))
+    split = schedule.startswith("zb_")
+    waits = 1 + (group - p) * (v - 1)
+    return Depths(min(v * m, v * group + p - 1), waits, waits, cot=min(p, m) if split else 0)
+
+
+def _group(p: int, m: int) -> int:
+    """Most microbatches that go through a stage's chunks together (see `generators._one_forward_one_backward`)."""
+    return math.ceil(m / max(1, m // p))
+
+
+def trips(config: Config, skips: bool = False) -> Trips:
+    """How often a device computes each slot of the table, idly or not; where the program `skips` idle work (on CPU), only
+    when it has work. Messages go in every tick all the same."""
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks
+    if p == 1:
+        return Trips(m, m, m)
+    if skips:
+        ticks = table(config).ticks
+        return Trips(m * v, m, m * v, edge=m, messages=ticks)
+    return _trips(config.parallel.schedule, p, m, v)
+
+
+@functools.lru_cache(maxsize=512)
+def _trips(schedule: str, stages: int, microbatches: int, chunks: int) -> Trips:
+    found = loops(_table(schedule, stages, microbatches, chunks))
+    forward, head, backward, _ = work_per_tick(found).sum(axis=0).tolist()
+    return Trips(forward, head, backward)
+
+
+def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Durations:
+    """The simulator's durations from one microbatch's pieces. Layers of each virtual stage as the split has them."""
+    stage = shapes.stage(config)
+    share: PerChunk = 1.0  # of the longest virtual stage's layers
+    if len(set(stage.split)) > 1:
+        share = np.array(stage.split) / stage.longest
+    forward, backward, weight = (
+        pieces.chunk_forward * share,
+        pieces.chunk_backward * share,
+        pieces.chunk_weight_grad * share,
+    )
+    spread = config.parallel.vocab == "spread"
+    head = pieces.head_total
+    return Durations(
+        forward=forward,
+        input_grad=backward - weight,
+        weight_grad=weight,
+        message=pieces.message,
+        head=head * (config.mesh.pipeline if spread else 1),
+        head_spread=spread,
+        optimizer=optimizer,
+    )
+
+
+def timeline(config: Config, pieces: Pieces, practice: Practice = OURS, optimizer: float = 0.0) -> Timeline:
+    """The step as the simulator plays it."""
+    return simulate(table(config), durations(config, pieces, optimizer), practice.clock)
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """Seconds of all microbatches: `busy` of them on the longest stage, `idle` waiting for others."""
+
+    busy: float
+    idle: float
+    ticks: int
+
+    @property
+    def total(self) -> float:
+        return self.busy + self.idle
+
+
+def quick(config: Config, pieces: Pieces) -> PipelineTime:
+    """By formula (`parallel.pipeline.closed_form`), for searches: lockstep, all stages as long as the longest."""
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks
+    weight = pieces.chunk_weight_grad
+    each = Durations(pieces.chunk_forward, pieces.chunk_backward - weight, weight)
+    busy = m * (v * (pieces.chunk_forward + pieces.chunk_backward) + pieces.head_total)
+    if p == 1:
+        return PipelineTime(busy, 0.0, m)
+    idle = closed_form.bubble(config.parallel.schedule, p, m, v, each)
+    rounds = p - 1 + (v - 1) * max(0, p - m)
+    ticks = v * m + rounds
+    # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an activation's.
+    together = config.parallel.schedule not in ("gpipe", "looped_bfs")
+    alone = min(ticks, (v - 1) * max(p, _group(p, m)) + p - 1) if together else ticks
+    idle += 2 * alone * pieces.message
+    steady = max(0, ticks - alone)
+    for hides in (pieces.chunk_forward, pieces.chunk_backward):
+        idle += steady * max(0.0, pieces.message - hides)
+    return PipelineTime(busy, idle, ticks)

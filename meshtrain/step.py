@@ -1,0 +1,231 @@
+"""The one compiled step: gradients inside a fully manual shard_map, the optimizer on sharded arrays under plain jit.
+
+state (float32 shards) ──open──► weights ──forward, backward──► gradients ──close──► shards ──Optax──► state
+                        all-gather   explicit collectives only     reduce-scatter          XLA adds only norms
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.compat import varying
+from meshtrain.config import Config
+from meshtrain.mesh import DATA, PIPELINE, platform
+from meshtrain.optim import LossScale, initial_scale, learning_rate, make_optimizer, next_scale, state_shardings
+from meshtrain.parallel import accumulate, offload
+from meshtrain.parallel.forward import Batch, Forward
+from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.pipeline.execute import Executor
+from meshtrain.parallel.zero import Zero
+
+Tree = Any
+
+
+class State(NamedTuple):
+    """What a run is between two steps; params and optimizer in the live layout of `parallel.layout`."""
+
+    step: Any  # int32: steps taken, which is also the position in the data
+    params: Tree  # float32 masters
+    optimizer: Tree
+    scale: LossScale | None  # float16 only
+
+
+def build(config: Config, mesh: Mesh) -> "Program":
+    """The compiled programs of a config on a mesh; nothing runs or is allocated yet."""
+    return Program(config, mesh)
+
+
+class Program:
+    """`init`, `train_step` and `eval_step` of one config on one mesh."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        offload.check_memory(config, mesh)
+        self.layout = Layout(config, mesh)
+        self.zero = Zero(self.layout)
+        self.forward = Forward(self.layout, self.zero, platform(mesh))
+        self.optimizer = make_optimizer(config, self.layout)
+        self.learning_rate = learning_rate(config)
+        self.executor = Executor(self.forward, self.layout.table) if self.layout.table else None
+
+    # --- state
+
+    @cached_property
+    def state_shapes(self) -> State:
+        """ShapeDtypeStructs of the state, with shardings."""
+        params = self.layout.masters
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        optimizer = jax.eval_shape(self.optimizer.init, params)
+        shardings = self._optimizer_on_device
+        if self.config.parallel.offload_optimizer:
+            shardings = offload.on_host(shardings)
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        scale = jax.eval_shape(lambda: self._initial_scale())
+        return State(
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+            params=params,
+            optimizer=jax.tree.map(place, optimizer, shardings),
+            scale=jax.tree.map(lambda x: place(x, replicated), scale),
+        )
+
+    @property
+    def state_shardings(self) -> State:
+        return jax.tree.map(lambda x: x.sharding, self.state_shapes)
+
+    @cached_property
+    def _optimizer_on_device(self) -> Tree:
+        optimizer = jax.eval_shape(self.optimizer.init, self.layout.masters)
+        return state_shardings(self.layout, self.mesh, optimizer)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state on one device."""
+        leaves = jax.tree.leaves(self.state_shapes)
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    def init(self) -> State:
+        """The state before the first step: the same numbers on every mesh."""
+
+        def make() -> State:
+            params = self.layout.init(jax.random.key(self.config.run.seed))
+            return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), self._initial_scale())
+
+        return jax.jit(make, out_shardings=self.state_shardings)()
+
+    def _initial_scale(self) -> LossScale | None:
+        return initial_scale(self.config.precision) if self.config.precision.compute == "float16" else None
+
+    # --- batches
+
+    def batch_shapes(self, example: dict[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """ShapeDtypeStructs of a global batch [B, T], rows sharded over data."""
+        train = self.config.train
+        shape = (train.global_batch_size, train.sequence_length)
+        example = example or {"tokens": None, "labels": None}
+        dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in example}
+        return {n: jax.ShapeDtypeStruct(shape, d, sharding=self.batch_sharding) for n, d in dtypes.items()}
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(DATA))
+
+    # --- the programs
+
+    def gradients(self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array) -> tuple[jax.Array, Tree]:
+        """Mean loss per token, and `scale` times its gradient as float32 shards."""
+        specs = self.layout.shards
+
+        def local(masters: Tree, batch: Batch, step: jax.Array, scale: jax.Array) -> tuple[jax.Array, Tree]:
+            weights = self.zero.open(masters)
+            batches, tokens = self._microbatches(batch)
+            key = None
+            if self.config.model.dropout:
+                key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
+            run = self.executor.train if self.executor else partial(accumulate.accumulate, self.forward)
+            loss, gradients = run(weights, batches, key, scale / tokens)
+            return _sum_everywhere(loss) / tokens, self.zero.close(gradients)
+
+        in_specs = (specs, PartitionSpec(DATA), PartitionSpec(), PartitionSpec())
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=(PartitionSpec(), specs))
+        return mapped(params, batch, step, scale)
+
+    def _microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
+        """This data rank's rows as [microbatches, rows, T] with their global indices, and the tokens that count in the batch."""
+        rows = batch["tokens"].shape[0]
+        batch = {**batch, "rows": lax.axis_index(DATA) * rows + jnp.arange(rows)}
+        cut = jax.tree.map(lambda a: a.reshape((self.config.parallel.microbatches, -1, *a.shape[1:])), batch)
+        if "weights" in batch:
+            return cut, jnp.maximum(lax.psum(jnp.sum(batch["weights"]), DATA), 1.0)
+        return cut, jnp.float32(self.config.mesh.data * batch["tokens"].size)
+
+    def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        scale = jnp.float32(1.0) if state.scale is None else state.scale.value
+        loss, gradients = self.gradients(state.params, batch, state.step, scale)
+        if state.scale is not None:
+            gradients = jax.tree.map(lambda g: g / scale, gradients)
+        norm = optax.global_norm(gradients)
+        optimizer = state.optimizer
+        if self.config.parallel.offload_optimizer:
+            optimizer = offload.move(optimizer, self._optimizer_on_device)
+        updates, optimizer = self.optimizer.update(gradients, optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(_count(state))}
+        new = State(state.step + 1, params, optimizer, state.scale)
+        if state.scale is not None:
+            finite = jnp.isfinite(norm)
+            made, before = (params, optimizer), (state.params, state.optimizer)
+            params, optimizer = jax.tree.map(partial(jnp.where, finite), made, before)
+            scale = next_scale(state.scale, finite, self.config.precision)
+            new = State(state.step + 1, params, optimizer, scale)
+            metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
+        return new, metrics
+
+    def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
+        def local(masters: Tree, batch: Batch) -> jax.Array:
+            weights = self.zero.open(masters)
+            batches, tokens = self._microbatches(batch)
+            run = self.executor.evaluate if self.executor else partial(accumulate.evaluate, self.forward)
+            return _sum_everywhere(run(weights, batches)) / tokens
+
+        specs = (self.layout.shards, PartitionSpec(DATA))
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())(params, batch)
+
+    @cached_property
+    def train_step(self) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+        """(state, batch) -> (state, metrics); the old state's memory is reused."""
+        options, shardings = compiler_options(self.mesh), (self.state_shardings, None)
+        return jax.jit(self._train, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+
+    @cached_property
+    def eval_step(self) -> Callable[[Tree, Batch], jax.Array]:
+        """(params, batch) -> mean loss per token."""
+        return jax.jit(self._evaluate)
+
+    def check_offload(self, state: State, batch: Batch) -> float:
+        """Relative difference between the gradients with and without offloaded activations, on a real batch.
+
+        An open XLA report has offloaded scan residuals give wrong gradients on GPUs, silently; hence this.
+        """
+        parallel = dataclasses.replace(self.config.parallel, remat="full", remat_keep=(), remat_offload=())
+        plain = Program(dataclasses.replace(self.config, parallel=parallel), self.mesh)
+
+        def difference(params: Tree, batch: Batch, step: jax.Array) -> jax.Array:
+            one = jnp.float32(1.0)
+            mine, theirs = (p.gradients(params, batch, step, one)[1] for p in (self, plain))
+            return offload.relative_difference(mine, theirs)
+
+        return float(jax.jit(difference)(state.params, batch, state.step))
+
+    def lower(self) -> jax.stages.Lowered:
+        """The train step lowered on abstract arrays, for devices that may only be described."""
+        return self.train_step.lower(self.state_shapes, self.batch_shapes())  # type: ignore[attr-defined]
+
+
+def compiler_options(mesh: Mesh) -> dict[str, int]:
+    """What XLA should be told besides: on GPUs, that a message between stages may be under way during a layer's own collectives.
+
+    By default one collective is under way at a time, so that no message could travel during a layer with tensor parallelism.
+    """
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    if platform(mesh) != "gpu" or mesh.shape[PIPELINE] == 1 or limit in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {limit: 2}
+
+
+def _sum_everywhere(loss: jax.Array) -> jax.Array:
+    axes = tuple(varying(loss))
+    return lax.psum(loss, axes) if axes else loss
+
+
+def _count(state: State) -> jax.Array:
+    """Updates made so far: steps less those that were skipped."""
+    return state.step if state.scale is None else state.step - state.scale.skipped

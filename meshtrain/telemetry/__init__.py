@@ -1,0 +1,1 @@
+"""What a run tells: `metrics` writes metrics.jsonl, `progress` shows a bar on a terminal and plain lines elsewhere."""

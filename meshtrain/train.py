@@ -1,0 +1,236 @@
+"""python -m meshtrain.train --config FILE: parse, build, restore, loop, stop.
+
+next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► evaluate, save, stop where due
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.checkpoint import Checkpointer, CheckpointError, StopSignals, trim_metrics
+from meshtrain.config import Config, ConfigError, load, notes, to_yaml
+from meshtrain.data import Loader, TextBatches, open_data
+from meshtrain.mesh import join_cluster, make_mesh, own_rows, platform
+from meshtrain.parallel import offload
+from meshtrain.step import Program, State, build
+from meshtrain.telemetry.metrics import MetricsFile
+from meshtrain.telemetry.progress import Reporter
+
+DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m meshtrain.train", description="Trains a transformer on a 3-D device mesh."
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file; see configs/")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="overrides one key; may be repeated"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the whole resolved config as YAML and exit")
+    options = parser.parse_args(arguments)
+    try:
+        config = load(options.config, options.set)
+        if options.print_config:
+            print(to_yaml(config), end="")
+            return DONE
+        return train(config)
+    except ConfigError as error:
+        print(f"meshtrain: {error}", file=sys.stderr)
+        return USAGE
+    except (CheckpointError, FloatingPointError) as error:
+        print(f"meshtrain: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("meshtrain: stopped before the first step; nothing was written.", file=sys.stderr)
+        return STOPPED
+
+
+def train(config: Config) -> int:
+    """A whole run, or the rest of one; the exit code."""
+    directory = run_directory(config)
+    data, held_out = open_data(config)
+    join_cluster()
+    program = build(config, make_mesh(config))
+    with StopSignals() as stop:
+        checkpointer = Checkpointer(config, program)
+        state, start = checkpointer.restore_or_init()
+        first = jax.process_index() == 0
+        if first:
+            (directory / "config.yaml").write_text(to_yaml(config))
+            trim_metrics(directory / "metrics.jsonl", start)
+        with Reporter(config.train.steps, start, quiet=not first) as report:
+            for sentence in opening(program, data, start):
+                report.write(sentence)
+            loop = Loop(program, data, held_out, checkpointer, report, directory, start)
+            try:
+                return loop.run(state, stop)
+            finally:
+                loop.close()
+                checkpointer.close()
+
+
+class Loop:
+    """The steps of one process of a run."""
+
+    def __init__(
+        self,
+        program: Program,
+        data: TextBatches,
+        held_out: TextBatches | None,
+        checkpointer: Checkpointer,
+        report: Reporter,
+        directory: Path,
+        start: int,
+    ) -> None:
+        self.config, self.program = program.config, program
+        self.held_out, self.checkpointer, self.report = held_out, checkpointer, report
+        self.start = start
+        depth = self.config.data.prefetch
+        self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
+        self.metrics = MetricsFile(directory / "metrics.jsonl", writes=jax.process_index() == 0)
+        self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
+        self.waited, self.clock = 0.0, time.perf_counter()
+        self.steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
+
+    def run(self, state: State, stop: StopSignals) -> int:
+        config, steps = self.config, self.config.train.steps
+        pending: tuple[int, int, dict[str, jax.Array]] | None = None
+        step, stopping = self.start, False
+        while step < steps and not stopping:
+            _, batch = next(self.loader)
+            if config.parallel.remat_offload and step == self.start:
+                self.check_offload(state, batch)
+            state, metrics = self.compiled(state, batch)(state, batch)
+            step += 1
+            if pending is not None:
+                self.log(*pending)
+            pending = (step, batch["tokens"].size, metrics)
+            evaluates = bool(config.eval.every) and (step % config.eval.every == 0 or step == steps)
+            stopping = (
+                stop.requested
+            )  # asked once a step, so that a request is met by a save, and by every process alike
+            saves = self.checkpointer.due(step) or step == steps or stopping
+            if evaluates or saves or self.synchronous:
+                eval_loss = self.evaluate(state) if evaluates else None
+                row = self.log(*pending, eval_loss)
+                pending = None
+                if saves:
+                    self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
+        if pending is not None:
+            self.log(*pending)
+        self.checkpointer.wait()
+        if step < steps:
+            self.report.write(f"stopped on request after step {step}; its checkpoint is written, run again to go on.")
+            return STOPPED
+        return DONE
+
+    def compiled(self, state: State, batch: dict[str, jax.Array]) -> jax.stages.Compiled:
+        """The train step for this shape of batch; compiling is told, and does not count as a step's time."""
+        shape = batch["tokens"].shape
+        if shape not in self.steps:
+            began = time.perf_counter()
+            self.steps[shape] = self.program.train_step.lower(state, batch).compile()  # type: ignore[attr-defined]
+            self.report.write(f"compiled for batches of {shape[0]} x {shape[1]} in {time.perf_counter() - began:.1f} s")
+            self.clock = time.perf_counter()
+        return self.steps[shape]
+
+    def log(
+        self, step: int, tokens: int, metrics: dict[str, jax.Array], eval_loss: float | None = None
+    ) -> dict[str, Any]:
+        """Waits for the metrics of `step`, writes and shows them where due."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        waited, self.waited = self.loader.waited - self.waited, self.loader.waited
+        row = {"step": step, **values, "tokens": tokens, "tokens_per_second": tokens / seconds}
+        row |= {"step_seconds": seconds, "data_wait_seconds": waited} | self.checkpointer.metrics()
+        if eval_loss is not None:
+            row["eval_loss"] = eval_loss
+        due = step % self.config.log.every == 0 or step == self.config.train.steps or eval_loss is not None
+        if due:
+            self.metrics.write(row)
+        self.report.step(row, show=due)
+        if not np.isfinite(row["loss"]) and "loss_scale" not in row:
+            raise FloatingPointError(
+                f"the loss of step {step} is {row['loss']}; the checkpoints before it are intact. "
+                "A lower optimizer.learning_rate, or optimizer.grad_clip, may help."
+            )
+        return row
+
+    def check_offload(self, state: State, batch: dict[str, jax.Array]) -> None:
+        """Before the first step: offloaded activations must give the gradients that recomputed ones give."""
+        difference = self.program.check_offload(state, batch)
+        if not difference < offload.TOLERANCE * (1 if self.config.precision.compute == "float32" else 1000):
+            raise FloatingPointError(
+                f"with parallel.remat_offload the gradients differ by {difference:.1e} from those without; "
+                "this backend offloads wrongly, so leave it out."
+            )
+        self.report.write(f"offloaded activations checked: gradients differ by {difference:.1e}")
+
+    def evaluate(self, state: State) -> float:
+        """Mean loss over the first eval.batches batches of held-out text."""
+        assert self.held_out is not None
+        jax.block_until_ready(state)
+        began, losses = time.perf_counter(), []
+        for k in range(self.config.eval.batches):
+            rows = self.own_rows(self.held_out.batch_shape(k)[0])
+            losses.append(self.program.eval_step(state.params, self.place(self.held_out.batch(k, rows))))
+            if self.synchronous:
+                jax.block_until_ready(losses[-1])
+        mean = float(np.mean(jax.device_get(losses)))
+        self.clock += time.perf_counter() - began  # no part of a step's time
+        return mean
+
+    def own_rows(self, rows: int) -> slice:
+        """The rows of a global batch that this process's devices hold."""
+        return own_rows(self.program.batch_sharding, rows)
+
+    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """This process's rows of a batch, onto its devices as parts of the global arrays."""
+        sharding = self.program.batch_sharding
+        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+
+    def close(self) -> None:
+        self.loader.close()
+        self.metrics.close()
+
+
+def run_directory(config: Config) -> Path:
+    """The run directory, made; ConfigError if it cannot be written."""
+    directory = Path(config.run.directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"run.directory {directory} cannot be written: {reason}; give another with --set run.directory=PATH."
+        ) from None
+    return directory
+
+
+def opening(program: Program, data: TextBatches, start: int) -> list[str]:
+    """What a run says of itself before its first step."""
+    config, mesh = program.config, program.config.mesh
+    lines = [
+        f"{config.model.family} with {program.layout.parameters:,} parameters on data {mesh.data} x tensor {mesh.tensor} x "
+        f"pipeline {mesh.pipeline} ({program.mesh.devices.size} {platform(program.mesh)} devices), "
+        f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
+        f"{data.source}: {data.batches_per_epoch:,} batches an epoch of {data.tokens_per_batch:,.0f} tokens",
+        *(f"note: {sentence}" for sentence in (*notes(config), *program.layout.notes())),
+    ]
+    return lines + ([f"going on after step {start}"] if start else [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

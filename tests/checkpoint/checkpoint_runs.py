@@ -1,0 +1,101 @@
+"""Small states and runs, shared by the tests of the checkpoints."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.checkpoint import Checkpointer
+from meshtrain.config import Config, decode
+from meshtrain.mesh import make_mesh
+from meshtrain.step import Program, State, build
+
+ODD = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}  # nothing divides
+LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "one device": ((1, 1, 1), {}),
+    "data 2, tensor 2, pipeline 2, ZeRO-1": ((2, 2, 2), {"microbatches": 2}),
+    "data 8, ZeRO-3": ((8, 1, 1), {"zero_stage": 3}),
+    "data 2, tensor 2, ZeRO-2": ((2, 2, 1), {"zero_stage": 2, "microbatches": 2}),
+    "pipeline 4, gpipe": ((1, 1, 4), {"microbatches": 2, "schedule": "gpipe"}),
+    "data 2, pipeline 2, interleaved, ZeRO-1": (
+        (2, 1, 2),
+        {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    "tensor 2, pipeline 2, V": ((1, 2, 2), {"microbatches": 2, "schedule": "v_1f1b", "zero_stage": 0}),
+}
+
+
+def config(directory: Path | str = "unused", layout: str = "one device", **sections: dict[str, Any]) -> Config:
+    mesh, parallel = LAYOUTS[layout]
+    values: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(directory)},
+        "model": ODD,
+        "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
+        "parallel": parallel,
+        "train": {"global_batch_size": 8, "sequence_length": 16, "steps": 20},
+        "optimizer": {"warmup_steps": 2},
+        "data": {"source": "synthetic"},
+        "checkpoint": {"every": 2},
+    }
+    for name, keys in sections.items():
+        values[name] = {**values.get(name, {}), **keys}
+    return decode(values)
+
+
+@cache
+def program(layout: str = "one device") -> Program:
+    """One program a layout: a run's directory is nothing that it knows."""
+    settings = config(layout=layout)
+    return build(settings, make_mesh(settings))
+
+
+def build_for(settings: Config) -> Program:
+    return build(settings, make_mesh(settings))
+
+
+def numbered(built: Program, seed: int = 0) -> State:
+    """A state of a one-device program with a different number in every place, and step 3."""
+    random = np.random.default_rng(seed)
+
+    def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
+        if np.issubdtype(x.dtype, np.floating):
+            return jax.device_put(random.standard_normal(x.shape).astype(x.dtype), x.sharding)
+        return jax.device_put(np.full(x.shape, 3, x.dtype), x.sharding)
+
+    return jax.tree.map(fill, built.state_shapes)
+
+
+def batch(built: Program, step: int) -> dict[str, jax.Array]:
+    """The global batch of a step."""
+    train = built.config.train
+    shape = (train.global_batch_size, train.sequence_length + 1)
+    text = np.random.default_rng(step).integers(0, built.config.model.vocab_size, shape, np.int32)
+    return {
+        name: jax.device_put(x, built.batch_sharding) for name, x in (("tokens", text[:, :-1]), ("labels", text[:, 1:]))
+    }
+
+
+def take(built: Program, state: State, step: int) -> tuple[State, float]:
+    """One train step; the old state is donated."""
+    state, metrics = built.train_step(state, batch(built, step))
+    return state, float(metrics["loss"])
+
+
+def saved(directory: Path, steps: int = 3, **checkpoint: Any) -> Path:
+    """A run directory with checkpoints of `steps` numbered states of one device; step k from seed k."""
+    checkpointer = Checkpointer(config(directory, checkpoint={"keep": steps, **checkpoint}), program())
+    for step in range(1, steps + 1):
+        checkpointer.save(step, numbered(program(), step), loss=1 / step)
+    checkpointer.wait()
+    checkpointer.close()
+    return directory
+
+
+def same(a: State, b: State) -> bool:
+    """Bit for bit."""
+    return all(
+        np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+        for x, y in zip(map(np.atleast_1d, jax.tree.leaves(a)), map(np.atleast_1d, jax.tree.leaves(b)), strict=True)
+    )

@@ -1,0 +1,82 @@
+"""Names and shapes that no layout, Optax chain or optimizer of a layout changes; bits that a round trip keeps."""
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_runs import LAYOUTS, build_for, config, numbered, program, same
+
+from meshtrain.checkpoint import arrays
+from meshtrain.checkpoint.canonical import Canonical
+
+
+def records(built):
+    return {e.name: (e.shape, e.live.dtype) for e in Canonical(built).entries}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_shapes_and_dtypes_are_those_of_one_device(layout):
+    assert records(program(layout)) == records(program())
+
+
+def test_names_do_not_depend_on_the_place_in_an_optax_chain():
+    assert records(build_for(config(optimizer={"grad_clip": 0.0}))) == records(program())
+
+
+def test_names_are_the_models_own():
+    names = records(program())
+    assert names["params.blocks.attention.q"][0] == (5, 24, 6, 4)
+    assert names["optimizer.mu.blocks.attention.q"][0] == (5, 24, 6, 4)
+    assert {"step", "optimizer.count", "optimizer.nu.head.weight"} <= names.keys()
+    assert "scale.value" in records(build_for(config(precision={"compute": "float16"})))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_a_state_of_every_optimizer_survives_a_change_of_layout(optimizer, tmp_path):
+    """One device -> interleaved stages with ZeRO and padding -> canonical again, bit for bit."""
+    there = {"optimizer": {"name": optimizer}, "precision": {"compute": "float16"}}
+    one, other = (
+        build_for(config(layout=layout, **there))
+        for layout in ("one device", "data 2, pipeline 2, interleaved, ZeRO-1")
+    )
+    canonical = Canonical(one)
+    before = {e.name: np.asarray(x) for e, x in zip(canonical.entries, jax.tree.leaves(numbered(one)), strict=True)}
+    arrays.write(tmp_path / "arrays", {name: jax.device_put(x) for name, x in before.items()}).result()
+    moved = Canonical(other).state(tmp_path / "arrays", before.keys())
+    for x, wanted in zip(jax.tree.leaves(moved), jax.tree.leaves(other.state_shapes), strict=True):
+        assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
+        assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
+    after = Canonical(other).arrays(moved)
+    assert after.keys() == before.keys()
+    for name, x in before.items():
+        assert np.array_equal(np.asarray(after[name]), x), name
+
+
+def test_a_loss_scale_that_the_checkpoint_lacks_starts_anew(tmp_path):
+    state = numbered(program())
+    arrays.write(tmp_path / "arrays", Canonical(program()).arrays(state)).result()
+    half = build_for(config(precision={"compute": "float16", "loss_scale": 1024.0}))
+    moved = Canonical(half).state(tmp_path / "arrays", records(program()).keys())
+    assert float(moved.scale.value) == 1024.0
+    assert int(moved.step) == 3
+
+
+def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(tmp_path, monkeypatch):
+    built = program("data 2, pipeline 2, interleaved, ZeRO-1")
+    monkeypatch.setattr("meshtrain.checkpoint.canonical.platform", lambda mesh: "gpu")
+    state = built.init()
+    copies = Canonical(built).arrays(state)
+    assert copies["params.blocks.mlp.gate"].sharding.memory_kind == "pinned_host"
+    arrays.write(tmp_path / "arrays", copies).result()
+    assert same(Canonical(built).state(tmp_path / "arrays", copies.keys()), state)
+
+
+@pytest.mark.parametrize("layout", ["data 8, ZeRO-3", "data 2, pipeline 2, interleaved, ZeRO-1"])
+def test_an_optimizer_state_in_host_memory_goes_and_comes_back_there(layout, tmp_path):
+    built = build_for(config(layout=layout, parallel={"offload_optimizer": True}))
+    state = built.init()
+    copies = Canonical(built).arrays(state)
+    arrays.write(tmp_path / "arrays", copies).result()
+    back = Canonical(built).state(tmp_path / "arrays", copies.keys())
+    assert same(back, state)
+    assert back.optimizer[1][0].mu["blocks"]["mlp"]["gate"].sharding.memory_kind == "pinned_host"
+    assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(built.state_shapes)]

@@ -1,0 +1,63 @@
+import random
+
+import pytest
+
+from meshtrain.checkpoint import digests, steps
+
+SIZES = {"empty": 0, "small": 10, "block": 64, "long": 1000}
+
+
+@pytest.fixture
+def step(tmp_path, monkeypatch):
+    """Files of several sizes around a block of 64 bytes."""
+    monkeypatch.setattr(digests, "BLOCK", 64)
+    for name, size in SIZES.items():
+        (tmp_path / "deep" / name).mkdir(parents=True)
+        (tmp_path / "deep" / name / "file").write_bytes(random.Random(name).randbytes(size))
+    assert digests.write(tmp_path) == sum(SIZES.values())
+    return tmp_path
+
+
+def test_what_was_written_is_intact(step):
+    assert digests.problems(step) == []
+    assert digests.total_bytes(step) == sum(SIZES.values())
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(step):
+    for name, size in SIZES.items():
+        path = step / "deep" / name / "file"
+        whole = path.read_bytes()
+        for at in range(0, 8 * size, 97):
+            damaged = bytearray(whole)
+            damaged[at // 8] ^= 1 << at % 8
+            path.write_bytes(damaged)
+            start = at // 8 // 64 * 64
+            assert digests.problems(step) == [f"deep/{name}/file is damaged between bytes {start:,} and {start + 64:,}"]
+        path.write_bytes(whole)
+
+
+def test_truncated_grown_and_missing_files_are_found(step):
+    path = step / "deep" / "long" / "file"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert digests.problems(step) == ["deep/long/file has 999 bytes instead of 1,000"]
+    path.write_bytes(whole + b"x")
+    assert digests.problems(step) == ["deep/long/file has 1,001 bytes instead of 1,000"]
+    path.unlink()
+    assert digests.problems(step) == ["deep/long/file is missing"]
+
+
+def test_processes_that_share_the_work_find_what_one_finds(step):
+    path = step / "deep" / "long" / "file"
+    damaged = bytearray(path.read_bytes())
+    damaged[3] ^= 1
+    damaged[700] ^= 1
+    path.write_bytes(damaged)
+    shared = [sentence for part in range(3) for sentence in digests.problems(step, part, 3)]
+    assert sorted(shared) == sorted(digests.problems(step))
+    assert len(shared) == 2
+
+
+def test_the_digests_do_not_cover_themselves(step):
+    steps.commit(step)
+    assert digests.problems(step) == []

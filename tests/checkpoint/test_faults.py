@@ -1,0 +1,225 @@
+"""Training processes killed, stopped and starved for real. 30 kills: pytest -m slow -s tests/checkpoint/test_faults.py"""
+
+import os
+import random
+import shutil
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+from trainer import BIND, CONTEXT, READ_ONLY, REMOUNT, Trainer, mount, own_mounts, rows, settings
+
+from meshtrain.checkpoint import digests, steps
+
+STEPS, EVERY = 60, 15
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_before():
+    """The processes find the tests' compiled programs."""
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in kept.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The losses of an uninterrupted run, by step."""
+    return losses_of(tmp_path_factory.mktemp("undisturbed"), STEPS, EVERY)
+
+
+def losses_of(directory, count, every, **sections):
+    trainer = Trainer(settings(directory, count, every, **sections))
+    assert trainer.end() == 0, trainer.log.read_text()
+    found = {row["step"]: row["loss"] for row in rows(trainer.run)}
+    assert list(found) == list(range(1, count + 1))
+    return found
+
+
+def assert_undisturbed(run: Path, expected):
+    """Each step once, each loss the same bits."""
+    assert [row["step"] for row in rows(run)] == list(expected)
+    assert {row["step"]: row["loss"] for row in rows(run)} == expected
+
+
+def committed(run):
+    return steps.committed_in(run / "checkpoints")
+
+
+def newest_is_intact(run):
+    newest = run / "checkpoints" / str(committed(run)[-1])
+    return steps.commit_problem(newest) is None and digests.problems(newest) == []
+
+
+def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
+    """Kills `kills` processes of one run, then lets it end; (steps lost, was it saving) of each kill that met training.
+
+    In turn: after a random step, while saving, at any moment from the start of the process.
+    """
+    chosen, lost = random.Random(kills), []
+    for kill in range(1, kills + 1):
+        trainer = Trainer(config)
+        start, last = (committed(trainer.run) or [0])[-1], count - 2 * every
+        if kill % 3 == 0:
+            time.sleep(chosen.uniform(0, 3))
+        else:
+            assert trainer.until(trainer.training), trainer.log.read_text()
+            saves = kill % 3 == 2 and start < last
+            target = chosen.randint(start, max(start, min(start + 3 * every, last)))
+            assert trainer.until(trainer.saving if saves else trainer.wrote(target)), trainer.log.read_text()
+            time.sleep(chosen.uniform(0, 0.05) if saves else 0)
+        trainer.kill()
+        reached, newest = (rows(trainer.run) or [{"step": 0}])[-1]["step"], (committed(trainer.run) or [0])[-1]
+        doing = "starting" if not trainer.training() else "saving" if trainer.saving() else "between saves"
+        tell(f"kill {kill} {doing}, after step {reached}; newest checkpoint {newest}")
+        if trainer.training():
+            lost.append((reached - newest, trainer.saving()))
+        assert not newest or newest_is_intact(trainer.run)
+    trainer = Trainer(config)
+    assert trainer.end() == 0, trainer.log.read_text()
+    return lost
+
+
+def assert_little_is_lost(lost, every):
+    """At most `every` steps are taken again, and at most twice that after a kill during a save: training goes on meanwhile."""
+    assert all(steps <= (2 * every if saving else every) for steps, saving in lost), lost
+
+
+def test_killed_runs_go_on_with_the_same_losses(tmp_path, undisturbed):
+    config = settings(tmp_path, STEPS, EVERY)
+    lost = killed_again_and_again(config, 3, STEPS, EVERY)
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    assert_little_is_lost(lost, EVERY)
+
+
+@pytest.mark.slow
+def test_thirty_kills(tmp_path):
+    count, every, larger = 800, 40, {"model": {"d_model": 64, "d_ff": 256}, "train": {"sequence_length": 64}}
+    (tmp_path / "undisturbed").mkdir()
+    expected = losses_of(tmp_path / "undisturbed", count, every, **larger)
+    lost = killed_again_and_again(settings(tmp_path, count, every, **larger), 30, count, every, tell=print)
+    assert_undisturbed(tmp_path / "run", expected)
+    between, during = ([steps for steps, saving in lost if saving == kind] for kind in (False, True))
+    print(
+        f"30 kills: 0 wrong losses, 0 steps duplicated or missing; a checkpoint every {every} steps; steps taken again after "
+        f"{len(between)} kills between saves: at most {max(between)}, after {len(during)} kills during a save: at most {max(during)}, "
+        f"after {30 - len(lost)} kills while starting: none"
+    )
+    assert len(during) >= 5
+    assert_little_is_lost(lost, every)
+
+
+@pytest.mark.parametrize("name, when", [("SIGTERM", "a step"), ("SIGINT", "a step"), ("SIGTERM", "a save")])
+def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step_and_code_75(name, when, tmp_path, undisturbed):
+    config = settings(tmp_path, STEPS, EVERY)
+    trainer = Trainer(config)
+    assert trainer.until(trainer.wrote(7) if when == "a step" else trainer.saving)
+    os.kill(trainer.process.pid, signal.Signals[name])
+    assert trainer.end() == 75, trainer.log.read_text()
+    last = rows(trainer.run)[-1]["step"]
+    assert 7 <= last < STEPS
+    assert committed(trainer.run)[-1] == last and newest_is_intact(trainer.run)
+    assert f"meshtrain: {name}: stopping after this step, with a checkpoint." in trainer.log.read_text()
+    assert Trainer(config).end() == 0
+    assert_undisturbed(trainer.run, undisturbed)
+
+
+def test_a_second_signal_ends_a_run_at_once_and_leaves_the_last_checkpoint_intact(tmp_path, undisturbed):
+    config = settings(tmp_path, STEPS, EVERY)
+    trainer = Trainer(config)
+    assert trainer.until(lambda: committed(trainer.run) and trainer.saving())
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):  # both are there when it looks
+        os.kill(trainer.process.pid, number)
+    assert trainer.end() == -signal.SIGTERM, trainer.log.read_text()  # Python looks at lower numbers first
+    assert "second SIGTERM: stopping at once" in trainer.log.read_text()
+    assert newest_is_intact(trainer.run)
+    assert Trainer(config).end() == 0
+    assert_undisturbed(trainer.run, undisturbed)
+
+
+def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path, undisturbed):
+    config = settings(tmp_path, STEPS, EVERY)
+    first = Trainer(config)
+    assert first.until(first.wrote(1))
+    os.kill(first.process.pid, signal.SIGSTOP)
+    (tmp_path / "again").mkdir()
+    second = Trainer(settings(tmp_path / "again", STEPS, EVERY, run={"directory": str(first.run)}))
+    assert second.end() == 2
+    os.kill(first.process.pid, signal.SIGCONT)
+    said = second.log.read_text().splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"meshtrain: run.directory {first.run} is in use by process {first.process.pid} on ")
+    assert first.end() == 0
+    assert_undisturbed(first.run, undisturbed)
+
+
+# --- starved
+
+
+@pytest.fixture(scope="module")
+def mounts():
+    """Skips where a process may not have mounts of its own."""
+    process = CONTEXT.Process(target=own_mounts)
+    process.start()
+    process.join()
+    if process.exitcode:
+        pytest.skip("a process may not have mounts of its own here")
+
+
+def small_disk(directory):
+    """Room for two checkpoints and a bit."""
+    own_mounts()
+    mount("tmpfs", directory, options="size=700k")
+
+
+def read_only(directory):
+    own_mounts()
+    mount(str(directory), directory, BIND)
+    mount("none", directory, BIND | REMOUNT | READ_ONLY)
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact(policy, tmp_path, undisturbed, mounts):
+    config, run = settings(tmp_path, STEPS, EVERY, checkpoint={"on_failed_save": policy}), tmp_path / "run"
+    run.mkdir()
+    trainer = Trainer(config, before=partial(small_disk, run), after=partial(shutil.copytree, run, tmp_path / "left"))
+    assert trainer.end() == 1, trainer.log.read_text()  # without a checkpoint of its last step
+    left, said = tmp_path / "left", trainer.log.read_text()
+    third = 3 * EVERY
+    assert (
+        f"the checkpoint of step {third} could not be written: no space left on device; step {2 * EVERY} is intact."
+        in said
+    )
+    assert committed(left) == [EVERY, 2 * EVERY] and newest_is_intact(left)
+    assert sorted(p.name for p in (left / "checkpoints").iterdir()) == [str(EVERY), str(2 * EVERY)]
+    found = {row["step"]: row["loss"] for row in rows(left)}
+    assert len(found) == len(rows(left)) == (STEPS if policy == "continue" else third + EVERY)
+    assert all(undisturbed[step] == loss for step, loss in found.items())
+
+
+def test_checkpoints_that_cannot_be_written_are_told_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):
+    config, checkpoints = settings(tmp_path, STEPS, EVERY), tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    trainer = Trainer(config, before=partial(read_only, checkpoints))
+    assert trainer.end() == 1
+    said = trainer.log.read_text()
+    assert (
+        f"the checkpoint of step {EVERY} could not be written: read-only file system; there is none before it." in said
+    )
+    assert_undisturbed(trainer.run, undisturbed)
+
+
+def test_a_read_only_run_directory_is_refused_in_one_sentence(tmp_path, mounts):
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(read_only, tmp_path / "run"))
+    assert trainer.end() == 2
+    said = trainer.log.read_text()
+    assert said.count("\n") == 1 and "cannot be written: read-only file system" in said

@@ -1,0 +1,70 @@
+"""Saved on one layout, restored on another: the same bits in the canonical layout, and a run that goes on as if nothing happened."""
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_runs import LAYOUTS, config, program, take
+
+from meshtrain.checkpoint import Checkpointer
+from meshtrain.checkpoint.canonical import Canonical
+
+STEPS, TOLERANCE = 2, 2e-6  # steps before the checkpoint; relative, of the loss of the next step
+ONE, CUBE, DATA, FLAT, PIPE, INTERLEAVED, V = LAYOUTS
+PAIRS = [
+    (ONE, CUBE), (CUBE, DATA), (DATA, CUBE), (CUBE, ONE),  # CUBE <-> DATA: all three axes and the ZeRO stage
+    (CUBE, PIPE), (PIPE, INTERLEAVED), (INTERLEAVED, V), (V, CUBE), (INTERLEAVED, DATA), (DATA, V),
+    (FLAT, PIPE), (PIPE, FLAT), (V, ONE), (ONE, INTERLEAVED), (DATA, FLAT),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """For each layout, made when asked for: the run directory after STEPS steps, its canonical arrays and the next step's loss."""
+    made = {}
+
+    def source(layout):
+        if layout not in made:
+            directory = tmp_path_factory.mktemp("run")
+            checkpointer = Checkpointer(config(directory, layout), program(layout))
+            state, loss = checkpointer.restore_or_init()[0], np.nan
+            for step in range(1, STEPS + 1):
+                state, loss = take(program(layout), state, step)
+            checkpointer.save(STEPS, state, loss)
+            before = {name: np.array(x) for name, x in Canonical(program(layout)).arrays(state).items()}
+            _, after = take(program(layout), state, STEPS + 1)
+            checkpointer.close()
+            made[layout] = directory, before, after
+        return made[layout]
+
+    return source
+
+
+@pytest.mark.parametrize("first, second", PAIRS, ids=[f"{a} -> {b}" for a, b in PAIRS])
+def test_a_run_goes_on_on_another_layout(first, second, sources):
+    directory, before, expected = sources(first)
+    checkpointer = Checkpointer(config(directory, second), program(second), say=lambda _: None)
+    state, step = checkpointer.restore_or_init()
+    checkpointer.close()
+    assert step == STEPS == int(state.step)
+    for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(program(second).state_shapes), strict=True):
+        assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
+    for name, x in Canonical(program(second)).arrays(state).items():
+        assert np.array_equal(np.asarray(x), before[name]), name
+    _, loss = take(program(second), state, STEPS + 1)
+    assert abs(loss - expected) <= TOLERANCE * abs(expected)
+
+
+def test_on_the_same_layout_the_losses_are_the_same_bits(sources):
+    directory, _, expected = sources(INTERLEAVED)
+    checkpointer = Checkpointer(config(directory, INTERLEAVED), program(INTERLEAVED))
+    state, _ = checkpointer.restore_or_init()
+    checkpointer.close()
+    assert take(program(INTERLEAVED), state, STEPS + 1)[1] == expected
+
+
+def test_the_pairs_change_all_axes_and_the_zero_stage_and_meet_every_layout_on_both_sides():
+    assert len(PAIRS) >= 12
+    assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == set(LAYOUTS)
+    (mesh, parallel), (other, others) = LAYOUTS[CUBE], LAYOUTS[DATA]
+    assert all(a != b for a, b in zip(mesh, other, strict=True))
+    assert parallel.get("zero_stage", 1) != others["zero_stage"]

@@ -1,0 +1,44 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.checkpoint.lock import RunLock
+from meshtrain.config import ConfigError
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write("process 7 on elsewhere")
+file.flush()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path):
+    command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="is in use by process 7 on elsewhere; "):
+            RunLock(tmp_path)
+        process.kill()
+    RunLock(tmp_path).release()  # the lock went with its process
+
+
+def test_a_second_run_of_the_same_process_is_refused(tmp_path):
+    lock = RunLock(tmp_path)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
+        RunLock(tmp_path)
+    lock.release()
+    RunLock(tmp_path).release()
+
+
+def test_a_shorter_owner_overwrites_a_longer_one(tmp_path):
+    (tmp_path / ".lock").write_text("process 123456789 on a-host-with-a-long-name that has died")
+    lock = RunLock(tmp_path)
+    assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert "died" not in (tmp_path / ".lock").read_text()
+    lock.release()

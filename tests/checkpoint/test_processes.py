@@ -1,0 +1,90 @@
+"""Two processes and one share their checkpoints, their decisions and the step at which they stop."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from checkpoint_runs import build_for, take
+from one_of_two import settings
+
+from meshtrain.checkpoint import Checkpointer, steps
+
+WORKER = Path(__file__).with_name("one_of_two.py")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes said that went on from step 2 of one process: (its program, its loss of step 3, their words)."""
+    directory = tmp_path_factory.mktemp("run")
+    program = build_for(settings(directory))
+    checkpointer = Checkpointer(program.config, program)
+    state, loss = checkpointer.restore_or_init()[0], 0.0
+    for step in (1, 2):
+        state, loss = take(program, state, step)
+    checkpointer.save(2, state, loss)
+    _, after = take(program, state, 3)
+    checkpointer.close()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "PYTHONPATH": os.pathsep.join([str(WORKER.parent), *filter(None, sys.path)]),
+    }
+    command = [sys.executable, WORKER]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), directory],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        told = [hear(process) for process in processes]
+        if all(told):
+            processes[1].send_signal(signal.SIGTERM)  # one is told, as a scheduler does it
+        told = [words | hear(process) for words, process in zip(told, processes, strict=True)]
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], errors
+    return program, after, told
+
+
+def hear(process):
+    """The next words of a process; {} if it has ended."""
+    return next((json.loads(line) for line in process.stdout if line.startswith("{")), {})  # gloo talks as well
+
+
+def test_two_processes_go_on_from_the_checkpoint_of_one(two):
+    _, after, told = two
+    for words in told:
+        assert words["step"] == 2
+        assert abs(words["losses"][0] - after) <= 2e-6 * after
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(two):
+    program, _, told = two
+    assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [2, 3]
+    checkpointer = Checkpointer(program.config, program)
+    state, step = checkpointer.restore_or_init()
+    checkpointer.close()
+    assert step == 3
+    _, loss = take(program, state, 4)
+    assert abs(loss - told[0]["losses"][1]) <= 2e-6 * loss
+
+
+def test_a_notice_to_one_process_stops_both_at_the_same_step(two):
+    asked = [words["asked"] for words in two[2]]
+    assert asked[0] == asked[1] < 1000

@@ -1,0 +1,160 @@
+"""Writing in the background: what was saved, when it blocks, and what a failure costs."""
+
+import errno
+import threading
+import time
+
+import jax
+import pytest
+from checkpoint_runs import config, numbered, program, same, take
+
+from meshtrain.checkpoint import Checkpointer, CheckpointError, digests, steps
+
+
+def open_run(directory, said=None, **checkpoint):
+    said = [] if said is None else said
+    return Checkpointer(config(directory, checkpoint={"keep": 5, **checkpoint}), program(), say=said.append)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Commits wait until the gate is set."""
+    gate, commit = threading.Event(), steps.commit
+    monkeypatch.setattr(steps, "commit", lambda directory: (gate.wait(30), commit(directory)))
+    yield gate
+    gate.set()
+
+
+def committed(directory):
+    return steps.committed_in(directory / "checkpoints")
+
+
+def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_path):
+    checkpointer = open_run(tmp_path)
+    state, _ = checkpointer.restore_or_init()
+    state, loss = take(program(), state, 1)
+    kept = jax.tree.map(lambda x: x.copy(), state)
+    checkpointer.save(1, state, loss)
+    for step in range(2, 5):  # donates the state that is being written
+        state, _ = take(program(), state, step)
+    checkpointer.wait()
+    checkpointer.close()
+    again = open_run(tmp_path)
+    restored, step = again.restore_or_init()
+    again.close()
+    assert step == 1 and same(restored, kept) and not same(restored, state)
+
+
+def test_save_returns_while_the_step_is_still_being_written(tmp_path, gate):
+    checkpointer = open_run(tmp_path)
+    checkpointer.save(1, numbered(program()), 1.0)
+    assert committed(tmp_path) == [] and checkpointer.metrics() == {}
+    gate.set()
+    checkpointer.wait()
+    assert committed(tmp_path) == [1]
+    checkpointer.close()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, gate):
+    checkpointer = open_run(tmp_path)
+    checkpointer.save(1, numbered(program()), 1.0)
+    second = threading.Thread(target=checkpointer.save, args=(2, numbered(program()), 1.0))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive() and not (tmp_path / "checkpoints" / "2.writing").exists()
+    gate.set()
+    second.join(30)
+    checkpointer.close()
+    assert committed(tmp_path) == [1, 2]
+
+
+def test_the_metrics_tell_each_save_once(tmp_path, gate):
+    checkpointer = open_run(tmp_path)
+    began = time.perf_counter()
+    checkpointer.save(1, numbered(program()), 1.0)
+    blocked = time.perf_counter() - began
+    time.sleep(0.2)
+    gate.set()
+    checkpointer.wait()
+    found = checkpointer.metrics()
+    assert checkpointer.metrics() == {}
+    checkpointer.close()
+    assert 0 < found["checkpoint_blocked_seconds"] <= blocked
+    assert found["checkpoint_seconds"] >= found["checkpoint_blocked_seconds"] + 0.2
+    assert found["checkpoint_bytes"] == digests.total_bytes(tmp_path / "checkpoints" / "1") > program().state_bytes
+
+
+def test_due_follows_every(tmp_path):
+    checkpointer = open_run(tmp_path, every=3)
+    assert [step for step in range(1, 10) if checkpointer.due(step)] == [3, 6, 9]
+    checkpointer.close()
+    checkpointer = open_run(tmp_path, every=0)
+    assert not any(checkpointer.due(step) for step in range(1, 10))
+    checkpointer.close()
+
+
+def test_retention_removes_what_it_need_not_keep(tmp_path):
+    checkpointer = open_run(tmp_path, keep=2, keep_best=1, keep_every=4)
+    for step, eval_loss in enumerate([5.0, 1.0, None, 3.0, 4.0, 2.0, 6.0], start=1):
+        checkpointer.save(step, numbered(program()), 1.0, eval_loss)
+    checkpointer.wait()
+    checkpointer.close()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
+
+
+def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path):
+    checkpointer = open_run(tmp_path)
+    checkpointer.save(1, numbered(program()), 1.0)
+    checkpointer.wait()
+    before = (tmp_path / "checkpoints" / "1").stat().st_ino
+    checkpointer.save(1, numbered(program()), 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    assert (tmp_path / "checkpoints" / "1").stat().st_ino == before
+
+
+@pytest.fixture
+def full_at_step_2(monkeypatch):
+    """The disk is full while step 2 is committed."""
+    write = digests.write
+
+    def failing(directory):
+        if directory.name == "2.writing":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(directory)
+
+    monkeypatch.setattr(digests, "write", failing)
+
+
+SENTENCE = "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
+
+
+def test_a_failed_save_is_told_and_training_goes_on(tmp_path, full_at_step_2):
+    said = []
+    checkpointer = open_run(tmp_path, said)
+    for step in (1, 2, 3):
+        checkpointer.save(step, numbered(program()), 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    assert said == [SENTENCE]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
+
+
+def test_a_failed_save_stops_the_run_if_it_is_to(tmp_path, full_at_step_2):
+    checkpointer = open_run(tmp_path, on_failed_save="stop")
+    checkpointer.save(1, numbered(program()), 1.0)
+    checkpointer.save(2, numbered(program()), 1.0)
+    with pytest.raises(CheckpointError) as stopped:
+        checkpointer.save(3, numbered(program()), 1.0)
+    checkpointer.close()
+    assert str(stopped.value) == SENTENCE
+    assert committed(tmp_path) == [1]
+
+
+def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, full_at_step_2):
+    checkpointer = open_run(tmp_path)
+    checkpointer.save(1, numbered(program()), 1.0)
+    checkpointer.save(2, numbered(program()), 1.0)
+    with pytest.raises(CheckpointError, match="step 2 could not be written"):
+        checkpointer.wait()
+    checkpointer.close()

@@ -1,0 +1,201 @@
+"""Which checkpoint a run starts from, and every bit of it that may be wrong."""
+
+import os
+import random
+import shutil
+
+import pytest
+from checkpoint_runs import config, numbered, program, same, saved
+
+from meshtrain.checkpoint import Checkpointer, steps
+from meshtrain.config import ConfigError
+
+FLIPS = 6  # in each kind of file
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A run directory with intact steps 1, 2 and 3."""
+    return saved(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def run(three, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(three, tmp_path / "run")
+
+
+def restored(directory, **checkpoint):
+    """(the step that a run in `directory` starts from, its state, what it said)."""
+    said = []
+    checkpointer = Checkpointer(config(directory, checkpoint={"keep": 3, **checkpoint}), program(), say=said.append)
+    try:
+        state, step = checkpointer.restore_or_init()
+    finally:
+        checkpointer.close()
+    return step, state, said
+
+
+def files(directory):
+    return sorted(p for p in directory.rglob("*") if p.is_file() and p.stat().st_size)
+
+
+def test_the_newest_intact_step_is_restored_bit_for_bit(run):
+    step, state, said = restored(run)
+    assert (step, said) == (3, [])
+    assert same(state, numbered(program(), seed=3))
+
+
+def test_an_empty_run_directory_starts_at_step_0(tmp_path):
+    step, state, said = restored(tmp_path / "new")
+    assert (step, int(state.step), said) == (0, 0, [])
+
+
+def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
+    """FLIPS single bits in each file of a step, found before a number is restored."""
+    newest, kept = run / "checkpoints" / "3", run / "3"
+    shutil.copytree(newest, kept)
+    chosen, flips = random.Random(0), 0
+    for path in files(kept):
+        for _ in range(FLIPS):
+            damaged = newest / path.relative_to(kept)
+            content = bytearray(damaged.read_bytes())
+            content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
+            damaged.write_bytes(content)
+            checkpointer = Checkpointer(config(run), program(), say=(said := []).append)
+            try:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, source: source.directory.name)
+                    assert checkpointer.restore_or_init() == ("2", 2), damaged
+            finally:
+                checkpointer.close()
+            assert len(said) == 1 and "checkpoints/3 is damaged: " in said[0]
+            assert str(path.relative_to(kept)) in said[0] or path.name == steps.COMMIT
+            assert said[0].endswith("it is set aside as 3.damaged.")
+            shutil.rmtree(run / "checkpoints" / "3.damaged")
+            shutil.copytree(kept, newest)
+            flips += 1
+    assert flips >= 60
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing"])
+def test_truncated_and_missing_files_are_caught_in_each_kind_of_file(fault, run):
+    newest, kept = run / "checkpoints" / "3", run / "3"
+    shutil.copytree(newest, kept)
+    for path in files(kept):
+        damaged = newest / path.relative_to(kept)
+        if fault == "truncated":
+            os.truncate(damaged, damaged.stat().st_size // 2)
+        else:
+            damaged.unlink()
+        step, _, said = restored(run)
+        assert step == 2, damaged
+        assert len(said) == 1 and "3 is damaged" in said[0]
+        shutil.rmtree(run / "checkpoints" / "3.damaged")
+        shutil.copytree(kept, newest)
+
+
+def test_a_damaged_step_is_kept_for_a_person_to_look_at(run):
+    (run / "checkpoints" / "3" / steps.MANIFEST).write_text("{}")
+    restored(run)
+    assert (run / "checkpoints" / "3.damaged" / steps.MANIFEST).read_text() == "{}"
+    assert restored(run)[2] == []  # told once
+
+
+def test_two_damaged_steps_are_both_told(run):
+    for step in ("2", "3"):
+        (run / "checkpoints" / step / steps.MANIFEST).unlink()
+    step, state, said = restored(run)
+    assert step == 1 and same(state, numbered(program(), seed=1))
+    assert [f"{k} is damaged: manifest.json is missing" in s for k, s in zip((3, 2), said, strict=True)] == [True, True]
+
+
+def test_an_empty_step_directory_is_never_the_newest(run):
+    (run / "checkpoints" / "9").mkdir()
+    step, _, said = restored(run)
+    assert step == 3
+    assert "9 is damaged: it has no COMMIT file" in said[0]
+
+
+def test_an_empty_step_directory_alone_does_not_keep_a_run_from_starting(tmp_path):
+    (tmp_path / "checkpoints" / "9").mkdir(parents=True)
+    assert restored(tmp_path)[0] == 0
+
+
+def test_if_all_is_damaged_nothing_is_started_or_touched(run):
+    for step in ("1", "2", "3"):
+        (run / "checkpoints" / step / steps.MANIFEST).unlink()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):
+            restored(run)
+    assert steps.committed_in(run / "checkpoints") == [1, 2, 3]
+
+
+def test_a_newer_format_is_refused_not_damaged(run, monkeypatch):
+    monkeypatch.setattr(steps, "FORMAT", 2)
+    steps.commit(run / "checkpoints" / "3")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="has format 2, and this meshtrain reads up to 1; update meshtrain"):
+        restored(run)
+    assert (run / "checkpoints" / "3").is_dir()
+
+
+def test_a_clock_that_was_set_back_changes_nothing(run):
+    """Whatever the dates say: order is by step."""
+    for day, step in enumerate(("3", "2", "1")):
+        for path in (run / "checkpoints" / step).rglob("*"):
+            os.utime(path, (4e9 + 86400 * day,) * 2)  # in the year 2096, the lowest step last
+        os.utime(run / "checkpoints" / step, (4e9 + 86400 * day,) * 2)
+    checkpointer = Checkpointer(config(run, checkpoint={"keep": 3}), program())
+    state, step = checkpointer.restore_or_init()
+    assert step == 3
+    checkpointer.save(4, state, 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    assert steps.committed_in(run / "checkpoints") == [2, 3, 4]
+
+
+def test_leftovers_are_removed_and_told(run):
+    (run / "checkpoints" / "4.writing" / "arrays").mkdir(parents=True)
+    step, _, said = restored(run)
+    assert step == 3 and "4.writing, which a process that was killed left unfinished" in said[0]
+    assert not (run / "checkpoints" / "4.writing").exists()
+
+
+def test_never_moves_what_was_there_out_of_the_way(run):
+    (run / "metrics.jsonl").write_text("{}\n")
+    step, _, said = restored(run, resume="never")
+    assert step == 0 and "are now in" in said[0]
+    assert steps.committed_in(run / "checkpoints") == []
+    assert steps.committed_in(run / "earlier-1" / "checkpoints") == [1, 2, 3]
+    assert (run / "earlier-1" / "metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("path", ["{}", "{}/checkpoints", "{}/checkpoints/3"])
+def test_another_run_or_one_of_its_steps_is_gone_on_from(path, three, tmp_path):
+    step, state, _ = restored(tmp_path / "new", resume=path.format(three))
+    assert step == 3 and same(state, numbered(program(), seed=3))
+
+
+def test_a_run_that_began_from_another_goes_on_from_its_own(run, three):
+    (run / "checkpoints" / "3").rename(run / "3")
+    step, _, said = restored(run, resume=str(three))
+    assert step == 2 and "it goes on from its own" in said[0]
+
+
+def test_damage_in_another_run_is_passed_over_and_left_there(run, tmp_path):
+    (run / "checkpoints" / "3" / steps.MANIFEST).unlink()
+    step, _, said = restored(tmp_path / "new", resume=str(run))
+    assert step == 2 and said[0].endswith("it is passed over.")
+    assert (run / "checkpoints" / "3").is_dir()
+
+
+def test_a_damaged_step_asked_for_by_name_is_refused(run, tmp_path):
+    (run / "checkpoints" / "3" / steps.MANIFEST).unlink()
+    with pytest.raises(ConfigError, match="is damaged"):
+        restored(tmp_path / "new", resume=str(run / "checkpoints" / "3"))
+
+
+def test_a_path_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="but there is no checkpoint; give auto, never, or a run directory"):
+        restored(tmp_path / "new", resume=str(tmp_path / "nothing"))

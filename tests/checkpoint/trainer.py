@@ -1,0 +1,110 @@
+"""Training processes to be killed, stopped and starved: forked from a server that has imported everything, so that they start fast."""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import yaml
+
+from meshtrain.train import main
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["meshtrain.train"])
+PATIENCE = 120.0  # seconds, of a loaded machine
+NEW_NAMESPACE, NEW_USER, READ_ONLY, BIND, REMOUNT = 0x20000, 0x10000000, 1, 4096, 32  # sched.h, mount.h
+
+
+def settings(directory: Path, steps: int, every: int, **sections: dict) -> Path:
+    """The config file of a run whose steps take a few milliseconds."""
+    values = {
+        "run": {"directory": str(directory / "run")},
+        "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 257},
+        "data": {"source": "synthetic"},
+        "train": {"steps": steps, "global_batch_size": 4, "sequence_length": 16},
+        "checkpoint": {"every": every},
+    }
+    for name, keys in sections.items():
+        values[name] = {**values.get(name, {}), **keys}
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+class Trainer:
+    """A process that trains as `python -m meshtrain.train --config PATH` does; `log` has what it prints. `before` and `after` run in it."""
+
+    def __init__(self, config: Path, before: Callable[[], None] = bool, after: Callable[[], None] = bool) -> None:
+        self.run = Path(yaml.safe_load(config.read_text())["run"]["directory"])
+        self.log = config.with_suffix(".log")
+        self.log.write_text("")
+        self.process: ForkServerProcess = CONTEXT.Process(target=_train, args=(config, self.log, before, after))
+        self.process.start()
+
+    def end(self) -> int:
+        """Waits for the exit code; a signal's number, negative, if that ended it."""
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None, f"still running: {self.log.read_text()}"
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.end() == -9, self.log.read_text()
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Polls until the condition holds (true) or the process has ended (false)."""
+        deadline = time.monotonic() + PATIENCE
+        while self.process.is_alive():
+            if condition():
+                return True
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.0005)
+        return False
+
+    def wrote(self, step: int) -> Callable[[], bool]:
+        return lambda: (rows(self.run) or [{"step": 0}])[-1]["step"] >= step
+
+    def training(self) -> bool:
+        return "compiled for batches" in self.log.read_text()  # what is said last before the first step
+
+    def saving(self) -> bool:
+        return any((self.run / "checkpoints").glob("*.writing/*"))
+
+
+def rows(run: Path) -> list[dict]:
+    """The whole rows of a run's metrics."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def mount(what: str, path: Path, flags: int = 0, options: str = "") -> None:
+    """A mount that only this process sees, and that ends with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(what.encode(), str(path).encode(), b"tmpfs", flags, options.encode()):
+        raise OSError(ctypes.get_errno(), "mount")
+
+
+def own_mounts() -> None:
+    """Moves this process into a mount namespace of its own; needs no privilege where user namespaces are allowed."""
+    libc, user = ctypes.CDLL(None, use_errno=True), os.getuid()
+    if libc.unshare(NEW_NAMESPACE | (NEW_USER if user else 0)):
+        raise OSError(ctypes.get_errno(), "unshare")
+    if user:
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+
+
+def _train(config: Path, log: Path, before: Callable[[], None], after: Callable[[], None]) -> None:
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    before()
+    try:
+        sys.exit(main(["--config", str(config)]))
+    finally:
+        after()

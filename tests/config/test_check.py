@@ -1,0 +1,70 @@
+"""Legal combinations pass, whatever else they cost; what costs something is told. (What is refused: tests/test_config.py.)"""
+
+import pytest
+
+from meshtrain.config import Config, ConfigError, decode, notes
+
+
+def configuration(**sections: dict) -> Config:
+    model = {"layers": 4, "d_model": 48, "heads": 6, "d_ff": 96, "vocab_size": 264}
+    return decode({**sections, "model": {**model, **sections.get("model", {})}})
+
+
+def test_default_config_is_legal_and_free_of_notes():
+    assert notes(decode({})) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"mesh": {"pipeline": 4}, "parallel": {"microbatches": 2}}, ["microbatches 2", "pipeline 4", "60%", "16"]),
+        ({"mesh": {"tensor": 2}, "model": {"kv_heads": 3}}, ["kv_heads 3", "mesh.tensor 2", "every tensor rank"]),
+        ({"mesh": {"tensor": 2}, "model": {"d_ff": 97}}, ["d_ff 97", "padded to 98", "1.0%"]),
+        ({"mesh": {"tensor": 2}, "model": {"vocab_size": 301}}, ["vocab_size 301", "padded to 302", "0.3%"]),
+        (
+            {"mesh": {"pipeline": 4}, "parallel": {"microbatches": 4}, "model": {"layers": 5}},
+            ["layers 5", "4 stages", "the longest has 2", "38%"],
+        ),
+    ],
+)
+def test_what_costs_something_is_told_with_its_price(sections, says):
+    (note,) = notes(configuration(**sections))
+    assert all(part in note for part in says), note
+    assert note.endswith(".") and "\n" not in note
+
+
+def test_chunks_have_no_use_without_stages():
+    config = configuration(parallel={"schedule": "interleaved", "virtual_stages": 2})
+    assert any("virtual_stages has no use" in note for note in notes(config))
+
+
+def test_layer_split_that_was_asked_for_is_not_remarked_upon():
+    config = configuration(
+        mesh={"pipeline": 2}, parallel={"microbatches": 2, "layer_split": [1, 4]}, model={"layers": 5}
+    )
+    assert notes(config) == []
+
+
+def test_every_size_offered_as_legal_is_legal():
+    """The numbers in the sentences can be taken at their word."""
+    for bad, key in (({"mesh": {"tensor": 4}}, "tensor"), ({"mesh": {"data": 5}}, "data")):
+        with pytest.raises(ConfigError) as refused:
+            configuration(**bad)
+        offered = str(refused.value).split("legal are ")[1].rstrip(".").split(", ")
+        for number in offered:
+            configuration(mesh={key: int(number)})
+
+
+def test_sequences_offered_for_sequence_parallelism_are_legal():
+    sections = {"parallel": {"sequence_parallel": True}, "train": {"sequence_length": 40}}
+    with pytest.raises(ConfigError) as refused:
+        configuration(mesh={"tensor": 3}, **sections)
+    offered = str(refused.value).split("legal for mesh.tensor are ")[1].rstrip(".").split(", ")
+    assert offered == ["1", "2"]
+    for number in offered:
+        configuration(mesh={"tensor": int(number)}, **sections)
+
+
+def test_a_warm_up_that_outlasts_the_run_is_told():
+    found = notes(decode({"train": {"steps": 5}, "optimizer": {"warmup_steps": 10}}))
+    assert any("warmup_steps 10 is not less than train.steps 5" in sentence for sentence in found)

@@ -1,0 +1,111 @@
+"""YAML is read by the declared types, strictly, and comes back out as it went in."""
+
+import dataclasses
+import typing
+
+import pytest
+import yaml
+
+from meshtrain.config import Config, ConfigError, decode, describe, load, to_yaml
+
+
+@pytest.fixture
+def read(tmp_path):
+    def write_and_load(text: str, *overrides: str) -> Config:
+        (tmp_path / "c.yaml").write_text(text)
+        return load(tmp_path / "c.yaml", overrides)
+
+    return write_and_load
+
+
+def test_keys_left_out_keep_their_defaults(read):
+    assert read("mesh: {data: 2}") == decode({"mesh": {"data": 2}})
+    assert read("mesh:").mesh == Config().mesh, "a section may stand there without keys"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("1.0e-3", 0.001), (".5", 0.5), ("3", 3.0), ("'0.25'", 0.25), ("1_000", 1000.0), ("+2", 2.0)],
+)
+def test_numbers_are_decoded_by_the_declared_type_whatever_yaml_thinks_they_are(text, value, read):
+    rate = read(f"optimizer: {{learning_rate: {text}}}").optimizer.learning_rate
+    assert rate == value and isinstance(rate, float)
+
+
+def test_whole_numbers_may_be_grouped(read):
+    assert read("train: {steps: 1_000}").train.steps == 1000
+
+
+@pytest.mark.parametrize("text", ["true", "True", "yes", "on"])
+def test_switches_understand_every_yes(text, read):
+    assert read(f"parallel: {{sequence_parallel: {text}}}").parallel.sequence_parallel is True
+
+
+@pytest.mark.parametrize("text", ["false", "no", "Off"])
+def test_switches_understand_every_no(text, read):
+    assert read(f"parallel: {{sequence_parallel: {text}}}").parallel.sequence_parallel is False
+
+
+def test_texts_that_yaml_takes_for_something_else_stay_texts(read):
+    config = read("run: {directory: 2024-01-01}\ndata: {source: no}")
+    assert (config.run.directory, config.data.source) == ("2024-01-01", "no")
+
+
+def test_null_stands_for_what_follows_from_other_keys(read):
+    model = read("model: {family: llama, d_model: 96, heads: 6, kv_heads: null, d_ff: ~, head_dim:}").model
+    assert (model.kv_heads, model.head_dim, model.d_ff, model.tied_head) == (6, 16, 256, False)
+    model = read("model: {family: gpt2, d_model: 96, heads: 6}\ntrain: {sequence_length: 40}").model
+    assert (model.d_ff, model.tied_head, model.max_positions) == (384, True, 40)
+
+
+def test_lists_are_tuples_of_the_declared_type(read):
+    text = "model: {layers: 5, heads: 2}\nmesh: {pipeline: 2}\nparallel: {layer_split: [2, 3], microbatches: 2}"
+    assert read(text).parallel.layer_split == (2, 3)
+
+
+def test_overrides_come_after_the_file_and_the_last_one_wins(read):
+    config = read("model: {layers: 3}", "model.layers=5", "train.steps=20", "model.layers=6")
+    assert (config.model.layers, config.train.steps) == (6, 20)
+
+
+def test_overrides_are_read_like_values_of_the_file(read):
+    config = read("model: {layers: 5}", "parallel.layer_split=[2, 3]", "mesh.pipeline=2", "parallel.microbatches=2",
+                  "optimizer.learning_rate=1e-3", "run.directory=a b", "model.kv_heads=null")  # fmt: skip
+    assert config.parallel.layer_split == (2, 3)
+    assert config.optimizer.learning_rate == 0.001
+    assert config.run.directory == "a b"
+    assert config.model.kv_heads == config.model.heads
+
+
+def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
+    config = read(
+        "model: {family: gpt2, layers: 6, dropout: 0.1}\nmesh: {pipeline: 2}\nparallel: {layer_split: [2, 4]}"
+    )
+    printed = to_yaml(config)
+    assert read(printed) == config
+    sections = yaml.safe_load(printed)
+    hints = typing.get_type_hints(Config)
+    assert {name: set(keys) for name, keys in sections.items()} == {
+        name: {field.name for field in dataclasses.fields(kind)} for name, kind in hints.items()
+    }
+
+
+def test_every_key_is_documented():
+    for name, kind in typing.get_type_hints(Config).items():
+        for key, text in describe(kind).items():
+            assert len(text) > 10, f"{name}.{key}"
+
+
+def test_sections_cannot_be_changed_after_loading(read):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read("mesh: {data: 2}").mesh.data = 4
+
+
+def test_errors_name_file_and_line(read, tmp_path):
+    with pytest.raises(ConfigError, match=r"c\.yaml, line 4: train\.steps is 'ten'"):
+        read("model:\n  layers: 2\ntrain:\n  steps: ten")
+
+
+def test_given_values_are_named_without_a_line():
+    with pytest.raises(ConfigError, match=r"^the given values: there is no key model\.layer; did you mean layers\?$"):
+        decode({"model": {"layer": 3}})

@@ -1,0 +1,26 @@
+"""Pairwise covering: a few cells of a product in which every two levels of every two factors still meet."""
+
+import random
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+Cell = tuple[Any, ...]  # one level of each factor
+
+
+def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
+    """The pairs of levels that meet in a cell."""
+    return {(i, cell[i], j, cell[j]) for i, j in combinations(range(len(cell)), 2)}
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Some of `cells` in which every pair of levels that meets in any of them meets; greedy, the same on every machine."""
+    cells = random.Random(0).sample(cells, len(cells))  # so that levels which no pair asks for any more still vary
+    number = {pair: bit for bit, pair in enumerate(sorted(set().union(*map(pairs, cells)), key=repr))}
+    masks = [sum(1 << number[pair] for pair in pairs(cell)) for cell in cells]
+    missing, chosen = (1 << len(number)) - 1, []
+    while missing:
+        best = max(range(len(cells)), key=lambda i: (masks[i] & missing).bit_count())
+        missing &= ~masks[best]
+        chosen.append(cells[best])
+    return chosen

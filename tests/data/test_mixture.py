@@ -1,0 +1,95 @@
+"""Mixtures: the shares are kept, each source is seen whole before any of it is seen again."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_configs import config
+
+from meshtrain.config import Config, ConfigError
+from meshtrain.data import open_data
+from meshtrain.data.mixture import BLOCK, Draw
+
+
+def mixture(one: Path, other: Path, weights: tuple[float, ...] = (3.0, 1.0), **data: Any) -> Config:
+    return config("mixture", mixture=[str(one), str(other)], weights=list(weights), **data)
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (0.7, 0.2, 0.1), (1000.0, 1.0, 1e-6)])
+def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights: tuple[float, ...]) -> None:
+    draw = Draw(weights, seed=1)
+    assert draw.quotas.sum() == BLOCK and draw.quotas.min() >= 1
+    exact = np.array(weights) / sum(weights)
+    assert np.abs(draw.quotas / BLOCK - exact).max() <= len(weights) / BLOCK
+    sources, indices = draw.at(np.arange(3 * BLOCK))
+    for source, quota in enumerate(draw.quotas):
+        assert np.array_equal(indices[sources == source], np.arange(3 * quota))
+        for block in range(3):
+            assert (sources[block * BLOCK : (block + 1) * BLOCK] == source).sum() == quota
+
+
+def test_any_number_can_be_asked_for_alone() -> None:
+    draw = Draw((0.6, 0.4), seed=2)
+    together = np.stack(draw.at(np.arange(BLOCK - 50, BLOCK + 50)))
+    alone = [np.stack(Draw((0.6, 0.4), seed=2).at(np.array([n])))[:, 0] for n in range(BLOCK - 50, BLOCK + 50)]
+    assert np.array_equal(together, np.array(alone).T)
+
+
+def test_sources_alternate_within_a_block() -> None:
+    sources, _ = Draw((0.5, 0.5), seed=0).at(np.arange(BLOCK))
+    assert 0.45 < (np.diff(sources) != 0).mean() < 0.55
+
+
+def test_rows_come_from_the_sources_in_their_shares(text: Path, other_text: Path) -> None:
+    """The rows of each source alone are known, so that each row of the mixture can be told apart."""
+    rows: list[set[bytes]] = []
+    for source in (text, other_text):
+        alone, _ = open_data(config(source, batch=1))
+        rows.append({alone.batch(k)["labels"].tobytes() for k in range(alone.batches_per_epoch)})
+    assert not rows[0] & rows[1]
+    train, _ = open_data(mixture(text, other_text))
+    drawn = [row.tobytes() for k in range(BLOCK // 8) for row in train.batch(k)["labels"]]
+    assert sum(row in rows[0] for row in drawn) == 0.75 * BLOCK
+    assert sum(row in rows[1] for row in drawn) == 0.25 * BLOCK
+    for known in rows:  # the epochs of a source: every row once, then every row once more
+        mine = [row for row in drawn if row in known]
+        for begin in range(0, len(mine) - len(known), len(known)):
+            assert len(set(mine[begin : begin + len(known)])) == len(known)
+        assert mine[: len(known)] != mine[len(known) : 2 * len(known)]
+
+
+@pytest.mark.parametrize("batching", ["packed", "grouped", "budget"])
+def test_every_batching_can_be_mixed(text: Path, other_text: Path, batching: str) -> None:
+    train, validation = open_data(mixture(text, other_text, batching=batching, validation=0.2, last="pad"))
+    assert validation is not None
+    labels = 0.0
+    for k in range(200):
+        batch = train.batch(k)
+        assert batch["tokens"].shape == train.batch_shape(k) and train.batch_shape(k) in train.shapes
+        labels += batch["weights"].sum()
+    assert abs(labels / 200 / train.tokens_per_batch - 1) < 0.1
+
+
+def test_a_source_too_small_for_one_batch_is_told(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny.txt").write_text("tiny")
+    for batching in ("window", "grouped", "budget"):
+        with pytest.raises(ConfigError, match=r"fewer than train\.sequence_length|fills no batch"):
+            open_data(mixture(text, tmp_path / "tiny.txt", batching=batching, validation=0.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weights": [1.0, 0.0]}, "data.weights is 0.0; it must be above 0"),
+        ({"weights": [1.0, -2.0]}, "data.weights is -2.0; it must be above 0"),
+        ({"weights": [1.0]}, "data.weights has 1 numbers for the 2 sources"),
+        ({"mixture": [], "weights": []}, "names no sources; list them"),
+        ({"mixture": ["stdlib", "synthetic"]}, "data.mixture names synthetic"),
+        ({"source": "stdlib"}, "set data.source to mixture, or leave it out"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(changes: dict[str, object], said: str) -> None:
+    values: dict[str, Any] = {"source": "mixture", "mixture": ["stdlib", "here"], "weights": [1.0, 2.0], **changes}
+    with pytest.raises(ConfigError, match=said):
+        config(str(values.pop("source")), **values)

@@ -1,0 +1,187 @@
+"""From a config to batches, and one plain sentence for each thing that cannot be."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_configs import config
+
+from meshtrain.config import ConfigError, decode
+from meshtrain.data import open_data
+from meshtrain.data.documents import find
+from meshtrain.data.prepare import Options, prepare
+from meshtrain.data.shards import read_manifest
+from meshtrain.data.tokenizer import train_bpe
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_bpe(["the mesh the shard the token " * 50], 300, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(text: Path, bpe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("prepared") / "shards"
+    prepare(find([str(text)]).files, directory, Options(tokenizer=str(bpe), validation=0.1))
+    return directory
+
+
+def test_the_standard_library_is_there_without_a_config() -> None:
+    train, validation = open_data(decode({}))
+    assert validation is not None
+    batch = train.batch(0)
+    assert batch.keys() == {"tokens", "labels"}
+    assert all(array.shape == (16, 256) and array.dtype == np.int32 for array in batch.values())
+    assert train.shapes == ((16, 256),) and train.batch_shape(3) == (16, 256) and train.tokens_per_batch == 4096
+    assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    assert "def " in train.tokenizer.decode(np.concatenate([train.batch(k)["tokens"].ravel() for k in range(5)]))
+    assert validation.batches_per_epoch >= 64  # text enough to measure a loss on
+
+
+def test_held_out_text_is_not_trained_on(text: Path) -> None:
+    train, validation = open_data(config(text, batch=1, validation=0.3))
+    assert validation is not None
+    seen = [{b.batch(k)["labels"].tobytes() for k in range(b.batches_per_epoch)} for b in (train, validation)]
+    assert len(seen[1]) > 20 and not seen[0] & seen[1]
+
+
+def test_held_out_text_may_be_a_source_of_its_own(text: Path, other_text: Path) -> None:
+    _, validation = open_data(config(text, batch=1, validation_source=str(other_text), last="pad"))
+    assert validation is not None
+    labels = sum(int(validation.batch(k)["weights"].sum()) for k in range(validation.batches_per_epoch))
+    assert labels == sum(path.stat().st_size + 1 for path in other_text.iterdir())
+
+
+def test_prepared_shards_are_read_with_their_tokenizer(prepared: Path) -> None:
+    train, validation = open_data(config(prepared, tokenizer=str(prepared / "tokenizer.json")))
+    assert validation is not None
+    assert train.tokenizer.name == read_manifest(prepared).tokenizer == f"BPE-{train.tokenizer.vocab_size}"
+    assert "mesh" in train.tokenizer.decode(train.batch(0)["tokens"].ravel())
+
+
+def test_synthetic_tokens_follow_from_the_seed_and_fill_the_vocabulary() -> None:
+    train, validation = open_data(config("synthetic", seed=4))
+    again, _ = open_data(config("synthetic", seed=4))
+    other, _ = open_data(config("synthetic", seed=5))
+    assert validation is not None
+    batches = [b.batch(7)["tokens"] for b in (train, again, other, validation)]
+    assert np.array_equal(batches[0], batches[1])
+    assert not any(np.array_equal(batches[0], batch) for batch in batches[2:])
+    many = np.concatenate([train.batch(k)["tokens"] for k in range(20)])
+    assert many.min() == 0 and many.max() == 511 and len(np.unique(many)) == 512
+    assert np.array_equal(train.batch(7, slice(2, 5))["labels"], train.batch(7)["labels"][2:5])
+
+
+def test_describe_tells_what_a_log_needs(text: Path) -> None:
+    told = open_data(config(text, batching="budget"))[0].describe()
+    assert told.keys() >= {
+        "source",
+        "digest",
+        "tokenizer",
+        "batches_per_epoch",
+        "tokens_per_batch",
+        "shapes",
+        "padding",
+    }
+
+
+def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("words " * 1000)
+    assert open_data(config(tmp_path / "one.txt"))[1] is None
+    asked = decode(
+        {"data": {"source": str(tmp_path / "one.txt")}, "train": {"sequence_length": 64}, "eval": {"every": 5}}
+    )
+    with pytest.raises(ConfigError, match=r"eval.every is 5, but of held-out text \S+one\.txt holds no document"):
+        open_data(asked)
+
+
+def refusal(source: str, **data: Any) -> str:
+    """The sentence with which a config is refused."""
+    with pytest.raises(ConfigError) as error:
+        open_data(config(source, **data))
+    return str(error.value)
+
+
+def test_a_source_that_is_not_there_is_told_with_the_nearest_spelling() -> None:
+    assert "did you mean stdlib?" in refusal("stdlibs")
+    assert "no such file or directory" in refusal("/no/such/folder")
+
+
+def test_a_vocabulary_too_large_for_the_model_is_told_with_its_size(text: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab_size 256 is less than the 257 tokens of data\.tokenizer byte"):
+        open_data(decode({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
+
+
+def test_shards_of_another_tokenizer_are_refused_with_the_right_one(prepared: Path) -> None:
+    assert f"set data.tokenizer to {prepared}/tokenizer.json" in refusal(str(prepared))
+
+
+def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "shards"
+    shutil.copytree(prepared, copy)
+    shard = copy / "train-00000.tokens"
+    shard.write_bytes(b"\1\0" + shard.read_bytes()[2:])
+    tokenizer = str(prepared / "tokenizer.json")
+    assert "train-00000.tokens has been altered" in refusal(str(copy), tokenizer=tokenizer)
+    open_data(config(copy, tokenizer=tokenizer, verify=False))
+
+
+def test_another_held_out_share_than_the_shards_have_is_refused(prepared: Path, bpe: Path) -> None:
+    said = refusal(str(prepared), tokenizer=str(bpe), validation=0.2)
+    assert "data.validation is 0.2, but the shards" in said and "prepared with 0.1" in said
+
+
+def test_too_little_text_is_told_with_how_much_there_is(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("x" * 99)
+    source = str(tmp_path / "short.txt")
+    assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(source, length=101)
+    assert "fills no batch of train.global_batch_size 8" in refusal(source, length=50)
+    for batching in ("packed", "grouped", "budget"):
+        assert "data.last: pad" in refusal(source, length=50, batching=batching)
+
+
+def test_a_preparation_that_was_not_finished_is_told(text: Path, tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(find([str(text)]).files, tmp_path / "shards", Options(), 1, stop)
+    assert "was not finished; run the same `python -m meshtrain.data prepare` again" in refusal(
+        str(tmp_path / "shards")
+    )
+
+
+def test_bad_documents_in_text_are_refused_by_choice(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("words " * 1000)
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    assert open_data(config(tmp_path, validation=0.0))[0].batches_per_epoch > 0
+    assert "bad.txt is not UTF-8 at byte 0" in refusal(str(tmp_path), validation=0.0, bad_documents="refuse")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"data": {"source": "synthetic", "batching": "packed"}}, "synthetic tokens form no documents"),
+        ({"data": {"batching": "pack"}}, "did you mean packed"),
+        (
+            {"data": {"batching": "budget", "rows_multiple": 3}, "mesh": {"data": 2}},
+            "multiple of mesh.data x parallel.microbatches",
+        ),
+        ({"data": {"batching": "budget", "rows_multiple": 32}}, "at most train.global_batch_size 16"),
+        (
+            {
+                "data": {"batching": "grouped", "length_multiple": 3},
+                "mesh": {"tensor": 2},
+                "parallel": {"sequence_parallel": True},
+            },
+            "mesh.tensor 2 does not divide data.length_multiple 3",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(values: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        decode(values)

@@ -1,0 +1,180 @@
+"""Shards on disk: what is written is read back, and damage is told before it is trained on."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtrain.config import ConfigError
+from meshtrain.data import shards
+from meshtrain.data.shards import Corpus, Manifest, ShardWriter, TokenFile, open_corpus, read_manifest
+
+DOCUMENTS = [[[1, 2, 3], []], [[4]], [[5, 6, 7, 8, 9], [10, 11]]]  # by shard
+END = 12
+STREAM = [
+    12,
+    1,
+    2,
+    3,
+    12,
+    12,
+    4,
+    12,
+    5,
+    6,
+    7,
+    8,
+    9,
+    12,
+    10,
+    11,
+    12,
+]  # the end-of-document token that each shard begins with left out but once
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> tuple[Path, Manifest]:
+    written = []
+    for number, documents in enumerate(DOCUMENTS):
+        writer = ShardWriter(tmp_path, f"train-{number:05d}", END, np.dtype("<u2"))
+        for document in documents:
+            writer.add(np.array(document, np.uint32))
+            writer.end_document()
+            writer.flush()
+        shard = writer.close()
+        assert shard is not None
+        written.append(shard)
+    manifest = Manifest("byte", "0", 13, END, "uint16", 0.0, {"train": tuple(written), "validation": ()}, {})
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    return tmp_path, manifest
+
+
+def read_all(corpus: Corpus, start: int, n: int) -> tuple[list[int], list[int]]:
+    tokens, labels = np.zeros(n, np.int32), np.zeros(n, np.int32)
+    corpus.read(start, tokens, labels)
+    return tokens.tolist(), labels.tolist()
+
+
+def test_every_document_is_predicted_from_an_end_token_to_an_end_token(prepared: tuple[Path, Manifest]) -> None:
+    corpus = open_corpus(*prepared, "train", verify=True)
+    assert (corpus.documents, corpus.labels) == (5, len(STREAM) - 1)
+    for start in range(corpus.labels):
+        for n in range(1, corpus.labels - start + 1):  # across the borders of shards too
+            assert read_all(corpus, start, n) == (STREAM[start : start + n], STREAM[start + 1 : start + n + 1])
+
+
+def test_a_manifest_is_read_back_as_it_was_written(prepared: tuple[Path, Manifest]) -> None:
+    directory, manifest = prepared
+    assert read_manifest(directory) == manifest
+    assert read_manifest(directory).digest == manifest.digest
+
+
+def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = lru_cache(maxsize=3)(shards._descriptor.__wrapped__)
+    monkeypatch.setattr(shards, "_descriptor", opened)
+    files = []
+    for number in range(10):
+        np.array([END, number, END], "<u2").tofile(tmp_path / str(number))
+        files.append(TokenFile(tmp_path / str(number), np.dtype("<u2"), 3))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        assert [int(file.read(1, 1)[0]) for file in files] == list(range(10))
+    assert opened.cache_info().misses == 20
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+
+
+def test_threads_that_close_each_others_files_never_read_the_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_descriptor", lru_cache(maxsize=2)(shards._descriptor.__wrapped__))
+    files = []
+    for number in range(8):
+        np.full(4, number, "<u2").tofile(tmp_path / str(number))
+        files.append(TokenFile(tmp_path / str(number), np.dtype("<u2"), 4))
+
+    def read_often(seed: int) -> bool:
+        numbers = np.random.default_rng(seed).integers(0, 8, 1500).tolist()
+        return all(files[number].read(0, 4).tolist() == [number] * 4 for number in numbers)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(read_often, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_shard_cut_short_while_it_is_read_is_an_error(prepared: tuple[Path, Manifest]) -> None:
+    corpus = open_corpus(*prepared, "train", verify=True)
+    damage(prepared[0], "truncated")
+    with pytest.raises(OSError, match=r"train-00002\.tokens was cut short"):
+        read_all(corpus, 0, corpus.labels)
+
+
+def test_two_corpora_are_read_as_one(prepared: tuple[Path, Manifest]) -> None:
+    corpus = open_corpus(*prepared, "train", verify=True)
+    both = corpus + corpus
+    assert (both.documents, both.labels) == (10, 2 * corpus.labels)
+    assert read_all(both, 14, 4) == ([10, 11, 12, 1], [11, 12, 1, 2])
+
+
+def damage(directory: Path, how: str) -> None:
+    path = directory / "train-00002.tokens"
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "longer":
+        path.write_bytes(path.read_bytes() + b"xx")
+    elif how == "altered":
+        path.write_bytes(path.read_bytes()[:-2] + b"\x01\x00")
+    else:
+        offsets = directory / "train-00002.offsets"
+        offsets.write_bytes(b"\x02" + offsets.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("missing", "train-00002.tokens is missing"),
+        ("truncated", "has 19 bytes instead of 20: it is truncated"),
+        ("longer", "has 22 bytes instead of 20: it is not what was prepared"),
+        ("altered", "train-00002.tokens has been altered"),
+        ("offsets", "train-00002.offsets has been altered"),
+    ],
+)
+def test_a_damaged_shard_is_refused_by_name(prepared: tuple[Path, Manifest], how: str, said: str) -> None:
+    directory, manifest = prepared
+    damage(directory, how)
+    with pytest.raises(ConfigError, match=said):
+        open_corpus(directory, manifest, "train", verify=True)
+
+
+def test_sizes_are_checked_even_without_digests(prepared: tuple[Path, Manifest]) -> None:
+    directory, manifest = prepared
+    damage(directory, "altered")
+    open_corpus(directory, manifest, "train", verify=False)
+    damage(directory, "truncated")
+    with pytest.raises(ConfigError, match="truncated"):
+        open_corpus(directory, manifest, "train", verify=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "holds no prepared shards"),
+        ("{", "is not the manifest of prepared shards"),
+        ('{"format": 1}', "is not the manifest of prepared shards"),
+        ('{"format": 99}', "has format 99; this version reads 1"),
+    ],
+)
+def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        read_manifest(tmp_path)

@@ -1,0 +1,70 @@
+"""What is offloaded lies in host memory, and changes no number."""
+
+import jax
+import numpy as np
+import pytest
+from short_runs import token_batches
+
+from meshtrain.config import Config, ConfigError, decode
+from meshtrain.mesh import make_mesh
+from meshtrain.parallel import offload
+from meshtrain.step import build
+
+MODEL = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
+
+
+def configuration(**parallel: object) -> Config:
+    train = {"global_batch_size": 4, "sequence_length": 16}
+    return decode({"model": MODEL, "mesh": {"data": 2, "tensor": 2}, "parallel": parallel, "train": train})
+
+
+def step(config: Config) -> tuple:
+    program = build(config, make_mesh(config))
+    tokens, labels = token_batches(config, 1)[0]
+    batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+    return program, batch, program.train_step(program.init(), batch)
+
+
+def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_is_the_same():
+    _, _, (plain, metrics) = step(configuration())
+    program, _, (state, offloaded) = step(configuration(offload_optimizer=True))
+    for tree in (program.init(), state):
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(tree.optimizer) if x.ndim}
+        assert kinds == {offload.HOST}
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(tree.params)} == {"device"}
+    assert float(metrics["loss"]) == float(offloaded["loss"])
+    jax.tree.map(np.testing.assert_array_equal, plain.params, state.params)
+
+
+def test_offloaded_activations_give_the_gradients_of_recomputed_ones():
+    program, batch, _ = step(configuration(remat="names", remat_keep=["qkv"], remat_offload=["mlp_hidden"]))
+    assert 0 <= program.check_offload(program.init(), batch) < offload.TOLERANCE
+
+
+def test_offloaded_activations_of_all_layers_wait_in_host_memory_for_the_backward_pass():
+    program, _, _ = step(configuration(remat="names", remat_offload=["mlp_hidden"]))
+    text = str(jax.make_jaxpr(program._train)(program.state_shapes, program.batch_shapes()))
+    assert "f32<host>[2,2,16,16]" in text  # layers, sequences of a data rank, positions, d_ff of a tensor rank
+
+
+def test_the_check_notices_a_gradient_that_differs():
+    a = {"w": np.ones(100, np.float32)}
+    b = {"w": np.ones(100, np.float32) * np.float32(1.001)}
+    assert float(offload.relative_difference(a, b)) == pytest.approx(1e-3, rel=0.01)
+
+
+def test_devices_without_host_memory_are_refused_in_one_sentence():
+    class Memory:
+        kind = "device"
+
+    class Device:
+        def addressable_memories(self) -> list[Memory]:
+            return [Memory()]
+
+    class Mesh:
+        devices = np.array([Device()])
+
+    with pytest.raises(
+        ConfigError, match="offload_optimizer needs pinned_host memory, but these devices have only device"
+    ):
+        offload.check_memory(configuration(offload_optimizer=True), Mesh())

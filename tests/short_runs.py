@@ -1,0 +1,86 @@
+"""Short runs of a config from given numbers, for tests that compare one placement with another or with the reference."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.config import Config
+from meshtrain.mesh import make_mesh
+from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.step import Program, State, build
+
+Tree = Any
+
+
+def canonical_numbers(layout: Layout, seed: int = 0) -> Tree:
+    """A canonical parameter tree with no special numbers in it: no zero bias, no unit scale, scores far from uniform."""
+    random = np.random.default_rng(seed)
+
+    def draw(leaf: Leaf) -> np.ndarray:
+        x = random.standard_normal(leaf.shape, np.float32)
+        if leaf.name.endswith("scale"):
+            return 1 + np.float32(0.2) * x
+        return x * np.float32(0.1 if leaf.name.endswith("bias") else 0.5 / np.sqrt(layout.config.model.d_model) * 2)
+
+    return layout.map(draw)
+
+
+def place(layout: Layout, canonical: Tree) -> Tree:
+    """The live tree on the devices, laid out here step by step: each layer to its place, zeros in every padding."""
+
+    def live(leaf: Leaf, x: np.ndarray) -> jax.Array:
+        out = np.zeros(leaf.padded, np.float32)
+        if leaf.stacked:
+            for at, layer in enumerate(layout.slots.reshape(-1)):
+                if layer >= 0:
+                    out[at][tuple(slice(n) for n in x.shape[1:])] = x[layer]
+        else:
+            out[tuple(slice(n) for n in x.shape)] = x
+        return jax.device_put(out, jax.NamedSharding(layout.mesh, leaf.shard_spec))
+
+    return layout.map(live, canonical)
+
+
+def token_batches(config: Config, steps: int, seed: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, labels) of each step, int32 [B, T] each."""
+    shape = (steps, config.train.global_batch_size, config.train.sequence_length + 1)
+    text = np.random.default_rng(seed).integers(0, config.model.vocab_size, shape, np.int32)
+    return [(t[:, :-1], t[:, 1:]) for t in text]
+
+
+def start(program: Program, canonical: Tree) -> State:
+    """The state before the first step with the given parameters; an optimizer state starts at zero (as Adam's does)."""
+    zeros = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes)
+    scale = zeros.scale
+    if scale is not None:
+        precision = program.config.precision
+        put = lambda value, like: jax.device_put(np.asarray(value, like.dtype), like.sharding)  # noqa: E731
+        scale = scale._replace(
+            value=put(precision.loss_scale, scale.value), patience=put(precision.loss_scale_hysteresis, scale.patience)
+        )
+    return zeros._replace(params=place(program.layout, canonical), scale=scale)
+
+
+def train(
+    config: Config, steps: int, canonical: Tree | None = None
+) -> tuple[list[dict[str, float]], Program, list[State]]:
+    """Metrics of each step of a run on the config's mesh, its program, and the states after the first and the last step."""
+    program = build(config, make_mesh(config))
+    state = start(program, canonical_numbers(program.layout) if canonical is None else canonical)
+    compiled = program.lower().compile()
+    metrics, kept = [], []
+    for i, (tokens, labels) in enumerate(token_batches(config, steps)):
+        batch = {"tokens": tokens, "labels": labels}
+        state, measured = compiled(state, jax.device_put(batch, program.batch_sharding))
+        metrics.append({name: float(value) for name, value in measured.items()})
+        if i in (0, steps - 1):
+            kept.append(jax.tree.map(np.asarray, state))
+    return metrics, program, kept
+
+
+def first_moment(state: State) -> Tree:
+    """Adam's first moment, in the live layout."""
+    found = [s.mu for s in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu")]
+    assert len(found) == 1
+    return found[0]

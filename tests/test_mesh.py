@@ -1,0 +1,87 @@
+"""The mesh: three axes over the devices, ranks that talk most lie closest, and a plain sentence where devices are too few."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.config import ConfigError, decode
+from meshtrain.mesh import AXES, make_mesh, platform, rules
+
+
+def test_axes_are_data_tensor_pipeline_in_this_order():
+    mesh = make_mesh(decode({"mesh": {"data": 4, "pipeline": 2}}))
+    assert mesh.axis_names == AXES == ("data", "tensor", "pipeline")
+    assert dict(mesh.shape) == {"data": 4, "tensor": 1, "pipeline": 2}
+
+
+def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart():
+    mesh = make_mesh(decode({"mesh": {"data": 2, "tensor": 2, "pipeline": 2}}))
+    ids = np.vectorize(lambda d: d.id)(mesh.devices)
+    assert ids[0, :, 0].tolist() == [0, 1]
+    assert ids[:, 0, 0].tolist() == [0, 2]
+    assert ids[0, 0, :].tolist() == [0, 4]
+
+
+def test_mesh_smaller_than_the_machine_takes_its_first_devices():
+    assert [d.id for d in make_mesh(decode({"mesh": {"tensor": 2}})).devices.flat] == [0, 1]
+
+
+def test_given_devices_are_used_in_their_order():
+    chosen = jax.devices()[:3:-1]
+    assert list(make_mesh(decode({"mesh": {"data": 4}}), chosen).devices.flat) == chosen
+
+
+def test_too_few_devices_are_told_with_the_way_out():
+    config = decode({"mesh": {"data": 4, "tensor": 4}, "run": {"fake_devices": 8}})
+    with pytest.raises(
+        ConfigError, match=r"data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 .*fakes more\.$"
+    ):
+        make_mesh(config)
+
+
+def test_fake_devices_are_platform_cpu():
+    assert platform(make_mesh(decode({}))) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, {"kv_heads": ("tensor",), "vocab": ("pipeline", "tensor")}),
+        ({"parallel": {"vocab": "edge"}}, {"kv_heads": ("tensor",), "vocab": ("tensor",)}),
+        ({"model": {"heads": 8, "kv_heads": 2}, "mesh": {"tensor": 4}}, {"kv_heads": ()}),
+    ],
+)
+def test_named_dimensions_lie_on_the_axes_that_divide_them(sections, expected):
+    table = rules(decode(sections))
+    assert {name: table[name] for name in expected} == expected
+    assert (table["layers"], table["heads"], table["mlp"]) == (("pipeline",), ("tensor",), ("tensor",))
+
+
+DEVICES = """
+from meshtrain.config import decode
+from meshtrain.mesh import make_mesh
+import jax, os
+make_mesh(decode({sections}))
+print(jax.device_count(), os.environ.get("PJRT_NPROC"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "flags", "printed"),
+    [
+        ({"mesh": {"data": 3}, "train": {"global_batch_size": 3}}, "", "3 12"),  # as many as the mesh needs, 4 threads each
+        ({"mesh": {"data": 2}, "run": {"fake_devices": 6}}, "", "6 24"),
+        ({"mesh": {"data": 2}, "run": {"fake_devices": 6}}, "--xla_force_host_platform_device_count=5", "5 20"),
+    ],
+)  # fmt: skip
+def test_devices_are_faked_before_jax_starts_and_flags_win(sections, flags, printed):
+    bare = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}
+    ended = subprocess.run(
+        [sys.executable, "-c", DEVICES.format(sections=sections)],
+        env={**bare, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.stdout.strip() == printed, ended.stderr

@@ -1,0 +1,118 @@
+"""Optimizers give the same updates on every mesh, those of plain Optax on one layer's own matrices; the loss scale as described."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from short_runs import canonical_numbers, place
+
+from meshtrain.config import PrecisionConfig, decode
+from meshtrain.mesh import make_mesh
+from meshtrain.optim import LossScale, initial_scale, learning_rate, next_scale
+from meshtrain.step import build
+
+MODEL = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 33, "vocab_size": 67}
+PLACED = {  # layers, d_ff and vocabulary are padded there, layers out of order, state sharded over data
+    "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
+    "parallel": {"layer_split": [1, 2], "microbatches": 2, "zero_stage": 1},
+}
+
+
+def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
+    """Canonical parameters before and after two steps with made-up gradients."""
+    optimizer = {"name": name, "learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.1}
+    config = decode({"model": MODEL, "optimizer": optimizer, "train": {"global_batch_size": 4}, **layout})
+    program = build(config, make_mesh(config))
+    before = canonical_numbers(program.layout, 0)
+    params = place(program.layout, before)
+    state = jax.jit(program.optimizer.init, out_shardings=program.state_shardings.optimizer)(params)
+
+    @jax.jit
+    def step(params, state, gradients):
+        updates, state = program.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for seed in (1, 2):
+        params, state = step(params, state, place(program.layout, canonical_numbers(program.layout, seed)))
+    return before, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(params))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_updates_are_the_same_on_a_mesh_that_pads_and_reorders(name):
+    before, alone = updates_of_two_steps(name, {})
+    _, placed = updates_of_two_steps(name, PLACED)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, alone)
+    assert min(jax.tree.leaves(moved)) > 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), placed, alone)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_updates_of_a_layer_are_those_of_optax_on_its_own_matrices(name):
+    before, after = updates_of_two_steps(name, {})
+    layer = jax.tree.map(lambda x: x[1].reshape(_matrix(x.shape)), before["blocks"])
+    config = decode({"model": MODEL, "train": {"global_batch_size": 4}})
+    layout = build(config, make_mesh(config)).layout
+    if name == "adafactor":
+        theirs = optax.adafactor(0.01, min_dim_size_to_factor=32)
+    else:
+        theirs = optax.contrib.muon(0.01, beta=0.9, adam_b2=0.95)
+    decayed = jax.tree.map(lambda x: x.ndim == 2, layer)
+    for step, seed in enumerate((1, 2)):
+        whole = canonical_numbers(layout, seed)
+        norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(whole)))
+        gradients = jax.tree.map(lambda x: x[1].reshape(_matrix(x.shape)) / max(norm, 1.0), whole["blocks"])  # noqa: B023
+        state = theirs.init(layer) if step == 0 else state  # noqa: F821
+        updates, state = theirs.update(gradients, state, layer)
+        layer = jax.tree.map(lambda w, u, d: w + u - (0.01 * 0.1 * w if d else 0), layer, updates, decayed)
+    for part in ("mlp", "attention_norm"):  # matrices that Optax's own rules see as we do, and vectors
+        for leaf, mine in after["blocks"][part].items():
+            np.testing.assert_allclose(mine[1], layer[part][leaf], rtol=1e-4, atol=1e-6, err_msg=leaf)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[1:] if len(shape) < 4 else (shape[1], -1)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_optimizer_state_on_matrices_is_sharded_over_data(name):
+    config = decode(
+        {
+            "model": MODEL | {"layers": 4, "d_ff": 64, "vocab_size": 64},
+            "mesh": {"data": 4, "tensor": 2},
+            "optimizer": {"name": name},
+        }
+    )
+    program = build(config, make_mesh(config))
+    sizes = {True: 0, False: 0}
+    for leaf in jax.tree.leaves(program.state_shapes.optimizer):
+        sizes["data" in str(leaf.sharding.spec)] += leaf.size
+    assert sizes[True] > 0 and sizes[False] < 0.15 * sizes[True]
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
+def test_learning_rate_warms_up_from_zero_and_ends_where_asked(schedule, last):
+    config = decode(
+        {"optimizer": {"schedule": schedule, "learning_rate": 2.0, "warmup_steps": 4}, "train": {"steps": 20}}
+    )
+    rate = learning_rate(config)
+    assert [float(rate(k)) for k in (0, 2, 4)] == [0.0, 1.0, 2.0]
+    assert float(rate(20)) == pytest.approx(2.0 * last)
+
+
+def test_loss_scale_doubles_after_a_window_of_good_steps_and_halves_from_the_second_overflow_on():
+    precision = PrecisionConfig(compute="float16", loss_scale=8.0, loss_scale_window=3, loss_scale_hysteresis=2)
+    scale, seen = initial_scale(precision), []
+    for finite in (True, True, True, False, False, False, True, True, True, False):
+        scale = next_scale(scale, jnp.array(finite), precision)
+        seen.append(float(scale.value))
+    assert seen == [8, 8, 16, 16, 8, 4, 4, 4, 8, 8]  # doubling makes it patient again
+    assert int(scale.skipped) == 4
+
+
+def test_loss_scale_never_falls_below_one():
+    precision = PrecisionConfig(compute="float16", loss_scale=2.0, loss_scale_hysteresis=1)
+    scale = initial_scale(precision)
+    for _ in range(5):
+        scale = next_scale(scale, jnp.array(False), precision)
+    assert isinstance(scale, LossScale) and float(scale.value) == 1.0

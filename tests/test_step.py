@@ -1,0 +1,47 @@
+"""The compiled step: the same run on three axes as on one device, and memory that does not grow with the microbatches."""
+
+import numpy as np
+import pytest
+from short_runs import train
+
+from meshtrain.config import Config, decode
+from meshtrain.mesh import make_mesh
+from meshtrain.step import build
+
+STEPS = 20
+
+
+def configuration(family: str, mesh: tuple[int, int, int], microbatches: int, batch: int = 8) -> Config:
+    return decode(
+        {
+            "model": {
+                "family": family,
+                "layers": 4,
+                "d_model": 32,
+                "heads": 4,
+                "kv_heads": 2,
+                "d_ff": 64,
+                "vocab_size": 96,
+            },
+            "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
+            "parallel": {"microbatches": microbatches},
+            "train": {"global_batch_size": batch, "sequence_length": 16, "steps": STEPS},
+            "optimizer": {"learning_rate": 0.003, "warmup_steps": 2},
+        }
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_twenty_losses_on_2x2x2_are_those_of_one_device(family):
+    alone = [m["loss"] for m in train(configuration(family, (1, 1, 1), 1), STEPS)[0]]
+    placed = [m["loss"] for m in train(configuration(family, (2, 2, 2), 4), STEPS)[0]]
+    assert alone[-1] != alone[0]
+    np.testing.assert_allclose(placed, alone, rtol=2e-5)
+
+
+def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
+    def temporary(microbatches: int) -> int:
+        config = configuration("llama", (1, 1, 2), microbatches, batch=microbatches)
+        return build(config, make_mesh(config)).lower().compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(32) == pytest.approx(temporary(8), rel=0.05)
