@@ -1,18 +1,35 @@
 """Causal attention: cuDNN's flash attention on GPUs, a blockwise one elsewhere that never touches the masked half of the scores."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
 
-BLOCK = 64  # queries at a time off the GPU: block i sees only its first (i+1) blocks of keys
+BLOCK = 128  # queries at a time off the GPU: block i sees only its first (i+1) blocks of keys
 MASKED = -1e30
 
-Arrays = tuple[jax.Array, ...]
+
+class Kept(NamedTuple):
+    """What the blockwise backward needs: [B, G, R, T, K] queries (scaled) for R heads a group, keys and values [B, G, T, K]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out: jax.Array  # [B T, H K]
+    log_sum: jax.Array  # [B, G, R, T] log of each query's softmax denominator, float32
+
+
+class Given(NamedTuple):
+    """What has no gradient."""
+
+    segments: jax.Array | None
+    key: jax.Array | None  # of the dropout
+    rows: jax.Array | None
+    first_head: jax.Array | int
 
 
 def attend(
@@ -25,76 +42,104 @@ def attend(
 ) -> jax.Array:
     """Softmax(q kᵀ / √K) v per head, causal, within segments. Heads H are a multiple of groups G (grouped-query attention).
 
-    Returns [B, T, H, K] in q's dtype; the softmax is in float32.
+    Returns [B T, H K] in q's dtype, the rows of the output projection; the softmax is in float32.
     """
+    batch, length, heads, width = q_BTHK.shape
     if collectives.platform in ("gpu", "cuda") and dropout.rate == 0.0:
-        fast = q_BTHK.dtype in (jnp.bfloat16, jnp.float16) and q_BTHK.shape[-1] % 8 == 0 and segments_BT is None
+        fast = q_BTHK.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and segments_BT is None
         mask = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
         implementation: Literal["cudnn"] | None = "cudnn" if fast else None
-        return jax.nn.dot_product_attention(
+        out = jax.nn.dot_product_attention(
             q_BTHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation=implementation
         )
-    return blockwise_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, collectives, dropout)
+        return checkpoint_name(out, "attention").reshape(batch * length, heads * width)
+    first = collectives.first_head(heads) if dropout.rate else 0
+    given = Given(segments_BT, *((dropout.key, dropout.rows) if dropout.rate else (None, None)), first)
+    return blockwise(dropout.rate, q_BTHK, k_BTGK, v_BTGK, given)
 
 
-def blockwise_attention(
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
-    segments_BT: jax.Array | None,
-    collectives: Collectives,
-    dropout: Dropout,
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def blockwise(rate: float, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given) -> jax.Array:
     """Query blocks of BLOCK against only the keys that they may see:
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
         block 1  ■ ■
         block 2  ■ ■ ■
 
-    As in flash attention (Dao et al. 2022) the probabilities are not kept, under any remat policy: the backward pass computes them
-    again.
+    Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy, but made
+    again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
     """
+    return _forward(rate, q_BTHK, k_BTGK, v_BTGK, given)[0]
+
+
+def _forward(
+    rate: float, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
+) -> tuple[jax.Array, tuple[Kept, Given]]:
     batch, length, heads, width = q_BTHK.shape
     groups = k_BTGK.shape[2]
     q = (q_BTHK * width**-0.5).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     k, v = k_BTGK.transpose(0, 2, 1, 3), v_BTGK.transpose(0, 2, 1, 3)
-    first = collectives.first_head(heads) if dropout.rate else None
-    outputs = []
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        block = _recomputed(partial(_block, start, dropout.rate))
-        given = (segments_BT, dropout.key, dropout.rows, first)
-        outputs.append(block((q[:, :, :, start:stop], k[:, :, :stop], v[:, :, :stop]), given))
-    out = jnp.concatenate(outputs, axis=3)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
+    outs, sums = [], []
+    for start, stop in _blocks(length):
+        scores = _scores(start, q[..., start:stop, :], k[:, :, :stop], given)
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        p = jnp.exp(scores - top)
+        total = jnp.sum(p, axis=-1, keepdims=True)
+        dropped = _drop(start, rate, p, given).astype(v.dtype)
+        out = jnp.einsum("bgrqs,bgsk->bgrqk", dropped, v[:, :, :stop], preferred_element_type=jnp.float32) / total
+        outs.append(out.astype(v.dtype))
+        sums.append((top + jnp.log(total))[..., 0])
+    out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch * length, heads * width)
+    out, log_sum = (checkpoint_name(a, "attention") for a in (out, jnp.concatenate(sums, axis=3)))
+    return out, (Kept(q, k, v, out, log_sum), given)
 
 
-def _block(start: int, rate: float, qkv: Arrays, given: tuple[Any, ...]) -> jax.Array:
-    """Queries from `start` on, [B, G, H/G, Q, K], against the keys and values [B, G, S, K] up to the last of them."""
-    q, k, v = qkv
-    segments, key, rows, first_head = given
+def _backward(
+    rate: float, kept: tuple[Kept, Given], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    (q, k, v, out, log_sum), given = kept
+    batch, groups, _, length, width = q.shape
+    rows = jnp.sum((out * cotangent).astype(jnp.float32).reshape(batch, length, -1, width), axis=-1)  # [B, T, H]
+    rows = rows.transpose(0, 2, 1).reshape(log_sum.shape)
+    d_out = cotangent.reshape(batch, length, groups, -1, width).transpose(0, 2, 3, 1, 4)
+    dq: list[jax.Array] = []
+    dk = dv = jnp.zeros(())
+    for start, stop in reversed(_blocks(length)):  # the last block sees all keys; the others add to what it leaves
+        q_block, d_block = q[..., start:stop, :], d_out[..., start:stop, :]
+        p = jnp.exp(_scores(start, q_block, k[:, :, :stop], given) - log_sum[..., start:stop, None])
+        dp = jnp.einsum("bgrqk,bgsk->bgrqs", d_block, v[:, :, :stop], preferred_element_type=jnp.float32)
+        ds = (p * (_drop(start, rate, dp, given) - rows[..., start:stop, None])).astype(q.dtype)
+        dropped = _drop(start, rate, p, given).astype(v.dtype)
+        dq.append(jnp.einsum("bgrqs,bgsk->bgrqk", ds, k[:, :, :stop]))
+        more_k = jnp.einsum("bgrqs,bgrqk->bgsk", ds, q_block)
+        more_v = jnp.einsum("bgrqs,bgrqk->bgsk", dropped, d_block)
+        dk, dv = (more_k, more_v) if stop == length else (dk.at[:, :, :stop].add(more_k), dv.at[:, :, :stop].add(more_v))
+    d_q = jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
+    return d_q * width**-0.5, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3), None
+
+
+blockwise.defvjp(_forward, _backward)
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    return [(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+
+
+def _scores(start: int, q: jax.Array, k: jax.Array, given: Given) -> jax.Array:
+    """Queries from `start` on, [B, G, R, Q, K], against the keys up to the last of them: float32 [B, G, R, Q, S]."""
     stop = k.shape[2]
-    scores = jnp.einsum("bghqk,bgsk->bghqs", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bgrqk,bgsk->bgrqs", q, k, preferred_element_type=jnp.float32)
     visible = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
-    if segments is not None:
-        visible = visible & (segments[:, start:stop, None] == segments[:, None, :stop])[:, None, None]
-    p = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
-    if rate:
-        by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
-        p = Dropout(rate, key, rows).at(start).attention(by_head, first_head).reshape(p.shape)
-    return jnp.einsum("bghqs,bgsk->bghqk", p.astype(v.dtype), v)
+    if given.segments is not None:
+        same = given.segments[:, start:stop, None] == given.segments[:, None, :stop]
+        visible = visible & same[:, None, None]
+    return jnp.where(visible, scores, MASKED)
 
 
-def _recomputed(function: Callable[[Arrays, Any], jax.Array]) -> Callable[[Arrays, Any], jax.Array]:
-    """`function(arrays, given)` with nothing but its arguments kept for the backward pass, and no gradient of `given`.
-
-    jax.checkpoint would not do: a policy of a checkpoint around it reaches inside, and keeps what this must not.
-    """
-    run = jax.custom_vjp(function)
-
-    def backward(kept: tuple[Arrays, Any], cotangent: jax.Array) -> tuple[Arrays, None]:
-        arrays, given = kept
-        return jax.vjp(lambda arrays: function(arrays, given), arrays)[1](cotangent)[0], None
-
-    run.defvjp(lambda arrays, given: (function(arrays, given), (arrays, given)), backward)
-    return run
+def _drop(start: int, rate: float, p: jax.Array, given: Given) -> jax.Array:
+    """Dropout on [B, G, R, Q, S] of queries from `start` on; linear, so it serves probabilities and their cotangents alike."""
+    if not rate:
+        return p
+    by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
+    dropout = Dropout(rate, given.key, given.rows).at(start)
+    return dropout.attention(by_head, given.first_head).reshape(p.shape)

@@ -53,9 +53,9 @@ class Head(nnx.Module):
     def __call__(self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives) -> jax.Array:
         """This device's share of the logits, [B, T, V share], float32."""
         h = collectives.enter_head(self.norm(x_BTD))
-        if self.weight is not None:
-            return jnp.einsum("btd,dv->btv", h, self.weight[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("btd,vd->btv", h, tied_VD, preferred_element_type=jnp.float32)
+        weight = tied_VD.T if self.weight is None else self.weight[...]  # type: ignore[union-attr]
+        logits = jnp.matmul(h.reshape(-1, h.shape[-1]), weight, preferred_element_type=jnp.float32)
+        return logits.reshape(*h.shape[:2], -1)
 
 
 class Decoder(nnx.Module):

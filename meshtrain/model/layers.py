@@ -1,11 +1,16 @@
 """The parts of a transformer block as Flax NNX modules, written for whatever share of a weight this device holds.
 
+Weights meet rows [B T, D], never [B, T, D]: with two dimensions to sum over in the weight's gradient, XLA's CPU backend copies the
+cotangent into its transpose, element by element and fused with what made it, which doubles the time of a SwiGLU's backward pass.
+
 Every parameter names the axes of its dimensions; `mesh.RULES` says over which mesh axis a name is split. Sizes are read off the
 arrays, never off the config, so the same code runs on whole weights and on shards. Suffixes: B batch, T sequence, D d_model,
 H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +41,28 @@ def parameter(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std
     return nnx.Param(value, axes=axes)
 
 
+def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function` with nothing but its arguments kept for the backward pass, which computes the rest again: for cheap functions.
+
+    jax.checkpoint would not do: a policy of a checkpoint around it reaches inside.
+    """
+    run = jax.custom_vjp(function)
+    run.defvjp(lambda *xs: (function(*xs), xs), lambda xs, cotangent: jax.vjp(function, *xs)[1](cotangent))
+    return run
+
+
+swiglu = keeping_arguments(lambda gate, up: jax.nn.silu(gate) * up)
+gelu = keeping_arguments(lambda x: jax.nn.gelu(x))
+
+
+def normalised(eps: float, centred: bool, x: jax.Array) -> jax.Array:
+    """x over its root mean square along the last dimension (`centred`: less its mean first), in float32 but for the result."""
+    y = x.astype(jnp.float32)
+    if centred:
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or, with a bias, LayerNorm; computed in float32.
 
@@ -49,11 +76,7 @@ class Norm(nnx.Module):
         self.bias = parameter(rngs, ("embed",), (config.d_model,), 0.0) if config.family == "gpt2" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        if self.bias is not None:
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        y = y.astype(x.dtype) * self.scale[...]
+        y = keeping_arguments(partial(normalised, self.eps, self.bias is not None))(x) * self.scale[...]
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -74,9 +97,11 @@ class Attention(nnx.Module):
         self.out_bias = parameter(rngs, ("embed",), (d,), 0.0) if biases else None
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
-        q = project(x_BTD, self.q, self.q_bias)
-        k = project(x_BTD, self.k, self.k_bias)
-        v = project(x_BTD, self.v, self.v_bias)
+        rows = x_BTD.reshape(-1, x_BTD.shape[-1])
+        sequences = x_BTD.shape[0]
+        q = project(rows, sequences, self.q, self.q_bias)
+        k = project(rows, sequences, self.k, self.k_bias)
+        v = project(rows, sequences, self.v, self.v_bias)
         if sequence.rotary_TK is not None:
             q, k = rotate(q, *sequence.rotary_TK), rotate(k, *sequence.rotary_TK)
         heads, groups = q.shape[2], k.shape[2]
@@ -86,8 +111,8 @@ class Attention(nnx.Module):
             mine = (collectives.first_head(heads) + jnp.arange(heads)) // self.group
             k, v = jnp.take(k, mine, axis=2), jnp.take(v, mine, axis=2)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
-        a = checkpoint_name(attend(q, k, v, sequence.segments_BT, collectives, dropout), "attention")
-        y = jnp.einsum("bthk,hkd->btd", a, self.out[...])
+        a = attend(q, k, v, sequence.segments_BT, collectives, dropout)
+        y = (a @ self.out[...].reshape(-1, x_BTD.shape[-1])).reshape(x_BTD.shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
         return checkpoint_name(collectives.leave(y), "attention_out")
@@ -105,13 +130,12 @@ class MLP(nnx.Module):
         self.down_bias = parameter(rngs, ("embed",), (d,), 0.0) if gpt2 else None
 
     def __call__(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array:
-        up = x_BTD @ self.up[...]
+        rows = x_BTD.reshape(-1, x_BTD.shape[-1])
+        up = rows @ self.up[...]
         if self.up_bias is not None:
             up = up + self.up_bias[...]
-        h = checkpoint_name(
-            jax.nn.gelu(up) if self.gate is None else jax.nn.silu(x_BTD @ self.gate[...]) * up, "mlp_hidden"
-        )
-        y = h @ self.down[...]
+        h = gelu(up) if self.gate is None else swiglu(rows @ self.gate[...], up)
+        y = (checkpoint_name(h, "mlp_hidden") @ self.down[...]).reshape(x_BTD.shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
         return checkpoint_name(collectives.leave(y), "mlp_out")
@@ -134,10 +158,10 @@ class Block(nnx.Module):
         return x_BTD + dropout.at(2).stream(m, first)
 
 
-def project(x_BTD: jax.Array, weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    """x W (+ b) into heads: [B, T, heads, K]."""
-    y = jnp.einsum("btd,dhk->bthk", x_BTD, weight[...])
-    return y if bias is None else y + bias[...]
+def project(x_ND: jax.Array, sequences: int, weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> jax.Array:
+    """x W (+ b) into heads: rows [B T, D] to [B, T, H, K]."""
+    y = (x_ND @ weight_DHK[...].reshape(x_ND.shape[-1], -1)).reshape(sequences, -1, *weight_DHK.shape[-2:])
+    return y if bias_HK is None else y + bias_HK[...]
 
 
 def rotary(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:

@@ -96,7 +96,7 @@ def _policy(config: Config) -> Callable | None:
     """What jax.checkpoint keeps of a layer: nothing for full, matmul outputs for dots, else the named activations."""
     policies, parallel = jax.checkpoint_policies, config.parallel
     if parallel.remat == "dots":
-        return policies.dots_saveable
+        return policies.dots_with_no_batch_dims_saveable  # products with weights; attention's have batch dimensions
     if parallel.remat == "names":
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(parallel.remat_keep),
