@@ -113,7 +113,9 @@ def _backward(
         dq.append(jnp.einsum("bgrqs,bgsk->bgrqk", ds, k[:, :, :stop]))
         more_k = jnp.einsum("bgrqs,bgrqk->bgsk", ds, q_block)
         more_v = jnp.einsum("bgrqs,bgrqk->bgsk", dropped, d_block)
-        dk, dv = (more_k, more_v) if stop == length else (dk.at[:, :, :stop].add(more_k), dv.at[:, :, :stop].add(more_v))
+        dk, dv = (
+            (more_k, more_v) if stop == length else (dk.at[:, :, :stop].add(more_k), dv.at[:, :, :stop].add(more_v))
+        )
     d_q = jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
     return d_q * width**-0.5, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3), None
 

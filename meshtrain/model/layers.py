@@ -1,8 +1,5 @@
 """The parts of a transformer block as Flax NNX modules, written for whatever share of a weight this device holds.
 
-Weights meet rows [B T, D], never [B, T, D]: with two dimensions to sum over in the weight's gradient, XLA's CPU backend copies the
-cotangent into its transpose, element by element and fused with what made it, which doubles the time of a SwiGLU's backward pass.
-
 Every parameter names the axes of its dimensions; `mesh.RULES` says over which mesh axis a name is split. Sizes are read off the
 arrays, never off the config, so the same code runs on whole weights and on shards. Suffixes: B batch, T sequence, D d_model,
 H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
@@ -39,6 +36,29 @@ def parameter(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std
     else:
         value = jnp.ones(shape) if std is None else jnp.zeros(shape)
     return nnx.Param(value, axes=axes)
+
+
+def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
+    """x W, [N, everything else of W], where W's first dimensions make up D.
+
+    Weights meet rows, never [B, T, D]: with two dimensions to sum over in the weight's gradient, XLA's CPU backend copies the
+    cotangent into its transpose, element by element and fused with what made it; a SwiGLU's backward then takes twice the time.
+    Kept for the backward are the arguments as they are: of a weight in another shape the pipeline would stash a copy.
+    """
+    return x_ND @ weight.reshape(x_ND.shape[1], -1)
+
+
+linear = jax.custom_vjp(_product)
+
+
+def _linear_backward(kept: tuple[jax.Array, jax.Array], g_NF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_ND, weight = kept
+    over_rows = (((0,), (0,)), ((), ()))
+    gradient = jax.lax.dot_general(x_ND, g_NF, over_rows).reshape(weight.shape)
+    return g_NF @ weight.reshape(x_ND.shape[1], -1).T, gradient
+
+
+linear.defvjp(lambda x, weight: (_product(x, weight), (x, weight)), _linear_backward)
 
 
 def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -112,7 +132,7 @@ class Attention(nnx.Module):
             k, v = jnp.take(k, mine, axis=2), jnp.take(v, mine, axis=2)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
         a = attend(q, k, v, sequence.segments_BT, collectives, dropout)
-        y = (a @ self.out[...].reshape(-1, x_BTD.shape[-1])).reshape(x_BTD.shape)
+        y = linear(a, self.out[...]).reshape(x_BTD.shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
         return checkpoint_name(collectives.leave(y), "attention_out")
@@ -131,11 +151,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array:
         rows = x_BTD.reshape(-1, x_BTD.shape[-1])
-        up = rows @ self.up[...]
+        up = linear(rows, self.up[...])
         if self.up_bias is not None:
             up = up + self.up_bias[...]
-        h = gelu(up) if self.gate is None else swiglu(rows @ self.gate[...], up)
-        y = (checkpoint_name(h, "mlp_hidden") @ self.down[...]).reshape(x_BTD.shape)
+        h = gelu(up) if self.gate is None else swiglu(linear(rows, self.gate[...]), up)
+        y = linear(checkpoint_name(h, "mlp_hidden"), self.down[...]).reshape(x_BTD.shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
         return checkpoint_name(collectives.leave(y), "mlp_out")
@@ -160,7 +180,7 @@ class Block(nnx.Module):
 
 def project(x_ND: jax.Array, sequences: int, weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> jax.Array:
     """x W (+ b) into heads: rows [B T, D] to [B, T, H, K]."""
-    y = (x_ND @ weight_DHK[...].reshape(x_ND.shape[-1], -1)).reshape(sequences, -1, *weight_DHK.shape[-2:])
+    y = linear(x_ND, weight_DHK[...]).reshape(sequences, -1, *weight_DHK.shape[-2:])
     return y if bias_HK is None else y + bias_HK[...]
 
 

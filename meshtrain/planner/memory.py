@@ -123,25 +123,13 @@ def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: s
     groups = groups // tensor if groups % tensor == 0 else heads  # replicated ones are spread out to the query heads
     split = tensor if sequence_parallel else 1
     gated = model.family == "llama"
-    count = -(-length // BLOCK)
     if remat == "full":
         return size * d / split
-    if (
-        remat == "dots"
-    ):  # layer input, attention's output; up (and gate); q, k, v; where there is no kernel, attention's products
-        scores = {"flash": 0.0, "scores": length, "blocks": length * (count + 1) / (2 * count)}[kernel]
-        products = heads * (scores + k) if scores else 0.0
-        return size * (d / split + d + (1 + gated) * f + (heads + 2 * groups) * k + products)
-    stream = (
-        size * (2 * d / split + 2 * d) + 4 * (2 * d + 4) / split
-    )  # inputs and normalised inputs, float32 in the norms
-    if kernel == "blocks":  # a block of queries keeps the keys and values that it sees
-        return stream + size * (6 * f + (2 * heads + (count + 1) * groups) * k)
-    scores = 4 * heads if kernel == "flash" else 2 * 4 * heads * length
-    return stream + size * (6 * f + (3 * heads + 2 * groups) * k) + scores
-
-
-BLOCK = 64  # queries of a block, see `model.attention`
+    if remat == "dots":  # layer input, attention's output; up (and gate); q, k, v
+        return size * (d / split + d + (1 + gated) * f + (heads + 2 * groups) * k)
+    stream = size * (4 * d / split + 2 * d)  # twice: input, normalised, and scaled (gathered) as the products' input
+    scores = 2 * heads * length if kernel == "scores" else heads  # the log of each query's sum, where none are kept
+    return stream + size * ((2 + gated) * f + (2 * heads + 2 * groups) * k) + 4 * scores
 
 
 def kernel(config: Config, cpu: bool) -> str:
