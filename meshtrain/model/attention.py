@@ -54,8 +54,8 @@ def attend(
         )
         return checkpoint_name(out, "attention").reshape(batch * length, heads * width)
     first = collectives.first_head(heads) if dropout.rate else 0
-    given = Given(segments_BT, *((dropout.key, dropout.rows) if dropout.rate else (None, None)), first)
-    return blockwise(dropout.rate, q_BTHK, k_BTGK, v_BTGK, given)
+    key, rows = (dropout.key, dropout.rows) if dropout.rate else (None, None)
+    return blockwise(dropout.rate, q_BTHK, k_BTGK, v_BTGK, Given(segments_BT, key, rows, first))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
