@@ -26,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshtrain.compat import residuals, vary, varying, with_residuals
-from meshtrain.mesh import AXES, DATA, PIPELINE
+from meshtrain.compat import vary, varying
+from meshtrain.mesh import AXES, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.pipeline.buffers import Buffers, allocate
 from meshtrain.parallel.pipeline.loops import Loop, Work, loops, work_per_tick
-from meshtrain.parallel.pipeline.split import Split, split_backward
+from meshtrain.parallel.pipeline.rings import read, ring, write
+from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.pipeline.table import Table
 from meshtrain.parallel.zero import Weights
 
@@ -57,7 +58,6 @@ class Executor:
 
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward, self.table = forward, table
-        self.remat = forward.config.parallel.remat
         self.skips = forward.skips
         self.loops = _loops(table, self.skips)
         self.buffers = _received_late(allocate(table), work_per_tick(self.loops)[:, 2])
@@ -72,7 +72,7 @@ class Executor:
 
     def run(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> Carry:
         """All ticks; what the buffers hold after the last one is in the carry."""
-        step = _Step(self, weights, batches, key, seed)
+        step = _Step(self, Stage(self.forward, self.table.chunks, weights, batches, key), seed)
         carry = step.start()
         for loop in self.loops:
             carry = self._loop(step, loop.first, loop.repeats, loop.body, carry)
@@ -80,7 +80,7 @@ class Executor:
 
     def evaluate(self, weights: Weights, batches: Batch) -> jax.Array:
         """Summed loss: the table's forward slots alone."""
-        step = _Step(self, weights, batches, None, jnp.zeros(()))
+        step = _Step(self, Stage(self.forward, self.table.chunks, weights, batches, None), jnp.zeros(()))
         carry = step.start(forward_only=True)
         busy = np.flatnonzero(self.buffers.f_active.any(axis=1))
         rows = self._rows(busy)
@@ -121,65 +121,27 @@ class Executor:
 
 
 class _Step:
-    """One execution: the weights and batches that the ticks close over."""
+    """One execution of the table."""
 
-    def __init__(
-        self, executor: Executor, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
-    ) -> None:
-        self.forward, self.buffers, self.table = executor.forward, executor.buffers, executor.table
-        self.remat, self.skips = executor.remat, executor.skips
-        self.batches, self.key, self.seed = batches, key, seed
-        chunks = self.table.chunks
-        self.edge = {part: weights.differentiated[part] for part in ("embedding", "head")}
-        self.blocks = _chunked(weights.differentiated["blocks"], chunks)
-        self.constant = weights.constant
-        self.constant_blocks = None if weights.constant is None else _chunked(weights.constant["blocks"], chunks)
-        self.slots = lax.dynamic_index_in_dim(
-            jnp.asarray(self.forward.slots), lax.axis_index(PIPELINE), 0, keepdims=False
-        )
-        self.shared_vocabulary = PIPELINE in self.forward.collectives.vocabulary
-
-    # --- pieces
-
-    def batch(self, microbatch: jax.Array) -> Batch:
-        index = jnp.maximum(microbatch, 0)
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches)
-
-    def stage(self, microbatch: jax.Array, chunk: jax.Array) -> tuple[Callable, tuple[Tree, Tree | None]]:
-        """The chunk's layers as a function of (differentiated, constant, x), and its weights."""
-        pick = lambda a: a[0] if self.table.chunks == 1 else lax.dynamic_index_in_dim(a, chunk, 0, False)  # noqa: E731
-        remat = "none" if self.remat == "full" else self.remat  # full: backward() recomputes the stage as a whole
-        function = self.forward.layers(self.batch(microbatch), self.key, pick(self.slots), remat)
-        return function, (jax.tree.map(pick, self.blocks), jax.tree.map(pick, self.constant_blocks))
-
-    def x_like(self) -> jax.Array:
-        """A zero residual stream of one microbatch."""
-        config, tokens = self.forward.config, self.batches["tokens"]
-        length = tokens.shape[2] // (config.mesh.tensor if self.forward.collectives.sequence_parallel else 1)
-        shape = (tokens.shape[1], length, config.model.d_model)
-        return vary(jnp.zeros(shape, self.forward.zero.compute), self.forward.stream_axes)
+    def __init__(self, executor: Executor, stage: Stage, seed: jax.Array) -> None:
+        self.buffers, self.table, self.skips = executor.buffers, executor.table, executor.skips
+        self.stage, self.seed = stage, seed
+        self.shared_vocabulary = PIPELINE in executor.forward.collectives.vocabulary
 
     def start(self, forward_only: bool = False) -> Carry:
-        buffers, x = self.buffers, self.x_like()
+        buffers, stage, x = self.buffers, self.stage, self.stage.zeros()
         zero = jnp.zeros((), jnp.int32)
-
-        def ring(depth: int, like: Tree) -> Tree:
-            def zeros(a: jax.Array) -> jax.Array:
-                return vary(jnp.zeros((depth, *a.shape), a.dtype), (*varying(a), PIPELINE))
-
-            return jax.tree.map(zeros, like)
-
-        loss = jax.eval_shape(lambda x: self.head_loss(self.edge, x, zero, jnp.array(True)), x)
+        loss = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, jnp.array(True)), x)
         kept: Tree = []
         cotangents: Tree = []
         gradients: tuple[Tree, Tree] = (None, None)
         if not forward_only:
-            kept = jax.eval_shape(lambda x: self.forward_slot(x, zero, zero)[1], x)
+            kept = jax.eval_shape(lambda x: stage.forward(x, zero, zero)[1], x)
             if self.table.split:
-                first = lambda x, kept: self.split(x, kept, x, zero, zero).first(x, kept, x)[1]  # noqa: E731
+                first = lambda x, kept: stage.split(x, kept, x, zero, zero).first(x, kept, x)[1]  # noqa: E731
                 cotangents = jax.eval_shape(first, x, kept)
             f32 = lambda w: vary(jnp.zeros(w.shape, jnp.float32), AXES)  # noqa: E731
-            gradients = (jax.tree.map(f32, self.blocks), jax.tree.map(f32, self.edge))
+            gradients = (jax.tree.map(f32, stage.blocks), jax.tree.map(f32, stage.edge))
         return Carry(
             f_inbox=ring(buffers.f_inbox, x),
             b_inbox=ring(buffers.b_inbox, x),
@@ -190,37 +152,6 @@ class _Step:
             blocks=gradients[0],
             edge=gradients[1],
         )
-
-    # --- what the slots compute
-
-    def forward_slot(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Stage output, and the residuals that depend on the microbatch (none with remat: full)."""
-        function, weights = self.stage(microbatch, chunk)
-        if self.remat == "full":
-            return function(*weights, x), []
-        y, vjp = jax.vjp(function, *weights, x)
-        return y, [r for r in residuals(vjp) if DATA in varying(r)]
-
-    def backward(self, x: jax.Array, kept: list[jax.Array], microbatch: jax.Array, chunk: jax.Array) -> Callable:
-        """The stage's vjp, over stashed residuals; the forward pass traced here is dead code unless remat is full."""
-        function, weights = self.stage(microbatch, chunk)
-        _, vjp = jax.vjp(function, *weights, x)
-        if self.remat == "full":
-            return vjp
-        stored = iter(kept)
-        return with_residuals(vjp, [next(stored) if DATA in varying(r) else r for r in residuals(vjp)])
-
-    def split(self, x: jax.Array, kept: Tree, cotangent: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> Split:
-        """`backward` as I (x, kept, cotangent) -> input gradient and W (stash, x, kept) -> leaves of the weight gradient."""
-
-        def whole(x: jax.Array, kept: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
-            gradient, _, gx = self.backward(x, kept, microbatch, chunk)(cotangent)
-            return gx, gradient
-
-        return split_backward(whole, (False, False, True), x, kept, cotangent)
-
-    def head_loss(self, edge: Tree, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> jax.Array:
-        return self.forward.loss(edge, self.constant, y, self.batch(microbatch), here)
 
     # --- one tick
 
@@ -251,19 +182,17 @@ class _Step:
         enters = row["enter"] >= 0 if self.shared_vocabulary else row["first"]
 
         def embed(x: jax.Array) -> jax.Array:
-            entering = self.forward.embed(self.edge, self.constant, self.batch(row["enter"]), self.key)
-            return jnp.where(row["first"], entering, x)
+            return jnp.where(row["first"], self.stage.embed(self.stage.edge, row["enter"]), x)
 
         x = self.when(enters, embed, lambda x: x, x)
 
         def run(rings: Tree) -> tuple[jax.Array, Tree]:
             if not stash:
-                function, weights = self.stage(row["f_microbatch"], row["f_chunk"])
-                return function(*weights, x), rings
-            y, kept = self.forward_slot(x, row["f_microbatch"], row["f_chunk"])
-            return y, _write(rings, row["f_stash"], (x, kept), self.mask(row["f_active"]))
+                return self.stage.run(x, row["f_microbatch"], row["f_chunk"]), rings
+            y, kept = self.stage.forward(x, row["f_microbatch"], row["f_chunk"])
+            return y, write(rings, row["f_stash"], (x, kept), self.mask(row["f_active"]))
 
-        y, rings = self.when(row["f_active"], run, lambda rings: (self.x_like(), rings), carry.stash, masked=True)
+        y, rings = self.when(row["f_active"], run, lambda rings: (self.stage.zeros(), rings), carry.stash, masked=True)
         return carry._replace(stash=rings), y
 
     def do_head(self, carry: Carry, row: Row, y: jax.Array) -> Carry:
@@ -272,10 +201,10 @@ class _Step:
 
         def run(loss: jax.Array, edge: Tree, b_inbox: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
             if not trains:
-                return loss + self.head_loss(self.edge, y, row["exit"], row["last"]), edge, b_inbox
-            more, vjp = jax.vjp(lambda w, y: self.head_loss(w, y, row["exit"], row["last"]), self.edge, y)
+                return loss + self.stage.loss(self.stage.edge, y, row["exit"], row["last"]), edge, b_inbox
+            more, vjp = jax.vjp(lambda w, y: self.stage.loss(w, y, row["exit"], row["last"]), self.stage.edge, y)
             gradient, gy = vjp(vary(self.seed, varying(more)))
-            b_inbox = _write(b_inbox, row["head_out"], gy, row["last"])
+            b_inbox = write(b_inbox, row["head_out"], gy, row["last"])
             return loss + more, _add(edge, gradient), b_inbox
 
         loss, edge, b_inbox = self.when(exits, run, lambda *same: same, carry.loss, carry.edge, carry.b_inbox)
@@ -285,23 +214,21 @@ class _Step:
         cotangent = lax.dynamic_index_in_dim(carry.b_inbox, row["b_in"], 0, keepdims=False)
 
         def run(blocks: Tree, cotangents: Tree) -> tuple[jax.Array, Tree, Tree]:
-            x, kept = _read(carry.stash, row["b_stash"])
+            x, kept = read(carry.stash, row["b_stash"])
             at = row["b_microbatch"], row["b_chunk"]
             if self.table.split:
-                (gx,), left = self.split(x, kept, cotangent, *at).first(x, kept, cotangent)
-                return gx, blocks, _write(cotangents, row["b_cot"], left, self.mask(row["b_active"]))
-            gradient, _, gx = self.backward(x, kept, *at)(cotangent)
+                (gx,), left = self.stage.split(x, kept, cotangent, *at).first(x, kept, cotangent)
+                return gx, blocks, write(cotangents, row["b_cot"], left, self.mask(row["b_active"]))
+            gradient, _, gx = self.stage.backward(x, kept, *at)(cotangent)
             return gx, self.add_chunk(blocks, gradient, row["b_chunk"]), cotangents
 
-        idle = lambda *same: (self.x_like(), *same)  # noqa: E731
+        idle = lambda *same: (self.stage.zeros(), *same)  # noqa: E731
         gx, blocks, cotangents = self.when(row["b_active"], run, idle, carry.blocks, carry.cotangents)
         leaves = row["leave"] >= 0
         here = leaves & (lax.axis_index(PIPELINE) == 0)
 
         def embedding_gradient(edge: Tree) -> Tree:
-            _, vjp = jax.vjp(
-                lambda w: self.forward.embed(w, self.constant, self.batch(row["leave"]), self.key), self.edge
-            )
+            _, vjp = jax.vjp(lambda w: self.stage.embed(w, row["leave"]), self.stage.edge)
             return _add(edge, vjp(jnp.where(here, gx, 0))[0])
 
         edge = self.when(leaves if self.shared_vocabulary else here, embedding_gradient, lambda e: e, carry.edge)
@@ -309,10 +236,12 @@ class _Step:
 
     def do_weight(self, carry: Carry, row: Row) -> Carry:
         def run(blocks: Tree) -> Tree:
-            x, kept = _read(carry.stash, row["w_stash"])
-            left = _read(carry.cotangents, row["w_cot"])
-            leaves = self.split(x, kept, self.x_like(), row["w_microbatch"], row["w_chunk"]).second(left, x, kept, None)
-            return self.add_chunk(blocks, jax.tree.unflatten(jax.tree.structure(self.blocks), leaves), row["w_chunk"])
+            x, kept = read(carry.stash, row["w_stash"])
+            left = read(carry.cotangents, row["w_cot"])
+            halves = self.stage.split(x, kept, self.stage.zeros(), row["w_microbatch"], row["w_chunk"])
+            leaves = halves.second(left, x, kept, None)
+            gradient = jax.tree.unflatten(jax.tree.structure(self.stage.blocks), leaves)
+            return self.add_chunk(blocks, gradient, row["w_chunk"])
 
         return carry._replace(blocks=self.when(row["w_active"], run, lambda same: same, carry.blocks))
 
@@ -337,7 +266,7 @@ class _Step:
     def keep(self, inbox: jax.Array, arriving: dict[str, jax.Array], row: Row) -> jax.Array:
         """Messages into the slots that the row says."""
         for place, message in arriving.items():
-            inbox = _write(inbox, row[place], message, row[f"{place}_active"])
+            inbox = write(inbox, row[place], message, row[f"{place}_active"])
         return inbox
 
     def mask(self, active: jax.Array) -> jax.Array | None:
@@ -375,25 +304,6 @@ def _received_late(buffers: Buffers, does_b: np.ndarray) -> Buffers:
             later[field.name] = np.zeros_like(array)
             later[field.name][ticks[1:]] = array[ticks[:-1]]
     return dataclasses.replace(buffers, **later)
-
-
-def _chunked(blocks: Tree, chunks: int) -> Tree:
-    return jax.tree.map(lambda a: a.reshape((chunks, a.shape[0] // chunks, *a.shape[1:])), blocks)
-
-
-def _read(rings: Tree, slot: jax.Array) -> Tree:
-    return jax.tree.map(lambda ring: lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False), rings)
-
-
-def _write(rings: Tree, slot: jax.Array, values: Tree, active: jax.Array | None) -> Tree:
-    """`values` into `slot` of the rings, where `active` (None: always)."""
-
-    def write(ring: jax.Array, value: jax.Array) -> jax.Array:
-        if active is not None:
-            value = jnp.where(active, value, lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False))
-        return lax.dynamic_update_index_in_dim(ring, value, slot, 0)
-
-    return jax.tree.map(write, rings, values)
 
 
 def _add(total: Tree, more: Tree) -> Tree:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.pipeline.execute import _Step
 from meshtrain.parallel.pipeline.split import Split, split_backward
+from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.step import build
 
 LAYERS, BATCH, WIDTH, HIDDEN = 3, 5, 7, 11
@@ -154,20 +154,19 @@ def slots_products(**parallel: Any) -> list[Counter]:
     train = {"global_batch_size": 4, "sequence_length": 8}
     config = decode({"model": model, "mesh": mesh, "parallel": schedule, "train": train})
     program = build(config, make_mesh(config))
-    assert program.executor is not None
-    executor, counted = program.executor, []
+    counted: list[Counter] = []
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program._microbatches(batch)
-        step = _Step(executor, program.zero.open(masters), batches, None, jnp.float32(1))
-        x, zero = step.x_like(), jnp.int32(0)
-        kept = step.forward_slot(x, zero, zero)[1]
+        stage = Stage(program.forward, 1, program.zero.open(masters), batches, None)
+        x, zero = stage.zeros(), jnp.int32(0)
+        kept = stage.forward(x, zero, zero)[1]
 
         def both(x: jax.Array, kept: Any, cotangent: jax.Array) -> Any:
-            return step.backward(x, kept, zero, zero)(cotangent), ()
+            return stage.backward(x, kept, zero, zero)(cotangent), ()
 
         whole = split_backward(both, (False, False, False), x, kept, x)  # less what nothing depends on
-        halves = step.split(x, kept, x, zero, zero)
+        halves = stage.split(x, kept, x, zero, zero)
         stash = jax.eval_shape(halves.first, x, kept, x)[1]
         for function, *given in (
             (whole.first, x, kept, x),
