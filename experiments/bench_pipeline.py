@@ -6,8 +6,9 @@
     python experiments/bench_pipeline.py large        a 62-billion-parameter model on 8 x 8 x 8 devices, compiled and never allocated
     python experiments/bench_pipeline.py vocabulary   Llama-3 8B on 4 stages: compiled matrix products per stage, spread and edge
 
-`large` and `vocabulary` compile for described GPUs (pip install 'meshtrain[compile]', no GPU needed); the others run on fake CPU devices,
-in both ways that the executor has: idle slots skipped (CPU), and masked (accelerators).
+`vocabulary` compiles for described GPUs (pip install 'meshtrain[compile]', no GPU needed), `large` for fake CPU devices and, where that
+is installed, for GPUs; the others run on fake CPU devices, in both ways that the executor has: idle slots skipped (CPU), and masked
+(accelerators).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -185,16 +187,20 @@ def large() -> None:
     config = configuration(
         "1f1b", 32, LARGE, (8, 8, 8), 4096, "bfloat16", virtual_stages=1, sequence_parallel=True, remat="full"
     )
-    devices = _described("h100", 512)
-    lower, (program, lowered) = cpu_seconds(
-        lambda: (program := build(config, make_mesh(config, devices)), program.lower())
-    )
-    seconds, executable = cpu_seconds(lowered.compile)
-    analysis = executable.memory_analysis()
-    print(
-        f"{program.layout.parameters / 1e9:.1f} billion parameters on 512 GPUs: {lower:.1f} s to build and lower, {seconds:.1f} s to compile "
-        f"(CPU seconds); {analysis.argument_size_in_bytes / 2**30:.1f} GiB of state and {analysis.temp_size_in_bytes / 2**30:.1f} GiB temp per GPU"
-    )
+    kinds = {"fake CPU devices": None}
+    if find_spec("jax_cuda12_plugin"):
+        kinds["described GPUs"] = _described("h100", 512)
+    for kind, devices in kinds.items():
+        program = build(config, make_mesh(config, devices))
+        lower, lowered = cpu_seconds(program.lower)
+        seconds, executable = cpu_seconds(lowered.compile)
+        analysis = executable.memory_analysis()
+        print(
+            f"{program.layout.parameters / 1e9:.1f} billion parameters on 512 {kind}: {lower:.1f} s to lower, {seconds:.1f} s to compile "
+            f"(CPU seconds); {analysis.argument_size_in_bytes / 2**30:.1f} GiB of state and {analysis.temp_size_in_bytes / 2**30:.1f} GiB "
+            "temp per device",
+            flush=True,
+        )
 
 
 def vocabulary(schedules: list[str]) -> None:
@@ -248,8 +254,8 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    if options.what not in ("large", "vocabulary"):
-        fake_cpu_devices(8)
+    if options.what != "vocabulary":
+        fake_cpu_devices(512 if options.what == "large" else 8)
     if options.what == "memory":
         memory(options.schedules)
     elif options.what == "compile":

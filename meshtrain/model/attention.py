@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
 
-BLOCK = 128  # queries at a time off the GPU: block i sees only its first (i+1) blocks of keys
+BLOCK, BLOCKS = 128, 8  # queries at a time off the GPU, or more where there would be more blocks: code grows with their number
 MASKED = -1e30
 
 
@@ -60,7 +60,7 @@ def attend(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blockwise(rate: float, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given) -> jax.Array:
-    """Query blocks of BLOCK against only the keys that they may see:
+    """Blocks of queries against only the keys that they may see:
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
         block 1  ■ ■
@@ -124,7 +124,8 @@ blockwise.defvjp(_forward, _backward)
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-    return [(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+    size = max(BLOCK, -(-length // BLOCKS))
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _scores(start: int, q: jax.Array, k: jax.Array, given: Given) -> jax.Array:
