@@ -5,22 +5,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import numpy as np
 
 from meshtrain.checkpoint import arrays, changes, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.config import ConfigError
 
 INTACT, DAMAGED, USAGE = 0, 1, 2  # diff: the same, different
 
 
-class Refused(Exception):
-    """Wrong usage, in one sentence."""
+class Parser(argparse.ArgumentParser):
+    """argparse with one sentence for an error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"meshtrain: {message}; see {self.prog} --help.\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
+    parser = Parser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = "a run directory (its newest step is taken) or one step"
     all_of = "a run directory, its checkpoints/, or one step"
@@ -39,8 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = {"ls": ls, "show": show, "verify": verify, "diff": diff}[options.command]
     try:
         return run(options)
-    except Refused as error:
+    except ConfigError as error:
         print(f"meshtrain: {error}", file=sys.stderr)
+        return USAGE
+    except OSError as error:  # no permission; or a run that goes on has just removed the step
+        print(f"meshtrain: {error.filename} cannot be read: {(error.strerror or str(error)).lower()}.", file=sys.stderr)
         return USAGE
 
 
@@ -107,6 +115,9 @@ def verify(options: argparse.Namespace) -> int:
 
 def diff(options: argparse.Namespace) -> int:
     first, second = _newest(options.first), _newest(options.second)
+    for directory in () if options.no_values else (first, second):
+        if damage := digests.problems(directory):
+            raise ConfigError(f"{directory} is damaged: {'; '.join(damage)}; --no-values compares all but the arrays.")
     found = list(_differences(first, second, values=not options.no_values))
     print("\n".join(found) if found else "the same")
     return DAMAGED if found else INTACT
@@ -146,17 +157,17 @@ def _compare(a: np.ndarray, b: np.ndarray) -> str | None:
 
 def _directories(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise Refused(f"there is no directory {path}; give a run directory, its checkpoints/, or one step.")
+        raise ConfigError(f"there is no directory {path}; give a run directory, its checkpoints/, or one step.")
     found = steps.directories(path.absolute())
     if not found:
-        raise Refused(f"there is no checkpoint in {path}; give a run directory, its checkpoints/, or one step.")
+        raise ConfigError(f"there is no checkpoint in {path}; give a run directory, its checkpoints/, or one step.")
     return found
 
 
 def _newest(path: Path) -> Path:
     directory = _directories(path)[-1]
     if (problem := _problem(directory)) is not None:
-        raise Refused(f"{directory} cannot be read: {problem}.")
+        raise ConfigError(f"{directory} cannot be read: {problem}.")
     return directory
 
 
@@ -166,9 +177,7 @@ def _problem(directory: Path) -> str | None:
         problem = steps.commit_problem(directory)
     except steps.NewerFormat as newer:
         return f"format {newer.number}, of a later meshtrain (this one reads up to {steps.FORMAT})"
-    if problem is None and not (directory / steps.MANIFEST).is_file():
-        return f"{steps.MANIFEST} is missing"
-    return problem
+    return problem or next(iter(digests.problems(directory, only=[steps.MANIFEST])), None)
 
 
 def _number(x: float | None) -> str:

@@ -35,8 +35,14 @@ FREE = (
 )  # of the command, not of the run
 
 
-def check_allowed(config: Config) -> None:
-    """ConfigError if checkpoint.allow names what is no key, or is allowed anyway."""
+def check_keys(config: Config) -> None:
+    """ConfigError if checkpoint.allow names what is no key, or is allowed anyway; or if there is no run to take weights from."""
+    resume = config.checkpoint.resume
+    if config.checkpoint.weights_only and resume in ("auto", "never"):
+        raise ConfigError(
+            f"checkpoint.weights_only takes the weights of another run, but checkpoint.resume is {resume}; "
+            "give that run's path there, or leave weights_only out."
+        )
     for name in config.checkpoint.allow:
         if name not in REFUSED:
             near = difflib.get_close_matches(name, REFUSED, n=1)

@@ -30,7 +30,7 @@ class Checkpointer:
         self._speak = say or (lambda sentence: print(f"meshtrain: {sentence}", file=sys.stderr, flush=True))
         self._saver = Saver(config, self._canonical, self._root, self._say)
         self._lock: RunLock | None = None
-        changes.check_allowed(config)
+        changes.check_keys(config)
         first_decides(self._enter)
 
     def restore_or_init(self) -> tuple[State, int]:

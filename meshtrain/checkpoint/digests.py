@@ -7,6 +7,7 @@ is as quick as many small ones: SHA-256 runs at 1 to 2 GB/s a core where the pro
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,16 @@ def write(directory: Path) -> int:
     return sum(sizes.values())
 
 
-def problems(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
+def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
     """What differs from the digests, a sentence each; one of `parts` processes looks at every `parts`-th block.
 
-    The digests themselves must have been checked (`steps.commit_problem`).
+    `only` names the files to look at, None all of them. The digests themselves must have been checked (`steps.commit_problem`).
     """
     record = json.loads((directory / DIGESTS).read_bytes())
     found, blocks = [], []
     for name, file in record["files"].items():
+        if only is not None and name not in only:
+            continue
         path, size = directory / name, file["bytes"]
         if not path.is_file():
             found.append(f"{name} is missing")
@@ -46,19 +49,22 @@ def problems(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
             found.append(f"{name} has {actual:,} bytes instead of {size:,}")
         else:
             blocks += [(name, k * record["block"], digest) for k, digest in enumerate(file["sha256"])]
-    block = record["block"]
     with ThreadPoolExecutor(_threads()) as pool:
-        own = blocks[part::parts]
-        digests = pool.map(lambda b: _digest(directory / b[0], b[1], block), own)
-        for (name, start, expected), digest in zip(own, digests, strict=True):
-            if digest != expected:
-                found.append(f"{name} is damaged between bytes {start:,} and {start + block:,}")
-    return found
+        sentences = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], record["block"]), blocks[part::parts])
+        return found + [sentence for sentence in sentences if sentence is not None]
 
 
 def total_bytes(directory: Path) -> int:
     """Bytes of a step's files, as its digests say."""
     return sum(file["bytes"] for file in json.loads((directory / DIGESTS).read_bytes())["files"].values())
+
+
+def _problem(directory: Path, name: str, start: int, expected: str, block: int) -> str | None:
+    try:
+        digest = _digest(directory / name, start, block)
+    except OSError as error:  # a bad sector, say
+        return f"{name} cannot be read: {(error.strerror or str(error)).lower()}"
+    return None if digest == expected else f"{name} is damaged between bytes {start:,} and {start + block:,}"
 
 
 def _digest(path: Path, start: int, block: int) -> str:

@@ -26,15 +26,19 @@ def gathered(value: Any) -> list[Any]:
 
 
 def first_decides(decide: Callable[[], Any]) -> Any:
-    """What `decide` (JSON) says on the first process, on every process; a ConfigError there is raised on all."""
-    if jax.process_count() == 1:
-        return decide()
+    """What `decide` (JSON) says on the first process, on every process; what it refuses, or the disk to it, is a ConfigError on all."""
     message: dict[str, Any] = {}
     if is_first():
         try:
             message = {"value": decide()}
         except ConfigError as error:
             message = {"refused": str(error)}
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            message = {
+                "refused": f"{error.filename or 'the run directory'} cannot be used: {reason}; "
+                "it must be a directory that can be read and written, or give another."
+            }
     message = gathered(message)[0]
     if "refused" in message:
         raise ConfigError(message["refused"])

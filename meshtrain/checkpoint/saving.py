@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -35,30 +36,32 @@ class Saver:
         self.config, self.canonical, self.root, self.say = config, canonical, root, say
         self.newest: int | None = None  # the last step that is on disk
         self._failure: str | None = None  # why the last save is not
+        self._unreadable: set[int] = set()  # steps whose manifest is damaged, told once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[str | None] | None = None
-        self._finished: list[dict[str, float]] = []
+        self._writing: tuple[int, Future[str | None]] | None = None  # the step under way; why it failed, or None
+        self._finished: deque[dict[str, float]] = deque()  # the thread puts in, the loop takes out
 
     def save(self, step: int, state: State, loss: float, eval_loss: float | None) -> None:
         """Starts writing; returns once `state` may be donated. CheckpointError if the save before failed and that is to stop the run."""
-        if step == self.newest:
-            return
         began = time.perf_counter()
         if failure := self._settle():
             if self.config.checkpoint.on_failed_save == "stop":
                 raise CheckpointError(failure)
             self.say(failure)
+        if step == self.newest:
+            return
         directory = self.root / f"{step}{steps.WRITING}"
         response: ocp.AsyncResponse[None] | Exception
         try:
-            if is_first():
-                directory.mkdir()
+            if reason := gathered(self._make(directory))[0]:  # all hear of it, or they would wait for the first one
+                raise OSError(reason)
             response = arrays.write(directory / steps.ARRAYS, self.canonical.arrays(state))
         except Exception as error:  # told, and counted as failed, when the save is settled
             response = error
         blocked = time.perf_counter() - began
         manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical.entries)
-        self._writing = self._pool.submit(self._finish, response, directory, step, manifest, began, blocked)
+        finish = self._pool.submit(self._finish, response, directory, step, manifest, began, blocked)
+        self._writing = step, finish
 
     def wait(self) -> None:
         """Waits for the save under way; CheckpointError if the last one failed."""
@@ -74,17 +77,29 @@ class Saver:
 
     def metrics(self) -> dict[str, float]:
         """Sums over the saves finished since the last call, {} if there is none."""
-        finished, self._finished = self._finished, []
+        finished = [self._finished.popleft() for _ in range(len(self._finished))]
         return {name: sum(save[name] for save in finished) for name in finished[0]} if finished else {}
 
     def _settle(self) -> str | None:
         """Waits for the save under way; why it failed on any process, or None."""
         if self._writing is None:
             return None
-        failures = gathered(self._writing.result())
+        step, finish = self._writing
+        failures = gathered(finish.result())
         self._writing = None
         self._failure = next((f for f in failures if f), None)
+        if self._failure is None:
+            self.newest = step
         return self._failure
+
+    def _make(self, directory: Path) -> str | None:
+        """Makes the directory, on the first process; why it cannot be made, or None."""
+        try:
+            if is_first():
+                directory.mkdir()
+        except OSError as error:
+            return str(error)
+        return None
 
     # --- on the thread
 
@@ -114,19 +129,30 @@ class Saver:
                         "checkpoint_bytes": written,
                     }
                 )
-                self._retain()
         except Exception as error:  # whatever it was, training need not end with it: on_failed_save says
             if is_first():
                 shutil.rmtree(directory, ignore_errors=True)
             intact = "there is none before it" if self.newest is None else f"step {self.newest} is intact"
             return f"the checkpoint of step {step} could not be written: {_reason(error)}; {intact}."
-        self.newest = step
+        if is_first():
+            self._retain()
         return None
 
     def _retain(self) -> None:
-        found = {step: Manifest.read(self.root / str(step)).eval_loss for step in steps.committed_in(self.root)}
+        """Removes the steps that need not stay. The save is done: what cannot be read or removed is told, and stays."""
+        found: dict[int, float | None] = {}
+        for step in steps.committed_in(self.root):
+            try:
+                found[step] = Manifest.read(self.root / str(step)).eval_loss
+            except (OSError, ValueError, TypeError):
+                if step not in self._unreadable:
+                    self._unreadable.add(step)
+                    self.say(f"checkpoint {self.root / str(step)} has a damaged {steps.MANIFEST}; it is left alone.")
         for step in found.keys() - kept(found, self.config.checkpoint).keys():
-            steps.remove(self.root / str(step))
+            try:
+                steps.remove(self.root / str(step))
+            except OSError as error:
+                self.say(f"checkpoint {self.root / str(step)} need not stay but cannot be removed: {_reason(error)}.")
 
 
 def _reason(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """Where a run starts from: the newest intact checkpoint of its own, another run's, or nothing."""
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -43,8 +44,10 @@ def find(config: Config, root: Path, say: Say) -> Source | None:
         return None
     directory = _newest_intact(Path(resume).expanduser().absolute(), say, own=False)
     if directory is None:
+        near = difflib.get_close_matches(resume, ("auto", "never"), n=1)
         raise ConfigError(
-            f"checkpoint.resume is {resume}, but there is no checkpoint; give auto, never, or a run directory that has one."
+            f"checkpoint.resume is {resume}, but there is no checkpoint; give auto, never, or a run directory that has one"
+            + (f"; did you mean {near[0]}?" if near else ".")
         )
     return Source(directory, Manifest.read(directory), own=False)
 

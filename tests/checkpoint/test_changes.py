@@ -4,7 +4,7 @@ import json
 import pytest
 from checkpoint_runs import config
 
-from meshtrain.checkpoint.changes import check_allowed, compare
+from meshtrain.checkpoint.changes import check_keys, compare
 from meshtrain.config import ConfigError
 
 
@@ -99,11 +99,18 @@ def test_a_model_of_another_size_is_shown_the_way_through_its_weights():
 @pytest.mark.parametrize(
     "keys, sentence",
     [
+        (
+            {"weights_only": True},
+            "takes the weights of another run, but checkpoint.resume is auto; give that run's path",
+        ),
         ({"allow": ["data.sorce"]}, "did you mean data.source"),
         ({"allow": ["model.layers"]}, "with checkpoint.weights_only model.layers and model.vocab_size can"),
-        ({"allow": ["model.d_model"], "weights_only": True}, "only model.layers and model.vocab_size can"),
+        (
+            {"allow": ["model.d_model"], "weights_only": True, "resume": "runs/a"},
+            "only model.layers and model.vocab_size can",
+        ),
     ],
 )
-def test_what_cannot_be_allowed_is_refused(keys, sentence):
+def test_what_cannot_be_asked_for_is_refused(keys, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        check_allowed(config(checkpoint=keys))
+        check_keys(config(checkpoint=keys))

@@ -73,9 +73,30 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(tmp_path, damaged, capsys):
     for arguments in (["ls", tmp_path / "nothing"], ["verify", tmp_path], ["show", tmp_path]):
         code, lines, said = call(capsys, *arguments)
         assert code == 2 and lines == [] and said.count("\n") == 1 and said.startswith("meshtrain: there is no ")
+    for arguments in (["lss", damaged], ["ls"], ["diff", damaged]):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(a) for a in arguments])
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and said.startswith("meshtrain: ")
     (damaged / "checkpoints" / "3" / steps.COMMIT).unlink()
     code, _, said = call(capsys, "show", damaged)
     assert code == 2 and "3 cannot be read: it has no COMMIT file" in said
+
+
+def test_nothing_that_is_damaged_is_read(damaged, capsys):
+    manifest = damaged / "checkpoints" / "3" / steps.MANIFEST
+    for content in ("{", "{}", manifest.read_text()):
+        manifest.write_text(content)
+        assert "manifest.json" in call(capsys, "ls", damaged)[1][3]
+        for command in (["show", damaged], ["diff", "--no-values", damaged, damaged]):
+            code, lines, said = call(capsys, *command)
+            assert code == 2 and lines == [] and said.count("\n") == 1 and "3 cannot be read: manifest.json" in said
+    second = damaged / "checkpoints" / "2"
+    array = max((second / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
+    array.write_bytes(array.read_bytes()[:-1])
+    code, lines, said = call(capsys, "diff", second, damaged / "checkpoints" / "1")
+    assert code == 2 and lines == [] and "2 is damaged: arrays/" in said
+    assert call(capsys, "diff", "--no-values", second, damaged / "checkpoints" / "1")[0] == 1
 
 
 def test_a_newer_format_is_named(damaged, monkeypatch, capsys):

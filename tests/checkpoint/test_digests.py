@@ -1,3 +1,4 @@
+import errno
 import random
 
 import pytest
@@ -45,6 +46,25 @@ def test_truncated_grown_and_missing_files_are_found(step):
     assert digests.problems(step) == ["deep/long/file has 1,001 bytes instead of 1,000"]
     path.unlink()
     assert digests.problems(step) == ["deep/long/file is missing"]
+
+
+def test_a_file_that_cannot_be_read_is_named(step, monkeypatch):
+    """A bad sector of the disk."""
+    digest = digests._digest
+
+    def failing(path, start, block):
+        if path.parent.name == "block":
+            raise OSError(errno.EIO, "Input/output error")
+        return digest(path, start, block)
+
+    monkeypatch.setattr(digests, "_digest", failing)
+    assert digests.problems(step) == ["deep/block/file cannot be read: input/output error"]
+
+
+def test_only_the_files_asked_for_are_looked_at(step):
+    for name in ("long", "small"):
+        (step / "deep" / name / "file").write_bytes(b"")
+    assert digests.problems(step, only=["deep/small/file"]) == ["deep/small/file has 0 bytes instead of 10"]
 
 
 def test_processes_that_share_the_work_find_what_one_finds(step):

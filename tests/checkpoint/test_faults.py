@@ -60,7 +60,8 @@ def newest_is_intact(run):
 
 
 def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
-    """Kills `kills` processes of one run, then lets it end; (steps lost, was it saving) of each kill that met training.
+    """Kills `kills` processes of one run, then lets it end; (step reached, newest checkpoint, step being saved or None) of each
+    kill that met training.
 
     In turn: after a random step, while saving, at any moment from the start of the process.
     """
@@ -78,10 +79,13 @@ def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
             time.sleep(chosen.uniform(0, 0.05) if saves else 0)
         trainer.kill()
         reached, newest = (rows(trainer.run) or [{"step": 0}])[-1]["step"], (committed(trainer.run) or [0])[-1]
-        doing = "starting" if not trainer.training() else "saving" if trainer.saving() else "between saves"
+        unfinished = [int(p.name.removesuffix(steps.WRITING)) for p in (trainer.run / "checkpoints").glob("*.writing")]
+        assert len(unfinished) <= 1
+        saving = unfinished[0] if unfinished else None
+        doing = "starting" if not trainer.training() else f"saving {saving}" if saving else "between saves"
         tell(f"kill {kill} {doing}, after step {reached}; newest checkpoint {newest}")
         if trainer.training():
-            lost.append((reached - newest, trainer.saving()))
+            lost.append((reached, newest, saving))
         assert not newest or newest_is_intact(trainer.run)
     trainer = Trainer(config)
     assert trainer.end() == 0, trainer.log.read_text()
@@ -89,8 +93,14 @@ def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
 
 
 def assert_little_is_lost(lost, every):
-    """At most `every` steps are taken again, and at most twice that after a kill during a save: training goes on meanwhile."""
-    assert all(steps <= (2 * every if saving else every) for steps, saving in lost), lost
+    """At most `every` steps are taken again. A kill during a save costs that save as well: `every` steps, and those taken meanwhile,
+    of which there are fewer than `every`, since the next save would wait for this one.
+    """
+    for reached, newest, saving in lost:
+        if saving is None:
+            assert reached - newest <= every, (reached, newest)
+        else:
+            assert saving - newest == every and 0 <= reached - saving <= every, (reached, newest, saving)
 
 
 def test_killed_runs_go_on_with_the_same_losses(tmp_path, undisturbed):
@@ -107,14 +117,107 @@ def test_thirty_kills(tmp_path):
     expected = losses_of(tmp_path / "undisturbed", count, every, **larger)
     lost = killed_again_and_again(settings(tmp_path, count, every, **larger), 30, count, every, tell=print)
     assert_undisturbed(tmp_path / "run", expected)
-    between, during = ([steps for steps, saving in lost if saving == kind] for kind in (False, True))
+    between = [reached - newest for reached, newest, saving in lost if saving is None]
+    during = [reached - saving for reached, _, saving in lost if saving is not None]
     print(
         f"30 kills: 0 wrong losses, 0 steps duplicated or missing; a checkpoint every {every} steps; steps taken again after "
-        f"{len(between)} kills between saves: at most {max(between)}, after {len(during)} kills during a save: at most {max(during)}, "
-        f"after {30 - len(lost)} kills while starting: none"
+        f"{len(between)} kills between saves: at most {max(between)}, after {len(during)} kills during a save: {every} and those "
+        f"taken since it began, at most {max(during)}; after {30 - len(lost)} kills while starting: none"
     )
     assert len(during) >= 5
     assert_little_is_lost(lost, every)
+
+
+# --- damaged between two runs
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run that has ended, with checkpoints of its last three saves."""
+    directory = tmp_path_factory.mktemp("ended")
+    trainer = Trainer(settings(directory, STEPS, EVERY))
+    assert trainer.end() == 0, trainer.log.read_text()
+    assert committed(trainer.run) == [STEPS - 2 * EVERY, STEPS - EVERY, STEPS]
+    return trainer.run
+
+
+def largest(step):
+    return max(step.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+
+
+def flip(step):
+    content = bytearray(largest(step).read_bytes())
+    content[len(content) // 2] ^= 16
+    largest(step).write_bytes(content)
+
+
+def truncate(step):
+    os.truncate(largest(step), largest(step).stat().st_size - 1)
+
+
+def remove(step):
+    largest(step).unlink()
+
+
+def empty(step):
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (flip, "is damaged between bytes 0 and"),
+        (truncate, " bytes instead of "),
+        (remove, "is missing"),
+        (empty, "it has no COMMIT file"),
+    ],
+)
+def test_a_damaged_step_is_told_and_set_aside_and_the_run_goes_on_from_the_one_before(
+    damage, sentence, tmp_path, ended, undisturbed
+):
+    run, last = shutil.copytree(ended, tmp_path / "run"), str(STEPS)
+    damage(run / "checkpoints" / last)
+    trainer = Trainer(settings(tmp_path, STEPS, EVERY))
+    assert trainer.end() == 0, trainer.log.read_text()
+    told = trainer.log.read_text().splitlines()[0]
+    assert told.startswith(f"meshtrain: checkpoint {run}/checkpoints/{last} is damaged: ") and sentence in told
+    assert told.endswith(f"it is set aside as {last}.damaged.")
+    assert f"going on after step {STEPS - EVERY}" in trainer.log.read_text()
+    assert_undisturbed(run, undisturbed)
+    assert newest_is_intact(run) and committed(run)[-1] == STEPS
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_and_nothing_is_touched(tmp_path, ended, monkeypatch):
+    run = shutil.copytree(ended, tmp_path / "run")
+    monkeypatch.setattr(steps, "FORMAT", 2)
+    steps.commit(run / "checkpoints" / str(STEPS))
+    before = rows(run), sorted(path.name for path in (run / "checkpoints").iterdir())
+    trainer = Trainer(settings(tmp_path, STEPS, EVERY))
+    assert trainer.end() == 2
+    assert trainer.log.read_text().count("\n") == 1
+    assert "has format 2, and this meshtrain reads up to 1; update meshtrain" in trainer.log.read_text()
+    assert before == (rows(run), sorted(path.name for path in (run / "checkpoints").iterdir()))
+
+
+def test_after_a_clock_was_set_back_a_run_goes_on_from_its_newest_step_and_keeps_the_right_ones(
+    tmp_path, ended, undisturbed
+):
+    """What was saved before is dated in 2096, the highest step first: the clock of the run that follows is behind all of it."""
+    run = shutil.copytree(ended, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / str(STEPS))
+    for day, step in enumerate(reversed(committed(run))):
+        directory = run / "checkpoints" / str(step)
+        for path in (*directory.rglob("*"), directory):
+            os.utime(path, (4e9 + 86400 * day,) * 2)
+    trainer = Trainer(settings(tmp_path, STEPS, EVERY, checkpoint={"keep": 2}))
+    assert trainer.end() == 0, trainer.log.read_text()
+    assert f"going on after step {STEPS - EVERY}" in trainer.log.read_text()
+    assert_undisturbed(run, undisturbed)
+    assert committed(run) == [STEPS - EVERY, STEPS]
+
+
+# --- asked to stop
 
 
 @pytest.mark.parametrize("name, when", [("SIGTERM", "a step"), ("SIGINT", "a step"), ("SIGTERM", "a save")])

@@ -105,12 +105,42 @@ def test_retention_removes_what_it_need_not_keep(tmp_path):
 def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path):
     checkpointer = open_run(tmp_path)
     checkpointer.save(1, numbered(program()), 1.0)
+    checkpointer.save(1, numbered(program()), 1.0)  # nor while it is being written
     checkpointer.wait()
     before = (tmp_path / "checkpoints" / "1").stat().st_ino
     checkpointer.save(1, numbered(program()), 1.0)
     checkpointer.wait()
     checkpointer.close()
     assert (tmp_path / "checkpoints" / "1").stat().st_ino == before
+
+
+def test_a_step_with_a_damaged_manifest_is_left_alone_and_told_once(tmp_path):
+    said = []
+    checkpointer = open_run(tmp_path, said, keep=1, keep_best=0)
+    for step in (1, 2, 3):
+        checkpointer.save(step, numbered(program()), 1.0)
+        checkpointer.wait()
+        if step == 1:
+            (tmp_path / "checkpoints" / "1" / steps.MANIFEST).write_text("{")
+    checkpointer.close()
+    assert committed(tmp_path) == [1, 3]
+    assert said == [f"checkpoint {tmp_path}/checkpoints/1 has a damaged manifest.json; it is left alone."]
+
+
+def test_a_step_that_cannot_be_removed_is_told_and_the_save_has_not_failed(tmp_path, monkeypatch):
+    def refused(directory):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(steps, "remove", refused)
+    said = []
+    checkpointer = open_run(tmp_path, said, keep=1, keep_best=0, on_failed_save="stop")
+    for step in (1, 2):
+        checkpointer.save(step, numbered(program()), 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    assert committed(tmp_path) == [1, 2]
+    sentence = f"checkpoint {tmp_path}/checkpoints/1 need not stay but cannot be removed: permission denied."
+    assert said == [sentence]
 
 
 @pytest.fixture

@@ -196,6 +196,17 @@ def test_a_damaged_step_asked_for_by_name_is_refused(run, tmp_path):
         restored(tmp_path / "new", resume=str(run / "checkpoints" / "3"))
 
 
+def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"checkpoints cannot be used: file exists; it must be a directory that"):
+        restored(tmp_path)
+
+
+def test_a_misspelt_auto_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume is atuo, .* did you mean auto"):
+        restored(tmp_path, resume="atuo")
+
+
 def test_a_path_without_checkpoints_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="but there is no checkpoint; give auto, never, or a run directory"):
         restored(tmp_path / "new", resume=str(tmp_path / "nothing"))
