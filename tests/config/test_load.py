@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from pathlib import Path
 
 import pytest
 import yaml
@@ -94,6 +95,11 @@ def test_every_key_is_documented():
     for name, kind in typing.get_type_hints(Config).items():
         for key, text in describe(kind).items():
             assert len(text) > 10, f"{name}.{key}"
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_that_ships_is_legal(path):
+    assert load(path).run.directory == f"runs/{path.stem}"
 
 
 def test_sections_cannot_be_changed_after_loading(read):
