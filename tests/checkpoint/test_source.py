@@ -75,6 +75,7 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
             shutil.rmtree(run / "checkpoints" / "3.damaged")
             shutil.copytree(kept, newest)
             flips += 1
+    print(f"{flips} bits flipped in {len(files(kept))} files: {flips} caught before a number was restored")
     assert flips >= 60
 
 
