@@ -8,10 +8,8 @@ import functools
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
-from meshtrain.planner import shapes
+from meshtrain.planner import shapes, slots
 from meshtrain.planner.shapes import Held
-
-OPTIMIZER_SLOTS = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,9 @@ def state(config: Config) -> list[Item]:
 
 def between_steps(config: Config) -> list[Item]:
     """Masters and optimizer state."""
-    elements = _elements(config).shard
-    slots = OPTIMIZER_SLOTS[config.optimizer.name]
-    moments = 0 if config.parallel.offload_optimizer else 4 * slots * elements
+    moments = 0 if config.parallel.offload_optimizer else 4 * slots.elements(config)
     return [
-        Item("float32 masters", "parameters", 4 * elements, True),
+        Item("float32 masters", "parameters", 4 * _elements(config).shard, True),
         Item(f"{config.optimizer.name} state", "optimizer_state", moments, True),
     ]
 
@@ -129,7 +125,22 @@ def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: s
         return size * (d / split + d + (1 + gated) * f + (heads + 2 * groups) * k)
     stream = size * (4 * d / split + 2 * d)  # twice: input, normalised, and scaled (gathered) as the products' input
     scores = 2 * heads * length if kernel == "scores" else heads  # the log of each query's sum, where none are kept
-    return stream + size * ((2 + gated) * f + (2 * heads + 2 * groups) * k) + 4 * scores
+    outputs = 2 if kernel == "flash" else 1  # as the kernel made it, and as the rows of the product that follows
+    return stream + size * ((2 + gated) * f + ((1 + outputs) * heads + 2 * groups) * k) + 4 * scores
+
+
+def _left(config: Config, recomputed: bool) -> float:
+    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split`): cotangents
+    of what the products and norms give, and where the layer was `recomputed` what these were given too.
+    """
+    model, split = config.model, config.mesh.tensor if config.parallel.sequence_parallel else 1
+    d, k, f = model.d_model, model.head_dim or 1, (model.d_ff or 1) / config.mesh.tensor
+    heads, groups = model.heads / config.mesh.tensor, (model.kv_heads or model.heads) / config.mesh.tensor
+    stream = 2 * d + 2 * d / split
+    width = stream + (1 + (model.family == "llama")) * f + (heads + 2 * groups) * k
+    if recomputed:
+        width += stream + f + heads * k
+    return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
 
 
 def kernel(config: Config, cpu: bool) -> str:
@@ -153,100 +164,130 @@ def kept(config: Config, depths: Depths, cpu: bool = False) -> list[Item]:
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer = _layer(config, parallel.remat, cpu)
     if config.mesh.pipeline == 1:
-        return [
-            Item("activations kept for the backward", "activations", stage.layers * layer),
-            Item("copies in another layout", "activations", _copies(config, 1) if parallel.remat != "full" else 0.0),
-        ]
+        return [Item("activations kept for the backward", "activations", stage.layers * layer)]
     entry = stage.longest * layer if parallel.remat != "full" else 0.0
-    # A split backward leaves what its second half needs: about what a forward without recomputation does.
-    left = stage.longest * _layer(config, "none", cpu) if depths.cot else 0.0
     return [
         Item("activations kept for the backward", "activations", depths.stash * (stream + entry)),
-        Item("what weight gradients wait for", "activations", depths.cot * left),
+        Item(
+            "what weight gradients wait for",
+            "activations",
+            depths.cot * stage.longest * _left(config, parallel.remat != "none"),
+        ),
         Item("activations waiting between stages", "activations", (depths.f_inbox + depths.b_inbox) * stream),
-        Item("copies in another layout", "activations", _copies(config, depths.stash if entry else 1)),
     ]
-
-
-def _copies(config: Config, stacked: int) -> float:
-    """Sequence parallelism gathers along the sequence, which XLA wants as the first dimension: with several sequences a
-    microbatch it copies what is stacked of one gathered array. It does not where a stage has several chunks."""
-    if not config.parallel.sequence_parallel or shapes.sequences(config) == 1 or shapes.stage(config).chunks > 1:
-        return 0.0
-    array = shapes.tokens(config) * config.model.d_model * shapes.itemsize(config.precision.compute)
-    return stacked * shapes.stage(config).longest * array
 
 
 def passing(config: Config, cpu: bool = False) -> dict[str, list[Item]]:
-    """What is held only for a moment, by moment: at the loss head, and in the backward of a layer.
+    """What is held only for a moment, by moment.
 
-    The counts of copies are what XLA's buffer assignment was seen to make; `experiments/bench_planner.py --compile` shows how well
-    they hold.
+    What lives at once in them was read off XLA's live ranges; `experiments/bench_planner.py --compile` shows how well it holds.
     """
-    stage = shapes.stage(config)
-    size, tokens = shapes.itemsize(config.precision.compute), shapes.tokens(config)
-    block, _, vocabulary = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    return _of_stages(config, cpu) if config.mesh.pipeline > 1 else _of_one_stage(config, cpu)
+
+
+def _of_one_stage(config: Config, cpu: bool) -> dict[str, list[Item]]:
+    """Moments of a step without pipeline stages.
+
+    XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden states and
+    the logits' cotangent, are held through the backward. In a loop over microbatches it does so only where collectives stand between.
+    """
+    size, tensor, several = _itemsize(config), config.mesh.tensor, config.parallel.microbatches > 1
     gathers, scatters = shapes.gathers_at_use(config), shapes.scatters_at_use(config)
-    pipelined = config.mesh.pipeline > 1
-    edge, layers = vocabulary.largest, stage.longest
-    uses = 2 if config.model.tied_head and not gathers else 1  # a tied weight has a gradient of each use
+    stage = shapes.stage(config)
+    block, _, vocabulary = shapes.held(config.model, tensor, stage.vocab_ways, shapes.zero_ways(config))
+    waits = gathers or not several
     head = [
-        Item("logits", "activations", 4 * tokens * stage.vocab_rows),
-        Item("hidden states at the head", "activations", 3 * size * tokens * config.model.d_model),
-        Item("gradient of the output head", "gradients", (size * uses + (4 if scatters else 0)) * edge),
-        Item("gathered output head", "parameters", 2 * size * edge if gathers else 0),
+        Item("logits", "activations", _logits(config)),
+        Item("hidden states at the head", "activations", _hidden(config)),
     ]
-    new = (block.shard if scatters else block.whole) * layers
-    backward = [
-        Item("activations computed again", "activations", _again(config, cpu)),
-        Item("copies of a microbatch's activations", "activations", _entry_copies(config, cpu)),
-        Item("copies of a chunk's weights", "parameters", size * block.whole * layers * _weight_copies(config)),
-        Item("new gradients of the layers", "gradients", size * new),
-        Item("new gradients of the vocabulary", "gradients", 0 if pipelined else size * edge),
-        Item("gathered weights of a layer", "parameters", size * block.whole if gathers else 0),
-        Item(
-            "largest gradient of a layer, to be scattered", "gradients", (size + 4) * block.largest if scatters else 0
-        ),
-        Item("work of one layer", "activations", _work(config)),
+    gradients = [Item("new gradients of the layers", "gradients", _new_gradients(config))]
+    made = [Item("new gradients of the vocabulary", "gradients", 0 if waits else size * vocabulary.whole)]
+    early = several and not (config.parallel.remat == "dots" and tensor == 1)  # set to zero before the head
+    largest = [
+        Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0),
+        Item("gradient of the output head", "gradients", (size + 4 * scatters) * vocabulary.largest),
     ]
-    return {"loss head": head, "backward": backward}
+    layer = [
+        Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
+        Item("work of one layer", "activations", _work(config, cpu)),
+        Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
+    ]
+    return {
+        "loss head": [*head, *(made if several and not waits else largest), *(gradients if early else [])],
+        "backward": [*gradients, *made, *layer, *(head if waits else [])],
+    }
+
+
+def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
+    """Moments of a tick: a chunk goes forward, another backward, and the loss head between them.
+
+    A stashed microbatch is made as a whole and read as a whole, and XLA reads one before the other is written: two beside the stash.
+    """
+    size, parallel, stage = _itemsize(config), config.parallel, shapes.stage(config)
+    gathers, scatters = shapes.gathers_at_use(config), shapes.scatters_at_use(config)
+    block, _, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    sizes = shapes.edge(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    alone = _last_tick_alone(config)
+    chunk = size * block.whole * stage.longest
+    full, splits = parallel.remat == "full", parallel.schedule.startswith("zb_")
+    entry = 0.0 if full else stage.longest * _layer(config, parallel.remat, cpu)
+    left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
+    if splits:
+        left = stage.longest * (_left(config, parallel.remat != "none") + (1 + alone) * _left(config, False))
+    again = stage.longest * _layer(config, "none", cpu) * (1 + alone) if full else 0.0
+    layer = _layer(config, "none", cpu) if parallel.remat == "dots" else 0.0
+    weights = 0 if gathers else 2 * (stage.chunks > 1) + alone
+    always = [
+        Item("copies of a chunk's weights", "parameters", chunk * weights),
+        Item("new gradients of the layers", "gradients", _new_gradients(config) * (1 + alone)),
+        Item("new gradients of the vocabulary", "gradients", size * sizes["tokens"].whole),
+        Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
+        Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
+    ]
+    logits = Item("logits", "activations", _logits(config))
+    waiting = [logits] if config.mesh.tensor == 1 else []  # for the gradient of the head, see _of_one_stage
+    work = Item("work of one layer", "activations", _work(config, cpu))
+    copies = "copies of a microbatch's activations"
+    recomputed = Item("activations computed again", "activations", again + layer)
+    return {
+        "forward": [*always, Item(copies, "activations", 2 * entry + left), work],
+        "loss head": [*always, Item(copies, "activations", entry + left), recomputed, logits],
+        "backward": [*always, Item(copies, "activations", entry + left), recomputed, work, *waiting],
+    }
+
+
+def _itemsize(config: Config) -> int:
+    return shapes.itemsize(config.precision.compute)
+
+
+def _logits(config: Config) -> float:
+    return 4 * shapes.tokens(config) * shapes.stage(config).vocab_rows
+
+
+def _hidden(config: Config) -> float:
+    """The last layer's output, normalised, and its cotangent."""
+    return 3 * _itemsize(config) * shapes.tokens(config) * config.model.d_model
+
+
+def _new_gradients(config: Config) -> float:
+    """One microbatch's gradients of a chunk's layers, stacked."""
+    stage = shapes.stage(config)
+    block, _, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    return _itemsize(config) * (block.shard if shapes.scatters_at_use(config) else block.whole) * stage.longest
 
 
 def _last_tick_alone(config: Config) -> bool:
     """Two stages drain in one tick, which XLA compiles outside the loop: copies made there live beside the loop's."""
-    return (
-        config.mesh.pipeline == 2 and config.parallel.schedule in ("1f1b", "zb_h1") and config.parallel.remat != "none"
-    )
+    return config.mesh.pipeline == 2 and config.parallel.schedule in ("1f1b", "zb_h1")
 
 
-def _again(config: Config, cpu: bool) -> float:
-    """Activations that the backward computes again: of a layer, or of a stage, which the pipeline recomputes as a whole."""
-    if config.parallel.remat == "none":
-        return 0.0
-    layer = _layer(config, "none", cpu)
-    if config.mesh.pipeline == 1 or config.parallel.remat != "full":
-        return layer
-    twice = _last_tick_alone(config) and config.parallel.schedule == "1f1b"
-    return (1 + twice) * shapes.stage(config).longest * layer
-
-
-def _entry_copies(config: Config, cpu: bool) -> float:
-    """A stashed microbatch is written as a whole and read as a whole: two copies beside the stash, and two of what W waits for."""
-    if config.mesh.pipeline == 1:
-        return 0.0
-    stashed = _layer(config, config.parallel.remat, cpu) if config.parallel.remat != "full" else 0.0
-    left = _layer(config, "none", cpu) if config.parallel.schedule.startswith("zb_") else 0.0
-    return 2 * shapes.stage(config).longest * (stashed + left)
-
-
-def _weight_copies(config: Config) -> int:
-    """Copies of a chunk's weights: where it is picked among several, and where a tick stands alone."""
-    alone = _last_tick_alone(config) and not shapes.gathers_at_use(config)
-    return 2 * (shapes.stage(config).chunks > 1) + 2 * alone
-
-
-def _work(config: Config) -> float:
-    """Cotangents and products of one layer while it goes backward."""
-    model, size, tokens = config.model, shapes.itemsize(config.precision.compute), shapes.tokens(config)
-    inner = 9 if config.mesh.pipeline > 1 else 3
-    return size * tokens * (4 * model.d_model + inner * (model.d_ff or 1) / config.mesh.tensor)
+def _work(config: Config, cpu: bool) -> float:
+    """What one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and the residual
+    stream in the forms that the products and the attention want it in."""
+    model, mesh = config.model, config.mesh
+    hidden = 2 * (1 + (model.family == "llama")) * (model.d_ff or 1) / mesh.tensor
+    split = mesh.tensor if config.parallel.sequence_parallel else 1
+    heads = model.heads // mesh.tensor
+    width = hidden + 4 * model.d_model + 3 * model.d_model / split + 3 * heads * (model.head_dim or 1)
+    scores = 3 * 4 * heads * config.train.sequence_length if kernel(config, cpu) == "scores" else 0
+    return shapes.tokens(config) * (_itemsize(config) * width + scores)

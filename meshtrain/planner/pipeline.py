@@ -72,15 +72,19 @@ def trips(config: Config, skips: bool = False) -> Trips:
         return Trips(m, m, m)
     if skips:
         ticks = table(config).ticks
-        return Trips(m * v, m, m * v, edge=m, messages=ticks)
+        return Trips(m * v, m, m * v, embedding=m, unembedding=m, down=ticks, up=ticks)
     return _trips(config.parallel.schedule, p, m, v)
 
 
 @functools.lru_cache(maxsize=512)
 def _trips(schedule: str, stages: int, microbatches: int, chunks: int) -> Trips:
     found = loops(_table(schedule, stages, microbatches, chunks))
-    forward, head, backward, _ = work_per_tick(found).sum(axis=0).tolist()
-    return Trips(forward, head, backward)
+    work = work_per_tick(found)
+    forward, head, backward, _ = work.sum(axis=0).tolist()
+    # The first B sends back the cotangent of none, and no embedding's: where its tick is compiled alone XLA leaves both out.
+    first = work[:, 2].argmax()
+    alone = any(loop.first == first and loop.repeats * loop.period == 1 for loop in found)
+    return Trips(forward, head, backward, unembedding=backward - alone, up=backward - alone)
 
 
 def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Durations:

@@ -6,6 +6,7 @@ of its dimensions. All layers are alike, so sizes are of one layer and of what s
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
@@ -71,15 +72,32 @@ class Held:
         return Held(self.whole * count, self.shard * count, self.largest)
 
 
+def ways(model: ModelConfig, tensor: int, vocab_ways: int) -> dict[str, int]:
+    """Over how many devices the axes of weights are split, without ZeRO; those that are not named are whole."""
+    split_kv = (model.kv_heads or model.heads) % tensor == 0
+    return {"heads": tensor, "mlp": tensor, "vocab": vocab_ways, "kv_heads": tensor if split_kv else 1}
+
+
+def zero_dimension(leaf: Leaf, by_dim: Sequence[int], data: int) -> int | None:
+    """The dimension that ZeRO splits, by `parallel.layout`: the largest that divides, else the free one that padding grows least,
+    else none. `by_dim` is over how many devices each is split already."""
+    if data == 1:
+        return None
+    local = [math.ceil(n / w) for (_, n), w in zip(leaf.dims, by_dim, strict=True)]
+    exact = [d for d, n in enumerate(local) if n % data == 0]
+    if exact:
+        return max(exact, key=lambda d: local[d])
+    free = [d for d, w in enumerate(by_dim) if w == 1]
+    return min(free, key=lambda d: math.ceil(local[d] / data) * data / local[d], default=None)
+
+
 def _held(leaf: Leaf, tensor: int, vocab_ways: int, data: int, model: ModelConfig) -> Held:
-    ways = {"heads": tensor, "mlp": tensor, "vocab": vocab_ways}
-    ways["kv_heads"] = tensor if (model.kv_heads or model.heads) % tensor == 0 else 1
-    local = [math.ceil(n / ways.get(axis, 1)) for axis, n in leaf.dims]
+    axis_ways = ways(model, tensor, vocab_ways)
+    by_dim = [axis_ways.get(axis, 1) for axis, _ in leaf.dims]
+    local = [math.ceil(n / w) for (_, n), w in zip(leaf.dims, by_dim, strict=True)]
     whole = math.prod(local)
-    # ZeRO splits a dimension that divides, else pads one that nothing else splits, else leaves the weight whole (`parallel.layout`)
-    free = [n for n, (axis, _) in zip(local, leaf.dims, strict=True) if ways.get(axis, 1) == 1]
-    padded = min((whole // n * math.ceil(n / data) for n in free), default=whole)
-    return Held(whole, whole // data if any(n % data == 0 for n in local) else padded, whole)
+    zero = zero_dimension(leaf, by_dim, data)
+    return Held(whole, whole if zero is None else whole // local[zero] * math.ceil(local[zero] / data), whole)
 
 
 @functools.lru_cache(maxsize=65536)

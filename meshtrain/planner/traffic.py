@@ -26,20 +26,21 @@ BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the ot
 class Trips:
     """How often a device goes forward and backward through a chunk and through the loss head in a step.
 
-    `edge` counts the embedding's passes and `messages` those to and from a neighbour, where they are not as many.
+    The embedding's passes, forward and backward (`unembedding`), and the messages `down` and `up` are as many where not given.
     """
 
     forward: int
     head: int
     backward: int
-    edge: int | None = None
-    messages: int | None = None
+    embedding: int | None = None
+    unembedding: int | None = None
+    down: int | None = None
+    up: int | None = None
 
     def of(self, moment: str) -> int:
-        """Passes through one of forward, backward, head, embedding, unembedding (the embedding's backward), down, up."""
-        own = {"embedding": self.edge, "unembedding": self.edge, "down": self.messages, "up": self.messages}.get(moment)
-        usual = {"embedding": self.forward, "unembedding": self.backward, "down": self.forward, "up": self.backward}
-        return own if own is not None else usual.get(moment) or getattr(self, moment)
+        """Passes through what one of the fields names."""
+        own = getattr(self, moment)
+        return own if own is not None else self.forward if moment in ("embedding", "down") else self.backward
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def _data(config: Config, trips: Trips) -> list[Flow]:
     found: list[Flow] = []
     elements: float
     if shapes.gathers_at_use(config):
-        passes = stage.longest * (trips.forward + trips.backward)
+        # A stage that is computed again as a whole is gathered for that, and once more layer by layer.
+        passes = stage.longest * (trips.forward + (1 + whole_stage(config)) * trips.backward)
         found.append(Flow("data", ALL_GATHER, "weights of a layer gathered", layers * weight, passes, ranks))
         for moment, elements in edge_uses(config):
             times = trips.of(moment)

@@ -1,4 +1,6 @@
+import dataclasses
 import itertools
+import math
 from collections import Counter
 
 import jax
@@ -48,6 +50,17 @@ def test_elements_on_a_device_are_those_of_the_layout(family, mesh):
         held = memory.between_steps(config)[0]
         assert held.name == "float32 masters"
         assert held.nbytes == sum(4 * jnp.prod(jnp.array(shape)).item() for shape in shards)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_optimizer_state_on_a_device_is_that_of_the_program(name, mesh, family):
+    config = odd(family, mesh)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
+    state = build(config, make_mesh(config)).state_shapes.optimizer
+    found = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
+    assert memory.between_steps(config)[1].nbytes == pytest.approx(found, rel=0.005)
 
 
 def test_parameters_are_counted_without_padding():
