@@ -98,6 +98,7 @@ def save(root: Path, megabytes: int, layout: str, saves: int) -> None:
     checkpointer = Checkpointer(config, built)
     state, _ = checkpointer.restore_or_init()
     jax.block_until_ready(state)
+    gc.collect()  # the states of the layout before
     shares = []
     print(f"saved from {layout}")
     print(f"{'save':<8} {'blocked ms':>10} {'whole ms':>9} {'blocked / whole':>16} {'MB':>7}")
