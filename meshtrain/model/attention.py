@@ -9,7 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
 
-BLOCK, BLOCKS = 128, 8  # queries at a time off the GPU, or more where there would be more blocks: code grows with their number
+BLOCK, BLOCKS = (
+    128,
+    8,
+)  # queries at a time off the GPU, or more where there would be more blocks: code grows with their number
 MASKED = -1e30
 
 

@@ -191,8 +191,15 @@ def rotary(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, j
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _turned(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns the pairs (x[i], x[i + K/2]) by the angles of their positions."""
     cos, sin = cos[..., None, :].astype(x_BTHK.dtype), sin[..., None, :].astype(x_BTHK.dtype)
     low, high = jnp.split(x_BTHK, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+rotate = jax.custom_vjp(_turned)  # its transpose turns back: nothing is kept but the angles
+rotate.defvjp(
+    lambda x, cos, sin: (_turned(x, cos, sin), (cos, sin)),
+    lambda angles, cotangent: (_turned(cotangent, angles[0], -angles[1]), None, None),
+)
