@@ -127,6 +127,11 @@ class Loop:
         if pending is not None:
             self.log(*pending)
         self.checkpointer.wait()
+        if last := self.checkpointer.metrics():  # of saves that no row of metrics follows
+            self.report.write(
+                f"last save: {last['checkpoint_bytes'] / 1e6:.1f} MB in {last['checkpoint_seconds']:.2f} s, "
+                f"{last['checkpoint_blocked_seconds']:.3f} s of them blocking"
+            )
         if step < steps:
             self.report.write(f"stopped on request after step {step}; its checkpoint is written, run again to go on.")
             return STOPPED
@@ -151,12 +156,12 @@ class Loop:
         seconds, self.clock = now - self.clock, now
         waited, self.waited = self.loader.waited - self.waited, self.loader.waited
         row = {"step": step, **values, "tokens": tokens, "tokens_per_second": tokens / seconds}
-        row |= {"step_seconds": seconds, "data_wait_seconds": waited} | self.checkpointer.metrics()
+        row |= {"step_seconds": seconds, "data_wait_seconds": waited}
         if eval_loss is not None:
             row["eval_loss"] = eval_loss
         due = step % self.config.log.every == 0 or step == self.config.train.steps or eval_loss is not None
         if due:
-            self.metrics.write(row)
+            self.metrics.write(row | self.checkpointer.metrics())  # of all saves since the row before
         self.report.step(row, show=due)
         if not np.isfinite(row["loss"]) and "loss_scale" not in row:
             raise FloatingPointError(
@@ -229,7 +234,11 @@ def opening(program: Program, data: TextBatches, start: int) -> list[str]:
         f"{data.source}: {data.batches_per_epoch:,} batches an epoch of {data.tokens_per_batch:,.0f} tokens",
         *(f"note: {sentence}" for sentence in (*notes(config), *program.layout.notes())),
     ]
-    return lines + ([f"going on after step {start}"] if start else [])
+    if start >= config.train.steps:
+        lines.append(f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do")
+    elif start:
+        lines.append(f"going on after step {start}")
+    return lines
 
 
 if __name__ == "__main__":

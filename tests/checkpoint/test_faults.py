@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -233,6 +234,36 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step_and_code_75(name
     assert f"meshtrain: {name}: stopping after this step, with a checkpoint." in trainer.log.read_text()
     assert Trainer(config).end() == 0
     assert_undisturbed(trainer.run, undisturbed)
+
+
+def one_of_two(rank, port):
+    """Tells this process, as Slurm does, that it is one of two."""
+    os.environ |= {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+    }
+    os.environ |= {"SLURM_LOCALID": str(rank), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+
+
+def test_a_preemption_notice_to_one_of_two_processes_stops_both_with_a_checkpoint_and_code_75(tmp_path):
+    run, sections = tmp_path / "run", {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 2}}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    trainers = []
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        own = settings(tmp_path / str(rank), 9999, EVERY, run={"directory": str(run), "fake_devices": 1}, **sections)
+        trainers.append(Trainer(own, before=partial(one_of_two, rank, port)))
+    assert trainers[0].until(lambda: bool(committed(run))), trainers[0].log.read_text()
+    os.kill(trainers[1].process.pid, signal.SIGTERM)
+    assert [trainer.end() for trainer in trainers] == [75, 75], [trainer.log.read_text() for trainer in trainers]
+    last = rows(run)[-1]["step"]
+    assert committed(run)[-1] == last < 9999 and newest_is_intact(run)
+    assert Trainer(settings(tmp_path, last + 3, EVERY, **sections)).end() == 0  # one process goes on, with two devices
+    assert [row["step"] for row in rows(run)] == list(range(1, last + 4))
 
 
 def test_a_second_signal_ends_a_run_at_once_and_leaves_the_last_checkpoint_intact(tmp_path, undisturbed):

@@ -1,0 +1,68 @@
+"""Whole runs, in this process: what metrics.jsonl, the directory and the terminal have of checkpoints."""
+
+import pytest
+from checkpoint_runs import LAYOUTS
+from trainer import rows, settings
+
+from meshtrain.checkpoint import digests, steps
+from meshtrain.train import main
+
+ONE, CUBE, *_ = LAYOUTS
+
+
+def train(directory, count, every, layout=ONE, **sections):
+    """The run's directory, after a run of `count` steps that ended well."""
+    (data, tensor, pipeline), parallel = LAYOUTS[layout]
+    mesh = {"data": data, "tensor": tensor, "pipeline": pipeline}
+    config = settings(directory, count, every, mesh=mesh, parallel=parallel, **sections)
+    assert main(["--config", str(config)]) == 0
+    return directory / "run"
+
+
+def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, capsys):
+    run = train(tmp_path, 9, 2, log={"every": 4}, checkpoint={"every": 2, "keep": 9})
+    told = sum(row.get("checkpoint_bytes", 0) for row in rows(run))
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("last save: "))
+    saved = [digests.total_bytes(run / "checkpoints" / str(step)) for step in (2, 4, 6, 8, 9)]
+    assert [row["step"] for row in rows(run)] == [4, 8, 9]
+    unlogged = [k for k in range(1, 4) if told == sum(saved[:-k])]  # a save may end after the next row is written
+    assert len(unlogged) == 1
+    assert said.startswith(f"last save: {sum(saved[-unlogged[0] :]) / 1e6:.1f} MB in ")
+    logged = [row for row in rows(run) if "checkpoint_bytes" in row]
+    assert all(0 < row["checkpoint_blocked_seconds"] <= row["checkpoint_seconds"] for row in logged)
+
+
+def test_the_last_the_best_and_every_nth_checkpoint_stay(tmp_path):
+    keys = {"keep": 2, "keep_best": 1, "keep_every": 4}
+    evaluates = {"every": 2, "batches": 1}
+    run = train(tmp_path, 14, 2, checkpoint={"every": 2, **keys}, eval=evaluates, optimizer={"learning_rate": 0.1})
+    losses = {row["step"]: row["eval_loss"] for row in rows(run) if "eval_loss" in row}
+    assert list(losses) == [2, 4, 6, 8, 10, 12, 14]
+    best = min(losses, key=losses.__getitem__)
+    assert steps.committed_in(run / "checkpoints") == sorted({best, 4, 8, 12, 14})
+
+
+def test_a_run_goes_on_on_another_mesh_with_the_same_batches(tmp_path, capsys):
+    """Its losses are those of the run that stayed, to rounding, on text whose batches are in a shuffled order."""
+    text = {"data": {"source": "stdlib"}, "model": {"vocab_size": 260}, "train": {"global_batch_size": 8}}
+    for name in ("stays", "moves"):
+        (tmp_path / name).mkdir()
+    stays = rows(train(tmp_path / "stays", 8, 4, **text))
+    run = train(tmp_path / "moves", 8, 4, **text)
+    steps.remove(run / "checkpoints" / "8")  # as if it had been killed before
+    capsys.readouterr()
+    moved = rows(train(tmp_path / "moves", 8, 4, CUBE, **text))
+    assert "mesh.data was 1 and is 2 from here on." in capsys.readouterr().err
+    assert [row["step"] for row in moved] == [row["step"] for row in stays] == list(range(1, 9))
+    for row, expected in zip(moved, stays, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+
+
+def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
+    train(tmp_path, 3, 0)
+    capsys.readouterr()
+    assert train(tmp_path, 2, 0) == tmp_path / "run"
+    said = capsys.readouterr()
+    assert "step 3 is taken already and train.steps is 2: nothing is left to do" in said.out
+    assert said.err == "meshtrain: train.steps was 3 and is 2 from here on.\n"
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
