@@ -73,13 +73,13 @@ SEEN: list[tuple] = [  # the moments in `planner.memory` were found on these
     ("13B", (2, 8, 2), 32, 2048, 8, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True}),
     ("70B", (1, 8, 8), 32, 4096, 32, {"zero_stage": 0, "schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
     ("34B", (32, 4, 1), 128, 4096, 2, {"zero_stage": 3, "remat": "dots", "sequence_parallel": True}),
+    ("1B", (2, 2, 2), 16, 4096, 4, {"schedule": "zb_h1"}),
+    ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "zb_h1", "remat": "full"}),
 ]  # fmt: skip
 UNSEEN: list[tuple] = [
     ("gpt 125M", (1, 1, 4), 16, 1024, 8, {"remat": "dots"}),
     ("gpt 1.3B", (2, 4, 1), 32, 2048, 4, {"compute": "float32", "remat": "full"}),
     ("1B", (4, 1, 2), 32, 2048, 4, {"remat": "full"}),
-    ("1B", (2, 2, 2), 16, 4096, 4, {"schedule": "zb_h1"}),
-    ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "zb_h1", "remat": "full"}),
     ("3B", (8, 2, 1), 32, 8192, 2, {"sequence_parallel": True}),
     ("8B", (8, 4, 1), 32, 8192, 1, {"zero_stage": 3, "sequence_parallel": True, "remat": "dots"}),
     ("8B", (2, 4, 4), 32, 8192, 16, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "dots"}),
@@ -87,6 +87,10 @@ UNSEEN: list[tuple] = [
     ("34B", (4, 8, 4), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
     ("70B", (64, 1, 1), 64, 4096, 1, {"zero_stage": 3, "remat": "full"}),
     ("70B", (4, 8, 8), 128, 4096, 32, {"schedule": "zb_interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
+    ("1B", (2, 1, 2), 16, 4096, 8, {"schedule": "zb_h1", "remat": "dots"}),
+    ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "zb_h1"}),
+    ("3B", (4, 1, 4), 32, 4096, 8, {"schedule": "gpipe", "remat": "full"}),
+    ("1B", (2, 2, 2), 32, 2048, 8, {"schedule": "v_1f1b", "sequence_parallel": True}),
 ]  # fmt: skip
 
 # Past about 80% of the device's memory XLA computes what it can a second time, rather than hold it: on a larger device

@@ -5,6 +5,7 @@ State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5); 
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
@@ -227,16 +228,18 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
     gathers, scatters = shapes.gathers_at_use(config), shapes.scatters_at_use(config)
     block, _, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
     sizes = shapes.edge(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
-    alone = _last_tick_alone(config)
+    # On CPU idle work is skipped by conditionals, whose branches share nothing and which leave the weights where they are.
+    alone = _last_tick_alone(config) and not cpu
     chunk = size * block.whole * stage.longest
     full, splits = parallel.remat == "full", parallel.schedule.startswith("zb_")
     entry = 0.0 if full else stage.longest * _layer(config, parallel.remat, cpu)
     left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
     if splits:
-        left = stage.longest * (_left(config, parallel.remat != "none") + (1 + alone) * _left(config, False))
+        made = 0 if cpu else (1 + alone) * _left(config, False)
+        left = stage.longest * (_left(config, parallel.remat != "none") + made)
     again = stage.longest * _layer(config, "none", cpu) * (1 + alone) if full else 0.0
     layer = _layer(config, "none", cpu) if parallel.remat == "dots" else 0.0
-    weights = 0 if gathers else 2 * (stage.chunks > 1) + alone
+    weights = 0 if gathers or cpu else 2 * (stage.chunks > 1) + alone
     always = [
         Item("copies of a chunk's weights", "parameters", chunk * weights),
         Item("new gradients of the layers", "gradients", _new_gradients(config) * (1 + alone)),
@@ -250,7 +253,7 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
     copies = "copies of a microbatch's activations"
     recomputed = Item("activations computed again", "activations", again + layer)
     return {
-        "forward": [*always, Item(copies, "activations", 2 * entry + left), work],
+        "forward": [*always, Item(copies, "activations", (1 if cpu else 2) * entry + left), work],
         "loss head": [*always, Item(copies, "activations", entry + left), recomputed, logits],
         "backward": [*always, Item(copies, "activations", entry + left), recomputed, work, *waiting],
     }
@@ -283,11 +286,19 @@ def _last_tick_alone(config: Config) -> bool:
 
 def _work(config: Config, cpu: bool) -> float:
     """What one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and the residual
-    stream in the forms that the products and the attention want it in."""
-    model, mesh = config.model, config.mesh
-    hidden = 2 * (1 + (model.family == "llama")) * (model.d_ff or 1) / mesh.tensor
-    split = mesh.tensor if config.parallel.sequence_parallel else 1
-    heads = model.heads // mesh.tensor
-    width = hidden + 4 * model.d_model + 3 * model.d_model / split + 3 * heads * (model.head_dim or 1)
-    scores = 3 * 4 * heads * config.train.sequence_length if kernel(config, cpu) == "scores" else 0
-    return shapes.tokens(config) * (_itemsize(config) * width + scores)
+    stream in the forms that the products and the attention want it in. Off the GPU also blocks of attention scores, and if the
+    layer is computed again its forward's beside its backward's.
+    """
+    model, mesh, length = config.model, config.mesh, config.train.sequence_length
+    matrices, heads = 1 + (model.family == "llama"), model.heads // mesh.tensor
+    hidden, split = (model.d_ff or 1) / mesh.tensor, mesh.tensor if config.parallel.sequence_parallel else 1
+    streams = 4 * model.d_model + 3 * model.d_model / split + 3 * heads * (model.head_dim or 1)
+    mlp = _itemsize(config) * (2 * matrices * hidden + streams)
+    if cpu:
+        block = 4 * heads * min(length, max(128, math.ceil(length / 8)))  # see model.attention.BLOCKS
+        if config.parallel.remat == "none":
+            return shapes.tokens(config) * max(mlp, 6 * block + 2 * _itemsize(config) * model.d_model)
+        mlp += _itemsize(config) * matrices * hidden + 3 * block
+    elif kernel(config, cpu) == "scores":
+        mlp += 3 * 4 * heads * length
+    return shapes.tokens(config) * mlp

@@ -12,7 +12,7 @@ from meshtrain.compat import residuals, vary, varying
 from meshtrain.config import decode
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.parallel.layout import Layout
-from meshtrain.planner import memory, named, plan, shapes
+from meshtrain.planner import memory, named, pipeline, plan, shapes
 from meshtrain.planner.memory import Depths, zero_state
 from meshtrain.step import build
 
@@ -117,6 +117,28 @@ def test_activations_of_a_layer_are_what_the_traced_model_keeps(family, remat, s
     )
     planned = memory.residuals(config.model, 2, split, remat, 4, 60, "blocks")
     assert planned == pytest.approx(traced_residuals(config), rel=0.03)
+
+
+SMALL = {
+    "model": {"layers": 8, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 512},
+    "train": {"global_batch_size": 16, "sequence_length": 256},
+}
+ON_CPU = [
+    ((1, 1, 1), {"microbatches": 4, "remat": "full"}),
+    ((4, 1, 1), {"microbatches": 2, "zero_stage": 3, "remat": "full"}),
+    ((2, 2, 1), {"microbatches": 4, "remat": "dots", "sequence_parallel": True}),
+    ((2, 2, 2), {"microbatches": 4}),
+    ((2, 1, 4), {"microbatches": 8, "schedule": "zb_h1"}),
+]
+
+
+@pytest.mark.parametrize("mesh, parallel", ON_CPU, ids=str)
+def test_what_a_step_holds_is_what_xlas_cpu_program_holds(mesh, parallel):
+    config = decode(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
+    compiled = build(config, make_mesh(config)).lower().compile().memory_analysis()
+    held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+    planned = memory.total(memory.items(config, pipeline.depths(config), cpu=True))
+    assert 0.95 < planned / (held + compiled.temp_size_in_bytes) < 1.08
 
 
 def test_every_byte_has_a_name_and_a_kind(llama_8b):
