@@ -58,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
     mesh = config.mesh
     devices = mesh.data * mesh.tensor * mesh.pipeline
+    if options.devices is not None and options.devices < 1:
+        raise ConfigError(f"--devices {options.devices}: give the number of devices to search layouts for, at least 1.")
     needed = max(devices, options.devices or 0) if options.search else devices
     cluster = named(options.cluster or _usual_cluster(config, options), needed)
     if options.search and cluster.devices < (options.devices or 0):

@@ -53,6 +53,11 @@ def test_the_table_says_whether_it_fits_and_what_bounds_it(config, capsys):
     assert "fits" in out and "bound" in out and "each device holds" in out and "each device sends" in out
 
 
+def test_the_longest_stage_is_named(config, capsys):
+    assert main(["--config", str(config), "--set", "model.layers=5", "--set", "parallel.layer_split=[2,3]"]) == 0
+    assert "room for 3 layers: stage 1 is the longest with 3" in capsys.readouterr().out
+
+
 BAD = {
     ("--set", "mesh.dta=2"): "did you mean data",
     ("--set", "mesh.tensor=3"): "does not divide",
@@ -62,6 +67,7 @@ BAD = {
     ("--compile", "h100x4"): "the mesh has 8 devices",
     ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
     ("--gantt", "/nowhere/at/all.svg"): "cannot be written",
+    ("--search", "--devices", "-3"): "--devices -3: give the number",
     ("--search", "--devices", "7"): "no layout of 7 devices is legal",
 }
 

@@ -46,6 +46,7 @@ def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequ
         _tiles(plan),
         *[f'<p class="note">{escape(note)}</p>' for note in notes],
         "<h2>What each device holds</h2>",
+        f"<p>{escape(report.layers(plan).capitalize())}.</p>",
         memory_bars(plan),
         "<h2>Where a step's time goes</h2>",
         waterfall(plan),

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtrain.config import Config
-from meshtrain.planner import search, traffic
+from meshtrain.planner import search, shapes, traffic
 from meshtrain.planner.compile import Compiled, comparison
 from meshtrain.planner.estimate import PART_NAMES, Plan
 from meshtrain.planner.faults import Faults, faults
@@ -50,6 +50,7 @@ def headline(plan: Plan) -> str:
     lines = [
         f"{count(plan.parameters)} parameters on {plan.devices} x {device.name}: data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline}",
         f"memory  {size(plan.bytes)} of {size(device.usable_bytes)} a device: {verdict}",
+        f"layers  {layers(plan)}",
         f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, {plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
         f"MFU {plan.mfu:.1%}; bound by {plan.time.bound}",
     ]
@@ -74,6 +75,19 @@ def _headline(plan: Plan) -> Text:
 
 def bar(share: float, width: int = 24) -> str:
     return "█" * round(share * width)
+
+
+def layers(plan: Plan) -> str:
+    """Which layers a device has room for, in words: all stages run one program, so the longest decides."""
+    stage, stages = shapes.stage(plan.config), plan.config.mesh.pipeline
+    if stages == 1:
+        return f"all {stage.layers} layers"
+    if len(set(stage.split)) == 1:
+        return f"{stage.layers} layers, as every stage"
+    kind = "stage" if stage.chunks == 1 else "virtual stage"
+    return (
+        f"room for {stage.layers} layers: {kind} {stage.split.index(stage.longest)} is the longest with {stage.longest}"
+    )
 
 
 def _memory(plan: Plan) -> Table:
