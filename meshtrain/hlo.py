@@ -93,7 +93,8 @@ def operation(text: str) -> Operation:
     opcode, _, attributes = rest.partition("(")
     base = opcode.removesuffix("-start")
     kind = base if base in KINDS else ""
-    if kind and base != opcode and kind != "all-reduce":  # these start with (operands, results, ...)
+    # These start with (operands, results, ...); an all-reduce does so from JAX 0.12 on, with the operands in parentheses.
+    if kind and base != opcode and (kind != "all-reduce" or result.startswith("((")):
         result = _second(result)
     return Operation(opcode, kind, result, attributes)
 

@@ -74,6 +74,7 @@ PAIRS = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
         (f"ROOT %a = bf16[4,8]{{1,0}} all-reduce(%p), {PAIRS}", "all-reduce", 64, "bf16", 64),
         (f"ROOT %a = (f32[8]{{0}}, f32[2,/*index=1*/3]{{1,0}}) all-reduce(%p, %q), {PAIRS}", "all-reduce", 56, "f32", 56),
         (f"%a = (f32[8]{{0}}, f32[4]{{0}}) all-reduce-start(%p, %q), {PAIRS}", "all-reduce", 48, "f32", 48),
+        (f"%a = ((f32[8]{{0}}), f32[8]{{0}}) all-reduce-start(%p), {PAIRS}", "all-reduce", 32, "f32", 32),
         (f"ROOT %a = f32[16]{{0:T(256)S(1)}} all-gather(%p), {PAIRS}, dimensions={{0}}", "all-gather", 64, "f32", 32),
         (f"%a = (f32[8]{{0}}, f32[16]{{0}}) all-gather-start(%p), {PAIRS}", "all-gather", 64, "f32", 32),
         (f"%a = ((f32[8]{{0}}, f32[1]{{0}}), (f32[16]{{0}}, f32[2]{{0}})) all-gather-start(%p), {PAIRS}", "all-gather", 72, "f32", 36),
