@@ -1,5 +1,6 @@
 """python -m meshtrain.checkpoint ls | show | verify | diff."""
 
+import errno
 import shutil
 
 import pytest
@@ -97,6 +98,15 @@ def test_nothing_that_is_damaged_is_read(damaged, capsys):
     code, lines, said = call(capsys, "diff", second, damaged / "checkpoints" / "1")
     assert code == 2 and lines == [] and "2 is damaged: arrays/" in said
     assert call(capsys, "diff", "--no-values", second, damaged / "checkpoints" / "1")[0] == 1
+
+
+def test_what_the_system_refuses_is_one_sentence(run, monkeypatch, capsys):
+    def refused(directory):
+        raise PermissionError(errno.EACCES, "Permission denied", str(directory / steps.COMMIT))
+
+    monkeypatch.setattr(steps, "commit_problem", refused)
+    code, _, said = call(capsys, "show", run)
+    assert (code, said) == (2, f"meshtrain: {run}/checkpoints/3/COMMIT cannot be read: permission denied.\n")
 
 
 def test_a_newer_format_is_named(damaged, monkeypatch, capsys):

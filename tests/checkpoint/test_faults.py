@@ -1,63 +1,18 @@
-"""Training processes killed, stopped and starved for real. 30 kills: pytest -m slow -s tests/checkpoint/test_faults.py"""
+"""Training processes killed and stopped for real. 30 kills: pytest -m slow -s tests/checkpoint/test_faults.py"""
 
 import os
 import random
-import shutil
 import signal
 import socket
 import time
 from functools import partial
-from pathlib import Path
 
-import jax
 import pytest
-from trainer import BIND, CONTEXT, READ_ONLY, REMOUNT, Trainer, mount, own_mounts, rows, settings
+from trainer import EVERY, STEPS, Trainer, assert_undisturbed, committed, losses_of, newest_is_intact, rows, settings
 
-from meshtrain.checkpoint import digests, steps
+from meshtrain.checkpoint import steps
 
-STEPS, EVERY = 60, 15
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_before():
-    """The processes find the tests' compiled programs."""
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in kept.items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The losses of an uninterrupted run, by step."""
-    return losses_of(tmp_path_factory.mktemp("undisturbed"), STEPS, EVERY)
-
-
-def losses_of(directory, count, every, **sections):
-    trainer = Trainer(settings(directory, count, every, **sections))
-    assert trainer.end() == 0, trainer.log.read_text()
-    found = {row["step"]: row["loss"] for row in rows(trainer.run)}
-    assert list(found) == list(range(1, count + 1))
-    return found
-
-
-def assert_undisturbed(run: Path, expected):
-    """Each step once, each loss the same bits."""
-    assert [row["step"] for row in rows(run)] == list(expected)
-    assert {row["step"]: row["loss"] for row in rows(run)} == expected
-
-
-def committed(run):
-    return steps.committed_in(run / "checkpoints")
-
-
-def newest_is_intact(run):
-    newest = run / "checkpoints" / str(committed(run)[-1])
-    return steps.commit_problem(newest) is None and digests.problems(newest) == []
+pytestmark = pytest.mark.usefixtures("compiled_before")
 
 
 def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
@@ -127,95 +82,6 @@ def test_thirty_kills(tmp_path):
     )
     assert len(during) >= 5
     assert_little_is_lost(lost, every)
-
-
-# --- damaged between two runs
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """A run that has ended, with checkpoints of its last three saves."""
-    directory = tmp_path_factory.mktemp("ended")
-    trainer = Trainer(settings(directory, STEPS, EVERY))
-    assert trainer.end() == 0, trainer.log.read_text()
-    assert committed(trainer.run) == [STEPS - 2 * EVERY, STEPS - EVERY, STEPS]
-    return trainer.run
-
-
-def largest(step):
-    return max(step.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-
-
-def flip(step):
-    content = bytearray(largest(step).read_bytes())
-    content[len(content) // 2] ^= 16
-    largest(step).write_bytes(content)
-
-
-def truncate(step):
-    os.truncate(largest(step), largest(step).stat().st_size - 1)
-
-
-def remove(step):
-    largest(step).unlink()
-
-
-def empty(step):
-    shutil.rmtree(step)
-    step.mkdir()
-
-
-@pytest.mark.parametrize(
-    "damage, sentence",
-    [
-        (flip, "is damaged between bytes 0 and"),
-        (truncate, " bytes instead of "),
-        (remove, "is missing"),
-        (empty, "it has no COMMIT file"),
-    ],
-)
-def test_a_damaged_step_is_told_and_set_aside_and_the_run_goes_on_from_the_one_before(
-    damage, sentence, tmp_path, ended, undisturbed
-):
-    run, last = shutil.copytree(ended, tmp_path / "run"), str(STEPS)
-    damage(run / "checkpoints" / last)
-    trainer = Trainer(settings(tmp_path, STEPS, EVERY))
-    assert trainer.end() == 0, trainer.log.read_text()
-    told = trainer.log.read_text().splitlines()[0]
-    assert told.startswith(f"meshtrain: checkpoint {run}/checkpoints/{last} is damaged: ") and sentence in told
-    assert told.endswith(f"it is set aside as {last}.damaged.")
-    assert f"going on after step {STEPS - EVERY}" in trainer.log.read_text()
-    assert_undisturbed(run, undisturbed)
-    assert newest_is_intact(run) and committed(run)[-1] == STEPS
-
-
-def test_a_checkpoint_of_a_newer_format_is_refused_and_nothing_is_touched(tmp_path, ended, monkeypatch):
-    run = shutil.copytree(ended, tmp_path / "run")
-    monkeypatch.setattr(steps, "FORMAT", 2)
-    steps.commit(run / "checkpoints" / str(STEPS))
-    before = rows(run), sorted(path.name for path in (run / "checkpoints").iterdir())
-    trainer = Trainer(settings(tmp_path, STEPS, EVERY))
-    assert trainer.end() == 2
-    assert trainer.log.read_text().count("\n") == 1
-    assert "has format 2, and this meshtrain reads up to 1; update meshtrain" in trainer.log.read_text()
-    assert before == (rows(run), sorted(path.name for path in (run / "checkpoints").iterdir()))
-
-
-def test_after_a_clock_was_set_back_a_run_goes_on_from_its_newest_step_and_keeps_the_right_ones(
-    tmp_path, ended, undisturbed
-):
-    """What was saved before is dated in 2096, the highest step first: the clock of the run that follows is behind all of it."""
-    run = shutil.copytree(ended, tmp_path / "run")
-    shutil.rmtree(run / "checkpoints" / str(STEPS))
-    for day, step in enumerate(reversed(committed(run))):
-        directory = run / "checkpoints" / str(step)
-        for path in (*directory.rglob("*"), directory):
-            os.utime(path, (4e9 + 86400 * day,) * 2)
-    trainer = Trainer(settings(tmp_path, STEPS, EVERY, checkpoint={"keep": 2}))
-    assert trainer.end() == 0, trainer.log.read_text()
-    assert f"going on after step {STEPS - EVERY}" in trainer.log.read_text()
-    assert_undisturbed(run, undisturbed)
-    assert committed(run) == [STEPS - EVERY, STEPS]
 
 
 # --- asked to stop
@@ -293,67 +159,3 @@ def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path
     assert said[0].startswith(f"meshtrain: run.directory {first.run} is in use by process {first.process.pid} on ")
     assert first.end() == 0
     assert_undisturbed(first.run, undisturbed)
-
-
-# --- starved
-
-
-@pytest.fixture(scope="module")
-def mounts():
-    """Skips where a process may not have mounts of its own."""
-    process = CONTEXT.Process(target=own_mounts)
-    process.start()
-    process.join()
-    if process.exitcode:
-        pytest.skip("a process may not have mounts of its own here")
-
-
-def small_disk(directory):
-    """Room for two checkpoints and a bit."""
-    own_mounts()
-    mount("tmpfs", directory, options="size=700k")
-
-
-def read_only(directory):
-    own_mounts()
-    mount(str(directory), directory, BIND)
-    mount("none", directory, BIND | REMOUNT | READ_ONLY)
-
-
-@pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact(policy, tmp_path, undisturbed, mounts):
-    config, run = settings(tmp_path, STEPS, EVERY, checkpoint={"on_failed_save": policy}), tmp_path / "run"
-    run.mkdir()
-    trainer = Trainer(config, before=partial(small_disk, run), after=partial(shutil.copytree, run, tmp_path / "left"))
-    assert trainer.end() == 1, trainer.log.read_text()  # without a checkpoint of its last step
-    left, said = tmp_path / "left", trainer.log.read_text()
-    third = 3 * EVERY
-    assert (
-        f"the checkpoint of step {third} could not be written: no space left on device; step {2 * EVERY} is intact."
-        in said
-    )
-    assert committed(left) == [EVERY, 2 * EVERY] and newest_is_intact(left)
-    assert sorted(p.name for p in (left / "checkpoints").iterdir()) == [str(EVERY), str(2 * EVERY)]
-    found = {row["step"]: row["loss"] for row in rows(left)}
-    assert len(found) == len(rows(left)) == (STEPS if policy == "continue" else third + EVERY)
-    assert all(undisturbed[step] == loss for step, loss in found.items())
-
-
-def test_checkpoints_that_cannot_be_written_are_told_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):
-    config, checkpoints = settings(tmp_path, STEPS, EVERY), tmp_path / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    trainer = Trainer(config, before=partial(read_only, checkpoints))
-    assert trainer.end() == 1
-    said = trainer.log.read_text()
-    assert (
-        f"the checkpoint of step {EVERY} could not be written: read-only file system; there is none before it." in said
-    )
-    assert_undisturbed(trainer.run, undisturbed)
-
-
-def test_a_read_only_run_directory_is_refused_in_one_sentence(tmp_path, mounts):
-    (tmp_path / "run").mkdir()
-    trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(read_only, tmp_path / "run"))
-    assert trainer.end() == 2
-    said = trainer.log.read_text()
-    assert said.count("\n") == 1 and "cannot be written: read-only file system" in said

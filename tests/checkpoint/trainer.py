@@ -12,10 +12,12 @@ from pathlib import Path
 
 import yaml
 
+from meshtrain.checkpoint import digests, steps
 from meshtrain.train import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["meshtrain.train"])
+STEPS, EVERY = 60, 15  # of the runs that several tests share
 PATIENCE = 120.0  # seconds, of a loaded machine
 NEW_NAMESPACE, NEW_USER, READ_ONLY, BIND, REMOUNT = 0x20000, 0x10000000, 1, 4096, 32  # sched.h, mount.h
 
@@ -81,6 +83,30 @@ def rows(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses_of(directory: Path, count: int, every: int, **sections: dict) -> dict[int, float]:
+    """Of an uninterrupted run, by step."""
+    trainer = Trainer(settings(directory, count, every, **sections))
+    assert trainer.end() == 0, trainer.log.read_text()
+    found = {row["step"]: row["loss"] for row in rows(trainer.run)}
+    assert list(found) == list(range(1, count + 1))
+    return found
+
+
+def assert_undisturbed(run: Path, expected: dict[int, float]) -> None:
+    """Each step once, each loss the same bits."""
+    assert [row["step"] for row in rows(run)] == list(expected)
+    assert {row["step"]: row["loss"] for row in rows(run)} == expected
+
+
+def committed(run: Path) -> list[int]:
+    return steps.committed_in(run / "checkpoints")
+
+
+def newest_is_intact(run: Path) -> bool:
+    newest = run / "checkpoints" / str(committed(run)[-1])
+    return steps.commit_problem(newest) is None and digests.problems(newest) == []
 
 
 def mount(what: str, path: Path, flags: int = 0, options: str = "") -> None:

@@ -1,0 +1,85 @@
+"""Training processes on a full disk and on read-only directories, each in a mount namespace of its own."""
+
+import shutil
+from functools import partial
+
+import pytest
+from trainer import (
+    BIND,
+    CONTEXT,
+    EVERY,
+    READ_ONLY,
+    REMOUNT,
+    STEPS,
+    Trainer,
+    assert_undisturbed,
+    committed,
+    mount,
+    newest_is_intact,
+    own_mounts,
+    rows,
+    settings,
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("compiled_before")
+
+
+@pytest.fixture(scope="module")
+def mounts():
+    """Skips where a process may not have mounts of its own."""
+    process = CONTEXT.Process(target=own_mounts)
+    process.start()
+    process.join()
+    if process.exitcode:
+        pytest.skip("a process may not have mounts of its own here")
+
+
+def small_disk(directory):
+    """Room for two checkpoints and a bit."""
+    own_mounts()
+    mount("tmpfs", directory, options="size=700k")
+
+
+def read_only(directory):
+    own_mounts()
+    mount(str(directory), directory, BIND)
+    mount("none", directory, BIND | REMOUNT | READ_ONLY)
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact(policy, tmp_path, undisturbed, mounts):
+    config, run = settings(tmp_path, STEPS, EVERY, checkpoint={"on_failed_save": policy}), tmp_path / "run"
+    run.mkdir()
+    trainer = Trainer(config, before=partial(small_disk, run), after=partial(shutil.copytree, run, tmp_path / "left"))
+    assert trainer.end() == 1, trainer.log.read_text()  # without a checkpoint of its last step
+    left, said = tmp_path / "left", trainer.log.read_text()
+    third = 3 * EVERY
+    assert (
+        f"the checkpoint of step {third} could not be written: no space left on device; step {2 * EVERY} is intact."
+        in said
+    )
+    assert committed(left) == [EVERY, 2 * EVERY] and newest_is_intact(left)
+    assert sorted(p.name for p in (left / "checkpoints").iterdir()) == [str(EVERY), str(2 * EVERY)]
+    found = {row["step"]: row["loss"] for row in rows(left)}
+    assert len(found) == len(rows(left)) == (STEPS if policy == "continue" else third + EVERY)
+    assert all(undisturbed[step] == loss for step, loss in found.items())
+
+
+def test_checkpoints_that_cannot_be_written_are_told_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):
+    config, checkpoints = settings(tmp_path, STEPS, EVERY), tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    trainer = Trainer(config, before=partial(read_only, checkpoints))
+    assert trainer.end() == 1
+    said = trainer.log.read_text()
+    assert (
+        f"the checkpoint of step {EVERY} could not be written: read-only file system; there is none before it." in said
+    )
+    assert_undisturbed(trainer.run, undisturbed)
+
+
+def test_a_read_only_run_directory_is_refused_in_one_sentence(tmp_path, mounts):
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(read_only, tmp_path / "run"))
+    assert trainer.end() == 2
+    said = trainer.log.read_text()
+    assert said.count("\n") == 1 and "cannot be written: read-only file system" in said
