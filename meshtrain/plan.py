@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,16 +28,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.config and not options.measure:
         parser.error("--config FILE is needed: the YAML file of the run")
     try:
-        if options.measure:
-            return _measure(options)
-        config = load(options.config, options.set)
-        cluster = _cluster(config, options)
-        if options.search:
-            return _search(config, cluster, options)
-        return _plan(config, cluster, options)
+        code = _run(options)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads the output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.measure:
+        return _measure(options)
+    config = load(options.config, options.set)
+    cluster = _cluster(config, options)
+    if options.search:
+        return _search(config, cluster, options)
+    return _plan(config, cluster, options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -118,6 +118,15 @@ def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
         assert again["fits"]
 
 
+def test_a_reader_that_has_had_enough_is_no_error(config):
+    command = [sys.executable, "-m", "meshtrain.plan", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
 def test_search_prints_ten_with_reasons_and_writes_a_config_that_plans(config, tmp_path, capsys):
     best = tmp_path / "best.yaml"
     arguments = ["--config", str(config), "--cluster", "h100", "--search", "--write", str(best)]
