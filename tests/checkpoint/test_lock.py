@@ -17,6 +17,14 @@ print("held", flush=True)
 sys.stdin.read()
 """
 
+ASK = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "a+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit(1)
+"""
+
 
 def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path):
     command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
@@ -32,7 +40,10 @@ def test_a_second_run_of_the_same_process_is_refused(tmp_path):
     lock = RunLock(tmp_path)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
         RunLock(tmp_path)
+    command = [sys.executable, "-c", ASK, tmp_path / ".lock"]
+    assert subprocess.run(command).returncode == 1  # the refusal has not cost the first run its lock
     lock.release()
+    assert subprocess.run(command).returncode == 0
     RunLock(tmp_path).release()
 
 
