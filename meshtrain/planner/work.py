@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
-from meshtrain.planner import shapes
+from meshtrain.planner import shapes, slots
 from meshtrain.planner.accelerators import Accelerator
 
 
@@ -126,7 +126,6 @@ def head(
 
 
 def optimizer(config: Config, accelerator: Accelerator, elements: float) -> float:
-    """Seconds to read gradient, master and state of this device's share, and write master and state."""
-    slots = {"adamw": 2, "sgd": 1, "lion": 1, "adafactor": 0.1, "muon": 1}[config.optimizer.name]
-    moved = 4 * elements * (3 + 2 * slots)
+    """Seconds to read gradient, master and state of this device's share of `elements`, and write master and state."""
+    moved = 4 * (3 * elements + 2 * slots.elements(config))
     return moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory)
