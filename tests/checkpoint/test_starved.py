@@ -1,5 +1,6 @@
 """Training processes on a full disk and on read-only directories, each in a mount namespace of its own."""
 
+import contextlib
 import shutil
 from functools import partial
 
@@ -40,6 +41,15 @@ def small_disk(directory):
     mount("tmpfs", directory, options="size=700k")
 
 
+def full_disk(directory):
+    """Room for names, and not for a byte."""
+    own_mounts()
+    mount("tmpfs", directory, options="size=64k")
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
 def read_only(directory):
     own_mounts()
     mount(str(directory), directory, BIND)
@@ -63,6 +73,14 @@ def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact
     found = {row["step"]: row["loss"] for row in rows(left)}
     assert len(found) == len(rows(left)) == (STEPS if policy == "continue" else third + EVERY)
     assert all(undisturbed[step] == loss for step, loss in found.items())
+
+
+def test_a_disk_that_is_full_from_the_start_is_told_in_one_sentence(tmp_path, mounts):
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(full_disk, tmp_path / "run"))
+    assert trainer.end() == 2, trainer.log.read_text()
+    said = trainer.log.read_text()
+    assert said.count("\n") == 1 and "cannot be used: no space left on device" in said
 
 
 def test_checkpoints_that_cannot_be_written_are_told_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):
