@@ -42,6 +42,23 @@ def test_the_last_the_best_and_every_nth_checkpoint_stay(tmp_path):
     assert steps.committed_in(run / "checkpoints") == sorted({best, 4, 8, 12, 14})
 
 
+def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_loss_scale_that_moves(tmp_path):
+    """The random numbers, the data and the loss scale with its count of good steps go on where they were."""
+    sections = {
+        "model": {"dropout": 0.2},
+        "precision": {"compute": "float16", "loss_scale": 256.0, "loss_scale_window": 2},
+        "optimizer": {"learning_rate": 0.01},
+    }
+    run = train(tmp_path, 9, 3, CUBE, **sections)
+    names = ("step", "loss", "grad_norm", "loss_scale")
+    before = [[row[name] for name in names] for row in rows(run)]
+    assert len({row["loss_scale"] for row in rows(run)}) >= 4
+    for step in (6, 9):  # as if it had been killed before
+        steps.remove(run / "checkpoints" / str(step))
+    train(tmp_path, 9, 3, CUBE, **sections)
+    assert [[row[name] for name in names] for row in rows(run)] == before
+
+
 def test_a_run_goes_on_on_another_mesh_with_the_same_batches(tmp_path, capsys):
     """Its losses are those of the run that stayed, to rounding, on text whose batches are in a shuffled order."""
     text = {"data": {"source": "stdlib"}, "model": {"vocab_size": 260}, "train": {"global_batch_size": 8}}
