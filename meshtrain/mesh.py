@@ -45,10 +45,26 @@ def fake_cpu_devices(count: int) -> None:
 
 
 def join_cluster() -> None:
-    """Makes this process one of many where Slurm, Kubernetes or JAX_COORDINATOR_ADDRESS say that there are more."""
-    many = int(os.environ.get("SLURM_NTASKS", "1")) > 1 or "JAX_COORDINATOR_ADDRESS" in os.environ
-    if many and not jax.distributed.is_initialized():
+    """Makes this process one of many where the environment says that there are more.
+
+    Under Slurm JAX finds the others by itself. Elsewhere JAX_COORDINATOR_ADDRESS (host:port of the first process),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID name them; an indexed Kubernetes job numbers its own. ConfigError where one is missing.
+    """
+    if jax.distributed.is_initialized():
+        return
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         jax.distributed.initialize()
+    elif address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        processes = _whole_number("JAX_NUM_PROCESSES", os.environ.get("JAX_NUM_PROCESSES"))
+        mine = os.environ.get("JAX_PROCESS_ID", os.environ.get("JOB_COMPLETION_INDEX"))
+        jax.distributed.initialize(address, processes, _whole_number("JAX_PROCESS_ID", mine))
+
+
+def _whole_number(name: str, text: str | None) -> int:
+    if text is None or not text.isdecimal():
+        found = "not set" if text is None else repr(text)
+        raise ConfigError(f"{name} is {found}; with JAX_COORDINATOR_ADDRESS set it must be a whole number.")
+    return int(text)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

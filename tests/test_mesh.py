@@ -1,6 +1,7 @@
 """The mesh: three axes over the devices, ranks that talk most lie closest, and a plain sentence where devices are too few."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config import ConfigError, decode
-from meshtrain.mesh import AXES, make_mesh, platform, rules
+from meshtrain.mesh import AXES, join_cluster, make_mesh, platform, rules
 
 
 def test_axes_are_data_tensor_pipeline_in_this_order():
@@ -85,3 +86,35 @@ def test_devices_are_faked_before_jax_starts_and_flags_win(sections, flags, prin
         env={**bare, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.stdout.strip() == printed, ended.stderr
+
+
+def joins(**environment: str) -> subprocess.Popen:
+    script = "import jax; from meshtrain.mesh import join_cluster; join_cluster(); print(jax.process_index(), jax.process_count())"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "JOB_"))}
+    command = [sys.executable, "-c", script]
+    return subprocess.Popen(
+        command,
+        env=clean | {"JAX_PLATFORMS": "cpu"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_named_by_the_environment_find_each_other():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    both = joins(**named, JAX_PROCESS_ID="0"), joins(**named, JOB_COMPLETION_INDEX="1")
+    assert [process.communicate(timeout=60)[0].split() for process in both] == [["0", "2"], ["1", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"), [({}, "JAX_NUM_PROCESSES"), ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID")]
+)
+def test_a_coordinator_without_the_numbers_is_refused_by_name(monkeypatch, environment, name):
+    for key, value in {"JAX_COORDINATOR_ADDRESS": "localhost:1", **environment}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=f"{name} is not set"):
+        join_cluster()

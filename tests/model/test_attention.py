@@ -36,7 +36,15 @@ def numbers(length: int, heads: int, groups: int, width: int = 8) -> tuple[jax.A
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("length", "heads", "groups"),
-    [(1, 2, 2), (7, 4, 1), (BLOCK - 1, 2, 1), (BLOCK, 4, 2), (BLOCK + 1, 3, 3), (2 * BLOCK + 5, 6, 2), (BLOCKS * BLOCK + 3, 2, 1)],
+    [
+        (1, 2, 2),
+        (7, 4, 1),
+        (BLOCK - 1, 2, 1),
+        (BLOCK, 4, 2),
+        (BLOCK + 1, 3, 3),
+        (2 * BLOCK + 5, 6, 2),
+        (BLOCKS * BLOCK + 3, 2, 1),
+    ],
 )
 def test_output_and_gradients_are_those_of_the_full_square(length, heads, groups, packed):
     q, k, v, cotangent = numbers(length, heads, groups)
