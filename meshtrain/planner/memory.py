@@ -229,20 +229,21 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
     block, _, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
     sizes = shapes.edge(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
     # On CPU idle work is skipped by conditionals, whose branches share nothing and which leave the weights where they are.
-    alone = _last_tick_alone(config) and not cpu
+    alone, beside = (0, 0) if cpu else _unrolled(config)
     chunk = size * block.whole * stage.longest
     full, splits = parallel.remat == "full", parallel.schedule.startswith("zb_")
     entry = 0.0 if full else stage.longest * _layer(config, parallel.remat, cpu)
+    copied = (1 if cpu else 2) + beside
     left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
     if splits:
         made = 0 if cpu else (1 + alone) * _left(config, False)
         left = stage.longest * (_left(config, parallel.remat != "none") + made)
-    again = stage.longest * _layer(config, "none", cpu) * (1 + alone) if full else 0.0
+    again = stage.longest * _layer(config, "none", cpu) * (1 + alone + beside) if full else 0.0
     layer = _layer(config, "none", cpu) if parallel.remat == "dots" else 0.0
-    weights = 0 if gathers or cpu else 2 * (stage.chunks > 1) + alone
+    weights = 0 if gathers or cpu else 2 * (1 + beside) * (stage.chunks > 1) + alone
     always = [
         Item("copies of a chunk's weights", "parameters", chunk * weights),
-        Item("new gradients of the layers", "gradients", _new_gradients(config) * (1 + alone)),
+        Item("new gradients of the layers", "gradients", _new_gradients(config) * (1 + alone + beside)),
         Item("new gradients of the vocabulary", "gradients", size * sizes["tokens"].whole),
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
@@ -253,9 +254,9 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
     copies = "copies of a microbatch's activations"
     recomputed = Item("activations computed again", "activations", again + layer)
     return {
-        "forward": [*always, Item(copies, "activations", (1 if cpu else 2) * entry + left), work],
-        "loss head": [*always, Item(copies, "activations", entry + left), recomputed, logits],
-        "backward": [*always, Item(copies, "activations", entry + left), recomputed, work, *waiting],
+        "forward": [*always, Item(copies, "activations", copied * entry + left), work],
+        "loss head": [*always, Item(copies, "activations", (1 + beside) * entry + left), recomputed, logits],
+        "backward": [*always, Item(copies, "activations", (1 + beside) * entry + left), recomputed, work, *waiting],
     }
 
 
@@ -279,9 +280,13 @@ def _new_gradients(config: Config) -> float:
     return _itemsize(config) * (block.shard if shapes.scatters_at_use(config) else block.whole) * stage.longest
 
 
-def _last_tick_alone(config: Config) -> bool:
-    """Two stages drain in one tick, which XLA compiles outside the loop: copies made there live beside the loop's."""
-    return config.mesh.pipeline == 2 and config.parallel.schedule in ("1f1b", "zb_h1")
+def _unrolled(config: Config) -> tuple[int, int]:
+    """Ticks that XLA compiles outside the loop over ticks, and beside another in one turn of it (see `parallel.pipeline.loops`): what
+    is made there lives beside the rest. Two stages drain in one tick; v_1f1b has the head in every other one, and one is left over.
+    """
+    if config.parallel.schedule == "v_1f1b":
+        return 1, 1
+    return int(config.mesh.pipeline == 2 and config.parallel.schedule in ("1f1b", "zb_h1")), 0
 
 
 def _work(config: Config, cpu: bool) -> float:

@@ -78,13 +78,34 @@ def trips(config: Config, skips: bool = False) -> Trips:
 
 @functools.lru_cache(maxsize=512)
 def _trips(schedule: str, stages: int, microbatches: int, chunks: int) -> Trips:
-    found = loops(_table(schedule, stages, microbatches, chunks))
+    """What a tick does is the same in all turns of a loop; of one that is compiled alone XLA leaves out what the table has no use for:
+    embeddings of no microbatch, and messages that nobody keeps.
+    """
+    made = _table(schedule, stages, microbatches, chunks)
+    found, buffers = loops(made), allocate(made)
     work = work_per_tick(found)
     forward, head, backward, _ = work.sum(axis=0).tolist()
-    # The first B sends back the cotangent of none, and no embedding's: where its tick is compiled alone XLA leaves both out.
-    first = work[:, 2].argmax()
-    alone = any(loop.first == first and loop.repeats * loop.period == 1 for loop in found)
-    return Trips(forward, head, backward, unembedding=backward - alone, up=backward - alone)
+    alone = np.zeros(made.ticks, bool)
+    alone[[loop.first for loop in found if loop.repeats * loop.period == 1]] = True
+
+    def messages(ticks: np.ndarray, *ways: np.ndarray, late: int = 0) -> int:
+        """In `ticks`, every way that the table uses at all. A cotangent travels `late`, in the next of the ticks."""
+        sent = 0
+        for way in [way.any(axis=1) for way in ways if way.any()]:
+            needed = np.insert(way[ticks], 0, [False] * late)[: len(ticks)]
+            sent += int((~alone[ticks] | needed).sum())
+        return sent
+
+    goes, comes = np.flatnonzero(work[:, 0]), np.flatnonzero(work[:, 2])
+    return Trips(
+        forward,
+        head,
+        backward,
+        embedding=int((~alone | (buffers.enter >= 0))[goes].sum()),
+        unembedding=int((~alone | (buffers.leave >= 0))[comes].sum()),
+        down=messages(goes, buffers.recv_f_active, buffers.recv_f_up_active),
+        up=messages(comes, buffers.recv_b_active, buffers.recv_b_down_active, late=1),
+    )
 
 
 def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Durations:
