@@ -106,7 +106,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         _gantt(planned, options.gantt)
     if options.html:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
-        _write(options.html, html.page(planned, *points, notes(config)))
+        _write(options.html, html.page(planned, *points, _notes(config)))
     if not planned.fits:
         print(f"plan: {advice.sentence(planned, changes)}", file=sys.stderr)
     return 0
@@ -117,8 +117,21 @@ def _print(planned: Plan, compiled: Compiled | None) -> None:
     console.print(report.render(planned))
     if compiled:
         console.print(report.compared(planned, compiled))
-    for note in notes(planned.config):
+    for note in _notes(planned.config):
         console.print(f"note: {note}", style="yellow")
+
+
+def _notes(config: Config) -> list[str]:
+    """What a run of this config would log before its first step: what is padded, replicated or cannot be sharded, and its cost."""
+    from jax.sharding import (
+        AbstractMesh,
+    )  # here: a plan in numbers alone needs no JAX, and is there in a third of a second
+
+    from meshtrain.parallel.layout import Layout
+
+    mesh = config.mesh
+    layout = Layout(config, AbstractMesh((mesh.data, mesh.tensor, mesh.pipeline), ("data", "tensor", "pipeline")))
+    return [*notes(config), *layout.notes()]
 
 
 def _gantt(planned: Plan, target: str) -> None:

@@ -178,3 +178,23 @@ def test_help_names_every_flag(flag, capsys):
     out = capsys.readouterr().out
     for name in ("--config", "--set", "--cluster", "--json", "--search", "--compile", "--gantt", "--html", "--measure"):
         assert name in out
+
+
+def test_what_zero_pads_is_said_with_its_cost_as_in_the_log_of_a_run(config, capsys):
+    assert (
+        main(
+            [
+                "--config",
+                str(config),
+                "--set",
+                "mesh.data=7",
+                "--set",
+                "run.fake_devices=28",
+                "--set",
+                "train.global_batch_size=28",
+            ]
+        )
+        == 0
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: embedding.tokens (260, 128) is padded to (260, 133) so that data 7 divides it: 3.9% more." in said

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config, ConfigError
 from meshtrain.mesh import DATA, rules
@@ -71,7 +71,7 @@ class Leaf:
 class Layout:
     """The leaves of a model on a mesh shape, and the way between canonical and live trees."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
         self.config, self.mesh = config, mesh
         self.data = config.mesh.data
         self.stages, self.chunks = (
