@@ -75,6 +75,9 @@ SEEN: list[tuple] = [  # the moments in `planner.memory` were found on these
     ("34B", (32, 4, 1), 128, 4096, 2, {"zero_stage": 3, "remat": "dots", "sequence_parallel": True}),
     ("1B", (2, 2, 2), 16, 4096, 4, {"schedule": "zb_h1"}),
     ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "zb_h1", "remat": "full"}),
+    ("3B", (4, 1, 4), 32, 4096, 8, {"schedule": "gpipe", "remat": "full"}),
+    ("1B", (2, 2, 2), 32, 2048, 8, {"schedule": "v_1f1b", "sequence_parallel": True}),
+    ("1B", (4, 1, 2), 16, 4096, 4, {"schedule": "gpipe"}),
 ]  # fmt: skip
 UNSEEN: list[tuple] = [
     ("gpt 125M", (1, 1, 4), 16, 1024, 8, {"remat": "dots"}),
@@ -89,8 +92,8 @@ UNSEEN: list[tuple] = [
     ("70B", (4, 8, 8), 128, 4096, 32, {"schedule": "zb_interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
     ("1B", (2, 1, 2), 16, 4096, 8, {"schedule": "zb_h1", "remat": "dots"}),
     ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "zb_h1"}),
-    ("3B", (4, 1, 4), 32, 4096, 8, {"schedule": "gpipe", "remat": "full"}),
-    ("1B", (2, 2, 2), 32, 2048, 8, {"schedule": "v_1f1b", "sequence_parallel": True}),
+    ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "v_1f1b", "remat": "dots"}),
+    ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "looped_bfs", "virtual_stages": 2, "remat": "full"}),
 ]  # fmt: skip
 
 # Past about 80% of the device's memory XLA computes what it can a second time, rather than hold it: on a larger device

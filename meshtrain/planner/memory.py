@@ -233,7 +233,8 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
     chunk = size * block.whole * stage.longest
     full, splits = parallel.remat == "full", parallel.schedule.startswith("zb_")
     entry = 0.0 if full else stage.longest * _layer(config, parallel.remat, cpu)
-    copied = (1 if cpu else 2) + beside
+    # Where all microbatches go forward before any goes backward one tick does both, which XLA compiles alone.
+    copied = 1 if cpu else 2 + beside + (parallel.schedule in ("gpipe", "looped_bfs"))
     left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
     if splits:
         made = 0 if cpu else (1 + alone) * _left(config, False)
