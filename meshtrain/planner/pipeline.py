@@ -101,8 +101,8 @@ def _trips(schedule: str, stages: int, microbatches: int, chunks: int) -> Trips:
         forward,
         head,
         backward,
-        embedding=int((~alone | (buffers.enter >= 0))[goes].sum()),
-        unembedding=int((~alone | (buffers.leave >= 0))[comes].sum()),
+        embedding=int((~alone[goes] | (buffers.enter[goes] >= 0)).sum()),
+        unembedding=int((~alone[comes] | (buffers.leave[comes] >= 0)).sum()),
         down=messages(goes, buffers.recv_f_active, buffers.recv_f_up_active),
         up=messages(comes, buffers.recv_b_active, buffers.recv_b_down_active, late=1),
     )
