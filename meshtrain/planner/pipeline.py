@@ -91,7 +91,7 @@ def _trips(schedule: str, stages: int, microbatches: int, chunks: int) -> Trips:
     def messages(ticks: np.ndarray, *ways: np.ndarray, late: int = 0) -> int:
         """In `ticks`, every way that the table uses at all. A cotangent travels `late`, in the next of the ticks."""
         sent = 0
-        for way in [way.any(axis=1) for way in ways if way.any()]:
+        for way in [np.asarray(way.any(axis=1)) for way in ways if way.any()]:
             needed = np.insert(way[ticks], 0, [False] * late)[: len(ticks)]
             sent += int((~alone[ticks] | needed).sum())
         return sent
