@@ -8,12 +8,11 @@ Eight fake devices share the machine's cores, so a ratio measures total work, no
 """
 
 import argparse
-import statistics
-import time
 
 import jax
 import numpy as np
 import plain_jax
+from interleave import HEADER, Stepping, compare
 
 from meshtrain.config import Config, decode
 from meshtrain.mesh import fake_cpu_devices, make_mesh
@@ -53,7 +52,7 @@ def parse(text: str, batch: int) -> list[tuple[tuple[int, ...], dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", help="'data,tensor,pipeline key=value ...; ...' with keys of the parallel section")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
     options = parser.parse_args()
@@ -72,10 +71,9 @@ def main() -> None:
 
     reference, reference_state = plain_jax.make_step(config((1, 1, 1), {}, options.batch, options.length))
     compiled = reference.lower(reference_state, tokens, labels).compile()
+    plain = Stepping(compiled, reference_state, tokens, labels)
     print(f"reference temp {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB", flush=True)
-    print(
-        f"{'data,tensor,pipeline':22} {'options':44} {'ratio':>6} {'(min-max)':>13} {'CPU':>5} {'step s':>7} {'temp MB':>8}"
-    )
+    print(f"{'data,tensor,pipeline':22} {'options':44} {HEADER} {'temp MB':>8}")
     for mesh, parallel in layouts:
         program = build(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
         state = program.init()
@@ -84,27 +82,10 @@ def main() -> None:
             "labels": jax.device_put(labels, program.batch_sharding),
         }
         step = program.train_step.lower(state, batch).compile()
-        ratios, work, seconds = [], [], []
-        for round_ in range(options.rounds + 1):
-            began, began_cpu = time.perf_counter(), time.process_time()
-            reference_state, value = compiled(reference_state, tokens, labels)
-            jax.block_until_ready((reference_state, value))
-            middle, middle_cpu = time.perf_counter(), time.process_time()
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            end, end_cpu = time.perf_counter(), time.process_time()
-            if round_:  # the first warms up
-                ratios.append((end - middle) / (middle - began))
-                work.append((end_cpu - middle_cpu) / (middle_cpu - began_cpu))
-                seconds.append(end - middle)
+        found = compare(plain, Stepping(step, state, batch), options.rounds)
         text = " ".join(f"{k}={v}" for k, v in parallel.items())
-        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
         temp = step.memory_analysis().temp_size_in_bytes / 1e6
-        print(
-            f"{','.join(map(str, mesh)):22} {text:44} {statistics.median(ratios):6.2f} {spread:>13} {statistics.median(work):5.2f} "
-            f"{statistics.median(seconds):7.2f} {temp:8.0f}",
-            flush=True,
-        )
+        print(f"{','.join(map(str, mesh)):22} {text:44} {found} {temp:8.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import plain_jax
+from interleave import HEADER, Stepping, compare
 from jax.sharding import PartitionSpec
 
 from meshtrain.config import Config, decode
@@ -157,30 +157,18 @@ def step_time(schedules: list[str], rounds: int) -> None:
     microbatches, length = 16, 256
     single = dataclasses.replace(configuration("1f1b", microbatches, MEDIUM, length=length), mesh=decode({}).mesh)
     reference, reference_state = plain_jax.make_step(single)
-    runs: list[tuple[str, Any, Any, Any]] = []
+    plain: Stepping | None = None
+    print(f"4 stages, {microbatches} microbatches of 1 x {length}; step over one device, median of {rounds} rounds")
+    print(f"{'schedule':16} {HEADER}")
     for schedule in schedules:
         program = program_of(configuration(schedule, microbatches, MEDIUM, length=length))
         state, batch = program.init(), batch_of(program)
-        runs.append((schedule, program.train_step.lower(state, batch).compile(), state, batch))
-    tokens, labels = (np.asarray(runs[0][3][name]) for name in ("tokens", "labels"))
-    plain = reference.lower(reference_state, tokens, labels).compile()
-    print(
-        f"4 stages, {microbatches} microbatches of 1 x {length}; step time over one device, median of {rounds} rounds"
-    )
-    ratios: dict[str, list[float]] = {schedule: [] for schedule in schedules}
-    for round_ in range(rounds + 1):  # the first warms up
-        for i, (schedule, step, state, batch) in enumerate(runs):
-            began = time.perf_counter()
-            reference_state, value = plain(reference_state, tokens, labels)
-            jax.block_until_ready((reference_state, value))
-            middle = time.perf_counter()
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            runs[i] = (schedule, step, state, batch)
-            if round_:
-                ratios[schedule].append((time.perf_counter() - middle) / (middle - began))
-    for schedule, found in ratios.items():
-        print(f"{schedule:16}{statistics.median(found):7.2f}  ({min(found):.2f}-{max(found):.2f})", flush=True)
+        if plain is None:
+            tokens, labels = (np.asarray(batch[name]) for name in ("tokens", "labels"))
+            compiled = reference.lower(reference_state, tokens, labels).compile()
+            plain = Stepping(compiled, reference_state, tokens, labels)
+        step = program.train_step.lower(state, batch).compile()
+        print(f"{schedule:16} {compare(plain, Stepping(step, state, batch), rounds)}", flush=True)
 
 
 def large() -> None:

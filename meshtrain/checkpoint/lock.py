@@ -16,22 +16,24 @@ class RunLock:
     def __init__(self, directory: Path) -> None:
         self.path = directory.resolve() / ".lock"
         this = f"process {os.getpid()} on {socket.gethostname()}"
-        if (
-            self.path in self._held
-        ):  # not opened again: a process that closes any handle of a file gives up its locks on it
+        # A file that is held is not opened again: a process that closes any handle of a file gives up its locks on it.
+        if self.path in self._held:
             raise self._in_use(directory, this)
-        self._file = self.path.open("a+", encoding="utf-8")
+        self._file = self.path.open("a+b", buffering=0)  # or what a full disk refuses would be tried again at the end
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             self._file.seek(0)
-            owner = self._file.read().strip() or "another process"
+            owner = self._file.read().decode(errors="replace").strip() or "another process"
             self._file.close()
             raise self._in_use(directory, owner) from None
         self._held.add(self.path)
-        self._file.truncate(0)
-        self._file.write(this)
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            self._file.write(this.encode())
+        except OSError:
+            self.release()
+            raise
 
     @staticmethod
     def _in_use(directory: Path, owner: str) -> ConfigError:
