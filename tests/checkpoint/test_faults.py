@@ -19,14 +19,15 @@ def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
     """Kills `kills` processes of one run, then lets it end; (step reached, newest checkpoint, step being saved or None) of each
     kill that met training.
 
-    In turn: after a random step, while saving, at any moment from the start of the process.
+    In turn: after a random step, while saving, at any moment from the start of the process until shortly before its end.
     """
     chosen, lost = random.Random(kills), []
     for kill in range(1, kills + 1):
         trainer = Trainer(config)
         start, last = (committed(trainer.run) or [0])[-1], count - 2 * every
         if kill % 3 == 0:
-            time.sleep(chosen.uniform(0, 3))
+            moment, late = time.monotonic() + chosen.uniform(0, 3), trainer.wrote(last)  # before the run is over
+            assert trainer.until(lambda moment=moment, late=late: time.monotonic() > moment or late()), "the run ended"
         else:
             assert trainer.until(trainer.training), trainer.log.read_text()
             saves = kill % 3 == 2 and start < last
