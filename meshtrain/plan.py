@@ -123,14 +123,14 @@ def _print(planned: Plan, compiled: Compiled | None) -> None:
 
 def _notes(config: Config) -> list[str]:
     """What a run of this config would log before its first step: what is padded, replicated or cannot be sharded, and its cost."""
-    from jax.sharding import (
-        AbstractMesh,
-    )  # here: a plan in numbers alone needs no JAX, and is there in a third of a second
+    # Imported here: a plan in numbers alone needs no JAX, and is there in a third of a second.
+    from jax.sharding import AbstractMesh
 
+    from meshtrain.mesh import AXES
     from meshtrain.parallel.layout import Layout
 
     mesh = config.mesh
-    layout = Layout(config, AbstractMesh((mesh.data, mesh.tensor, mesh.pipeline), ("data", "tensor", "pipeline")))
+    layout = Layout(config, AbstractMesh((mesh.data, mesh.tensor, mesh.pipeline), AXES))
     return [*notes(config), *layout.notes()]
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError, StopSignals, trim_metrics
-from meshtrain.config import Config, ConfigError, load, notes, to_yaml
+from meshtrain.config import Config, ConfigError, load, notes, refusal, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.mesh import join_cluster, make_mesh, own_rows, platform
 from meshtrain.parallel import offload
@@ -217,9 +217,8 @@ def run_directory(config: Config) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise ConfigError(
-            f"run.directory {directory} cannot be written: {reason}; give another with --set run.directory=PATH."
+            f"run.directory {directory} cannot be written: {refusal(error)}; give another with --set run.directory=PATH."
         ) from None
     return directory
 

@@ -1,13 +1,13 @@
 """The mesh: three axes over the devices, ranks that talk most lie closest, and a plain sentence where devices are too few."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from free_port import free_port
 
 from meshtrain.config import ConfigError, decode
 from meshtrain.mesh import AXES, join_cluster, make_mesh, platform, rules
@@ -102,10 +102,7 @@ def joins(**environment: str) -> subprocess.Popen:
 
 
 def test_processes_named_by_the_environment_find_each_other():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     both = joins(**named, JAX_PROCESS_ID="0"), joins(**named, JOB_COMPLETION_INDEX="1")
     assert [process.communicate(timeout=60)[0].split() for process in both] == [["0", "2"], ["1", "2"]]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtrain.checkpoint import arrays, changes, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
 
 INTACT, DAMAGED, USAGE = 0, 1, 2  # diff: the same, different
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"meshtrain: {error}", file=sys.stderr)
         return USAGE
     except OSError as error:  # no permission; or a run that goes on has just removed the step
-        print(f"meshtrain: {error.filename} cannot be read: {(error.strerror or str(error)).lower()}.", file=sys.stderr)
+        print(f"meshtrain: {error.filename} cannot be read: {refusal(error)}.", file=sys.stderr)
         return USAGE
 
 

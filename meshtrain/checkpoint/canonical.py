@@ -28,9 +28,8 @@ from meshtrain.optim import initial_scale, mirrored_leaves
 from meshtrain.parallel.layout import Leaf
 from meshtrain.step import Program, State
 
-PARTS = (
-    3  # the parameters are rearranged in so many parts: more cost less memory (bench_checkpoint.py) and more compiling
-)
+# The parameters are rearranged in so many parts: more cost less memory (bench_checkpoint.py) and more compiling.
+PARTS = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, write_atomically
+from meshtrain.config import refusal
 
 BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a time, so that they stay in the cache
 
@@ -63,7 +64,7 @@ def _problem(directory: Path, name: str, start: int, expected: str, block: int) 
     try:
         digest = _digest(directory / name, start, block)
     except OSError as error:  # a bad sector, say
-        return f"{name} cannot be read: {(error.strerror or str(error)).lower()}"
+        return f"{name} cannot be read: {refusal(error)}"
     return None if digest == expected else f"{name} is damaged between bytes {start:,} and {start + block:,}"
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
 
 
 def is_first() -> bool:
@@ -34,9 +34,8 @@ def first_decides(decide: Callable[[], Any]) -> Any:
         except ConfigError as error:
             message = {"refused": str(error)}
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
             message = {
-                "refused": f"{error.filename or 'the run directory'} cannot be used: {reason}; "
+                "refused": f"{error.filename or 'the run directory'} cannot be used: {refusal(error)}; "
                 "it must be a directory that can be read and written, or give another."
             }
     message = gathered(message)[0]

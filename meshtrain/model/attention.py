@@ -9,10 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
 
-BLOCK, BLOCKS = (
-    128,
-    8,
-)  # queries at a time off the GPU, or more where there would be more blocks: code grows with their number
+# Off the GPU, BLOCK queries at a time, or more where that would make more than BLOCKS blocks: code grows with their number.
+BLOCK, BLOCKS = 128, 8
 MASKED = -1e30
 
 

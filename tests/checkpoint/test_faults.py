@@ -3,11 +3,11 @@
 import os
 import random
 import signal
-import socket
 import time
 from functools import partial
 
 import pytest
+from free_port import free_port
 from trainer import EVERY, STEPS, Trainer, assert_undisturbed, committed, losses_of, newest_is_intact, rows, settings
 
 from meshtrain.checkpoint import steps
@@ -116,9 +116,7 @@ def one_of_two(rank, port):
 
 def test_a_preemption_notice_to_one_of_two_processes_stops_both_with_a_checkpoint_and_code_75(tmp_path):
     run, sections = tmp_path / "run", {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 2}}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     trainers = []
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()

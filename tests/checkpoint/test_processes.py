@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 from checkpoint_runs import build_for, take
+from free_port import free_port
 from one_of_two import settings
 
 from meshtrain.checkpoint import Checkpointer, steps
@@ -30,9 +30,7 @@ def two(tmp_path_factory):
     checkpointer.save(2, state, loss)
     _, after = take(program, state, 3)
     checkpointer.close()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
