@@ -4,7 +4,6 @@ next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► ev
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,11 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain.checkpoint import Checkpointer, CheckpointError, StopSignals, trim_metrics
-from meshtrain.config import Config, ConfigError, load, notes, refusal, to_yaml
+from meshtrain.checkpoint import Checkpointer, CheckpointError
+from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.mesh import join_cluster, make_mesh, own_rows, platform
 from meshtrain.parallel import offload
+from meshtrain.run.directory import run_directory
+from meshtrain.run.rows import trim_metrics
+from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State, build
 from meshtrain.telemetry.metrics import MetricsFile
 from meshtrain.telemetry.progress import Reporter
@@ -206,21 +208,6 @@ class Loop:
     def close(self) -> None:
         self.loader.close()
         self.metrics.close()
-
-
-def run_directory(config: Config) -> Path:
-    """The run directory, made; ConfigError if it cannot be written."""
-    directory = Path(config.run.directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"run.directory {directory} cannot be written: {refusal(error)}; give another with --set run.directory=PATH."
-        ) from None
-    return directory
 
 
 def opening(program: Program, data: TextBatches, start: int) -> list[str]:

@@ -6,7 +6,5 @@ state ──canonical──► Orbax ──► 12.writing/ ──digests, manife
 
 from meshtrain.checkpoint.checkpointer import Checkpointer
 from meshtrain.checkpoint.saving import CheckpointError
-from meshtrain.checkpoint.signals import StopSignals
-from meshtrain.checkpoint.trim import trim_metrics
 
-__all__ = ["CheckpointError", "Checkpointer", "StopSignals", "trim_metrics"]
+__all__ = ["CheckpointError", "Checkpointer"]

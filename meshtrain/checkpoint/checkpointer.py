@@ -7,12 +7,12 @@ from pathlib import Path
 from meshtrain.checkpoint import changes, steps
 from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
-from meshtrain.checkpoint.lock import RunLock
-from meshtrain.checkpoint.processes import first_decides, is_first
 from meshtrain.checkpoint.restoring import restore, start_from_weights
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.checkpoint.source import Source, find
 from meshtrain.config import Config
+from meshtrain.run.lock import RunLock
+from meshtrain.run.processes import first_decides, is_first
 from meshtrain.step import Program, State
 
 

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.steps import COMMIT, DIGESTS, write_atomically
+from meshtrain.checkpoint.steps import COMMIT, DIGESTS
 from meshtrain.config import refusal
+from meshtrain.files import write_atomically
 
 BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a time, so that they stay in the cache
 

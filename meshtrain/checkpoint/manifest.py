@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.canonical import Entry
-from meshtrain.checkpoint.steps import MANIFEST, write_atomically
+from meshtrain.checkpoint.steps import MANIFEST
 from meshtrain.config import Config
+from meshtrain.files import write_atomically
 
 PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 

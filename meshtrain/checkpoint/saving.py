@@ -19,9 +19,9 @@ from orbax.checkpoint import v1 as ocp
 from meshtrain.checkpoint import arrays, digests, steps
 from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.processes import gathered, is_first
 from meshtrain.checkpoint.retention import kept
 from meshtrain.config import Config
+from meshtrain.run.processes import gathered, is_first
 from meshtrain.step import State
 
 

@@ -11,8 +11,8 @@ import jax
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.processes import first_decides, gathered
 from meshtrain.config import Config, ConfigError
+from meshtrain.run.processes import first_decides, gathered
 
 Say = Callable[[str], None]
 

@@ -16,6 +16,8 @@ import os
 import shutil
 from pathlib import Path
 
+from meshtrain.files import sync, write_atomically
+
 FORMAT = 1
 ARRAYS, MANIFEST, DIGESTS, COMMIT = "arrays", "manifest.json", "digests.json", "COMMIT"
 WRITING, REMOVING, DAMAGED = ".writing", ".removing", ".damaged"
@@ -109,26 +111,6 @@ def set_aside(directory: Path) -> Path:
     os.rename(directory, target)
     sync(target.parent)
     return target
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole content under `path`, or what was there before."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
-
-
-def sync(directory: Path) -> None:
-    """Makes renames in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(content: bytes) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.config import ConfigError
-from meshtrain.data.shards import Corpus, temporary_beside
+from meshtrain.data.shards import Corpus
+from meshtrain.files import temporary_beside
 
 DOCUMENTS_AT_ONCE = 1 << 18  # of which the table is made
 

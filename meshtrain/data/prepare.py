@@ -27,8 +27,9 @@ import numpy as np
 
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import Document, File, Part, read, units
-from meshtrain.data.shards import MANIFEST, SPLITS, Manifest, Shard, ShardWriter, write_atomically
+from meshtrain.data.shards import MANIFEST, SPLITS, Manifest, Shard, ShardWriter
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer, use_one_thread
+from meshtrain.files import write_atomically
 
 PLAN, SKIPPED, UNITS, LOCK = "plan.json", "skipped.log", "units", ".lock"
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once

@@ -12,7 +12,6 @@ before it and ends with the E that it predicts: each stored token but the first 
 import hashlib
 import json
 import os
-import uuid
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.config import ConfigError
+from meshtrain.files import temporary_beside, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -67,18 +67,6 @@ class Manifest:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """All of it or nothing, whoever else writes the same file."""
-    temporary = temporary_beside(path)
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def temporary_beside(path: Path) -> Path:
-    """A name that no other process uses, on the same file system."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -11,9 +11,10 @@ from pathlib import Path
 import jax
 from checkpoint_runs import build_for, config, take
 
-from meshtrain.checkpoint import Checkpointer, StopSignals
+from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config
 from meshtrain.mesh import fake_cpu_devices
+from meshtrain.run.signals import StopSignals
 
 
 def settings(directory: Path) -> Config:

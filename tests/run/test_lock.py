@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from meshtrain.checkpoint.lock import RunLock
 from meshtrain.config import ConfigError
+from meshtrain.run.lock import RunLock
 
 HOLD = """
 import fcntl, sys

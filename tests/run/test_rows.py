@@ -1,6 +1,6 @@
 import json
 
-from meshtrain.checkpoint import trim_metrics
+from meshtrain.run.rows import trim_metrics
 
 
 def write(path, steps, tail=b""):

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from meshtrain.checkpoint import StopSignals
+from meshtrain.run.signals import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from meshtrain.checkpoint.steps import write_atomically
+from meshtrain.files import write_atomically
 
 
 def trim_metrics(path: Path, step: int) -> None:
