@@ -1,6 +1,7 @@
 """python -m meshtrain.checkpoint ls | show | verify | diff: what a run has saved, whether it is intact, what differs."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import ConfigError, refusal
 
 INTACT, DAMAGED, USAGE = 0, 1, 2  # diff: the same, different
+UNREADABLE = (steps.Damaged, steps.NewerFormat)
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,25 +58,31 @@ def ls(options: argparse.Namespace) -> int:
     found = _directories(options.directory)
     print(f"{'step':>9}  {'saved':<20} {'loss':>10} {'eval loss':>10} {'size':>9}")
     for directory in found:
-        if (problem := _problem(directory)) is not None:
+        try:
+            m, size = Manifest.read(directory), _size(digests.total_bytes(directory))
+        except UNREADABLE as problem:
             print(f"{directory.name:>9}  {problem}")
             continue
-        m = Manifest.read(directory)
         saved = m.saved.replace("+00:00", "Z")
-        print(
-            f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {_size(digests.total_bytes(directory)):>9}"
-        )
-    for path in sorted(found[0].parent.iterdir()):
-        if path.is_dir() and not path.name.isdigit():
-            print(
-                f"{path.name:>9}  no checkpoint: {'damaged, set aside' if steps.DAMAGED in path.name else 'unfinished'}"
-            )
+        print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}")
+    beside = [] if found == [options.directory.absolute()] else sorted(found[0].parent.iterdir())
+    for path in beside:
+        if path not in found:
+            print(f"{path.name:>9}  no checkpoint: {_what_it_is(path)}")
     return INTACT
 
 
+def _what_it_is(path: Path) -> str:
+    """What stands among the steps and is none."""
+    aside = "damaged, set aside" if steps.DAMAGED in path.name else "unfinished" if steps.is_left_over(path) else ""
+    try:
+        return "; ".join(filter(None, (aside, f"it is step {Manifest.read(path).step}, renamed")))
+    except UNREADABLE:
+        return aside or "something else"
+
+
 def show(options: argparse.Namespace) -> int:
-    directory = _newest(options.directory)
-    m = Manifest.read(directory)
+    directory, m = _newest(options.directory)
     print(f"step {m.step} in {directory}")
     print(
         f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {_size(digests.total_bytes(directory))}"
@@ -91,7 +99,7 @@ def show(options: argparse.Namespace) -> int:
             if shown[: depth + 1] != tuple(parents[: depth + 1]):
                 print(f"{'  ' * (depth + 1)}{parent}")
         shown = tuple(parents)
-        size = _size(int(np.prod(record["shape"])) * np.dtype(record["dtype"]).itemsize)
+        size = _size(math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize)
         print(
             f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9} {record['shape']!s:<22} {size:>9}"
         )
@@ -102,8 +110,11 @@ def verify(options: argparse.Namespace) -> int:
     damaged = False
     for directory in _directories(options.directory):
         began = time.perf_counter()
-        problem = _problem(directory)
-        found = [problem] if problem is not None else digests.problems(directory)
+        try:
+            Manifest.read(directory)
+            found = digests.problems(directory)
+        except UNREADABLE as problem:
+            found = [str(problem)]
         if found:
             damaged = True
             print(f"{directory.name}: DAMAGED: {'; '.join(found)}")
@@ -114,17 +125,16 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-    first, second = _newest(options.first), _newest(options.second)
+    (first, a), (second, b) = _newest(options.first), _newest(options.second)
     for directory in () if options.no_values else (first, second):
         if damage := digests.problems(directory):
             raise ConfigError(f"{directory} is damaged: {'; '.join(damage)}; --no-values compares all but the arrays.")
-    found = list(_differences(first, second, values=not options.no_values))
+    found = list(_differences(first, a, second, b, values=not options.no_values))
     print("\n".join(found) if found else "the same")
     return DAMAGED if found else INTACT
 
 
-def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
-    a, b = Manifest.read(first), Manifest.read(second)
+def _differences(first: Path, a: Manifest, second: Path, b: Manifest, values: bool) -> Iterator[str]:
     for what in ("step", "loss", "eval_loss"):
         if getattr(a, what) != getattr(b, what):
             yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
@@ -164,20 +174,12 @@ def _directories(path: Path) -> list[Path]:
     return found
 
 
-def _newest(path: Path) -> Path:
+def _newest(path: Path) -> tuple[Path, Manifest]:
     directory = _directories(path)[-1]
-    if (problem := _problem(directory)) is not None:
-        raise ConfigError(f"{directory} cannot be read: {problem}.")
-    return directory
-
-
-def _problem(directory: Path) -> str | None:
-    """What keeps even the manifest from being read."""
     try:
-        problem = steps.commit_problem(directory)
-    except steps.NewerFormat as newer:
-        return f"format {newer.number}, of a later meshtrain (this one reads up to {steps.FORMAT})"
-    return problem or next(iter(digests.problems(directory, only=[steps.MANIFEST])), None)
+        return directory, Manifest.read(directory)
+    except UNREADABLE as problem:
+        raise ConfigError(f"{directory} cannot be read: {problem}.") from None
 
 
 def _number(x: float | None) -> str:

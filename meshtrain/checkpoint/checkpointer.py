@@ -31,7 +31,11 @@ class Checkpointer:
         self._saver = Saver(config, self._canonical, self._root, self._say)
         self._lock: RunLock | None = None
         changes.check_keys(config)
-        first_decides(self._enter)
+        try:
+            first_decides(self._enter)
+        except BaseException:
+            self._leave()
+            raise
 
     def restore_or_init(self) -> tuple[State, int]:
         """The state to go on from, on the program's shardings, and the steps taken.
@@ -78,14 +82,17 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for a save that still runs, then lets go of the run directory."""
         self._saver.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._leave()
 
     def _enter(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(self._root.parent)
-        for name in steps.remove_leftovers(self._root):
-            self._say(f"removed {self._root / name}, which a process that was killed left unfinished.")
+        for sentence in steps.remove_leftovers(self._root):
+            self._say(sentence)
+
+    def _leave(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _say(self, sentence: str) -> None:
         if is_first():

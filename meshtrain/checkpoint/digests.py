@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.steps import COMMIT, DIGESTS
+from meshtrain.checkpoint.steps import COMMIT, DIGESTS, Damaged, parsed
 from meshtrain.config import refusal
 from meshtrain.files import write_atomically
 
@@ -39,26 +39,52 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
 
     `only` names the files to look at, None all of them. The digests themselves must have been checked (`steps.commit_problem`).
     """
-    record = json.loads((directory / DIGESTS).read_bytes())
-    found, blocks = [], []
-    for name, file in record["files"].items():
+    try:
+        block, files = _record(directory)
+    except Damaged as damage:
+        return [str(damage)]
+    found, blocks = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files], []
+    for name, (size, expected) in files.items():
         if only is not None and name not in only:
             continue
-        path, size = directory / name, file["bytes"]
-        if not path.is_file():
-            found.append(f"{name} is missing")
-        elif (actual := path.stat().st_size) != size:
-            found.append(f"{name} has {actual:,} bytes instead of {size:,}")
+        if problem := _size_problem(directory / name, size):
+            found.append(f"{name} {problem}")
         else:
-            blocks += [(name, k * record["block"], digest) for k, digest in enumerate(file["sha256"])]
+            blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(_threads()) as pool:
-        sentences = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], record["block"]), blocks[part::parts])
+        sentences = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts])
         return found + [sentence for sentence in sentences if sentence is not None]
 
 
 def total_bytes(directory: Path) -> int:
     """Bytes of a step's files, as its digests say."""
-    return sum(file["bytes"] for file in json.loads((directory / DIGESTS).read_bytes())["files"].values())
+    return sum(size for size, _ in _record(directory)[1].values())
+
+
+def _record(directory: Path) -> tuple[int, dict[str, tuple[int, list[str]]]]:
+    """The block size, and each file's bytes and digests; Damaged if they are not all there."""
+    record = parsed(directory / DIGESTS)
+    try:
+        block, files = record["block"], {n: (f["bytes"], f["sha256"]) for n, f in record["files"].items()}
+        whole = block > 0 and all(
+            name.isprintable() and size >= 0 and len(expected) == len(range(0, max(size, 1), block))
+            for name, (size, expected) in files.items()
+        )
+    except (TypeError, KeyError, AttributeError, OverflowError):
+        whole = False
+    if not whole:
+        raise Damaged(f"{DIGESTS} does not have a digest of every block")
+    return block, files
+
+
+def _size_problem(path: Path, size: int) -> str | None:
+    try:
+        if not path.is_file():
+            return "is missing"
+        actual = path.stat().st_size
+    except OSError as error:
+        return f"cannot be read: {refusal(error)}"
+    return None if actual == size else f"has {actual:,} bytes instead of {size:,}"
 
 
 def _problem(directory: Path, name: str, start: int, expected: str, block: int) -> str | None:

@@ -5,13 +5,17 @@ import datetime
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
+from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.canonical import Entry
-from meshtrain.checkpoint.steps import MANIFEST
+from meshtrain.checkpoint.steps import MANIFEST, Damaged, Renamed
 from meshtrain.config import Config
 from meshtrain.files import write_atomically
 
@@ -50,14 +54,78 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        return cls(**json.loads((directory / MANIFEST).read_bytes()))
+        """The manifest of a step that is committed, unchanged, and what its name says; the arrays are not looked at.
+
+        All who look at a step come through here. Damaged with what is wrong; NewerFormat if it cannot be judged.
+        """
+        if problem := steps.commit_problem(directory):
+            raise Damaged(problem)
+        if problems := digests.problems(directory, only=[MANIFEST]):
+            raise Damaged(problems[0])
+        manifest = cls._parsed(steps.parsed(directory / MANIFEST))
+        if steps.is_number(directory.name) and directory.name != str(manifest.step):
+            raise Renamed(manifest.step)
+        return manifest
+
+    @classmethod
+    def _parsed(cls, content: Any) -> "Manifest":
+        """Damaged unless everything is of the kind that was written, so that nobody after this need ask."""
+        if not isinstance(content, dict):
+            raise Damaged(f"{MANIFEST} is no manifest")
+        for field in dataclasses.fields(cls):
+            if field.name not in content or not LEGAL[field.name](content[field.name]):
+                raise Damaged(f"{MANIFEST} has no legal {field.name}")
+        return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
 
     def write(self, directory: Path) -> None:
         write_atomically(directory / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
 
+def _is_count(x: Any) -> bool:
+    return type(x) is int and x >= 0
+
+
+def _is_loss(x: Any) -> bool:
+    return x is None or type(x) is float
+
+
+def _is_dtype(name: Any) -> bool:
+    try:
+        return (
+            isinstance(name, str)
+            and np.dtype(name).name == name
+            and (jnp.issubdtype(name, jnp.number) or name == "bool")
+        )
+    except TypeError:
+        return False
+
+
+def _is_leaf(x: Any) -> bool:
+    if not isinstance(x, dict) or not isinstance(x.get("shape"), list):
+        return False
+    return all(map(_is_count, x["shape"])) and _is_dtype(x.get("dtype"))
+
+
+def _is_dict(x: Any, is_value: Callable[[Any], bool]) -> bool:
+    return isinstance(x, dict) and all(map(is_value, x.values()))
+
+
+# What each key of a manifest may hold.
+LEGAL: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "loss": _is_loss,
+    "eval_loss": _is_loss,
+    "saved": lambda x: isinstance(x, str),
+    "data": lambda x: isinstance(x, dict) and _is_count(x.get("batches")),
+    "rng": lambda x: isinstance(x, dict) and type(x.get("seed")) is int,
+    "leaves": lambda x: _is_dict(x, _is_leaf),
+    "config": lambda x: _is_dict(x, lambda section: isinstance(section, dict)),
+    "versions": lambda x: _is_dict(x, lambda version: isinstance(version, str)),
+}
+
+
 def _finite(loss: float | None) -> float | None:
-    return loss if loss is not None and math.isfinite(loss) else None
+    return float(loss) if loss is not None and math.isfinite(loss) else None
 
 
 def _version(package: str) -> str:

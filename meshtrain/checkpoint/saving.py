@@ -29,6 +29,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, in one sentence; the ones before it are intact."""
 
 
+class _NothingMade(OSError):
+    """A save's directory could not be made, so that nothing there is ours to remove."""
+
+
 class Saver:
     """Saves states under `root`. With several processes all of them call every method alike."""
 
@@ -36,7 +40,7 @@ class Saver:
         self.config, self.canonical, self.root, self.say = config, canonical, root, say
         self.newest: int | None = None  # the last step that is on disk
         self._failure: str | None = None  # why the last save is not
-        self._unreadable: set[int] = set()  # steps whose manifest is damaged, told once
+        self._left_alone: set[Path] = set()  # steps that retention cannot judge, told once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[str | None]] | None = None  # the step under way; why it failed, or None
         self._finished: deque[dict[str, float]] = deque()  # the thread puts in, the loop takes out
@@ -54,7 +58,7 @@ class Saver:
         response: ocp.AsyncResponse[None] | Exception
         try:
             if reason := gathered(self._make(directory))[0]:  # all hear of it, or they would wait for the first one
-                raise OSError(reason)
+                raise _NothingMade(reason)
             response = arrays.write(directory / steps.ARRAYS, self.canonical.arrays(state))
         except Exception as error:  # told, and counted as failed, when the save is settled
             response = error
@@ -96,6 +100,7 @@ class Saver:
         """Makes the directory, on the first process; why it cannot be made, or None."""
         try:
             if is_first():
+                self._make_room(directory)
                 directory.mkdir()
         except OSError as error:
             return str(error)
@@ -121,6 +126,7 @@ class Saver:
                 manifest().write(directory)
                 written = digests.write(directory)
                 steps.commit(directory)
+                self._make_room(self.root / str(step))
                 steps.publish(directory, self.root / str(step))
                 self._finished.append(
                     {
@@ -130,24 +136,36 @@ class Saver:
                     }
                 )
         except Exception as error:  # whatever it was, training need not end with it: on_failed_save says
-            if is_first():
+            if is_first() and not isinstance(error, _NothingMade):
                 shutil.rmtree(directory, ignore_errors=True)
             intact = "there is none before it" if self.newest is None else f"step {self.newest} is intact"
             return f"the checkpoint of step {step} could not be written: {_reason(error)}; {intact}."
         if is_first():
-            self._retain()
+            try:
+                self._retain()
+            except OSError as error:
+                self.say(f"{self.root} cannot be looked through for steps that need not stay: {_reason(error)}.")
         return None
+
+    def _make_room(self, path: Path) -> None:
+        """Whatever stands at a name that a save needs is somebody's: neither overwritten nor removed."""
+        if aside := steps.make_room(path):
+            self.say(f"{path} stood where a checkpoint belongs; it is set aside as {aside.name}.")
 
     def _retain(self) -> None:
         """Removes the steps that need not stay. The save is done: what cannot be read or removed is told, and stays."""
         found: dict[int, float | None] = {}
-        for step in steps.committed_in(self.root):
+        # A link is somebody's, and what was never committed is told at the next start.
+        for directory in steps.numbered(self.root):
+            if directory.is_symlink() or steps.never_committed(directory):
+                continue
             try:
-                found[step] = Manifest.read(self.root / str(step)).eval_loss
-            except (OSError, ValueError, TypeError):
-                if step not in self._unreadable:
-                    self._unreadable.add(step)
-                    self.say(f"checkpoint {self.root / str(step)} has a damaged {steps.MANIFEST}; it is left alone.")
+                manifest = Manifest.read(directory)
+                found[manifest.step] = manifest.eval_loss
+            except (steps.Damaged, steps.NewerFormat) as problem:
+                if directory not in self._left_alone:
+                    self._left_alone.add(directory)
+                    self.say(f"checkpoint {directory} is left alone: {problem}.")
         for step in found.keys() - kept(found, self.config.checkpoint).keys():
             try:
                 steps.remove(self.root / str(step))

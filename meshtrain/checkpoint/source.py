@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import jax
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import Config, ConfigError
+from meshtrain.config import Config, ConfigError, refusal
 from meshtrain.run.processes import first_decides, gathered
 
 Say = Callable[[str], None]
@@ -55,16 +55,19 @@ def find(config: Config, root: Path, say: Say) -> Source | None:
 def problems(directory: Path) -> list[str]:
     """What is wrong with a step, a sentence each; every process looks at a part and hears of all. ConfigError if its format is newer."""
 
-    def marker() -> str | None:
+    def manifest() -> str | None:
         try:
-            return steps.commit_problem(directory)
+            Manifest.read(directory)
+            return None
+        except steps.Damaged as damage:
+            return str(damage)
         except steps.NewerFormat as newer:
             raise ConfigError(
                 f"checkpoint {directory} has format {newer.number}, and this meshtrain reads up to {steps.FORMAT}; "
                 "update meshtrain, or give another run.directory."
             ) from None
 
-    if problem := first_decides(marker):
+    if problem := first_decides(manifest):
         return [problem]
     own = digests.problems(directory, jax.process_index(), jax.process_count())
     return sorted({sentence for part in gathered(own) for sentence in part})
@@ -74,33 +77,61 @@ def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
     """The newest intact step that `path` names; None if it names none that was ever committed."""
     bad: dict[Path, list[str]] = {}
     chosen = None
-    for name in reversed(first_decides(lambda: [str(d) for d in steps.directories(path)])):
-        found = problems(Path(name))
-        if not found:
-            chosen = Path(name)
+    # A run's own directory of steps is never taken for a step itself, whatever lies in it.
+    found = steps.numbered if own else steps.directories
+    for directory in map(Path, reversed(first_decides(lambda: [str(d) for d in found(path)]))):
+        if not (wrong := problems(directory)):
+            chosen = directory
             break
-        bad[Path(name)] = found
-    committed = first_decides(lambda: [str(d) for d in bad if (d / steps.COMMIT).exists()])
+        bad[directory] = wrong
+    committed = first_decides(lambda: [str(d) for d in bad if not steps.never_committed(d)])
     if chosen is None and committed:
-        damaged = Path(committed[0])
-        raise ConfigError(
-            f"every checkpoint in {path} is damaged ({damaged.name}: {'; '.join(bad[damaged])}); "
-            + ("checkpoint.resume: never starts anew and moves them out of the way." if own else "give another.")
-        )
-    for directory, found in bad.items():
-        place = f"it is set aside as {first_decides(partial(_set_aside, directory))}" if own else "it is passed over"
-        say(f"checkpoint {directory} is damaged: {'; '.join(found)}; {place}.")
+        raise ConfigError(_all_damaged(path, Path(committed[0]), bad[Path(committed[0])], own))
+    for directory, wrong in bad.items():
+        place = first_decides(partial(_set_aside, directory)) if own else "it is passed over"
+        say(f"checkpoint {directory} is damaged: {'; '.join(wrong)}; {place}.")
+    for sentence in first_decides(lambda: _renamed_and_newer(path, chosen, bad)) if own else ():
+        say(sentence)
     return chosen
 
 
+def _all_damaged(path: Path, newest: Path, wrong: list[str], own: bool) -> str:
+    what = "; ".join(wrong)
+    if newest == path:
+        return f"checkpoint {path} is damaged: {what}; give another."
+    way_out = "checkpoint.resume: never starts anew and moves them out of the way" if own else "give another"
+    return f"every checkpoint in {path} is damaged ({newest.name}: {what}); {way_out}."
+
+
 def _set_aside(directory: Path) -> str:
-    return steps.set_aside(directory).name
+    """What became of a damaged step, in words."""
+    try:
+        return f"it is set aside as {steps.set_aside(directory).name}"
+    except OSError as error:
+        return f"it cannot be set aside ({refusal(error)}) and is passed over"
+
+
+def _renamed_and_newer(root: Path, chosen: Path | None, told: Collection[Path]) -> list[str]:
+    """A sentence on each step that would have been chosen under its own name, and of which nothing is `told` yet."""
+    found = []
+    for path in sorted(p for p in root.iterdir() if p not in told and steps.DAMAGED not in p.name):
+        try:
+            step = Manifest.read(path).step
+        except steps.Renamed as renamed:
+            step = renamed.step
+        except (steps.Damaged, steps.NewerFormat):
+            continue
+        if chosen is None or step > int(chosen.name):
+            found.append(
+                f"checkpoint {path} is step {step}, renamed; it is passed over, and gone on from only as {step}."
+            )
+    return found
 
 
 def _start_anew(root: Path, say: Say) -> None:
     """Moves what an earlier run left out of the way of one that starts at step 0."""
     metrics = root.parent / "metrics.jsonl"
-    if not steps.steps_in(root) and not metrics.exists():
+    if not steps.numbered(root) and not metrics.exists():
         return
     k = 1
     while (earlier := root.parent / f"earlier-{k}").exists():

@@ -12,10 +12,15 @@ checkpoints/
 """
 
 import hashlib
+import json
 import os
+import re
 import shutil
+import stat
 from pathlib import Path
+from typing import Any
 
+from meshtrain.config import refusal
 from meshtrain.files import sync, write_atomically
 
 FORMAT = 1
@@ -27,28 +32,77 @@ class NewerFormat(Exception):
     """A checkpoint of a later version of meshtrain; holds its format number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(f"it has format {number}, of a later meshtrain (this one reads up to {FORMAT})")
         self.number = number
 
 
-def steps_in(root: Path) -> list[int]:
-    """The steps that have a directory, in order of step (never of dates: clocks are set back)."""
-    if not root.is_dir():
-        return []
-    return sorted(int(p.name) for p in root.iterdir() if p.name.isascii() and p.name.isdigit() and p.is_dir())
+class Damaged(Exception):
+    """What keeps a directory from being the step that its name says, in words that follow "it is damaged: "."""
+
+
+class Renamed(Damaged):
+    """A step under the number of another; holds its own."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"it is step {step}, renamed")
+        self.step = step
+
+
+def is_number(name: str) -> bool:
+    """The name says that it is a step, rightly or not; any other is a person's own."""
+    return name.isascii() and name.isdigit()
+
+
+def numbered(root: Path) -> list[Path]:
+    """Whatever has a number for its name, in order of step (never of dates: clocks are set back)."""
+    found = (p for p in root.iterdir() if is_number(p.name)) if root.is_dir() else ()
+    return sorted(found, key=lambda p: (int(p.name), p.name))
 
 
 def committed_in(root: Path) -> list[int]:
     """The steps that have a commit marker, in order of step."""
-    return [step for step in steps_in(root) if (root / str(step) / COMMIT).is_file()]
+    found = [d for d in numbered(root) if d.name == str(int(d.name))]
+    return [int(d.name) for d in found if os.path.isfile(d / COMMIT)]
 
 
 def directories(path: Path) -> list[Path]:
-    """The steps that a path names, oldest first: one step, or all of a run directory or of its checkpoints/."""
-    if any((path / name).is_file() for name in (COMMIT, DIGESTS, MANIFEST)):
-        return [path]
+    """The steps that a path names, oldest first: all of a run directory or of its checkpoints/, or one step."""
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return [root / str(step) for step in steps_in(root)]
+    if found := numbered(root):
+        return found
+    return [path] if any(os.path.lexists(path / name) for name in (COMMIT, DIGESTS, MANIFEST)) else []
+
+
+def never_committed(directory: Path) -> bool:
+    """There is certainly no commit marker; one that cannot be looked for may be there."""
+    if directory.is_symlink() and not directory.exists():
+        return False
+    try:
+        os.lstat(directory / COMMIT)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
+
+
+def content(path: Path) -> bytes:
+    """The bytes of one of a step's own files; Damaged if they cannot be had."""
+    try:
+        # Reading a pipe would wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise Damaged(f"{path.name} is no file")
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"{path.name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read: {refusal(error)}") from None
+
+
+def parsed(path: Path) -> Any:
+    """The JSON of one of a step's own files; Damaged if it is none."""
+    try:
+        return json.loads(content(path))
+    except (ValueError, RecursionError):
+        raise Damaged(f"{path.name} is no JSON") from None
 
 
 def commit(directory: Path) -> None:
@@ -60,21 +114,26 @@ def commit(directory: Path) -> None:
 def commit_problem(directory: Path) -> str | None:
     """What is wrong with the commit marker or with the digests it vouches for; NewerFormat if it cannot be judged."""
     try:
-        text = (directory / COMMIT).read_bytes()
-    except FileNotFoundError:
-        return f"it has no {COMMIT} file, so it was never finished or is no checkpoint"
-    head, _, own = text.rpartition(b"the lines above sha256 ")
-    if own.strip().decode("ascii", "replace") != _sha256(head):
-        return f"{COMMIT} is damaged"
-    first, _, rest = head.decode().partition("\n")
-    number = int(first.rsplit(" ", 1)[1])
-    if number > FORMAT:
+        _check_commit(directory)
+    except Damaged as damage:
+        return str(damage)
+    return None
+
+
+def _check_commit(directory: Path) -> None:
+    if not os.path.isdir(directory):
+        raise Damaged("it is a link to nothing" if directory.is_symlink() else "it is no directory")
+    if never_committed(directory):
+        raise Damaged(f"it has no {COMMIT} file, so it was never finished or is no checkpoint")
+    head, _, own = content(directory / COMMIT).rpartition(b"the lines above sha256 ")
+    lines = re.match(rb"meshtrain checkpoint, format ([1-9][0-9]{0,8})\n", head)
+    if lines is None or own.strip().decode("ascii", "replace") != _sha256(head):
+        raise Damaged(f"{COMMIT} is damaged")
+    if (number := int(lines[1])) > FORMAT:
         raise NewerFormat(number)
-    try:
-        found = _sha256((directory / DIGESTS).read_bytes())
-    except FileNotFoundError:
-        return f"{DIGESTS} is missing"
-    return None if rest.split()[2] == found else f"{DIGESTS} is damaged"
+    vouched = f"{DIGESTS} sha256 {_sha256(content(directory / DIGESTS))}\n".encode()
+    if head[lines.end() :] != vouched:
+        raise Damaged(f"{DIGESTS} is damaged")
 
 
 def publish(writing: Path, final: Path) -> None:
@@ -85,30 +144,45 @@ def publish(writing: Path, final: Path) -> None:
 
 def remove(directory: Path) -> None:
     """Removes a step so that a process killed halfway leaves a name that says so."""
-    doomed = directory.with_name(directory.name.removesuffix(WRITING) + REMOVING)
-    if directory != doomed:
-        if doomed.exists():
-            shutil.rmtree(doomed)
-        os.rename(directory, doomed)
+    doomed = directory.with_name(directory.name + REMOVING)
+    if is_left_over(doomed):
+        shutil.rmtree(doomed)
+    make_room(doomed)
+    os.rename(directory, doomed)
     shutil.rmtree(doomed)
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes what killed processes left half written or half removed; its names."""
-    if not root.is_dir():
-        return []
-    found = sorted(p for p in root.iterdir() if p.name.endswith((WRITING, REMOVING)))
-    for path in found:
-        shutil.rmtree(path)
-    return [p.name for p in found]
+    """Removes what killed processes left half written or half removed; a sentence on each."""
+    told = []
+    for path in sorted(p for p in root.iterdir() if is_left_over(p)):
+        try:
+            shutil.rmtree(path)
+            told.append(f"removed {path}, which a process that was killed left unfinished.")
+        except OSError as error:
+            told.append(
+                f"{path}, which a process that was killed left unfinished, cannot be removed: {refusal(error)}."
+            )
+    return told
 
 
-def set_aside(directory: Path) -> Path:
-    """Renames a damaged step so that nothing takes it for a checkpoint; its new path."""
-    target, k = directory.with_name(directory.name + DAMAGED), 2
-    while target.exists():
-        target, k = directory.with_name(f"{directory.name}{DAMAGED}-{k}"), k + 1
-    os.rename(directory, target)
+def is_left_over(path: Path) -> bool:
+    """Made by a save or a removal; a file or a link of such a name is somebody's."""
+    step = path.name.removesuffix(WRITING).removesuffix(REMOVING)
+    return step != path.name and is_number(step) and os.path.isdir(path) and not path.is_symlink()
+
+
+def make_room(path: Path) -> Path | None:
+    """Sets aside what stands at a name that is needed, if anything does; its new path."""
+    return set_aside(path) if os.path.lexists(path) else None
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is no step, whatever it is, so that nothing takes it for one; its new path."""
+    target, k = path.with_name(path.name + DAMAGED), 2
+    while os.path.lexists(target):
+        target, k = path.with_name(f"{path.name}{DAMAGED}-{k}"), k + 1
+    os.rename(path, target)
     sync(target.parent)
     return target
 

@@ -1,6 +1,7 @@
 """Writing in the background: what was saved, when it blocks, and what a failure costs."""
 
 import errno
+import shutil
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 from checkpoint_runs import config, numbered, program, same, take
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError, digests, steps
+from meshtrain.checkpoint.manifest import Manifest
 
 
 def open_run(directory, said=None, **checkpoint):
@@ -121,10 +123,14 @@ def test_a_step_with_a_damaged_manifest_is_left_alone_and_told_once(tmp_path):
         checkpointer.save(step, numbered(program()), 1.0)
         checkpointer.wait()
         if step == 1:
-            (tmp_path / "checkpoints" / "1" / steps.MANIFEST).write_text("{")
+            manifest = tmp_path / "checkpoints" / "1" / steps.MANIFEST
+            size = manifest.stat().st_size
+            manifest.write_text("{")
     checkpointer.close()
     assert committed(tmp_path) == [1, 3]
-    assert said == [f"checkpoint {tmp_path}/checkpoints/1 has a damaged manifest.json; it is left alone."]
+    assert said == [
+        f"checkpoint {tmp_path}/checkpoints/1 is left alone: manifest.json has 1 bytes instead of {size:,}."
+    ]
 
 
 def test_a_step_that_cannot_be_removed_is_told_and_the_save_has_not_failed(tmp_path, monkeypatch):
@@ -188,3 +194,66 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, full_at_step_2
     with pytest.raises(CheckpointError, match="step 2 could not be written"):
         checkpointer.wait()
     checkpointer.close()
+
+
+# --- what stands where a step belongs
+
+
+def a_full_directory(path):
+    path.mkdir()
+    (path / "file").write_text("mine")
+
+
+def a_file(path):
+    path.write_text("mine")
+
+
+def a_link_to_nothing(path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("stands", [a_full_directory, a_file, a_link_to_nothing])
+@pytest.mark.parametrize("name", ["2", "2.writing"])
+def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(name, stands, tmp_path):
+    said, path = [], tmp_path / "checkpoints" / name
+    checkpointer = open_run(tmp_path, said)
+    stands(path)
+    before = path.lstat().st_ino
+    checkpointer.save(2, numbered(program()), 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    assert said == [f"{path} stood where a checkpoint belongs; it is set aside as {name}.damaged."]
+    assert path.with_name(f"{name}.damaged").lstat().st_ino == before
+    assert Manifest.read(tmp_path / "checkpoints" / "2").step == 2
+
+
+def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatch):
+    def refused(path):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(steps, "set_aside", refused)
+    path = tmp_path / "checkpoints" / "2.writing"
+    checkpointer = open_run(tmp_path)
+    a_full_directory(path)
+    checkpointer.save(2, numbered(program()), 1.0)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*Device or resource busy"):
+        checkpointer.wait()
+    checkpointer.close()
+    assert (path / "file").read_text() == "mine"
+
+
+def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path):
+    said, root = [], tmp_path / "checkpoints"
+    checkpointer = open_run(tmp_path, said, keep=2, keep_best=0)
+    for step in (1, 2, 3):
+        checkpointer.save(step, numbered(program()), 1.0)
+        checkpointer.wait()
+        if step == 1:
+            (root / "1").rename(tmp_path / "elsewhere")
+            (root / "1").symlink_to(tmp_path / "elsewhere")
+            shutil.copytree(tmp_path / "elsewhere", root / "9")
+    checkpointer.save(4, numbered(program()), 1.0)
+    checkpointer.close()
+    assert sorted(p.name for p in root.iterdir()) == ["1", "3", "4", "9"]
+    assert Manifest.read(tmp_path / "elsewhere").step == 1
+    assert said == [f"checkpoint {root}/9 is left alone: it is step 1, renamed."]

@@ -1,0 +1,152 @@
+"""The one place that judges a step: whatever a manifest or the digests say, the answer is a manifest or a sentence."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from checkpoint_runs import program, saved
+
+from meshtrain.checkpoint import digests, steps
+from meshtrain.checkpoint.manifest import Manifest
+
+LEAF = "params.head.weight"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("run"), steps=1)
+
+
+@pytest.fixture
+def step(run, tmp_path):
+    return shutil.copytree(run / "checkpoints" / "1", tmp_path / "1")
+
+
+def vouch(step):
+    """Writes digests and marker anew: what is wrong with the manifest is all that there is to find."""
+    digests.write(step)
+    steps.commit(step)
+
+
+def test_the_manifest_of_an_intact_step_is_read(step):
+    manifest = Manifest.read(step)
+    assert manifest.step == 1
+    assert manifest.leaves[LEAF] == {"shape": [24, program().config.model.vocab_size], "dtype": "float32"}
+
+
+@pytest.mark.parametrize("name, is_good", [("1", True), ("best", True), ("01", False), ("40", False)])
+def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_good, step):
+    renamed = step.rename(step.with_name(name))
+    if is_good:
+        assert Manifest.read(renamed).step == 1
+    else:
+        with pytest.raises(steps.Damaged, match=r"^it is step 1, renamed$"):
+            Manifest.read(renamed)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *((("step",), value) for value in (None, "1", 1.0, -1, True, [])),
+        *(((key,), value) for key in ("loss", "eval_loss") for value in ("low", [], {}, True)),
+        (("saved",), 7),
+        *((("data",), value) for value in (None, {}, {"batches": "many"})),
+        *((("rng",), value) for value in (None, {}, {"seed": 1.5})),
+        *(((key,), value) for key in ("leaves", "config", "versions") for value in (None, [], {"a": 7})),
+        *((("leaves", LEAF, "shape"), value) for value in (None, 24, "24", [24, -1], [24, "257"], [24, 257.0])),
+        *(
+            (("leaves", LEAF, "dtype"), value)
+            for value in (None, 32, "", "floaty", "object", "f4,f4", "(2,)f4", ["f4"])
+        ),
+    ],
+)
+def test_what_is_no_value_of_its_key_is_named(key, value, step):
+    content = json.loads((step / steps.MANIFEST).read_text())
+    place = content
+    for name in key[:-1]:
+        place = place[name]
+    place[key[-1]] = value
+    (step / steps.MANIFEST).write_text(json.dumps(content))
+    vouch(step)
+    with pytest.raises(steps.Damaged, match=rf"^manifest\.json has no legal {key[0]}$"):
+        Manifest.read(step)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"7", b"null", b"{}", b"[" * 100_000, b"9" * 5000])
+def test_what_is_no_manifest_at_all_is_named(content, step):
+    (step / steps.MANIFEST).write_bytes(content)
+    vouch(step)
+    with pytest.raises(steps.Damaged, match=r"^manifest\.json "):
+        Manifest.read(step)
+
+
+def test_a_missing_key_is_named_and_one_of_a_later_version_is_passed_over(step):
+    content = json.loads((step / steps.MANIFEST).read_text())
+    (step / steps.MANIFEST).write_text(json.dumps(content | {"of a later version": 1}))
+    vouch(step)
+    assert Manifest.read(step).step == 1
+    del content["eval_loss"]
+    (step / steps.MANIFEST).write_text(json.dumps(content))
+    vouch(step)
+    with pytest.raises(steps.Damaged, match=r"^manifest\.json has no legal eval_loss$"):
+        Manifest.read(step)
+
+
+def test_a_loss_of_another_type_is_saved_as_a_number(step):
+    for loss in (7, np.float32(7)):
+        manifest = Manifest.of(1, loss, None, program().config, [])
+        manifest.write(step)
+        vouch(step)
+        assert Manifest.read(step).loss == 7.0
+
+
+RECORD = {"block": 16, "files": {"manifest.json": {"bytes": 20, "sha256": ["0", "0"]}}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"7",
+        b"[" * 100_000,
+        *(
+            json.dumps(record).encode()
+            for record in (
+                {},
+                {"block": 16},
+                RECORD | {"block": 0},
+                RECORD | {"block": -1},
+                RECORD | {"block": "16"},
+                RECORD | {"block": 1.5},
+                RECORD | {"files": []},
+                RECORD | {"files": {"manifest.json": []}},
+                RECORD | {"files": {"manifest.json": {"bytes": 20}}},
+                *(
+                    RECORD | {"files": {"manifest.json": {"bytes": 20, "sha256": ["0", "0"]} | wrong}}
+                    for wrong in (
+                        {"bytes": -1},
+                        {"bytes": "20"},
+                        {"bytes": 20.0},
+                        {"bytes": 10**30},
+                        {"sha256": ["0"]},
+                        {"sha256": 7},
+                    )
+                ),
+                RECORD | {"files": {"\ud800": {"bytes": 0, "sha256": ["0"]}}},
+                RECORD | {"files": {}},
+            )
+        ),
+    ],
+)
+def test_digests_that_are_none_are_named_even_if_the_marker_vouches_for_them(content, step):
+    (step / steps.DIGESTS).write_bytes(content)
+    steps.commit(step)
+    with pytest.raises(
+        steps.Damaged, match=r"^digests\.json (is no JSON|has nothing on manifest|does not have a digest of)"
+    ):
+        Manifest.read(step)
+    if b"block" in content and content != json.dumps(RECORD | {"files": {}}).encode():
+        assert digests.problems(step) == ["digests.json does not have a digest of every block"]
