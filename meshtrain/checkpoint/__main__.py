@@ -68,7 +68,9 @@ def ls(options: argparse.Namespace) -> int:
     beside = [] if found == [options.directory.absolute()] else sorted(found[0].parent.iterdir())
     for path in beside:
         if path not in found:
-            print(f"{path.name:>9}  no checkpoint: {_what_it_is(path)}")
+            # A name need not be UTF-8.
+            name = path.name.encode(errors="backslashreplace").decode()
+            print(f"{name:>9}  no checkpoint: {_what_it_is(path)}")
     return INTACT
 
 
@@ -183,7 +185,7 @@ def _newest(path: Path) -> tuple[Path, Manifest]:
 
 
 def _number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.6f}"
+    return "-" if x is None else f"{x:.6f}" if abs(x) < 1000 else f"{x:.4e}"
 
 
 def _size(n: int) -> str:

@@ -5,10 +5,13 @@ Without compression: float32 noise shrinks by 8%, for four times the time and a 
 
 import math
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 import jax
 from orbax.checkpoint import v1 as ocp
+
+from meshtrain.config import ConfigError
 
 CHUNK = 32 << 20  # bytes of a stored chunk at most: what another mesh's device must read to get a part of it
 READ_AHEAD = 32 << 20  # bytes on their way from disk to devices at a time, or one shard where that is more
@@ -28,7 +31,10 @@ def write(directory: Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncResponse
 
 
 def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays that `targets` names, placed by its shardings. Shapes and dtypes must be those on disk: Orbax would cast silently."""
+    """The arrays that `targets` names, placed by its shardings. Shapes and dtypes must be those on disk: Orbax would cast silently.
+
+    ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand.
+    """
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.pytree.loading.partial_load = True
@@ -36,5 +42,21 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     context.memory.read_concurrent_bytes = max(
         READ_AHEAD, 1 + max(shards, default=0)
     )  # Orbax refuses a shard as large as its limit
-    with context:
-        return ocp.load(directory, dict(targets))
+    try:
+        with context:
+            found = ocp.load(directory, dict(targets))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(
+            f"{directory} cannot be read by Orbax {metadata.version('orbax-checkpoint')}: {_innermost(error)}."
+        ) from error
+    # Orbax hands the target of an array that is not there back.
+    if absent := [name for name, x in found.items() if not isinstance(x, jax.Array)]:
+        raise ConfigError(f"{directory} has no array {absent[0]}.")
+    return found
+
+
+def _innermost(error: BaseException) -> str:
+    """The first sentence of the error that the others came of."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).splitlines()[0].split(". ")[0].rstrip(".") if str(error) else type(error).__name__

@@ -40,7 +40,7 @@ def start_from_weights(canonical: Canonical, source: Source, say: Callable[[str]
 def _resized(canonical: Canonical, source: Source, entry: Entry) -> bool:
     """The checkpoint has the leaf in another shape, along axes that checkpoint.allow names and no other."""
     record = source.manifest.leaves.get(entry.name)
-    if entry.leaf is None or record is None:
+    if entry.leaf is None or record is None or len(record["shape"]) != len(entry.shape):
         return False
     allow = canonical.program.config.checkpoint.allow
     free = {axis for key, axis in (("model.layers", "layers"), ("model.vocab_size", "vocab")) if key in allow}

@@ -60,9 +60,8 @@ def numbered(root: Path) -> list[Path]:
 
 
 def committed_in(root: Path) -> list[int]:
-    """The steps that have a commit marker, in order of step."""
-    found = [d for d in numbered(root) if d.name == str(int(d.name))]
-    return [int(d.name) for d in found if os.path.isfile(d / COMMIT)]
+    """The numbers of those that have a commit marker, in order."""
+    return [int(d.name) for d in numbered(root) if not never_committed(d)]
 
 
 def directories(path: Path) -> list[Path]:

@@ -1,11 +1,13 @@
 """One run in a directory at a time; the lock goes with its process, however that ends."""
 
 import fcntl
+import io
 import os
 import socket
+import stat
 from pathlib import Path
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
 
 
 class RunLock:
@@ -19,26 +21,47 @@ class RunLock:
         # A file that is held is not opened again: a process that closes any handle of a file gives up its locks on it.
         if self.path in self._held:
             raise self._in_use(directory, this)
-        self._file = self.path.open("a+b", buffering=0)  # or what a full disk refuses would be tried again at the end
+        self._file = self._open()
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            self._file.seek(0)
-            owner = self._file.read().decode(errors="replace").strip() or "another process"
+            owner = " ".join(self._file.read(200).decode(errors="replace").split()) or "another process"
             self._file.close()
             raise self._in_use(directory, owner) from None
+        except OSError as error:
+            self._file.close()
+            raise self._unusable(refusal(error)) from None
         self._held.add(self.path)
         try:
             self._file.truncate(0)
             self._file.write(this.encode())
-        except OSError:
+        except BaseException:
             self.release()
             raise
+
+    def _open(self) -> io.FileIO:
+        """The lock file, made if need be. What a link points to is not ours to write, and a pipe's other end not to wait for."""
+        if self.path.is_symlink():
+            raise self._unusable("is a link")
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise self._unusable(refusal(error)) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self._unusable("is no file")
+        # Unbuffered, or what a full disk refuses would be tried again at the end.
+        return io.FileIO(descriptor, "r+")
 
     @staticmethod
     def _in_use(directory: Path, owner: str) -> ConfigError:
         return ConfigError(
             f"run.directory {directory} is in use by {owner}; wait for it, or give another with --set run.directory=PATH."
+        )
+
+    def _unusable(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path} cannot be the run's lock: {why}; mend that, or give another with --set run.directory=PATH."
         )
 
     def release(self) -> None:

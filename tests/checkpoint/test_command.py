@@ -1,12 +1,15 @@
 """python -m meshtrain.checkpoint ls | show | verify | diff."""
 
 import errno
+import json
+import math
+import os
 import shutil
 
 import pytest
 from checkpoint_runs import saved
 
-from meshtrain.checkpoint import steps
+from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.__main__ import main
 
 
@@ -115,3 +118,109 @@ def test_a_newer_format_is_named(damaged, monkeypatch, capsys):
     monkeypatch.undo()
     assert any("format 4, of a later meshtrain" in line for line in call(capsys, "ls", damaged)[1])
     assert call(capsys, "verify", damaged)[0] == 1
+
+
+# --- names, and what is no step
+
+
+@pytest.fixture
+def odd(run, tmp_path):
+    """A run with a renamed step, a link, a file and a directory where steps are, and a step under a person's own name."""
+    root = shutil.copytree(run, tmp_path / "run") / "checkpoints"
+    shutil.copytree(root / "1", root / "best")
+    (root / "1").rename(root / "40")
+    (root / "050").symlink_to("2")
+    (root / "60").write_text("a file")
+    (root / "70.writing").mkdir()
+    (root / "80.writing").write_text("a file")
+    (root / os.fsdecode(b"\xff\xfe")).mkdir()
+    (root / "3" / steps.COMMIT).unlink()
+    (root / "3" / steps.COMMIT).mkdir()
+    return root.parent
+
+
+NAMED = {
+    "3": "COMMIT is no file",
+    "40": "it is step 1, renamed",
+    "050": "it is step 2, renamed",
+    "60": "it is no directory",
+}
+
+
+def test_ls_names_each_that_is_not_the_step_of_its_name(odd, capsys):
+    code, lines, said = call(capsys, "ls", odd)
+    assert (code, said) == (0, "")
+    found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
+    assert {name: found[name] for name in NAMED} == NAMED
+    assert found["2"].endswith("kB")
+    assert {name: text for name, text in found.items() if text.startswith("no checkpoint")} == {
+        "best": "no checkpoint: it is step 1, renamed",
+        "9.damaged": "no checkpoint: damaged, set aside",
+        "70.writing": "no checkpoint: unfinished",
+        "80.writing": "no checkpoint: something else",
+        "\\udcff\\udcfe": "no checkpoint: something else",
+    }
+
+
+def test_verify_names_each_that_is_not_the_step_of_its_name(odd, capsys):
+    code, lines, _ = call(capsys, "verify", odd)
+    assert code == 1
+    assert lines[0].startswith("2: intact")
+    assert lines[1:] == [f"{name}: DAMAGED: {text}" for name, text in NAMED.items()]
+
+
+@pytest.mark.parametrize("command", [["show"], ["diff", "--no-values"], ["diff"]])
+def test_show_and_diff_refuse_what_is_not_the_step_of_its_name(command, odd, capsys):
+    for name, text in NAMED.items():
+        path = odd / "checkpoints" / name
+        arguments = [*command, path] if command == ["show"] else [*command, odd / "checkpoints" / "2", path]
+        sentence = f"meshtrain: {path} cannot be read: {text}.\n"
+        if path.is_file():
+            sentence = (
+                f"meshtrain: there is no directory {path}; give a run directory, its checkpoints/, or one step.\n"
+            )
+        assert call(capsys, *arguments) == (2, [], sentence)
+
+
+def test_a_checkpoint_under_a_persons_own_name_is_looked_at_like_any_other(odd, capsys):
+    path = odd / "checkpoints" / "best"
+    assert call(capsys, "show", path)[1][0] == f"step 1 in {path}"
+    assert call(capsys, "verify", path)[1][0].startswith("best: intact")
+    code, lines, _ = call(capsys, "ls", path)
+    assert code == 0 and len(lines) == 2 and lines[1].split()[0] == "1"
+    assert call(capsys, "diff", path, odd / "checkpoints" / "2")[1][0] == "step: 1 | 2"
+
+
+def test_a_manifest_that_is_wrong_under_right_digests_is_one_sentence(damaged, capsys):
+    step = damaged / "checkpoints" / "3"
+    for leaf in ({"dtype": "float99", "shape": [1]}, {"dtype": "float32", "shape": ["many"]}, {}, 7):
+        content = json.loads((step / steps.MANIFEST).read_text())
+        content["leaves"]["params.head.weight"] = leaf
+        (step / steps.MANIFEST).write_text(json.dumps(content))
+        digests.write(step)
+        steps.commit(step)
+        for command in (["show", step], ["diff", step, step], ["diff", "--no-values", step, step]):
+            said = f"meshtrain: {step} cannot be read: manifest.json has no legal leaves.\n"
+            assert call(capsys, *command) == (2, [], said)
+        assert call(capsys, "verify", step)[:2] == (1, ["3: DAMAGED: manifest.json has no legal leaves"])
+        assert call(capsys, "ls", step)[1][1].split(maxsplit=1) == ["3", "manifest.json has no legal leaves"]
+
+
+def test_arrays_that_are_not_those_of_the_manifest_are_one_sentence(damaged, capsys):
+    step = damaged / "checkpoints" / "3"
+    shutil.rmtree(step / "arrays")
+    digests.write(step)
+    steps.commit(step)
+    code, _, said = call(capsys, "diff", step, damaged / "checkpoints" / "2")
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith(f"meshtrain: {step}/arrays cannot be read by Orbax ") and "does not exist" in said
+
+
+def test_losses_of_any_size_keep_their_columns(damaged, capsys):
+    step = damaged / "checkpoints" / "3"
+    content = json.loads((step / steps.MANIFEST).read_text().replace("float64", "float32"))
+    content |= {"loss": 1e30, "eval_loss": math.nan}
+    (step / steps.MANIFEST).write_text(json.dumps(content))
+    digests.write(step)
+    steps.commit(step)
+    assert call(capsys, "ls", step)[1][1].split()[2:4] == ["1.0000e+30", "nan"]

@@ -1,6 +1,7 @@
 """A new run from another's weights, and checkpoints that do not fit."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -99,6 +100,18 @@ def test_a_change_of_another_axis_is_refused_even_if_layers_may_change(one, tmp_
     keys = {"resume": str(one), "weights_only": True, "allow": ["model.layers"]}
     with pytest.raises(ConfigError, match=r"model\.d_ff is 60 but was 50"):
         start(config(tmp_path, model={"layers": 7, "d_ff": 60}, checkpoint=keys))
+
+
+def test_a_leaf_with_another_number_of_axes_is_named_even_if_its_axes_may_change(one, tmp_path):
+    directory = shutil.copytree(one / "checkpoints" / "1", tmp_path / "1")
+    manifest = json.loads((directory / steps.MANIFEST).read_text())
+    manifest["leaves"]["params.head.weight"]["shape"] = [24]
+    (directory / steps.MANIFEST).write_text(json.dumps(manifest))
+    digests.write(directory)
+    steps.commit(directory)
+    keys = {"resume": str(directory), "weights_only": True, "allow": ["model.vocab_size"]}
+    with pytest.raises(ConfigError, match=r"params.head.weight is float32\[24, 257\], but it is float32\[24\] in it"):
+        start(config(tmp_path / "new", checkpoint=keys))
 
 
 @pytest.mark.parametrize(

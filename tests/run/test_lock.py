@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -53,3 +54,37 @@ def test_a_shorter_owner_overwrites_a_longer_one(tmp_path):
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert "died" not in (tmp_path / ".lock").read_text()
     lock.release()
+
+
+@pytest.mark.parametrize(
+    "stands, why",
+    [
+        (lambda path: path.mkdir(), "is a directory"),
+        (lambda path: path.symlink_to(path.parent / "precious"), "is a link"),
+        (lambda path: path.symlink_to("nowhere"), "is a link"),
+        (os.mkfifo, "is no file"),
+    ],
+    ids=["a directory", "a link", "a link to nothing", "a pipe"],
+)
+def test_what_is_no_lock_is_refused_and_nothing_behind_it_is_touched(stands, why, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("not a lock")
+    stands(tmp_path / ".lock")
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=rf"{tmp_path}/\.lock cannot be the run's lock: {why}; mend that, or give"
+        ):
+            RunLock(tmp_path)
+    assert precious.read_text() == "not a lock"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "precious"]
+
+
+def test_a_file_system_without_locks_is_told_and_leaves_nothing_held(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.lockf", refused)
+        with pytest.raises(ConfigError, match="cannot be the run's lock: no locks available"):
+            RunLock(tmp_path)
+    RunLock(tmp_path).release()
