@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"meshtrain: {error}", file=sys.stderr)
         return USAGE
     except OSError as error:  # no permission; or a run that goes on has just removed the step
-        print(f"meshtrain: {error.filename} cannot be read: {refusal(error)}.", file=sys.stderr)
+        print(f"meshtrain: {error.filename or 'the checkpoint'} cannot be read: {refusal(error)}.", file=sys.stderr)
         return USAGE
 
 
@@ -61,15 +62,15 @@ def ls(options: argparse.Namespace) -> int:
         try:
             m, size = Manifest.read(directory), _size(digests.total_bytes(directory))
         except UNREADABLE as problem:
-            print(f"{directory.name:>9}  {problem}")
+            if os.path.lexists(directory):
+                print(f"{directory.name:>9}  {problem}")
             continue
         saved = m.saved.replace("+00:00", "Z")
         print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}")
     beside = [] if found == [options.directory.absolute()] else sorted(found[0].parent.iterdir())
     for path in beside:
         if path not in found:
-            # A name need not be UTF-8.
-            name = path.name.encode(errors="backslashreplace").decode()
+            name = path.name if path.name.isprintable() else ascii(path.name)
             print(f"{name:>9}  no checkpoint: {_what_it_is(path)}")
     return INTACT
 
@@ -114,14 +115,16 @@ def verify(options: argparse.Namespace) -> int:
         began = time.perf_counter()
         try:
             Manifest.read(directory)
-            found = digests.problems(directory)
+            found, size = digests.problems(directory), digests.total_bytes(directory)
         except UNREADABLE as problem:
             found = [str(problem)]
-        if found:
+        if found and not os.path.lexists(directory):
+            print(f"{directory.name}: removed meanwhile")
+        elif found:
             damaged = True
             print(f"{directory.name}: DAMAGED: {'; '.join(found)}")
         else:
-            size, seconds = digests.total_bytes(directory), time.perf_counter() - began
+            seconds = time.perf_counter() - began
             print(f"{directory.name}: intact, {_size(size)} at {size / seconds / 1e9:.2f} GB/s")
     return DAMAGED if damaged else INTACT
 

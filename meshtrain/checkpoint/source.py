@@ -90,7 +90,7 @@ def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
     for directory, wrong in bad.items():
         place = first_decides(partial(_set_aside, directory)) if own else "it is passed over"
         say(f"checkpoint {directory} is damaged: {'; '.join(wrong)}; {place}.")
-    for sentence in first_decides(lambda: _renamed_and_newer(path, chosen, bad)) if own else ():
+    for sentence in first_decides(lambda: _renamed_and_newer(path, chosen, bad)):
         say(sentence)
     return chosen
 
@@ -111,19 +111,25 @@ def _set_aside(directory: Path) -> str:
         return f"it cannot be set aside ({refusal(error)}) and is passed over"
 
 
-def _renamed_and_newer(root: Path, chosen: Path | None, told: Collection[Path]) -> list[str]:
+def _renamed_and_newer(path: Path, chosen: Path | None, told: Collection[Path]) -> list[str]:
     """A sentence on each step that would have been chosen under its own name, and of which nothing is `told` yet."""
+    # A step given by its own path was chosen for itself.
+    if chosen == path:
+        return []
+    root, newest = (path, -1) if chosen is None else (chosen.parent, int(chosen.name))
     found = []
-    for path in sorted(p for p in root.iterdir() if p not in told and steps.DAMAGED not in p.name):
+    for other in sorted(root.iterdir()) if root.is_dir() else ():
+        if other in told or steps.DAMAGED in other.name:
+            continue
         try:
-            step = Manifest.read(path).step
+            step = Manifest.read(other).step
         except steps.Renamed as renamed:
             step = renamed.step
         except (steps.Damaged, steps.NewerFormat):
             continue
-        if chosen is None or step > int(chosen.name):
+        if step > newest:
             found.append(
-                f"checkpoint {path} is step {step}, renamed; it is passed over, and gone on from only as {step}."
+                f"checkpoint {other} is step {step}, renamed; it is passed over, and gone on from only as {step}."
             )
     return found
 

@@ -8,7 +8,10 @@ checkpoints/
     COMMIT          format version and the digest of digests.json
   18.writing/       a save under way, or killed: removed at the next start
   9.removing/       likewise
-  15.damaged/       failed verification: set aside, for a person to look at
+  15.damaged/       failed verification, or stood where a step belongs: set aside, for a person to look at
+
+A number is a claim: a directory, or a link to one, is the step of its name only if its manifest says the same number. Any other name
+is a person's own, such as best/: never gone on from by itself, and as good as a number where a person gives its path.
 """
 
 import hashlib
@@ -74,7 +77,7 @@ def directories(path: Path) -> list[Path]:
 
 def never_committed(directory: Path) -> bool:
     """There is certainly no commit marker; one that cannot be looked for may be there."""
-    if directory.is_symlink() and not directory.exists():
+    if os.path.islink(directory) and not os.path.exists(directory):
         return False
     try:
         os.lstat(directory / COMMIT)
@@ -121,7 +124,7 @@ def commit_problem(directory: Path) -> str | None:
 
 def _check_commit(directory: Path) -> None:
     if not os.path.isdir(directory):
-        raise Damaged("it is a link to nothing" if directory.is_symlink() else "it is no directory")
+        raise Damaged("it is a link to nothing" if os.path.islink(directory) else "it is no directory")
     if never_committed(directory):
         raise Damaged(f"it has no {COMMIT} file, so it was never finished or is no checkpoint")
     head, _, own = content(directory / COMMIT).rpartition(b"the lines above sha256 ")

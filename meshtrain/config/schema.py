@@ -202,8 +202,8 @@ class CheckpointConfig:
     keep_every: int = key(0, "checkpoints at multiples of this step are kept for ever; 0: none are", least=0)
     resume: str = key(
         "auto",
-        "auto: go on from the newest intact checkpoint of the run directory; never; or the path of another run, "
-        "which is where this one starts as long as it has no checkpoint of its own",
+        "auto: go on from the newest intact checkpoint of the run directory; never; or the path of another run or of one "
+        "checkpoint, under its step's number or a name that is none: where this one starts as long as it has no checkpoint of its own",
     )
     weights_only: bool = key(
         False, "resume: PATH takes the weights alone; step, optimizer state and data position start anew"

@@ -158,7 +158,7 @@ def test_ls_names_each_that_is_not_the_step_of_its_name(odd, capsys):
         "9.damaged": "no checkpoint: damaged, set aside",
         "70.writing": "no checkpoint: unfinished",
         "80.writing": "no checkpoint: something else",
-        "\\udcff\\udcfe": "no checkpoint: something else",
+        "'\\udcff\\udcfe'": "no checkpoint: something else",
     }
 
 
@@ -224,3 +224,23 @@ def test_losses_of_any_size_keep_their_columns(damaged, capsys):
     digests.write(step)
     steps.commit(step)
     assert call(capsys, "ls", step)[1][1].split()[2:4] == ["1.0000e+30", "nan"]
+
+
+def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(damaged, monkeypatch, capsys):
+    root, problems = damaged / "checkpoints", digests.problems
+
+    def removed(directory, *rest, **only):
+        if directory.name == "1" and directory.exists():
+            steps.remove(directory)
+        return problems(directory, *rest, **only)
+
+    shutil.rmtree(root / "3")
+    spare = shutil.copytree(root / "1", damaged / "spare")
+    for command, told in (("verify", ["1: removed meanwhile", "2: intact"]), ("ls", ["     step", "        2"])):
+        shutil.copytree(spare, root / "1", dirs_exist_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(digests, "problems", removed)
+            code, lines, _ = call(capsys, command, root)
+        assert (
+            code == 0 and [line.split(",")[0][: len(start)] for line, start in zip(lines, told, strict=False)] == told
+        )

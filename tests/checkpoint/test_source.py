@@ -318,6 +318,13 @@ def test_stray_files_of_a_step_do_not_make_the_checkpoints_a_step(run):
     assert chosen(run.parent / "new", resume=str(run))[0] == 3
 
 
+def test_a_newer_step_under_another_name_in_another_run_is_told(run, tmp_path):
+    moved = (run / "checkpoints" / "3").rename(run / "checkpoints" / "moved")
+    sentence = f"checkpoint {moved} is step 3, renamed; it is passed over, and gone on from only as 3."
+    assert chosen(tmp_path / "new", resume=str(run)) == (2, [sentence])
+    assert chosen(tmp_path / "by its path", resume=str(run / "checkpoints" / "2")) == (2, [])
+
+
 # --- what cannot be read
 
 
@@ -430,6 +437,14 @@ class Unprivileged:
             return function(*arguments)
         finally:
             os.seteuid(before)
+
+
+def test_a_link_to_where_this_user_may_not_look_is_set_aside(three, as_another_user):
+    run = as_another_user.copy(three)
+    (run / "hidden").mkdir(mode=0)
+    (run / "checkpoints" / "9").symlink_to(run / "hidden" / "9")
+    step, said = as_another_user(chosen, run)
+    assert step == 3 and said[0].endswith("9 is damaged: it is a link to nothing; it is set aside as 9.damaged.")
 
 
 @pytest.mark.parametrize(
