@@ -82,7 +82,7 @@ class Manifest:
 
 
 def _is_count(x: Any) -> bool:
-    return type(x) is int and x >= 0
+    return type(x) is int and 0 <= x < 2**63
 
 
 def _is_loss(x: Any) -> bool:
@@ -96,14 +96,18 @@ def _is_dtype(name: Any) -> bool:
             and np.dtype(name).name == name
             and (jnp.issubdtype(name, jnp.number) or name == "bool")
         )
-    except TypeError:
+    except (TypeError, ValueError):
         return False
 
 
 def _is_leaf(x: Any) -> bool:
-    if not isinstance(x, dict) or not isinstance(x.get("shape"), list):
-        return False
-    return all(map(_is_count, x["shape"])) and _is_dtype(x.get("dtype"))
+    shape = x.get("shape") if isinstance(x, dict) else None
+    return (
+        isinstance(shape, list)
+        and all(map(_is_count, shape))
+        and _is_count(math.prod(shape))
+        and _is_dtype(x.get("dtype"))
+    )
 
 
 def _is_dict(x: Any, is_value: Callable[[Any], bool]) -> bool:

@@ -48,16 +48,19 @@ def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_go
 @pytest.mark.parametrize(
     "key, value",
     [
-        *((("step",), value) for value in (None, "1", 1.0, -1, True, [])),
+        *((("step",), value) for value in (None, "1", 1.0, -1, 2**63, True, [])),
         *(((key,), value) for key in ("loss", "eval_loss") for value in ("low", [], {}, True)),
         (("saved",), 7),
         *((("data",), value) for value in (None, {}, {"batches": "many"})),
         *((("rng",), value) for value in (None, {}, {"seed": 1.5})),
         *(((key,), value) for key in ("leaves", "config", "versions") for value in (None, [], {"a": 7})),
-        *((("leaves", LEAF, "shape"), value) for value in (None, 24, "24", [24, -1], [24, "257"], [24, 257.0])),
+        *(
+            (("leaves", LEAF, "shape"), value)
+            for value in (None, 24, "24", [24, -1], [24, "257"], [24, 257.0], [2**63], [2**62] * 30)
+        ),
         *(
             (("leaves", LEAF, "dtype"), value)
-            for value in (None, 32, "", "floaty", "object", "f4,f4", "(2,)f4", ["f4"])
+            for value in (None, 32, "", "floaty", "object", "f4,f4", "(2,)f4", ["f4"], "\ud800", "\0")
         ),
     ],
 )

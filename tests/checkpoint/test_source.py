@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from checkpoint_runs import config, numbered, program, same, saved
 
-from meshtrain.checkpoint import Checkpointer, steps
+from meshtrain.checkpoint import Checkpointer, source, steps
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import ConfigError
 
 FLIPS = 6  # in each kind of file
@@ -253,6 +254,27 @@ def test_a_renamed_step_directory_is_never_restored(put, left, run):
     sentence = f"checkpoint {run}/checkpoints/40 is damaged: it is step 1, renamed; it is set aside as 40.damaged."
     assert said == [sentence]
     assert chosen(run) == (3, [])  # told once
+
+
+def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
+    root = run / "checkpoints"
+    (root / "1").rename(root / "4")
+    checkpointer = Checkpointer(config(run, checkpoint={"keep": 3}), program(), say=[].append)
+    state, step = checkpointer.restore_or_init()
+    checkpointer.save(step + 1, state, 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    assert names(run) == ["2", "3", "4", "4.damaged"]
+    assert source.problems(root / "4") == [] and Manifest.read(root / "4").step == 4
+    assert source.problems(root / "4.damaged") == [] and Manifest.read(root / "4.damaged").step == 1
+
+
+def test_checkpoints_that_are_a_link_to_another_disk_are_as_good_as_a_directory(run):
+    (run / "checkpoints").rename(run / "elsewhere")
+    (run / "checkpoints").symlink_to("elsewhere")
+    (run / "elsewhere" / "3" / steps.COMMIT).write_bytes(b"")
+    assert chosen(run)[0] == 2
+    assert names(run) == ["1", "2", "3.damaged"]
 
 
 def test_two_steps_that_changed_places_are_both_told_and_the_one_between_is_restored(run):
