@@ -1,0 +1,313 @@
+"""Which step a run goes on from when names are not what they were, links lead elsewhere, or this user may not read all."""
+
+import os
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+from checkpoint_runs import config, numbered, program, same, saved
+
+from meshtrain.checkpoint import Checkpointer, source, steps
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.config import ConfigError
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A run directory with intact steps 1, 2 and 3."""
+    return saved(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def run(three, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(three, tmp_path / "run")
+
+
+def chosen(directory, **checkpoint):
+    """(the step that a run in `directory` would restore, what it said); nothing is read but what is verified."""
+    said = []
+    checkpointer = Checkpointer(config(directory, checkpoint={"keep": 3, **checkpoint}), program(), say=said.append)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, source: source.directory.name)
+            state, step = checkpointer.restore_or_init()
+    finally:
+        checkpointer.close()
+    assert step == 0 or Path(state).name == str(step)
+    return step, said
+
+
+def names(run):
+    return sorted(p.name for p in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "put, left",
+    [
+        (lambda root: (root / "1").rename(root / "40"), ["2", "3", "40.damaged"]),
+        (lambda root: shutil.copytree(root / "1", root / "40"), ["1", "2", "3", "40.damaged"]),
+        (lambda root: (root / "40").symlink_to("1"), ["1", "2", "3", "40.damaged"]),
+    ],
+    ids=["moved", "copied", "linked"],
+)
+def test_a_renamed_step_directory_is_never_restored(put, left, run):
+    put(run / "checkpoints")
+    step, said = chosen(run)
+    assert step == 3 and names(run) == left
+    sentence = f"checkpoint {run}/checkpoints/40 is damaged: it is step 1, renamed; it is set aside as 40.damaged."
+    assert said == [sentence]
+    assert chosen(run) == (3, [])  # told once
+
+
+def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
+    root = run / "checkpoints"
+    (root / "1").rename(root / "4")
+    checkpointer = Checkpointer(config(run, checkpoint={"keep": 3}), program(), say=[].append)
+    state, step = checkpointer.restore_or_init()
+    checkpointer.save(step + 1, state, 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    assert names(run) == ["2", "3", "4", "4.damaged"]
+    assert source.problems(root / "4") == [] and Manifest.read(root / "4").step == 4
+    assert source.problems(root / "4.damaged") == [] and Manifest.read(root / "4.damaged").step == 1
+
+
+def test_checkpoints_that_are_a_link_to_another_disk_are_as_good_as_a_directory(run):
+    (run / "checkpoints").rename(run / "elsewhere")
+    (run / "checkpoints").symlink_to("elsewhere")
+    (run / "elsewhere" / "3" / steps.COMMIT).write_bytes(b"")
+    assert chosen(run)[0] == 2
+    assert names(run) == ["1", "2", "3.damaged"]
+
+
+def test_two_steps_that_changed_places_are_both_told_and_the_one_between_is_restored(run):
+    root = run / "checkpoints"
+    for old, new in (("1", "x"), ("3", "1"), ("x", "3")):
+        (root / old).rename(root / new)
+    step, said = chosen(run)
+    assert step == 2
+    assert said[0].endswith("3 is damaged: it is step 1, renamed; it is set aside as 3.damaged.")
+    assert said[1:] == [f"checkpoint {root}/1 is step 3, renamed; it is passed over, and gone on from only as 3."]
+
+
+@pytest.mark.parametrize("name", ["best", "+5", "１０", "-3", "3 "])
+def test_a_name_that_is_no_number_is_no_step_and_told_if_it_is_newer(name, run):
+    root = run / "checkpoints"
+    shutil.copytree(root / "1", root / name)
+    assert chosen(run) == (3, [])
+    (root / "3").rename(root / "moved")
+    assert chosen(run) == (
+        2,
+        [f"checkpoint {root}/moved is step 3, renamed; it is passed over, and gone on from only as 3."],
+    )
+    assert {name, "moved"} <= set(names(run))
+
+
+@pytest.mark.parametrize("name", ["003", "99999999999999999999", "9" * 250])
+def test_a_number_that_is_not_the_steps_own_is_passed_over(name, run):
+    root = run / "checkpoints"
+    (root / "3").rename(root / name)
+    step, said = chosen(run)
+    assert step == 2 and "is damaged: it is step 3, renamed; it " in said[0]
+    after = f"{name}.damaged" if len(name) < 248 else name
+    assert after in names(run)
+
+
+def test_a_step_of_another_disk_under_its_own_name_is_restored(run):
+    (run / "checkpoints" / "3").rename(run / "elsewhere")
+    (run / "checkpoints" / "3").symlink_to(run / "elsewhere")
+    assert chosen(run) == (3, [])
+
+
+def test_a_checkpoint_with_a_name_of_a_persons_own_is_gone_on_from_if_asked_for(run, tmp_path):
+    (run / "checkpoints" / "2").rename(run / "best")
+    said = []
+    checkpointer = Checkpointer(
+        config(tmp_path / "new", checkpoint={"resume": str(run / "best")}), program(), say=said.append
+    )
+    state, step = checkpointer.restore_or_init()
+    checkpointer.close()
+    assert (step, said) == (2, []) and same(state, numbered(program(), seed=2))
+
+
+def test_a_checkpoint_with_another_steps_number_is_refused_even_if_asked_for(run, tmp_path):
+    (run / "checkpoints" / "2").rename(run / "40")
+    with pytest.raises(ConfigError, match=r"checkpoint .*/40 is damaged: it is step 2, renamed; give another"):
+        chosen(tmp_path / "new", resume=str(run / "40"))
+
+
+def test_stray_files_of_a_step_do_not_make_the_checkpoints_a_step(run):
+    """As after `cp -r 3/* .`: the directory of the steps must not be set aside."""
+    shutil.copytree(run / "checkpoints" / "1", run / "checkpoints", dirs_exist_ok=True)
+    assert chosen(run) == (3, [])
+    assert chosen(run.parent / "new", resume=str(run))[0] == 3
+
+
+def test_a_newer_step_under_another_name_in_another_run_is_told(run, tmp_path):
+    moved = (run / "checkpoints" / "3").rename(run / "checkpoints" / "moved")
+    sentence = f"checkpoint {moved} is step 3, renamed; it is passed over, and gone on from only as 3."
+    assert chosen(tmp_path / "new", resume=str(run)) == (2, [sentence])
+    assert chosen(tmp_path / "by its path", resume=str(run / "checkpoints" / "2")) == (2, [])
+
+
+# --- what cannot be read
+
+
+def replaced(path, content):
+    path.unlink()
+    path.write_bytes(content)
+
+
+def a_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
+GARBAGE = {
+    "empty": partial(replaced, content=b""),
+    "no text": partial(replaced, content=bytes(range(128, 256))),
+    "no JSON": partial(replaced, content=b"["),
+    "nested deep": partial(replaced, content=b"[" * 100_000),
+    "a directory": a_directory,
+    "a pipe": a_pipe,
+    "a link to itself": a_link_to_itself,
+}
+
+
+@pytest.mark.parametrize("name", [steps.COMMIT, steps.DIGESTS, steps.MANIFEST])
+@pytest.mark.parametrize("garbled", GARBAGE.values(), ids=GARBAGE)
+def test_a_step_whose_own_files_are_garbled_is_set_aside(name, garbled, run):
+    garbled(run / "checkpoints" / "3" / name)
+    step, said = chosen(run)
+    assert step == 2 and len(said) == 1
+    assert f"checkpoints/3 is damaged: {name} " in said[0] and said[0].endswith("set aside as 3.damaged.")
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [
+        (lambda path: path.write_text("a file"), "it is no directory"),
+        (lambda path: path.symlink_to("nowhere"), "it is a link to nothing"),
+        (lambda path: path.symlink_to("9"), "it is a link to nothing"),
+        (lambda path: path.mkdir(), "it has no COMMIT file, so it was never finished or is no checkpoint"),
+    ],
+    ids=["a file", "a link to nothing", "a link to itself", "an empty directory"],
+)
+def test_what_is_no_step_at_all_is_set_aside(make, sentence, run):
+    make(run / "checkpoints" / "9")
+    where = f"checkpoint {run}/checkpoints/9"
+    assert chosen(run) == (3, [f"{where} is damaged: {sentence}; it is set aside as 9.damaged."])
+    assert "9.damaged" in names(run)
+
+
+def test_a_link_to_a_disk_that_is_not_there_does_not_start_the_run_anew(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "9").symlink_to("/mnt/not/there/9")
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged .9: it is a link to nothing"):
+        chosen(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "a directory of somebody's"])
+def test_what_is_named_like_a_leftover_and_is_none_is_left_alone(what, run, tmp_path):
+    """Only a directory that a save or a removal made goes; nothing is followed out of the checkpoints."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    stray = run / "checkpoints" / ("notes.writing" if what == "a directory of somebody's" else "40.writing")
+    if what == "a file":
+        stray.write_text("a file")
+    elif what == "a link":
+        stray.symlink_to(kept)
+    else:
+        stray.mkdir()
+    assert chosen(run) == (3, [])
+    assert os.path.lexists(stray) and (kept / "file").exists()
+
+
+@pytest.fixture
+def as_another_user():
+    """Runs what it is given as a user to whom modes mean something, in a run directory of that user's."""
+    with tempfile.TemporaryDirectory() as place:
+        yield Unprivileged(Path(place))
+
+
+class Unprivileged:
+    NOBODY = 65534
+
+    def __init__(self, place):
+        self.place = place
+
+    def copy(self, run):
+        directory = shutil.copytree(run, self.place / "run")
+        if os.geteuid() == 0:
+            for path in (self.place, directory, *directory.rglob("*")):
+                os.chown(path, self.NOBODY, -1)
+        return directory
+
+    def __call__(self, function, *arguments):
+        before = os.geteuid()
+        if before == 0:
+            os.seteuid(self.NOBODY)
+        try:
+            return function(*arguments)
+        finally:
+            os.seteuid(before)
+
+
+def test_a_link_to_where_this_user_may_not_look_is_set_aside(three, as_another_user):
+    run = as_another_user.copy(three)
+    (run / "hidden").mkdir(mode=0)
+    (run / "checkpoints" / "9").symlink_to(run / "hidden" / "9")
+    step, said = as_another_user(chosen, run)
+    assert step == 3 and said[0].endswith("9 is damaged: it is a link to nothing; it is set aside as 9.damaged.")
+
+
+@pytest.mark.parametrize(
+    "file, sentence",
+    [
+        (steps.COMMIT, "COMMIT cannot be read: permission denied"),
+        (steps.DIGESTS, "digests.json cannot be read: permission denied"),
+        (steps.MANIFEST, "manifest.json cannot be read: permission denied"),
+        ("arrays", " cannot be read: permission denied"),
+        (".", "COMMIT cannot be read: permission denied"),
+    ],
+)
+def test_a_step_that_this_user_may_not_read_is_set_aside(file, sentence, three, as_another_user):
+    run = as_another_user.copy(three)
+    (run / "checkpoints" / "3" / file).chmod(0)
+    step, said = as_another_user(chosen, run)
+    assert step == 2 and sentence in said[0] and said[0].endswith("set aside as 3.damaged.")
+    (run / "checkpoints" / "3.damaged" / file).chmod(0o700)
+
+
+def test_a_damaged_step_that_cannot_be_set_aside_is_passed_over(three, as_another_user):
+    run = as_another_user.copy(three)
+    (run / "checkpoints" / "3" / steps.COMMIT).write_bytes(b"")
+    (run / "checkpoints").chmod(0o500)
+    step, said = as_another_user(chosen, run)
+    assert step == 2
+    assert said[0].endswith("it cannot be set aside (permission denied) and is passed over.")
+    assert names(run) == ["1", "2", "3"]
+
+
+def test_steps_that_this_user_may_not_read_are_no_reason_to_start_anew(three, as_another_user):
+    run = as_another_user.copy(three)
+    for step in ("1", "2", "3"):
+        (run / "checkpoints" / step).chmod(0)
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged .3: COMMIT cannot be read: permission"):
+        as_another_user(chosen, run)
+    for step in ("1", "2", "3"):
+        (run / "checkpoints" / step).chmod(0o700)
