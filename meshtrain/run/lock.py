@@ -40,12 +40,17 @@ class RunLock:
             raise
 
     def _open(self) -> io.FileIO:
-        """The lock file, made if need be. What a link points to is not ours to write, and a pipe's other end not to wait for."""
+        """The lock file, made if need be; ConfigError if something else stands there.
+
+        What a link points to is not ours to write, and a pipe's other end not to wait for.
+        """
         if self.path.is_symlink():
             raise self._unusable("is a link")
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
+            if not os.path.lexists(self.path):
+                raise
             raise self._unusable(refusal(error)) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
