@@ -37,7 +37,8 @@ from rich.table import Table
 
 from meshtrain.config import Config, decode
 from meshtrain.data import Loader, open_data
-from meshtrain.data.documents import find, read, units
+from meshtrain.data.documents import read, units
+from meshtrain.data.inputs import find
 from meshtrain.data.prepare import BATCH_CHARACTERS, Options, prepare
 from meshtrain.data.shards import TokenFile, open_corpus, read_manifest
 from meshtrain.data.sources import stdlib_files
@@ -83,7 +84,7 @@ def table(title: str, *columns: str) -> Table:
 
 def documents() -> list[str]:
     """The standard library's source files."""
-    parts = [part for unit in units(stdlib_files()) for part in unit]
+    parts = [part for unit in units(stdlib_files().files) for part in unit]
     return [document.text for part in parts for document in read(part, "text") if not document.problem]
 
 

@@ -1,7 +1,11 @@
 """Files that are whole or not there: written aside, synced, renamed."""
 
+import fcntl
 import os
+import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,6 +27,21 @@ def write_atomically(path: Path, content: bytes) -> None:
 def temporary_beside(path: Path) -> Path:
     """A hidden name that no other process uses, on the same file system."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
+def remove_temporaries(directory: Path) -> None:
+    """What processes that were killed left half-written; for who knows that none is at work."""
+    for path in directory.glob(".*"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One process at a time writes in a directory, the others wait; the kernel frees the lock of a process that dies."""
+    with open(directory / ".lock", "ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def sync(directory: Path) -> None:

@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while runnin
 
 import argparse
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -15,11 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshtrain.config import ConfigError
-from meshtrain.data.documents import Found, find, read, units
+from meshtrain.config import ConfigError, refusal
+from meshtrain.data.documents import read, units
+from meshtrain.data.inputs import Found, find, shown
 from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, prepare
 from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
 from meshtrain.data.tokenizer import train_bpe
+
+
+class Failed(Exception):
+    """What failed while it ran, in one sentence."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,21 +54,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen.run(chosen)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return _tell(str(error), 2)
     except KeyboardInterrupt:
-        print("Stopped; run the same command again to go on.", file=sys.stderr)
-        return 75
-    except BrokenProcessPool:
-        print(
-            "A worker died, perhaps for want of memory; run the same command again to go on, with fewer --workers.",
-            file=sys.stderr,
+        return _tell("stopped; run the same command again to go on.", 75)
+    except (BrokenProcessPool, MemoryError):
+        return _tell(
+            "memory ran out, or a worker was killed; run the same command again to go on, with fewer --workers.", 1
         )
-        return 1
-    except OSError as error:
-        print(f"{error.filename or 'a file'}: {error.strerror}.", file=sys.stderr)
-        return 1
+    except Failed as error:
+        return _tell(str(error), 1)
     return 0
+
+
+def _tell(sentence: str, code: int) -> int:
+    print(f"meshtrain: {sentence}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """What the system refuses while the output is written; reading the input refuses nothing (documents.read)."""
+    try:
+        yield
+    except OSError as error:
+        raise Failed(
+            f"{shown(str(output))} cannot be written: {refusal(error)}; "
+            + ("make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that")
+            + " and run the same command again, which goes on from what is finished, or give another --output."
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,23 +90,23 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("prepare", allow_abbrev=False, help="text to token shards")
     _add_input(one)
     one.add_argument("--tokenizer", default="byte", help="byte, or the path of a tokenizer.json (default: byte)")
-    one.add_argument("--output", required=True, type=Path, help="directory of the shards")
+    one.add_argument("--output", required=True, type=_path, help="directory of the shards")
     one.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (default: all cores)")
     one.add_argument("--validation", type=_share, default=0.01, help="share of the documents held out (default: 0.01)")
     one.add_argument(
         "--bad",
         choices=("skip", "refuse"),
         default="skip",
-        help="documents that are empty, not UTF-8, without text (default: skip)",
+        help="documents that are empty, damaged, not UTF-8, without text (default: skip)",
     )
     one.set_defaults(run=_prepare)
     two = commands.add_parser("train-tokenizer", allow_abbrev=False, help="a byte-level BPE tokenizer.json from text")
     _add_input(two)
     two.add_argument("--vocab-size", required=True, type=_positive, help="ids, the end of document among them")
-    two.add_argument("--output", required=True, type=Path, help="the tokenizer.json to write")
+    two.add_argument("--output", required=True, type=_path, help="the tokenizer.json to write")
     two.set_defaults(run=_train_tokenizer)
     three = commands.add_parser("verify", allow_abbrev=False, help="compares prepared shards with their manifest")
-    three.add_argument("directory", type=Path)
+    three.add_argument("directory", type=_path)
     three.set_defaults(run=_verify)
     return parser
 
@@ -98,16 +117,24 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="files or folders: text, Markdown, source, JSON Lines, each also .gz",
+        help="files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet",
     )
     parser.add_argument(
-        "--text-field", default="text", help="field of a JSON Lines record that holds its text (default: text)"
+        "--text-field",
+        default="text",
+        help="field of a JSON Lines record, or column of Parquet, that holds the text (default: text)",
     )
+
+
+def _path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file or directory")
+    return Path(text)
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{shown(text)}' is not a whole number of at least 1")
     return int(text)
 
 
@@ -117,25 +144,25 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 0.5:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 0.5")
+        raise argparse.ArgumentTypeError(f"'{shown(text)}' is not a number from 0 to 0.5")
     return share
 
 
 def _find(inputs: Sequence[str]) -> Found:
     found = find(inputs)
-    size = sum(file.size for file in found.files)
-    print(f"{len(found.files)} files, {size / 1e6:.1f} MB", file=sys.stderr)
+    print(f"{len(found.files)} files, {found.size / 1e6:.1f} MB", file=sys.stderr)
     if found.ignored:
-        kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in found.ignored.most_common(5))
-        print(f"Left out {found.ignored.total()} files of other kinds: {kinds}", file=sys.stderr)
+        print(f"Left out {found.ignored.total()} files of other kinds: {found.describe_ignored()}", file=sys.stderr)
+    if found.left_out:
+        print(f"Left out {found.describe_left_out()}", file=sys.stderr)
     return found
 
 
 def _prepare(chosen: argparse.Namespace) -> None:
-    options = Options(chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad)
+    options, output = Options(chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad), chosen.output
     found, began = _find(chosen.input), time.perf_counter()
-    with _progress_bar() as progress:
-        manifest = prepare(found.files, chosen.output, options, chosen.workers, progress)
+    with _writing(output), _progress_bar() as progress:
+        manifest = prepare(found.files, output, options, chosen.workers, progress)
     seconds = time.perf_counter() - began
     for split in SPLITS:
         documents, tokens = manifest.count(split, "documents"), manifest.count(split, "tokens")
@@ -143,8 +170,8 @@ def _prepare(chosen: argparse.Namespace) -> None:
             f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(manifest.shards[split])} shards"
         )
     if manifest.skipped:
-        print(f"{describe_skipped(manifest.skipped)}; named in {chosen.output / SKIPPED}")
-    print(f"{chosen.output}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
+        print(f"{describe_skipped(manifest.skipped)}; named in {shown(str(output / SKIPPED))}")
+    print(f"{shown(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
 
 
 @contextmanager
@@ -163,15 +190,16 @@ def _progress_bar() -> Iterator[Callable[[int, int], None]]:
 def _train_tokenizer(chosen: argparse.Namespace) -> None:
     parts = [part for unit in units(_find(chosen.input).files) for part in unit]
     texts = (document.text for part in parts for document in read(part, chosen.text_field) if not document.problem)
-    train_bpe(texts, chosen.vocab_size, chosen.output)
-    print(chosen.output)
+    with _writing(chosen.output):
+        train_bpe(texts, chosen.vocab_size, chosen.output)
+    print(shown(str(chosen.output)))
 
 
 def _verify(chosen: argparse.Namespace) -> None:
     manifest = read_manifest(chosen.directory)
     for split in SPLITS:
         open_corpus(chosen.directory, manifest, split, verify=True)
-    print(f"{chosen.directory}: every shard is as prepared, digest {manifest.digest[:16]}")
+    print(f"{shown(str(chosen.directory))}: every shard is as prepared, digest {manifest.digest[:16]}")
 
 
 if __name__ == "__main__":

@@ -1,48 +1,24 @@
-"""Finding and reading documents: text, Markdown, source trees, JSON Lines, each also gzipped.
+"""Reading documents: text, Markdown, source trees, JSON Lines, each also compressed, and Parquet.
 
-A file is one document; in JSON Lines a line is one. Work is cut into units that follow from the input alone, so that what
-comes out does not depend on how many workers share them.
+A file is one document; in JSON Lines a line is one, in Parquet a row. Work is cut into units that follow from the input alone, so that
+what comes out does not depend on how many workers share them. Of a compressed or Parquet file that is damaged nothing is taken.
 """
 
-import gzip
 import json
-import os
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from meshtrain.config import ConfigError
+from meshtrain.config import refusal
+from meshtrain.data.formats import DAMAGE, HEAD, no_text, open_plain, parquet_column
+from meshtrain.data.inputs import File, shown
 
-JSON_LINES = (".jsonl", ".ndjson")
-TEXT = (
-    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml", ".csv", ".tsv",
-    ".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".hh", ".cu", ".cuh", ".java", ".kt", ".scala",
-    ".go", ".rs", ".swift", ".js", ".jsx", ".ts", ".tsx", ".css", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".m", ".hs",
-    ".ml", ".clj", ".ex", ".exs", ".erl", ".sh", ".bash", ".sql", ".proto", ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg",
-)  # fmt: skip
-GZIP_RATIO = 4  # gzipped text is about this much larger once unpacked; only used to size the units
+COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units
 UNITS = 256  # about as many as this, so that the shards of a large corpus stay few
 LEAST_UNIT, MOST_UNIT = 4 << 20, 1 << 30  # bytes of input
-
-
-@dataclass(frozen=True)
-class File:
-    """A file of the input: where it is, and what its documents are called wherever the input lies."""
-
-    path: str
-    name: str
-    size: int
-    modified: int  # nanoseconds
-
-    @property
-    def gzipped(self) -> bool:
-        return self.name.endswith(".gz")
-
-    @property
-    def json_lines(self) -> bool:
-        return self.name.removesuffix(".gz").endswith(JSON_LINES)
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -68,78 +44,16 @@ class Document:
         return " ".join(filter(None, (self.kind, self.detail)))
 
 
-@dataclass
-class Found:
-    """The files of an input in their order, and how many of other kinds a folder held, by suffix."""
-
-    files: list[File] = field(default_factory=list)
-    ignored: Counter[str] = field(default_factory=Counter)
-
-
-def is_text(name: str) -> bool:
-    """Whether a file of a folder is taken: a known kind of text or JSON Lines, also gzipped."""
-    return PurePosixPath(name.removesuffix(".gz")).suffix.lower() in TEXT + JSON_LINES
-
-
-def find(inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without: Sequence[str] = ()) -> Found:
-    """The files under the inputs, in the order given and sorted by name within each; a file named itself is always taken.
-
-    Hidden files and folders, `__pycache__` and the folders named in `without` are left out. ConfigError: nothing there, or nothing to read.
-    """
-    found = Found()
-    for given in inputs:
-        root = Path(given)
-        if root.is_file():
-            found.files.append(_file(root, root.name))
-        elif root.is_dir():
-            found.files.extend(
-                sorted(_walk(root, wanted, {*without, "__pycache__"}, found.ignored), key=lambda f: f.name)
-            )
-        else:
-            raise ConfigError(f"there is no file or directory {given} to read text from.")
-    if not found.files:
-        ignored = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in found.ignored.most_common(5))
-        raise ConfigError(
-            f"{' '.join(inputs)} holds no text: "
-            + (
-                f"its files are of other kinds ({ignored}); name a file itself to have it read as text."
-                if ignored
-                else "no file at all."
-            )
-        )
-    return found
-
-
-def _walk(root: Path, wanted: Callable[[str], bool], without: set[str], ignored: Counter[str]) -> Iterator[File]:
-    def refuse(error: OSError) -> None:
-        raise ConfigError(f"the directory {error.filename} cannot be read: {error.strerror}.")
-
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = [f for f in folders if f not in without and not f.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if name.startswith(".") or not path.is_file():
-                continue
-            if wanted(name):
-                yield _file(path, f"{root.resolve().name}/{path.relative_to(root).as_posix()}")
-            else:
-                ignored[path.suffix] += 1
-
-
-def _file(path: Path, name: str) -> File:
-    status = path.stat()
-    return File(str(path), name, status.st_size, status.st_mtime_ns)
-
-
 def units(files: Sequence[File]) -> list[tuple[Part, ...]]:
     """The files in order, cut into units of work of about equal size; only plain JSON Lines can be cut inside a file."""
-    weights = [file.size * (GZIP_RATIO if file.gzipped else 1) for file in files]
+    weights = [file.size * (COMPRESSION_RATIO if file.compression or file.parquet else 1) for file in files]
     size = min(max(sum(weights) // UNITS, LEAST_UNIT), MOST_UNIT)
     found: list[tuple[Part, ...]] = []
     unit: list[Part] = []
     room = size
     for file, weight in zip(files, weights, strict=True):
-        cuts = range(0, file.size, size) if file.json_lines and not file.gzipped and file.size > size else range(1)
+        cuttable = file.json_lines and not file.compression and file.size > size
+        cuts = range(0, file.size, size) if cuttable else range(1)
         for begin in cuts:
             end = min(begin + size, file.size) if len(cuts) > 1 else file.size
             if unit and room < min(weight, size):
@@ -153,46 +67,87 @@ def units(files: Sequence[File]) -> list[tuple[Part, ...]]:
 
 
 def read(part: Part, text_field: str) -> Iterator[Document]:
-    """The documents of a part, good and bad; a JSON Lines document is named file#byte where its line begins."""
+    """The documents of a part, good and bad; one of JSON Lines is named file#byte where its line begins, one of Parquet file#row."""
     file = part.file
     try:
-        if file.json_lines:
+        if file.parquet:
+            yield from _rows(file, text_field)
+        elif file.json_lines:
             yield from _lines(part, text_field)
-            return
-        with gzip.open(file.path) if file.gzipped else open(file.path, "rb") as stream:
-            data = stream.read()
-    except (OSError, EOFError, zlib.error) as error:
-        yield Document(file.name, "", "unreadable", f"({error})")
-        return
-    yield _decoded(file.name, data)
+        else:
+            with open_plain(file.path) as stream:
+                yield _whole(file.name, stream.read())
+    except DAMAGE as error:
+        said = refusal(error) if isinstance(error, OSError) else str(error)
+        yield Document(file.name, "", "unreadable", f"({shown(said)})")
+
+
+def _whole(name: str, data: bytes) -> Document:
+    """A file that is one document."""
+    if what := no_text(name, data[:HEAD]):
+        return Document(name, "", "not text", f"but {what}")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Document(name, "", "not UTF-8", f"at byte {error.start}")
+    if (at := data.find(b"\0", 0, HEAD)) >= 0:
+        return Document(name, "", "not text", f"but binary data (a NUL at byte {at})")
+    return Document(name, text, "" if text else "empty")
 
 
 def _lines(part: Part, text_field: str) -> Iterator[Document]:
     """A line belongs to the part in which it begins."""
-    with gzip.open(part.file.path) if part.file.gzipped else open(part.file.path, "rb") as stream:
+    file = part.file
+    with open_plain(file.path) as stream:
+        if what := no_text(file.name, stream.read(HEAD)):
+            yield Document(file.name, "", "not text", f"but {what}")
+            return
+        if file.compression:
+            while stream.read(1 << 20):  # to its checksum at the end, before a line of it is taken
+                pass
+    with open_plain(file.path) as stream:
         at = part.begin
         if at:
             stream.seek(at - 1)
             at += len(stream.readline()) - 1  # the line that began before, up to and with its end
-        while part.file.gzipped or at < part.end:
+        while file.compression or at < part.end:
             line = stream.readline()
             if not line:
                 return
             if not line.isspace():
-                yield _field(f"{part.file.name}#{at}", line, text_field)
+                yield _record(f"{file.name}#{at}", line.removeprefix(BOM) if at == 0 else line, text_field)
             at += len(line)
 
 
-def _field(name: str, line: bytes, text_field: str) -> Document:
+def _record(name: str, line: bytes, text_field: str) -> Document:
     try:
-        value = json.loads(line)
+        value = _json(line.decode())
     except UnicodeDecodeError:
         return Document(name, "", "not UTF-8")
+    except RecursionError:
+        return Document(name, "", "not JSON", "(nested too deeply)")
     except ValueError:
         return Document(name, "", "not JSON")
-    if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
+    texts = [text for key, text in value if key == text_field] if isinstance(value, tuple) else []
+    if len(texts) > 1:
+        return Document(name, "", "ambiguous", f"(the field {text_field!r} stands {len(texts)} times)")
+    return _field(name, texts[0] if texts else None, text_field)
+
+
+def _json(text: str) -> Any:
+    """The value of a line: objects as pairs, so that a key that stands twice is seen; numbers as floats, which have no limit of digits."""
+    parse = partial(json.loads, parse_int=float, object_pairs_hook=tuple)
+    try:
+        return parse(text)
+    except RecursionError:
+        # How deep the calls stand here depends on who called; in a thread of its own it never does.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(parse, text).result()
+
+
+def _field(name: str, text: Any, text_field: str) -> Document:
+    if not isinstance(text, str):
         return Document(name, "", "without text", f"in the field {text_field!r}")
-    text = value[text_field]
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -200,9 +155,16 @@ def _field(name: str, line: bytes, text_field: str) -> Document:
     return Document(name, text, "" if text else "empty")
 
 
-def _decoded(name: str, data: bytes) -> Document:
+def _rows(file: File, text_field: str) -> Iterator[Document]:
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return Document(name, "", "not UTF-8", f"at byte {error.start}")
-    return Document(name, text, "" if text else "empty")
+        for _ in parquet_column(file.path, text_field):  # damage anywhere, before a row is taken
+            pass
+    except KeyError:
+        yield Document(file.name, "", "without text", f"in a column {text_field!r}")
+        return
+    for number, data in enumerate(parquet_column(file.path, text_field)):
+        name = f"{file.name}#{number}"
+        try:
+            yield _field(name, data if data is None else data.decode(), text_field)
+        except UnicodeDecodeError as error:
+            yield Document(name, "", "not UTF-8", f"at byte {error.start}")

@@ -50,7 +50,7 @@ class TextBatches:
     batches: GlobalBatches
     tokenizer: Tokenizer
     source: str
-    digest: str  # of what each source holds, joined by +; empty for synthetic
+    digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty for synthetic
 
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
@@ -140,13 +140,11 @@ def _batches(
             f"{name} fills no batch of train.global_batch_size {config.train.global_batch_size} for {split}; "
             "give a smaller batch, or data.last: pad."
         )
-    return TextBatches(batches, tokenizer, name, "+".join(source.manifest.digest[:16] for source, _, _ in pairs))
+    return TextBatches(batches, tokenizer, name, "+".join(source.digest(split)[:16] for source, _, _ in pairs))
 
 
 def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> Pieces:
-    return open_pieces(
-        corpus, length, cache_directory() / "lengths" / f"{source.manifest.digest[:32]}-{split}-{length}"
-    )
+    return open_pieces(corpus, length, cache_directory() / "lengths" / f"{source.digest(split)[:32]}-{length}")
 
 
 def _rows(

@@ -2,9 +2,13 @@
 
 The table lies on disk, memory-mapped: a corpus of 10^8 documents needs 800 MB there and almost nothing in memory.
 
-    [pieces of length <= 0, <= 1, ..., <= T]  [first label of each piece, in order of (length, place in the corpus)]
+    [SHA-256 of the file's name and the rest]  [pieces of length <= 0, <= 1, ..., <= T]
+    [first label of each piece, in order of (length, place in the corpus)]
 """
 
+import hashlib
+import io
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
 from meshtrain.data.shards import Corpus
-from meshtrain.files import temporary_beside
+from meshtrain.files import locked, remove_temporaries, sync, temporary_beside
 
+DIGEST = hashlib.sha256().digest_size
+log = logging.getLogger(__name__)
 DOCUMENTS_AT_ONCE = 1 << 18  # of which the table is made
 
 
@@ -40,44 +46,90 @@ class Pieces:
 
 
 def open_pieces(corpus: Corpus, longest: int, path: Path) -> Pieces:
-    """The pieces of at most `longest` labels; the table is made at `path` unless it is there. ConfigError if it cannot be."""
+    """The pieces of at most `longest` labels; the table is made at `path` unless it is there, whole. ConfigError if it cannot be."""
     try:
-        if not path.is_file():
+        table = _read(path)
+        if table is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_beside(path)
-            _write(corpus, longest, temporary)
-            os.replace(temporary, path)  # whoever else makes it makes the same
-        table = np.asarray(np.memmap(path, "<u8", "r"))
+            with locked(path.parent):
+                table = _read(path)  # another process may have made it meanwhile
+                if table is None:
+                    if os.path.lexists(path):
+                        log.warning("the table of document lengths %s is damaged; it is made again.", path)
+                    table = _make(corpus, longest, path)
     except OSError as error:
         raise ConfigError(
-            f"the table of document lengths {path} cannot be written or read ({error.strerror}); set XDG_CACHE_HOME to a directory with room."
+            f"the table of document lengths {path} cannot be written or read ({refusal(error)}); set XDG_CACHE_HOME to a directory with room."
         ) from None
     return Pieces(table[: longest + 1].astype(np.int64), table[longest + 1 :])
 
 
-def _write(corpus: Corpus, longest: int, path: Path) -> None:
+def _read(path: Path) -> np.ndarray | None:
+    """The table of that name, if it is there as it was written."""
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb", buffering=0) as file:
+            return _map(file) if file.read(DIGEST) == _digest(file, path) else None
+    except PermissionError:
+        return None
+
+
+def _digest(file: io.FileIO, path: Path) -> bytes:
+    file.seek(DIGEST)
+    return hashlib.file_digest(file, lambda: hashlib.sha256(path.name.encode())).digest()
+
+
+def _map(file: io.FileIO) -> np.ndarray:
+    return np.asarray(np.memmap(file, "<u8", "r", DIGEST))
+
+
+def _make(corpus: Corpus, longest: int, path: Path) -> np.ndarray:
+    remove_temporaries(path.parent)  # none is at work, since we hold the lock
+    temporary = temporary_beside(path)
+    try:
+        with temporary.open("w+b", buffering=0) as file:
+            _write(corpus, longest, file)
+            os.pwrite(file.fileno(), _digest(file, path), 0)
+            os.fsync(file.fileno())
+            table = _map(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # what failed; a full disk needs the room
+    sync(path.parent)
+    return table
+
+
+def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
+    """All but the digest. By ordinary writes: a full disk refuses them, where it kills a process that writes to a memory map."""
+
+    def put(values: np.ndarray, at: int) -> None:
+        data, offset = values.astype("<u8").tobytes(), DIGEST + 8 * at
+        while data:
+            written = os.pwrite(file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
+
     counts = np.zeros(longest + 1, np.int64)
     for _, lengths in _documents(corpus):
         counts += np.bincount(lengths % longest, minlength=longest + 1)
         counts[longest] += (lengths // longest).sum()
     counts[0] = 0  # documents without a rest
     ends = np.cumsum(counts)
-    table = np.memmap(path, "<u8", "w+", shape=(longest + 1 + int(ends[-1]),))
-    table[: longest + 1] = ends
-    first, free = table[longest + 1 :], ends - counts  # free: where the next piece of each length goes
+    put(ends, 0)
+    free = longest + 1 + ends - counts  # where the next piece of each length goes
     for starts, lengths in _documents(corpus):
         rows, rests = lengths // longest, lengths % longest
         whole = np.repeat(starts, rows)
         whole += longest * (np.arange(len(whole)) - np.repeat(np.cumsum(rows) - rows, rows))
-        first[free[longest] : free[longest] + len(whole)] = whole
+        put(whole, free[longest])
         free[longest] += len(whole)
         order = np.argsort(rests, kind="stable")
-        order = order[rests[order] > 0]
-        taken = np.bincount(rests[order], minlength=longest + 1)
-        rank = np.arange(len(order)) - np.repeat(np.cumsum(taken) - taken, taken)
-        first[free[rests[order]] + rank] = (starts + rows * longest)[order]
+        taken = np.bincount(rests, minlength=longest + 1)
+        firsts, upto = (starts + rows * longest)[order], np.cumsum(taken)
+        taken[0] = 0
+        for rest in np.flatnonzero(taken).tolist():
+            put(firsts[upto[rest] - taken[rest] : upto[rest]], free[rest])
         free += taken
-    table.flush()
 
 
 def _documents(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:

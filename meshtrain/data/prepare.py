@@ -9,15 +9,15 @@ skips it; the manifest comes last, and its presence says that all is there.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
+import os
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -26,12 +26,14 @@ from typing import Any
 import numpy as np
 
 from meshtrain.config import ConfigError
-from meshtrain.data.documents import Document, File, Part, read, units
-from meshtrain.data.shards import MANIFEST, SPLITS, Manifest, Shard, ShardWriter
+from meshtrain.data.documents import Document, Part, read, units
+from meshtrain.data.inputs import File, shown
+from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, UNITS, Manifest, Shard, ShardWriter, digest_of_file
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer, use_one_thread
-from meshtrain.files import write_atomically
+from meshtrain.files import locked, remove_temporaries, write_atomically
 
-PLAN, SKIPPED, UNITS, LOCK = "plan.json", "skipped.log", "units", ".lock"
+SKIPPED = "skipped.log"
+ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})  # so that a name is one field of one line
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
 
 
@@ -81,7 +83,7 @@ def prepare(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Writes the shards and their manifest; finished units are kept, and a second process waits for the first.
+    """Writes the shards and their manifest; finished units are kept if they are still as they were, and a second process waits for the first.
 
     progress is called with (bytes of input done, bytes in all). ConfigError: the directory holds another preparation, a bad
     document with bad: refuse, no document at all.
@@ -89,10 +91,16 @@ def prepare(
     tokenizer = load_tokenizer(options.tokenizer)
     plan, parts = fingerprint(files, options, tokenizer), units(files)
     sizes = [sum(part.end - part.begin for part in unit) for unit in parts]
-    (output / UNITS).mkdir(parents=True, exist_ok=True)
-    with _lock(output):
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{shown(str(output))} is not a directory; give another --output.")
+    output.mkdir(parents=True, exist_ok=True)
+    with locked(output):
         _claim(output, plan)
-        todo = [i for i in range(len(parts)) if _note(output, i, dtype_of(tokenizer)) is None]
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            whole = pool.map(
+                lambda i: _note(output, i, dtype_of(tokenizer), verify=True) is not None, range(len(parts))
+            )
+            todo = [i for i, is_whole in enumerate(whole) if not is_whole]
         done = sum(sizes) - sum(sizes[i] for i in todo)
         progress(done, sum(sizes))
         with contextlib.closing(_run(parts, todo, output, options, tokenizer, workers)) as finished:
@@ -106,17 +114,24 @@ def _claim(output: Path, plan: dict[str, str]) -> None:
     """Refuses a directory that holds something else."""
     path = output / PLAN
     if not path.exists():
-        others = sorted(p.name for p in output.iterdir() if not p.name.startswith(".") and p.name != UNITS)
-        if others:
+        others = sorted(p.name for p in output.iterdir() if not p.name.startswith("."))
+        if others and (
+            others != [UNITS] or any((output / UNITS).iterdir())
+        ):  # as a run leaves it that is killed just here
             raise ConfigError(
-                f"{output} is not empty ({others[0]}) and holds no preparation of ours; give another --output."
+                f"{output} is not empty ({shown(others[0])}) and holds no preparation of ours; give another --output."
             )
+        (output / UNITS).mkdir(exist_ok=True)
         write_atomically(path, json.dumps(plan, indent=1).encode())
-        return
-    for hidden in [*output.glob(".*"), *(output / UNITS).glob(".*")]:
-        if hidden.name != LOCK:
-            hidden.unlink()  # left half-written by a run that was killed: none is at work, since we hold the lock
-    before = json.loads(path.read_bytes())
+    (output / UNITS).mkdir(exist_ok=True)
+    for directory in (output, output / UNITS):
+        remove_temporaries(directory)  # none is at work, since we hold the lock
+    try:
+        before = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(
+            f"{path} is damaged, so that nothing tells what {output} was made from; remove that directory."
+        ) from None
     changed = [what for what in plan if before.get(what) != plan[what]]
     if changed:
         raise ConfigError(
@@ -193,6 +208,13 @@ class _Unit:
         self.named: list[str] = []
 
     def run(self, parts: tuple[Part, ...]) -> None:
+        try:
+            self._run(parts)
+        finally:
+            for writer in self.writers.values():
+                writer.discard()  # of a unit that was not finished; a full disk needs the room
+
+    def _run(self, parts: tuple[Part, ...]) -> None:
         batch: list[tuple[str, str | None]] = []  # (split, text); None: there the document ends
         characters = 0
         for part in parts:
@@ -217,10 +239,10 @@ class _Unit:
     def _skip(self, document: Document) -> None:
         if self.options.bad == "refuse":
             raise ConfigError(
-                f"the document {document.name} is {document.problem}; mend it, or have bad documents skipped."
+                f"the document {shown(document.name)} is {document.problem}; mend it, or have bad documents skipped."
             )
         self.skipped[document.kind] += 1
-        self.named.append(f"{document.name}\t{document.problem}\n")
+        self.named.append(f"{document.name.translate(ESCAPED)}\t{document.problem}\n")
 
     def _write(self, batch: list[tuple[str, str | None]]) -> None:
         if self.stop is not None and self.stop.is_set():
@@ -250,25 +272,33 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
-def _note(output: Path, number: int, dtype: np.dtype) -> Note | None:
-    """The note of a unit whose shards are all there in full length."""
+def _note(output: Path, number: int, dtype: np.dtype, verify: bool = False) -> Note | None:
+    """The note of a unit whose shards are all there in full length and (with verify) unaltered."""
     try:
         values = json.loads((output / UNITS / f"{number:05d}.json").read_bytes())
         shards = {split: Shard(**values["shards"][split]) if values["shards"][split] else None for split in SPLITS}
-        whole = all(
-            (output / f"{shard.name}.tokens").stat().st_size == shard.tokens * dtype.itemsize
-            and (output / f"{shard.name}.offsets").stat().st_size == (shard.documents + 1) * 8
-            for shard in shards.values()
-            if shard is not None
-        )
-        return Note(shards, values["skipped"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
+        (output / UNITS / f"{number:05d}.skipped").stat()
+        for shard in filter(None, shards.values()):
+            tokens, offsets = output / f"{shard.name}.tokens", output / f"{shard.name}.offsets"
+            if tokens.stat().st_size != shard.tokens * dtype.itemsize:
+                return None
+            if offsets.stat().st_size != (shard.documents + 1) * 8:
+                return None
+            if verify and (digest_of_file(tokens), digest_of_file(offsets)) != (
+                shard.tokens_digest,
+                shard.offsets_digest,
+            ):
+                return None
+        return Note(shards, dict(values["skipped"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # not there, or not whole: the unit is done again
 
 
 def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) -> Manifest:
     notes = [note for i in range(count) if (note := _note(output, i, dtype_of(tokenizer))) is not None]
-    assert len(notes) == count, "every unit has been run"
+    if len(notes) < count:
+        raise ConfigError(f"shards in {output} vanished while others were made; run the same command again.")
+    logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(count)]
     skipped: Counter[str] = Counter()
     for note in notes:
         skipped.update(note.skipped)
@@ -283,11 +313,13 @@ def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) ->
         skipped=dict(sorted(skipped.items())),
     )
     if not any(manifest.shards.values()):
-        raise ConfigError(f"the input holds no document: {describe_skipped(manifest.skipped)}.")
-    logs = ((output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(count))
+        first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
+        name, _, problem = first.partition("\t")
+        skipped_too = f": {describe_skipped(manifest.skipped)}; the first, {shown(name)}, is {problem}" if first else ""
+        raise ConfigError(f"the input holds no document{skipped_too}.")
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
-        write_atomically(output / "tokenizer.json", Path(options.tokenizer).expanduser().read_bytes())
+        write_atomically(output / "tokenizer.json", Path(os.path.expanduser(options.tokenizer)).read_bytes())
     write_atomically(output / MANIFEST, manifest.to_json().encode())
     return manifest
 
@@ -295,11 +327,3 @@ def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) ->
 def describe_skipped(skipped: dict[str, int]) -> str:
     """3 skipped: 2 not UTF-8, 1 empty."""
     return f"{sum(skipped.values())} skipped: " + ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-
-
-@contextlib.contextmanager
-def _lock(output: Path) -> Iterator[None]:
-    """One preparation of a directory at a time; the kernel frees the lock of a process that dies."""
-    with open(output / LOCK, "wb") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

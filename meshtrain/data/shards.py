@@ -1,6 +1,6 @@
 """Token shards on disk, and the corpus that they make together.
 
-    DIR/manifest.json            counts, digests, tokenizer
+    DIR/manifest.json            counts, digests, tokenizer; plan.json and units/ beside it: how they came about (prepare.py)
     DIR/train-00000.tokens       uint16 or uint32, little-endian:   E d d d E d d d d d E d d E
     DIR/train-00000.offsets      uint64, little-endian:               1       5           11  14
     DIR/validation-00000.tokens  ...                                  first label of each document, and the end
@@ -12,21 +12,22 @@ before it and ends with the E that it predicts: each stored token but the first 
 import hashlib
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast, get_origin
 
 import numpy as np
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
 from meshtrain.files import temporary_beside, write_atomically
 
-MANIFEST = "manifest.json"
+MANIFEST, PLAN, UNITS = "manifest.json", "plan.json", "units"
 FORMAT = 1
 SPLITS = ("train", "validation")
 MOST_OPEN = 256  # files at a time; a process may have 1,024
@@ -62,11 +63,27 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Names the content: equal digests, equal tokens."""
+        """Names all that the manifest says."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def digest_of(self, *splits: str) -> str:
+        """Names what these splits hold and nothing else: equal digests, equal documents in the same order."""
+        shards = [(s.tokens_digest, s.offsets_digest) for split in splits for s in self.shards[split]]
+        return hashlib.sha256(json.dumps([self.tokenizer_digest, self.dtype, shards]).encode()).hexdigest()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def is_preparation(directory: Path) -> bool:
+    """Whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone may be anybody's."""
+    if (directory / PLAN).is_file() and (directory / UNITS).is_dir():
+        return True
+    path = directory / MANIFEST
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return b'"tokenizer_digest"' in stream.read(4096) or any(directory.glob("*.tokens"))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -78,14 +95,33 @@ def read_manifest(directory: Path) -> Manifest:
             raise ConfigError(
                 f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
             )
-        shards = {split: tuple(Shard(**shard) for shard in values["shards"][split]) for split in SPLITS}
-        return Manifest(**{**values, "shards": shards})
+        shards = {split: tuple(_checked(Shard(**shard)) for shard in values["shards"][split]) for split in SPLITS}
+        manifest = _checked(Manifest(**{**values, "shards": shards}))
+        if manifest.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype is {manifest.dtype!r}")
+        if not all(re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]):
+            raise ValueError("a shard's name is a path")
+        return manifest
     except FileNotFoundError:
         raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.") from None
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not the manifest of prepared shards ({error}).") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the manifest of prepared shards ({str(error)[:200]}).") from None
+
+
+T = TypeVar("T", Shard, Manifest)
+
+
+def _checked(record: T) -> T:
+    """The record, if its values have the types that they should; TypeError."""
+    for each in fields(record):
+        value, wanted = getattr(record, each.name), cast(type, get_origin(each.type) or each.type)
+        if not isinstance(value, (int, float) if wanted is float else wanted):
+            raise TypeError(f"{each.name} is {value!r}")
+    return record
 
 
 class ShardWriter:
@@ -123,10 +159,16 @@ class ShardWriter:
         if self.tokens == 1:
             return None
         offsets = np.array(self.offsets, "<u8").tobytes()
+        with open(self.temporary, "rb") as stream:
+            os.fsync(stream.fileno())
         os.replace(self.temporary, self.path)
         write_atomically(self.path.with_suffix(".offsets"), offsets)
         digests = self.digest.hexdigest(), hashlib.sha256(offsets).hexdigest()
         return Shard(self.name, len(self.offsets) - 1, self.tokens, *digests)
+
+    def discard(self) -> None:
+        """Gives the room of an unfinished shard back."""
+        self.temporary.unlink(missing_ok=True)
 
 
 class TokenFile:
@@ -215,7 +257,7 @@ def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -
         _check_size(path, size)
     if verify:
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-            for path, digest in zip(digests, pool.map(_digest, digests), strict=True):
+            for path, digest in zip(digests, pool.map(_readable_digest, digests), strict=True):
                 if digest != digests[path]:
                     raise ConfigError(
                         f"{path} has been altered: its digest is not the manifest's; prepare the text again."
@@ -226,9 +268,16 @@ def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -
     )
 
 
-def _digest(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _readable_digest(path: Path) -> str:
+    try:
+        return digest_of_file(path)
+    except OSError as error:
+        raise ConfigError(f"the shard {path} cannot be read: {refusal(error)}.") from None
 
 
 def _check_size(path: Path, expected: int) -> None:

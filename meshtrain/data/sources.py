@@ -8,16 +8,17 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
 from meshtrain.config.schema import DataConfig
-from meshtrain.data.documents import File, find
-from meshtrain.data.prepare import PLAN, SKIPPED, Options, describe_skipped, fingerprint, prepare
-from meshtrain.data.shards import MANIFEST, Corpus, Manifest, open_corpus, read_manifest
+from meshtrain.data.inputs import Found, find, shown
+from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, fingerprint, prepare
+from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, Corpus, Manifest, is_preparation, open_corpus, read_manifest
 from meshtrain.data.tokenizer import Tokenizer
 
 VALIDATION = 0.01  # held out of text that is prepared on the fly
 STDLIB_VALIDATION = 0.05  # of its few hundred files one in a hundred would be too little to measure a loss on
 INLINE_BYTES = 64 << 20  # text up to this is prepared in this process: starting workers would take longer
+CALLED = 40  # characters of a source's name in the cache
 log = logging.getLogger(__name__)
 
 
@@ -30,6 +31,10 @@ class Source:
     train: Corpus | None
     validation: Corpus | None
 
+    def digest(self, split: str) -> str:
+        """Names the documents of train, validation or all."""
+        return self.manifest.digest_of(*(SPLITS if split == "all" else (split,)))
+
     def corpus(self, split: str) -> Corpus | None:
         """The documents of train, validation or all."""
         if split == "all" and self.train is not None and self.validation is not None:
@@ -39,25 +44,31 @@ class Source:
 
 def open_source(name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
     """Opens one source, preparing it first if it is text; ConfigError (one sentence) on bad input."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     share = VALIDATION if data.validation is None else data.validation
     options = Options(data.tokenizer, share, data.text_field, data.bad_documents)
     if name == "stdlib":
         share = STDLIB_VALIDATION if data.validation is None else data.validation
-        directory = _prepared(stdlib_files(), name, Options(data.tokenizer, share), tokenizer)
-    elif (path / MANIFEST).is_file():
-        directory = path
-    elif (path / PLAN).is_file():
+        return _prepared(stdlib_files(), name, Options(data.tokenizer, share), tokenizer, data)
+    try:
+        if name and is_preparation(path):
+            return _open_shards(path, name, data, tokenizer)
+        if name and os.path.lexists(path):
+            return _prepared(find([str(path)]), name, options, tokenizer, data)
+    except OSError as error:
+        raise ConfigError(f"data.source {shown(name)} cannot be read: {refusal(error)}.") from None
+    near = difflib.get_close_matches(name, ("stdlib", "synthetic", "mixture"), n=1)
+    raise ConfigError(
+        f"data.source is '{shown(name)}', but there is no such file or directory; it must be stdlib, a file or directory of text, "
+        f"prepared shards, synthetic or mixture" + (f"; did you mean {near[0]}?" if near else ".")
+    )
+
+
+def _open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Shards that were prepared for a tokenizer and a held-out share, and are still whole; ConfigError if not."""
+    if not (directory / MANIFEST).is_file() and (directory / PLAN).is_file():
         raise ConfigError(
             f"the preparation of {name} was not finished; run the same `python -m meshtrain.data prepare` again."
-        )
-    elif path.exists():
-        directory = _prepared(find([str(path)]).files, path.resolve().name, options, tokenizer)
-    else:
-        near = difflib.get_close_matches(name, ("stdlib", "synthetic", "mixture"), n=1)
-        raise ConfigError(
-            f"data.source is {name!r}, but there is no such file or directory; it must be stdlib, a file or directory of text, "
-            f"prepared shards, synthetic or mixture" + (f"; did you mean {near[0]}?" if near else ".")
         )
     manifest = read_manifest(directory)
     if manifest.tokenizer_digest != tokenizer.digest:
@@ -71,38 +82,54 @@ def open_source(name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
             "leave the key out, or prepare them again."
         )
     train, validation = (
-        open_corpus(directory, manifest, split, data.verify) if manifest.shards[split] else None
-        for split in ("train", "validation")
+        open_corpus(directory, manifest, split, data.verify) if manifest.shards[split] else None for split in SPLITS
     )
     return Source(name, manifest, train, validation)
 
 
 def cache_directory() -> Path:
     """$XDG_CACHE_HOME/meshtrain, or ~/.cache/meshtrain."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshtrain"
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "meshtrain"
+    try:
+        return Path.home() / ".cache" / "meshtrain"
+    except RuntimeError:
+        raise ConfigError(
+            "prepared text needs a cache, but this user has no home directory; set XDG_CACHE_HOME to a directory with room."
+        ) from None
 
 
-def stdlib_files() -> list[File]:
+def stdlib_files() -> Found:
     """The Python files of the standard library, without its tests and without what was installed beside it."""
     without = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-    return find([sysconfig.get_paths()["stdlib"]], lambda name: name.endswith(".py"), without).files
+    return find([sysconfig.get_paths()["stdlib"]], lambda name: name.endswith(".py"), without)
 
 
-def _prepared(files: list[File], name: str, options: Options, tokenizer: Tokenizer) -> Path:
-    """The cached shards of these files, made now if they are not there."""
-    made_from = "\0".join(fingerprint(files, options, tokenizer).values())
-    directory = cache_directory() / f"{name}-{tokenizer.name}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
-    if (directory / MANIFEST).is_file():
-        return directory
-    size = sum(file.size for file in files)
-    log.info("preparing %d files (%.1f MB) of %s in %s", len(files), size / 1e6, name, directory)
+def _prepared(found: Found, name: str, options: Options, tokenizer: Tokenizer, data: DataConfig) -> Source:
+    """The cached shards of these files, made now if they are not there, and again if they are damaged."""
+    made_from = "\0".join(fingerprint(found.files, options, tokenizer).values())
+    called = name if name == "stdlib" else os.path.basename(os.path.realpath(os.path.expanduser(name)))[:CALLED]
+    directory = cache_directory() / f"{called}-{tokenizer.name}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
     try:
-        manifest = prepare(files, directory, options, workers=1 if size <= INLINE_BYTES else os.cpu_count() or 1)
+        if (directory / MANIFEST).exists():
+            try:
+                return _open_shards(directory, name, data, tokenizer)
+            except ConfigError as error:
+                log.warning("In the cache, %s It is made again.", error)
+        _prepare(found, directory, name, options)
     except OSError as error:
         raise ConfigError(
-            f"the text of {name} cannot be prepared in {directory} ({error.strerror}); set XDG_CACHE_HOME to a directory with room."
+            f"the text of {name} cannot be prepared in {directory} ({refusal(error)}); set XDG_CACHE_HOME to a directory with room."
         ) from None
+    return _open_shards(directory, name, data, tokenizer)
+
+
+def _prepare(found: Found, directory: Path, name: str, options: Options) -> None:
+    log.info("preparing %d files (%.1f MB) of %s in %s", len(found.files), found.size / 1e6, name, directory)
+    if found.left_out:
+        log.warning("%s: left out %s", name, found.describe_left_out())
+    workers = 1 if found.size <= INLINE_BYTES else os.cpu_count() or 1
+    manifest = prepare(found.files, directory, options, workers)
     if manifest.skipped:
         level = logging.INFO if set(manifest.skipped) == {"empty"} else logging.WARNING
         log.log(level, "%s: %s; named in %s", name, describe_skipped(manifest.skipped), directory / SKIPPED)
-    return directory

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
+from meshtrain.data.inputs import shown
+from meshtrain.files import write_atomically
 
 END_TOKENS = (
     "<|endoftext|>",
@@ -57,12 +59,15 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         library = _library()
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"the tokenizer {path} cannot be read: {refusal(error)}.") from None
         try:
             self._tokenizer = library.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises nothing more specific
             raise ConfigError(
-                f"{path} is not a tokenizer.json that the tokenizers library can read ({error})."
+                f"{path} is not a tokenizer.json that the tokenizers library can read ({shown(str(error))})."
             ) from None
         self._tokenizer.no_truncation()  # a file may come with either switched on
         self._tokenizer.no_padding()
@@ -86,13 +91,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     """`byte`, or the tokenizer of a tokenizer.json file; ConfigError if it is neither."""
     if name == "byte":
         return ByteTokenizer()
-    path = Path(name).expanduser()
-    if path.is_dir() and (path / "tokenizer.json").is_file():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
         raise ConfigError(f"the tokenizer {name} is a directory; name the file in it: {path / 'tokenizer.json'}.")
-    if not path.is_file():
+    if not os.path.isfile(path):
         near = difflib.get_close_matches(name, ("byte",), n=1)
         raise ConfigError(
-            f"the tokenizer {name!r} is neither byte nor a tokenizer.json file"
+            f"the tokenizer '{shown(name)}' is neither byte nor a tokenizer.json file"
             + (f"; did you mean {near[0]}?" if near else ".")
         )
     return FileTokenizer(path)
@@ -116,7 +121,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, output: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     output.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(output))
+    write_atomically(output, tokenizer.to_str(pretty=True).encode())
 
 
 def use_one_thread() -> None:

@@ -1,6 +1,5 @@
 """Training processes to be killed, stopped and starved: forked from a server that has imported everything, so that they start fast."""
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -19,7 +18,6 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["meshtrain.train"])
 STEPS, EVERY = 60, 15  # of the runs that several tests share
 PATIENCE = 120.0  # seconds, of a loaded machine
-NEW_NAMESPACE, NEW_USER, READ_ONLY, BIND, REMOUNT = 0x20000, 0x10000000, 1, 4096, 32  # sched.h, mount.h
 
 
 def settings(directory: Path, steps: int, every: int, **sections: dict) -> Path:
@@ -107,22 +105,6 @@ def committed(run: Path) -> list[int]:
 def newest_is_intact(run: Path) -> bool:
     newest = run / "checkpoints" / str(committed(run)[-1])
     return steps.commit_problem(newest) is None and digests.problems(newest) == []
-
-
-def mount(what: str, path: Path, flags: int = 0, options: str = "") -> None:
-    """A mount that only this process sees, and that ends with it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(what.encode(), str(path).encode(), b"tmpfs", flags, options.encode()):
-        raise OSError(ctypes.get_errno(), "mount")
-
-
-def own_mounts() -> None:
-    """Moves this process into a mount namespace of its own; needs no privilege where user namespaces are allowed."""
-    libc, user = ctypes.CDLL(None, use_errno=True), os.getuid()
-    if libc.unshare(NEW_NAMESPACE | (NEW_USER if user else 0)):
-        raise OSError(ctypes.get_errno(), "unshare")
-    if user:
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
 
 
 def _train(config: Path, log: Path, before: Callable[[], None], after: Callable[[], None]) -> None:

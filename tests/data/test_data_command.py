@@ -83,7 +83,7 @@ def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how: signal.Signals,
         time.sleep(0.002)
     time.sleep(0.1)
     process.send_signal(how)
-    assert process.communicate(timeout=60)[1].endswith("Stopped; run the same command again to go on.\n")
+    assert process.communicate(timeout=60)[1].endswith("meshtrain: stopped; run the same command again to go on.\n")
     assert process.returncode == 75 and not (out / "manifest.json").exists()
     assert not list(out.glob(".*.tokens.*"))
     assert main([*command[3:], "1"]) == 0

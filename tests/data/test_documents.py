@@ -9,7 +9,8 @@ import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.data import documents
-from meshtrain.data.documents import Document, File, Part, find, read, units
+from meshtrain.data.documents import Document, Part, read, units
+from meshtrain.data.inputs import File, find
 
 
 def read_file(path: Path, field: str = "text") -> list[Document]:

@@ -10,7 +10,7 @@ from data_configs import config
 
 from meshtrain.config import ConfigError, decode
 from meshtrain.data import open_data
-from meshtrain.data.documents import find
+from meshtrain.data.inputs import find
 from meshtrain.data.prepare import Options, prepare
 from meshtrain.data.shards import read_manifest
 from meshtrain.data.tokenizer import train_bpe
@@ -142,6 +142,37 @@ def test_too_little_text_is_told_with_how_much_there_is(tmp_path: Path) -> None:
     assert "fills no batch of train.global_batch_size 8" in refusal(source, length=50)
     for batching in ("packed", "grouped", "budget"):
         assert "data.last: pad" in refusal(source, length=50, batching=batching)
+
+
+def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(text: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / text.name
+    shutil.copytree(text, copy, copy_function=shutil.copy)  # with new dates
+
+    def digest(source: Path) -> str:
+        return open_data(config(source))[0].digest
+
+    assert digest(copy) == digest(text)
+    (copy / "0000.txt").write_text((copy / "0000.txt").read_text().swapcase())
+    assert digest(copy) != digest(text)
+    before = digest(copy)
+    (copy / "0001.txt").unlink()
+    assert digest(copy) != before
+
+
+def test_the_digest_of_held_out_text_is_its_own(text: Path, other_text: Path) -> None:
+    train, validation = open_data(config(text, validation=0.3, batch=1))
+    assert validation is not None and validation.digest != train.digest
+    same, other = open_data(config(text, validation=0.3, batch=1, validation_source=str(other_text)))
+    assert other is not None and same.digest == train.digest and other.digest != validation.digest
+    _, mirror = open_data(config(other_text, validation=0.3, batch=1, validation_source=str(text)))
+    assert mirror is not None and mirror.digest not in (train.digest, validation.digest)  # all of the text
+
+
+def test_a_skipped_document_leaves_the_digest_as_it_is(text: Path, tmp_path: Path) -> None:
+    copy = tmp_path / text.name
+    shutil.copytree(text, copy)
+    (copy / "damaged.txt").write_bytes(b"\xff")
+    assert open_data(config(copy))[0].digest == open_data(config(text))[0].digest
 
 
 def test_a_preparation_that_was_not_finished_is_told(text: Path, tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 """The table of pieces: every label of every document in exactly one piece, sorted by length."""
 
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_configs import config
+from mounts import exit_code_of, may_mount, mount, own_mounts
 
 from meshtrain.config import ConfigError
 from meshtrain.data import open_data, pieces
 from meshtrain.data.pieces import Pieces, open_pieces
 from meshtrain.data.shards import Corpus
+from meshtrain.files import temporary_beside
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,78 @@ def test_the_table_is_made_once(corpus: Corpus, tmp_path: Path) -> None:
     made = (tmp_path / "table").stat()
     open_pieces(corpus, 64, tmp_path / "table")
     assert (tmp_path / "table").stat() == made
-    assert [p.name for p in tmp_path.iterdir()] == ["table"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "table"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"\1" + data[1:],
+        lambda data: data[:50] + bytes([data[50] ^ 4]) + data[51:],
+        lambda data: data[:-1] + bytes([data[-1] ^ 128]),
+        lambda data: data[:-8],
+        lambda data: data[:-3],
+        lambda data: data + bytes(8),
+        lambda data: data[32:],
+        lambda data: b"",
+    ],
+    ids=["digest", "counts", "places", "truncated", "cut within a number", "longer", "of an older version", "empty"],
+)
+def test_a_damaged_table_is_told_and_made_again(
+    corpus: Corpus, tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "table"
+    good = open_pieces(corpus, 64, path)
+    ends, first, whole = good.ends, good.first.copy(), path.read_bytes()
+    path.write_bytes(damage(whole))
+    again = open_pieces(corpus, 64, path)
+    assert np.array_equal(again.ends, ends) and np.array_equal(again.first, first)
+    assert path.read_bytes() == whole
+    (told,) = caplog.messages
+    assert f"{path} is damaged; it is made again" in told
+
+
+def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus: Corpus, tmp_path: Path) -> None:
+    open_pieces(corpus + corpus, 64, tmp_path / "other")
+    (tmp_path / "other").rename(tmp_path / "table")
+    assert len(open_pieces(corpus, 64, tmp_path / "table").first) == len(
+        open_pieces(corpus, 64, tmp_path / "new").first
+    )
+
+
+def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_told(corpus: Corpus, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "directory" / "with").mkdir(parents=True)
+    for name in ("pipe", "link"):
+        open_pieces(corpus, 64, tmp_path / name)
+        assert stat.S_ISREG((tmp_path / name).lstat().st_mode)
+    with pytest.raises(ConfigError, match=r"directory cannot be written or read \(is a directory\)"):
+        open_pieces(corpus, 64, tmp_path / "directory")
+
+
+def test_what_a_killed_process_left_of_a_table_is_removed(corpus: Corpus, tmp_path: Path) -> None:
+    left = temporary_beside(tmp_path / "table")
+    left.write_bytes(b"half")
+    (tmp_path / ".mine").write_bytes(b"kept")
+    open_pieces(corpus, 64, tmp_path / "table")
+    assert not left.exists() and (tmp_path / ".mine").exists()
+
+
+def test_a_full_disk_is_told_and_nothing_of_the_table_is_left(corpus: Corpus, tmp_path: Path) -> None:
+    if not may_mount():
+        pytest.skip("a process may not have mounts of its own here")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def on_a_small_disk() -> None:
+        own_mounts()
+        mount("tmpfs", cache, options="size=8k")
+        with pytest.raises(ConfigError, match=r"\(no space left on device\); set XDG_CACHE_HOME"):
+            open_pieces(corpus, 1, cache / "table")  # eight bytes a label: 200 kB
+        os._exit(len([p for p in cache.iterdir() if p.name != ".lock"]))
+
+    assert exit_code_of(on_a_small_disk) == 0
 
 
 def test_a_cache_that_cannot_be_written_is_told(corpus: Corpus, tmp_path: Path) -> None:

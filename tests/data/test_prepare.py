@@ -15,7 +15,7 @@ import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.data import documents
-from meshtrain.data.documents import find
+from meshtrain.data.inputs import find
 from meshtrain.data.prepare import Options, cut, held_out, prepare
 from meshtrain.data.shards import SPLITS, Manifest, open_corpus
 from meshtrain.data.tokenizer import ByteTokenizer, train_bpe

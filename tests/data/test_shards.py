@@ -1,10 +1,12 @@
 """Shards on disk: what is written is read back, and damage is told before it is trained on."""
 
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +173,8 @@ def test_sizes_are_checked_even_without_digests(prepared: tuple[Path, Manifest])
         ("{", "is not the manifest of prepared shards"),
         ('{"format": 1}', "is not the manifest of prepared shards"),
         ('{"format": 99}', "has format 99; this version reads 1"),
+        ("[" * 100_000, "is not the manifest of prepared shards"),
+        ("\\ud800", "is not the manifest of prepared shards"),
     ],
 )
 def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
@@ -178,3 +182,25 @@ def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path: Path, conte
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ConfigError, match=said):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("dtype", "bananas", "dtype is 'bananas'"),
+        ("vocab_size", "13", "vocab_size is '13'"),
+        ("tokens", "many", "tokens is 'many'"),
+        ("name", "../train-00000", "a shard's name is a path"),
+        ("shards", {"train": []}, "validation"),
+    ],
+)
+def test_a_manifest_whose_values_make_no_sense_is_refused(
+    prepared: tuple[Path, Manifest], key: str, value: Any, said: str
+) -> None:
+    path = prepared[0] / "manifest.json"
+    values = json.loads(path.read_bytes())
+    place = values if key in values else values["shards"]["train"][0]
+    place[key] = value
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=rf"is not the manifest of prepared shards \(.*{said}"):
+        read_manifest(prepared[0])

@@ -79,3 +79,82 @@ def test_skipped_documents_are_named_in_a_log(
     assert "1 skipped: 1 not UTF-8" in caplog.text
     (log,) = own_cache.glob("*/skipped.log")
     assert log.read_text() == "text/bad.txt\tnot UTF-8 at byte 0\n" and str(log) in caplog.text
+
+
+def damage(directory: Path, how: str) -> None:
+    tokens = directory / "train-00000.tokens"
+    if how == "missing":
+        tokens.unlink()
+    elif how == "truncated":
+        tokens.write_bytes(tokens.read_bytes()[:-2])
+    elif how == "altered":
+        tokens.write_bytes(b"\1\0" + tokens.read_bytes()[2:])
+    elif how == "offsets":
+        (directory / "train-00000.offsets").write_bytes(b"")
+    elif how == "manifest":
+        (directory / "manifest.json").write_bytes(b"{}")
+    elif how == "note":
+        (directory / "units" / "00000.json").write_bytes(b"[" * 100_000)
+        tokens.unlink()
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "altered", "offsets", "manifest", "note"])
+def test_cached_shards_that_are_damaged_are_told_and_made_again(
+    how: str, text: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = open_data(config(text))[0]
+    rows = [before.batch(k)["tokens"].tobytes() for k in range(3)]
+    (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
+    damage(directory, how)
+    after = open_data(config(text))[0]
+    assert after.digest == before.digest and [after.batch(k)["tokens"].tobytes() for k in range(3)] == rows
+    (told,) = caplog.messages
+    assert str(directory) in told and told.endswith("It is made again.")
+    open_data(config(text))
+    assert len(caplog.messages) == 1
+
+
+def test_a_damaged_plan_in_the_cache_is_told_in_a_sentence(text: Path, own_cache: Path) -> None:
+    open_data(config(text))
+    (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
+    damage(directory, "missing")
+    (directory / "plan.json").write_bytes(b"{")
+    with pytest.raises(ConfigError, match=r"plan\.json is damaged, so that nothing tells .*; remove that directory"):
+        open_data(config(text))
+
+
+def test_a_folder_of_text_may_hold_a_manifest_of_somebody_elses(tmp_path: Path, own_cache: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "an extension"}' * 100)
+    (tmp_path / "plan.json").write_text('{"monday": "walk"}')
+    assert open_data(config(tmp_path, validation=0.0))[0].batches_per_epoch > 0
+
+
+def test_a_user_without_a_home_is_told_of_the_cache(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+    with pytest.raises(ConfigError, match="no home directory; set XDG_CACHE_HOME"):
+        open_data(config(text))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("~nobody-of-that-name/text", "there is no such file or directory"),
+        ("\0", r"'\\x00', but there is no such file or directory"),
+        ("x" * 5000, r"x{200}\.\.\. cannot be read: file name too long"),
+        ("/dev/null", "/dev/null is neither a file nor a directory but a device"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_told_in_a_sentence(source: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_data(config(source))
+
+
+def test_what_is_left_out_of_text_is_told_when_it_is_prepared(
+    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("words " * 1000)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    open_data(config(tmp_path, validation=0.0))
+    (told,) = caplog.messages
+    assert f"left out 1 reached twice ({tmp_path.name}/loop)" in told
