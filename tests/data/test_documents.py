@@ -1,13 +1,13 @@
-"""Finding files, cutting them into units, reading documents good and bad."""
+"""Cutting files into units, reading documents good and bad."""
 
 import gzip
+import importlib
 import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from meshtrain.config import ConfigError
 from meshtrain.data import documents
 from meshtrain.data.documents import Document, Part, read, units
 from meshtrain.data.inputs import File, find
@@ -17,49 +17,9 @@ def read_file(path: Path, field: str = "text") -> list[Document]:
     return [document for unit in units(find([str(path)]).files) for part in unit for document in read(part, field)]
 
 
-def test_a_folder_gives_its_text_sorted_by_name_and_counts_the_rest(tmp_path: Path) -> None:
-    for name in (
-        "b.md",
-        "a.txt",
-        "c/d.py",
-        "c/e.jsonl.gz",
-        "picture.png",
-        ".git/config.txt",
-        "__pycache__/x.py",
-        ".hidden.txt",
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
-    found = find([str(tmp_path)])
-    root = tmp_path.name
-    assert [file.name for file in found.files] == [
-        f"{root}/a.txt",
-        f"{root}/b.md",
-        f"{root}/c/d.py",
-        f"{root}/c/e.jsonl.gz",
-    ]
-    assert found.ignored == {".png": 1}
-
-
 def test_a_file_named_itself_is_read_whatever_its_suffix(tmp_path: Path) -> None:
     (tmp_path / "notes.xyz").write_text("words")
     assert read_file(tmp_path / "notes.xyz") == [Document("notes.xyz", "words")]
-
-
-@pytest.mark.parametrize("what", ["missing", "empty", "pictures"])
-def test_nothing_to_read_is_refused(tmp_path: Path, what: str) -> None:
-    said = {
-        "missing": "there is no file or directory",
-        "empty": "no file at all",
-        "pictures": r"other kinds \(1 \.png\)",
-    }
-    path = tmp_path / what
-    if what != "missing":
-        path.mkdir()
-    if what == "pictures":
-        (path / "a.png").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=said[what]):
-        find([str(path)])
 
 
 def test_gzipped_text_reads_as_the_text_itself(tmp_path: Path) -> None:
@@ -99,12 +59,134 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path: Pa
         ("a.jsonl", b'["text"]', "without text"),
         ("a.jsonl", b'{"text": ""}', "empty"),
         ("a.jsonl", b'{"text": "\\ud800"}', "not Unicode"),
+        ("a.jsonl", b"[" * 100_000, "not JSON"),
+        ("a.jsonl", b'{"a":' * 100_000, "not JSON"),
+        ("a.jsonl", bytes(1000), "not JSON"),
+        ("a.jsonl", b'{"text": "one", "text": "two"}', "ambiguous"),
+        ("a.jsonl", b'{"text": ["one"]}', "without text"),
+        ("a.jsonl", b'{"meta": {"text": "x"}}', "without text"),
+        ("a.JSONL", b"{broken", "not JSON"),
+        ("a.txt", b"words" + bytes(1), "not text"),
+        ("a.txt", "words".encode("utf-16-le"), "not text"),
+        ("a.TXT.GZ", b"not gzip", "unreadable"),
     ],
 )
 def test_a_bad_document_is_told_by_name_and_kind(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
     (tmp_path / name).write_bytes(data)
     (document,) = read_file(tmp_path / name)
     assert document.name.startswith(name) and document.text == "" and document.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (f'{{"id": {"9" * 5000}, "text": "good"}}', "good"),
+        ('{"score": NaN, "text": "good"}', "good"),
+        ('{"meta": {"text": "other"}, "text": "good"}', "good"),
+        ('{"text": "good", "children": [{"a": 1, "a": 2}]}', "good"),
+        ('{"text": "a\\u0000b"}', "a\0b"),
+        ('\ufeff{"text": "good"}', "good"),
+    ],
+    ids=["a number of 5,000 digits", "NaN", "a field within", "a key twice elsewhere", "NUL", "byte order mark"],
+)
+def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path: Path, line: str, text: str) -> None:
+    (tmp_path / "a.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert [document.text for document in read_file(tmp_path / "a.jsonl")] == [text]
+
+
+def test_how_deeply_a_line_may_be_nested_does_not_depend_on_who_reads_it(tmp_path: Path) -> None:
+    def depth(n: int) -> Document:
+        (tmp_path / "a.jsonl").write_text('{"deep": ' + "[" * n + "]" * n + ', "text": "good"}')
+        return read_file(tmp_path / "a.jsonl")[0]
+
+    def deeper(calls: int, n: int) -> Document:
+        return deeper(calls - 1, n) if calls else depth(n)
+
+    limit = next(n for n in range(1200, 0, -1) if not depth(n).problem)
+    for n in (limit, limit + 1):
+        assert deeper(300, n) == depth(n)
+    assert depth(limit + 1).problem == "not JSON (nested too deeply)"
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "checksum", "followed by junk"])
+def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path: Path, ending: str, how: str) -> None:
+    data = compress(ending, "".join(f'{{"text": "{i}"}}\n' for i in range(50_000)).encode())
+    middle = len(data) // 2
+    damaged = {
+        "flipped": data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :],
+        "cut": data[:middle],
+        "checksum": data[:-8] + bytes([data[-8] ^ 1, data[-7], data[-6], data[-5], data[-4] ^ 1]) + data[-3:],
+        "followed by junk": data + b"junk",
+    }
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(data)
+    assert len(read_file(path)) == 50_000
+    path.write_bytes(damaged[how])
+    (document,) = read_file(path)
+    assert (document.name, document.text, document.kind) == (path.name, "", "unreadable")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_compressed_files_in_several_pieces_are_read_whole(tmp_path: Path, ending: str) -> None:
+    pieces = [b'{"text": "one"}\n{"te', b"", b'xt": "two"}\n']
+    (tmp_path / f"a.jsonl{ending}").write_bytes(b"".join(compress(ending, piece) for piece in pieces))
+    assert [document.text for document in read_file(tmp_path / f"a.jsonl{ending}")] == ["one", "two"]
+    (tmp_path / f"a.txt{ending}").write_bytes(b"".join(compress(ending, piece) for piece in pieces))
+    assert read_file(tmp_path / f"a.txt{ending}")[0].text == b"".join(pieces).decode()
+
+
+def compress(ending: str, data: bytes) -> bytes:
+    if ending == ".gz":
+        return gzip.compress(data)
+    return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(data)
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    """Five rows in row groups of two: three good ones, one without text, one empty."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"id": range(5), "text": ["one", None, "drei ü", "", "last"], "number": [1.0] * 5})
+    importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    return tmp_path / "a.parquet"
+
+
+def test_parquet_gives_a_document_a_row_named_by_its_number(parquet: Path) -> None:
+    assert [(d.name, d.text, d.kind) for d in read_file(parquet)] == [
+        ("a.parquet#0", "one", ""),
+        ("a.parquet#1", "", "without text"),
+        ("a.parquet#2", "drei ü", ""),
+        ("a.parquet#3", "", "empty"),
+        ("a.parquet#4", "last", ""),
+    ]
+
+
+@pytest.mark.parametrize("field", ["body", "number"])
+def test_parquet_without_the_column_is_one_bad_document(parquet: Path, field: str) -> None:
+    assert [(d.name, d.problem) for d in read_file(parquet, field)] == [
+        ("a.parquet", f"without text in a column {field!r}")
+    ]
+
+
+def test_parquet_columns_of_every_kind_of_string_are_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    for number, kind in enumerate(("string", "large_string", "binary", "dictionary")):
+        column = pyarrow.array(["one", "two"]).cast("string" if kind == "dictionary" else kind)
+        column = column.dictionary_encode() if kind == "dictionary" else column
+        path = tmp_path / f"{number}.PARQUET"
+        importlib.import_module("pyarrow.parquet").write_table(pyarrow.table({"text": column}), path)
+        assert [document.text for document in read_file(path)] == ["one", "two"]
+    bad = pyarrow.array([b"good", b"\xff"], "binary")
+    importlib.import_module("pyarrow.parquet").write_table(pyarrow.table({"text": bad}), tmp_path / "bad.parquet")
+    assert [document.kind for document in read_file(tmp_path / "bad.parquet")] == ["", "not UTF-8"]
+
+
+def test_of_a_damaged_parquet_file_no_row_is_taken(parquet: Path) -> None:
+    data = parquet.read_bytes()
+    last = data.rindex(b"last")  # in the last row group
+    for damaged in (data[:-20], data[: last - 20] + bytes(20) + data[last:], b"no parquet"):
+        parquet.write_bytes(damaged)
+        assert [document.kind for document in read_file(parquet)] == ["unreadable"]
 
 
 def test_json_lines_cut_anywhere_give_each_line_to_exactly_one_part(tmp_path: Path) -> None:
