@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("prepare", allow_abbrev=False, help="text to token shards")
     _add_input(one)
     one.add_argument("--tokenizer", default="byte", help="byte, or the path of a tokenizer.json (default: byte)")
-    one.add_argument("--output", required=True, type=_path, help="directory of the shards")
+    one.add_argument("--output", required=True, type=_directory, help="directory of the shards")
     one.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (default: all cores)")
     one.add_argument("--validation", type=_share, default=0.01, help="share of the documents held out (default: 0.01)")
     one.add_argument(
@@ -129,6 +129,12 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 def _path(text: str) -> Path:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file or directory")
+    return Path(text)
+
+
+def _directory(text: str) -> Path:
+    if os.path.isfile(_path(text)):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is a file; the output is a directory")
     return Path(text)
 
 

@@ -91,8 +91,6 @@ def prepare(
     tokenizer = load_tokenizer(options.tokenizer)
     plan, parts = fingerprint(files, options, tokenizer), units(files)
     sizes = [sum(part.end - part.begin for part in unit) for unit in parts]
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{shown(str(output))} is not a directory; give another --output.")
     output.mkdir(parents=True, exist_ok=True)
     with locked(output):
         _claim(output, plan)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mounts import exit_code_of, may_mount, mount, own_mounts
 
 from meshtrain.data.__main__ import main
 from meshtrain.data.shards import read_manifest
@@ -49,6 +50,15 @@ def test_a_tokenizer_can_be_trained_and_used(text: Path, tmp_path: Path) -> None
         (["prepare", "--input", "x", "--output", "y", "--validation", "2"], "'2' is not a number from 0 to 0.5"),
         (["prepare", "--input", "/no/such", "--output", "y"], "there is no file or directory /no/such"),
         (["verify", "/no/such"], "holds no prepared shards"),
+        (["verify", "x\0y"], r"'x\x00y' is not the name of a file or directory"),
+        (["prepare", "--input", "", "--output", "y"], "the name of a file or directory to read text from is empty"),
+        (["prepare", "--input", "x", "--output", ""], "'' is not the name of a file or directory"),
+        (["prepare", "--input", "/dev/null", "--output", "y"], "/dev/null is neither a file nor a directory"),
+        (
+            ["prepare", "--input", str(ROOT / "tests"), "--output", __file__],
+            "test_data_command.py is a file; the output is a directory",
+        ),
+        (["prepare", "--input", "x", "--output", "y", "--workers", "9" * 5000], "999...' is not a whole number"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(
@@ -89,3 +99,65 @@ def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how: signal.Signals,
     assert main([*command[3:], "1"]) == 0
     manifest = read_manifest(out)
     assert manifest.count("train", "documents") + manifest.count("validation", "documents") == 42_000
+
+
+def test_the_output_may_lie_in_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    monkeypatch.chdir(tmp_path)
+    command = ["prepare", "--input", ".", "--output", "./shards", "--workers", "1", "--validation", "0"]
+    assert main(command) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert main(command) == 0
+    again = capsys.readouterr()
+    assert again.out.splitlines()[:-1] == first[:-1] and "train: 1 documents" in again.out
+    assert f"Left out 1 directories of prepared shards ({tmp_path.name}/shards)" in again.err
+    (tmp_path / "c.txt").write_text("more")
+    assert main(command) == 2 and "made from different input" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_with_the_directory_and_leaves_no_halves(tmp_path: Path) -> None:
+    if not may_mount():
+        pytest.skip("a process may not have mounts of its own here")
+    out, said = tmp_path / "out", tmp_path / "said"
+    out.mkdir()
+    (tmp_path / "a.txt").write_text("words " * 100_000)
+
+    def on_a_small_disk() -> None:
+        own_mounts()
+        mount("tmpfs", out, options="size=64k")
+        with said.open("w") as sys.stderr:
+            code = main(["prepare", "--input", str(tmp_path / "a.txt"), "--output", str(out), "--workers", "1"])
+        os._exit(code + 10 * len(list(out.glob(".*.tokens.*"))))
+
+    assert exit_code_of(on_a_small_disk) == 1
+    assert said.read_text().splitlines()[1:] == [
+        f"meshtrain: {out} cannot be written: no space left on device; make room there and run the same command again, "
+        "which goes on from what is finished, or give another --output."
+    ]
+
+
+def test_a_tokenizer_that_cannot_be_written_is_told(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there.json").mkdir()
+    command = ["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output"]
+    assert main([*command, str(tmp_path / "there.json")]) == 1
+    assert f"meshtrain: {tmp_path}/there.json cannot be written: is a directory" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["there.json"]
+
+
+def test_names_that_are_not_utf8_can_be_told(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    (folder / "a.txt").write_text("words")
+    command = [sys.executable, "-m", "meshtrain.data", "prepare", "--workers", "1", "--validation", "0"]
+    done = subprocess.run(
+        [*command, "--input", str(folder), "--output", str(folder / "out")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and r"\udcff/out: tokenizer byte" in done.stdout

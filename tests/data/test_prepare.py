@@ -1,8 +1,10 @@
 """Preparing: the same bytes whatever the workers and the interruptions, bad documents named, nothing else overwritten."""
 
 import filecmp
+import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from meshtrain.data.inputs import find
 from meshtrain.data.prepare import Options, cut, held_out, prepare
 from meshtrain.data.shards import SPLITS, Manifest, open_corpus
 from meshtrain.data.tokenizer import ByteTokenizer, train_bpe
+from meshtrain.files import temporary_beside
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,6 +130,32 @@ def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text: Path, tmp_pat
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
+def test_an_altered_shard_is_made_again_and_what_is_not_ours_is_left(
+    text: Path, tmp_path: Path, small_units: None
+) -> None:
+    run(text, tmp_path / "whole")
+    run(text, tmp_path / "out")
+    for name in ("train-00000.tokens", "train-00001.offsets", "units/00002.json"):
+        data = (tmp_path / "out" / name).read_bytes()
+        (tmp_path / "out" / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for directory in (tmp_path / "out", tmp_path / "out" / "units"):
+        temporary_beside(directory / "train-00000.tokens").write_bytes(b"half")
+    (tmp_path / "out" / ".gitignore").write_text("*.tokens")
+    run(text, tmp_path / "out")
+    assert (tmp_path / "out" / ".gitignore").read_text() == "*.tokens"
+    (tmp_path / "out" / ".gitignore").unlink()
+    assert same(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_damaged_plan_is_told(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "out")
+    (tmp_path / "out" / "plan.json").write_bytes(b"[1, 2")
+    with pytest.raises(
+        ConfigError, match=r"plan\.json is damaged, so that nothing tells what .*; remove that directory"
+    ):
+        run(text, tmp_path / "out")
+
+
 def test_a_shard_that_went_missing_or_short_is_made_again(text: Path, tmp_path: Path, small_units: None) -> None:
     run(text, tmp_path / "whole")
     run(text, tmp_path / "out")
@@ -186,10 +215,52 @@ def test_bad_documents_are_refused_by_choice(
         run(mixed, tmp_path / "out", workers=workers, bad="refuse")
 
 
-def test_an_input_of_bad_documents_alone_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"holds no document: 1 skipped: 1 empty"):
-        run(tmp_path / "a.txt", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.txt", b"", "the input holds no document: 1 skipped: 1 empty; the first, a.txt, is empty."),
+        (
+            "a.zip",
+            b"PK\3\4 words",
+            "the input holds no document: 1 skipped: 1 not text; the first, a.zip, is not text but a zip archive.",
+        ),
+        ("a.jsonl", b"\n\n", "the input holds no document."),
+    ],
+)
+def test_an_input_of_bad_documents_alone_is_refused(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path / name, tmp_path / "out")
+    assert str(error.value) == said
+
+
+def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(
+    text: Path, tmp_path: Path, small_units: None
+) -> None:
+    folder = tmp_path / "mixed"
+    shutil.copytree(text, folder)
+    data = gzip.compress("".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode())
+    (folder / "0050.jsonl.gz").write_bytes(data[: len(data) // 2])
+    (folder / "0051.jsonl").write_text("[" * 100_000 + '\n{"text": "good"}\n')
+    manifest = run(folder, tmp_path / "one", validation=0.2)
+    run(folder, tmp_path / "three", workers=3, validation=0.2)
+    assert same(tmp_path / "one", tmp_path / "three")
+    assert manifest.skipped == {"not JSON": 1, "unreadable": 1}
+    assert sum(manifest.count(split, "documents") for split in SPLITS) == 151
+    with pytest.raises(ConfigError, match=r"the document mixed/005\S+ is (unreadable|not JSON) \(.*; mend it"):
+        run(folder, tmp_path / "refused", workers=2, bad="refuse")
+
+
+def test_a_name_of_several_lines_is_one_line_of_the_log(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "good.txt").write_text("good")
+    for name in ("a\nb\tc\\.txt", os.fsdecode(b"\xff\r.txt")):
+        (folder / name).write_bytes(b"")
+    run(folder, tmp_path / "out", validation=0.0)
+    assert (tmp_path / "out" / "skipped.log").read_bytes() == (
+        b"text/a\\nb\\tc\\\\.txt\tempty\ntext/\xff\\r.txt\tempty\n"
+    )
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(text: Path, tmp_path: Path) -> None:
