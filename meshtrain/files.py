@@ -39,7 +39,7 @@ def remove_temporaries(directory: Path) -> None:
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """One process at a time writes in a directory, the others wait; the kernel frees the lock of a process that dies."""
-    with open(directory / ".lock", "ab") as stream:
+    with open(directory / ".lock", "a+b", buffering=0) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 

@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         chosen.run(chosen)
+        sys.stdout.flush()
     except ConfigError as error:
         return _tell(str(error), 2)
     except KeyboardInterrupt:
@@ -63,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except Failed as error:
         return _tell(str(error), 1)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries once more at its end
+        return _tell(f"standard output cannot be written: {refusal(error)}.", 1)
     return 0
 
 
@@ -77,8 +83,9 @@ def _writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        place = f" ({shown(os.path.basename(error.filename2))})" if error.filename2 else ""
         raise Failed(
-            f"{shown(str(output))} cannot be written: {refusal(error)}; "
+            f"{shown(str(output))} cannot be written: {refusal(error)}{place}; "
             + ("make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that")
             + " and run the same command again, which goes on from what is finished, or give another --output."
         ) from None
@@ -103,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     two = commands.add_parser("train-tokenizer", allow_abbrev=False, help="a byte-level BPE tokenizer.json from text")
     _add_input(two)
     two.add_argument("--vocab-size", required=True, type=_positive, help="ids, the end of document among them")
-    two.add_argument("--output", required=True, type=_path, help="the tokenizer.json to write")
+    two.add_argument("--output", required=True, type=_file, help="the tokenizer.json to write")
     two.set_defaults(run=_train_tokenizer)
     three = commands.add_parser("verify", allow_abbrev=False, help="compares prepared shards with their manifest")
     three.add_argument("directory", type=_path)
@@ -135,6 +142,12 @@ def _path(text: str) -> Path:
 def _directory(text: str) -> Path:
     if os.path.isfile(_path(text)):
         raise argparse.ArgumentTypeError(f"{shown(text)} is a file; the output is a directory")
+    return Path(text)
+
+
+def _file(text: str) -> Path:
+    if os.path.exists(_path(text)) and not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is there and no file; the output is a file")
     return Path(text)
 
 
@@ -195,9 +208,22 @@ def _progress_bar() -> Iterator[Callable[[int, int], None]]:
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:
     parts = [part for unit in units(_find(chosen.input).files) for part in unit]
-    texts = (document.text for part in parts for document in read(part, chosen.text_field) if not document.problem)
+    skipped: Counter[str] = Counter()
+
+    def texts() -> Iterator[str]:
+        for document in (document for part in parts for document in read(part, chosen.text_field)):
+            if document.problem:
+                skipped[document.kind] += 1
+            else:
+                yield document.text
+
+    first = next(good := texts(), None)
+    if first is None:
+        raise ConfigError("the input holds no document" + (f": {describe_skipped(skipped)}." if skipped else "."))
     with _writing(chosen.output):
-        train_bpe(texts, chosen.vocab_size, chosen.output)
+        train_bpe(chain([first], good), chosen.vocab_size, chosen.output)
+    if skipped:
+        print(describe_skipped(skipped), file=sys.stderr)
     print(shown(str(chosen.output)))
 
 

@@ -111,7 +111,7 @@ def prepare(
 def _claim(output: Path, plan: dict[str, str]) -> None:
     """Refuses a directory that holds something else."""
     path = output / PLAN
-    if not path.exists():
+    if not path.is_file():
         others = sorted(p.name for p in output.iterdir() if not p.name.startswith("."))
         if others and (
             others != [UNITS] or any((output / UNITS).iterdir())
@@ -272,10 +272,12 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 
 def _note(output: Path, number: int, dtype: np.dtype, verify: bool = False) -> Note | None:
     """The note of a unit whose shards are all there in full length and (with verify) unaltered."""
+    path = output / UNITS / f"{number:05d}.json"
     try:
-        values = json.loads((output / UNITS / f"{number:05d}.json").read_bytes())
+        if not path.is_file() or not path.with_suffix(".skipped").is_file():
+            return None
+        values = json.loads(path.read_bytes())
         shards = {split: Shard(**values["shards"][split]) if values["shards"][split] else None for split in SPLITS}
-        (output / UNITS / f"{number:05d}.skipped").stat()
         for shard in filter(None, shards.values()):
             tokens, offsets = output / f"{shard.name}.tokens", output / f"{shard.name}.offsets"
             if tokens.stat().st_size != shard.tokens * dtype.itemsize:

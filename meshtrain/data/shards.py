@@ -90,6 +90,8 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a directory of shards; ConfigError if it is none of ours."""
     path = directory / MANIFEST
     try:
+        if not path.is_file():
+            raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.")
         values: dict[str, Any] = json.loads(path.read_bytes())
         if values["format"] != FORMAT:
             raise ConfigError(
@@ -102,8 +104,6 @@ def read_manifest(directory: Path) -> Manifest:
         if not all(re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]):
             raise ValueError("a shard's name is a path")
         return manifest
-    except FileNotFoundError:
-        raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.") from None
     except ConfigError:
         raise
     except OSError as error:
@@ -287,6 +287,8 @@ def _check_size(path: Path, expected: int) -> None:
         raise ConfigError(
             f"the shard {path} is missing, though the manifest beside it names it; prepare the text again."
         ) from None
+    except OSError as error:
+        raise ConfigError(f"the shard {path} cannot be read: {refusal(error)}.") from None
     if size != expected:
         raise ConfigError(
             f"the shard {path} has {size} bytes instead of {expected}: it is "

@@ -22,6 +22,8 @@ END_TOKENS = (
     "[SEP]",
 )  # what others call the end of a document
 LEAST_VOCABULARY = 257  # of a byte-level BPE: the bytes and the end of document
+MOST_VOCABULARY = 1 << 24  # the tokenizers library sets room aside for all of it
+MOST_IDS = 1 << 31  # batches are int32
 
 
 class Tokenizer(Protocol):
@@ -76,6 +78,8 @@ class FileTokenizer:
         size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
         self.end_of_document = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), size)
         self.vocab_size = max(size, self.end_of_document + 1)
+        if self.vocab_size > MOST_IDS:
+            raise ConfigError(f"{path} has the id {self.vocab_size - 1}; ids of more than 31 bits do not fit a batch.")
         self.name = f"{type(self._tokenizer.model).__name__}-{self.vocab_size}"
         self.digest = hashlib.sha256(data).hexdigest()
 
@@ -105,9 +109,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def train_bpe(texts: Iterable[str], vocab_size: int, output: Path) -> None:
     """Trains a byte-level BPE of `vocab_size` ids, the end of document among them, and writes it as a tokenizer.json."""
-    if vocab_size < LEAST_VOCABULARY:
+    if not LEAST_VOCABULARY <= vocab_size <= MOST_VOCABULARY:
         raise ConfigError(
-            f"--vocab-size is {vocab_size}; it must be at least {LEAST_VOCABULARY}: the bytes and the end of document."
+            f"--vocab-size is {vocab_size}; it must be from {LEAST_VOCABULARY}, the bytes and the end of document, to {MOST_VOCABULARY}."
         )
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -121,7 +125,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, output: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, tokenizer.to_str(pretty=True).encode())
+    write_atomically(Path(os.path.realpath(output)), tokenizer.to_str(pretty=True).encode())
 
 
 def use_one_thread() -> None:

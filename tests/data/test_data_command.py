@@ -142,11 +142,37 @@ def test_a_full_disk_is_told_with_the_directory_and_leaves_no_halves(tmp_path: P
 def test_a_tokenizer_that_cannot_be_written_is_told(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "there.json").mkdir()
+    (tmp_path / "file").write_text("")
     command = ["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output"]
-    assert main([*command, str(tmp_path / "there.json")]) == 1
-    assert f"meshtrain: {tmp_path}/there.json cannot be written: is a directory" in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["there.json"]
+    assert main([*command, str(tmp_path / "file" / "t.json")]) == 1
+    assert f"meshtrain: {tmp_path}/file/t.json cannot be written: " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, str(tmp_path)])
+    assert "is there and no file; the output is a file" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_not_trained_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "words"}\n')
+    command = ["train-tokenizer", "--input", str(tmp_path), "--output", str(tmp_path / "t.json"), "--vocab-size"]
+    assert main([*command, "300"]) == 2
+    assert "the input holds no document: 1 skipped: 1 without text." in capsys.readouterr().err
+    (tmp_path / "b.txt").write_text("words")
+    assert main([*command, "999999999"]) == 2
+    assert "must be from 257, the bytes and the end of document, to 16777216" in capsys.readouterr().err
+    assert main([*command, "300"]) == 0 and "1 skipped: 1 without text" in capsys.readouterr().err
+
+
+def test_standard_output_that_is_full_is_told(text: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshtrain.data", "prepare", "--input", str(text), "--output", str(tmp_path / "o")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == ["meshtrain: standard output cannot be written: no space left on device."]
 
 
 def test_names_that_are_not_utf8_can_be_told(tmp_path: Path) -> None:

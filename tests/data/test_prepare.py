@@ -147,6 +147,15 @@ def test_an_altered_shard_is_made_again_and_what_is_not_ours_is_left(
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["units/00000.json", "units/00000.skipped", ".lock", "train-00000.tokens"])
+def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(text: Path, tmp_path: Path, name: str) -> None:
+    manifest = run(text, tmp_path / "out")
+    (tmp_path / "out" / name).unlink()
+    os.mkfifo(tmp_path / "out" / name)
+    assert run(text, tmp_path / "out") == manifest
+    open_corpus(tmp_path / "out", manifest, "train", verify=True)
+
+
 def test_a_damaged_plan_is_told(text: Path, tmp_path: Path) -> None:
     run(text, tmp_path / "out")
     (tmp_path / "out" / "plan.json").write_bytes(b"[1, 2")

@@ -1,5 +1,6 @@
 """Bytes and tokenizer.json files: what goes in comes out, the ids fit, nothing in a document ends it."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -78,5 +79,12 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at least 257"):
+    with pytest.raises(ConfigError, match="must be from 257"):
         train_bpe(["text"], 256, tmp_path / "small.json")
+
+
+def test_ids_that_do_not_fit_a_batch_are_refused(tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": (1 << 32) - 1}, "merges": []}
+    (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    with pytest.raises(ConfigError, match="has the id 4294967296; ids of more than 31 bits do not fit a batch"):
+        load_tokenizer(str(tmp_path / "t.json"))
