@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from meshtrain.config import refusal
@@ -19,6 +18,8 @@ COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked
 UNITS = 256  # about as many as this, so that the shards of a large corpus stay few
 LEAST_UNIT, MOST_UNIT = 4 << 20, 1 << 30  # bytes of input
 BOM = b"\xef\xbb\xbf"
+# Objects as pairs, so that a key that stands twice is seen; numbers as floats, which have no limit of digits.
+JSON = json.JSONDecoder(object_pairs_hook=tuple, parse_int=float)
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,12 @@ def _record(name: str, line: bytes, text_field: str) -> Document:
 
 
 def _json(text: str) -> Any:
-    """The value of a line: objects as pairs, so that a key that stands twice is seen; numbers as floats, which have no limit of digits."""
-    parse = partial(json.loads, parse_int=float, object_pairs_hook=tuple)
     try:
-        return parse(text)
+        return JSON.decode(text)
     except RecursionError:
         # How deep the calls stand here depends on who called; in a thread of its own it never does.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(parse, text).result()
+            return thread.submit(JSON.decode, text).result()
 
 
 def _field(name: str, text: Any, text_field: str) -> Document:
