@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from meshtrain.config import ConfigError, refusal
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import Found, find, shown
-from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, prepare
+from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, prepare, refusal_at
 from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
 from meshtrain.data.tokenizer import train_bpe
 
@@ -83,9 +83,8 @@ def _writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = f" ({shown(os.path.basename(error.filename2))})" if error.filename2 else ""
         raise Failed(
-            f"{shown(str(output))} cannot be written: {refusal(error)}{place}; "
+            f"{shown(str(output))} cannot be written: {refusal_at(error)}; "
             + ("make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that")
             + " and run the same command again, which goes on from what is finished, or give another --output."
         ) from None

@@ -96,11 +96,14 @@ def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
         )
     if data.source == "synthetic":
         return _synthetic(config, tokenizer, "train"), _synthetic(config, tokenizer, "validation")
-    names, weights = (data.mixture, data.weights) if data.source == "mixture" else ((data.source,), (1.0,))
-    sources = [open_source(name, data, tokenizer) for name in names]
+    mixed = data.source == "mixture"
+    key, names, weights = (
+        ("data.mixture", data.mixture, data.weights) if mixed else ("data.source", (data.source,), (1.0,))
+    )
+    sources = [open_source(name, data, tokenizer, key) for name in names]
     train = _batches(config, tokenizer, sources, weights, "train")
     if data.validation_source is not None:
-        sources, weights = [open_source(data.validation_source, data, tokenizer)], (1.0,)
+        sources, weights = [open_source(data.validation_source, data, tokenizer, "data.validation_source")], (1.0,)
     try:
         split = "all" if data.validation_source is not None else "validation"
         return train, _batches(config, tokenizer, sources, weights, split)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, refusal
 from meshtrain.data.documents import Document, Part, read, units
 from meshtrain.data.inputs import File, shown
 from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, UNITS, Manifest, Shard, ShardWriter, digest_of_file
@@ -322,6 +322,11 @@ def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) ->
         write_atomically(output / "tokenizer.json", Path(os.path.expanduser(options.tokenizer)).read_bytes())
     write_atomically(output / MANIFEST, manifest.to_json().encode())
     return manifest
+
+
+def refusal_at(error: OSError) -> str:
+    """What the system said, and of which file where it said that: is a directory: train-00000.tokens."""
+    return refusal(error) + (f": {shown(os.path.basename(error.filename2))}" if error.filename2 else "")
 
 
 def describe_skipped(skipped: dict[str, int]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from meshtrain.config import ConfigError, refusal
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.inputs import Found, find, shown
-from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, fingerprint, prepare
+from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, fingerprint, prepare, refusal_at
 from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, Corpus, Manifest, is_preparation, open_corpus, read_manifest
 from meshtrain.data.tokenizer import Tokenizer
 
@@ -42,8 +42,8 @@ class Source:
         return {"train": self.train, "validation": self.validation, "all": self.train or self.validation}[split]
 
 
-def open_source(name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
-    """Opens one source, preparing it first if it is text; ConfigError (one sentence) on bad input."""
+def open_source(name: str, data: DataConfig, tokenizer: Tokenizer, key: str = "data.source") -> Source:
+    """Opens the source that a key names, preparing it first if it is text; ConfigError (one sentence) on bad input."""
     path = Path(os.path.expanduser(name))
     share = VALIDATION if data.validation is None else data.validation
     options = Options(data.tokenizer, share, data.text_field, data.bad_documents)
@@ -56,11 +56,12 @@ def open_source(name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
         if name and os.path.lexists(path):
             return _prepared(find([str(path)]), name, options, tokenizer, data)
     except OSError as error:
-        raise ConfigError(f"data.source {shown(name)} cannot be read: {refusal(error)}.") from None
-    near = difflib.get_close_matches(name, ("stdlib", "synthetic", "mixture"), n=1)
+        raise ConfigError(f"{key} {shown(name)} cannot be read: {refusal(error)}.") from None
+    words = ("stdlib", "synthetic", "mixture") if key == "data.source" else ("stdlib",)
+    near = difflib.get_close_matches(name, words, n=1)
     raise ConfigError(
-        f"data.source is '{shown(name)}', but there is no such file or directory; it must be stdlib, a file or directory of text, "
-        f"prepared shards, synthetic or mixture" + (f"; did you mean {near[0]}?" if near else ".")
+        f"{key} is '{shown(name)}', but there is no such file or directory; it must be a file or directory of text, prepared shards "
+        f"or {' or '.join(words)}" + (f"; did you mean {near[0]}?" if near else ".")
     )
 
 
@@ -119,7 +120,7 @@ def _prepared(found: Found, name: str, options: Options, tokenizer: Tokenizer, d
         _prepare(found, directory, name, options)
     except OSError as error:
         raise ConfigError(
-            f"the text of {name} cannot be prepared in {directory} ({refusal(error)}); set XDG_CACHE_HOME to a directory with room."
+            f"the text of {name} cannot be prepared in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with room."
         ) from None
     return _open_shards(directory, name, data, tokenizer)
 

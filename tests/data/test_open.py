@@ -109,6 +109,9 @@ def refusal(source: str, **data: Any) -> str:
 def test_a_source_that_is_not_there_is_told_with_the_nearest_spelling() -> None:
     assert "did you mean stdlib?" in refusal("stdlibs")
     assert "no such file or directory" in refusal("/no/such/folder")
+    assert "data.validation_source is 'nope', but" in refusal("stdlib", validation_source="nope")
+    assert "data.mixture is 'synthetics', but" in (said := refusal("mixture", mixture=["synthetics"], weights=[1.0]))
+    assert said.endswith("text, prepared shards or stdlib.")
 
 
 def test_a_vocabulary_too_large_for_the_model_is_told_with_its_size(text: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from meshtrain.config import ConfigError
 from meshtrain.data import documents
 from meshtrain.data.inputs import find
-from meshtrain.data.prepare import Options, cut, held_out, prepare
+from meshtrain.data.prepare import Options, cut, held_out, prepare, refusal_at
 from meshtrain.data.shards import SPLITS, Manifest, open_corpus
 from meshtrain.data.tokenizer import ByteTokenizer, train_bpe
 from meshtrain.files import temporary_beside
@@ -154,6 +154,16 @@ def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(text: Path, tmp_path:
     os.mkfifo(tmp_path / "out" / name)
     assert run(text, tmp_path / "out") == manifest
     open_corpus(tmp_path / "out", manifest, "train", verify=True)
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "units").mkdir(parents=True)
+    run(text, tmp_path / "out")
+    (tmp_path / "out" / "train-00000.tokens").unlink()
+    (tmp_path / "out" / "train-00000.tokens").mkdir()
+    with pytest.raises(OSError) as error:
+        run(text, tmp_path / "out")
+    assert refusal_at(error.value) == "is a directory: train-00000.tokens"
 
 
 def test_a_damaged_plan_is_told(text: Path, tmp_path: Path) -> None:
