@@ -39,10 +39,11 @@ from meshtrain.config import Config, decode
 from meshtrain.data import Loader, open_data
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import find
-from meshtrain.data.prepare import BATCH_CHARACTERS, Options, prepare
+from meshtrain.data.prepare import prepare
 from meshtrain.data.shards import TokenFile, open_corpus, read_manifest
 from meshtrain.data.sources import stdlib_files
 from meshtrain.data.tokenizer import load_tokenizer, train_bpe, use_one_thread
+from meshtrain.data.unit import BATCH_CHARACTERS, Options
 
 LENGTH, ROWS, WORKERS, ROUNDS = 1024, 32, 2, 3
 SECTIONS = ("packing", "padding", "reading", "loader", "memory", "prepare")

@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 from meshtrain.config import ConfigError, refusal
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import Found, find, shown
-from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, prepare, refusal_at
+from meshtrain.data.prepare import SKIPPED, describe_skipped, prepare, refusal_at
 from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
 from meshtrain.data.tokenizer import train_bpe
+from meshtrain.data.unit import Options
 
 
 class Failed(Exception):
@@ -172,7 +173,7 @@ def _find(inputs: Sequence[str]) -> Found:
     if found.ignored:
         print(f"Left out {found.ignored.total()} files of other kinds: {found.describe_ignored()}", file=sys.stderr)
     if found.left_out:
-        print(f"Left out {found.describe_left_out()}", file=sys.stderr)
+        print(f"Left out: {found.describe_left_out()}", file=sys.stderr)
     return found
 
 

@@ -62,9 +62,9 @@ class Found:
         )
 
     def describe_left_out(self) -> str:
-        """2 reached twice (docs/a, docs/b), 1 links that lead nowhere (docs/c)."""
-        return ", ".join(
-            f"{len(names)} {reason} ({', '.join(map(shown, sorted(names)[:NAMED]))}{', ...' if len(names) > NAMED else ''})"
+        """links that lead nowhere: 1 (docs/c); reached twice: 2 (docs/a, docs/b)."""
+        return "; ".join(
+            f"{reason}: {len(names)} ({', '.join(map(shown, sorted(names)[:NAMED]))}{', ...' if len(names) > NAMED else ''})"
             for reason, names in sorted(self.left_out.items())
         )
 
@@ -82,7 +82,7 @@ def find(inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without
     if not found.files:
         left_out = found.describe_left_out()
         if found.ignored:
-            left_out = f"files of other kinds ({found.describe_ignored()})" + (f", {left_out}" if left_out else "")
+            left_out = f"files of other kinds ({found.describe_ignored()})" + (f"; {left_out}" if left_out else "")
             left_out += "; name a file itself to have it read as text"
         raise ConfigError(f"{' '.join(map(shown, inputs))} holds no text: {left_out or 'no file at all'}.")
     return found

@@ -4,8 +4,8 @@ Each unit of the input (documents.units) becomes one shard of each split. A fini
 skips it; the manifest comes last, and its presence says that all is there.
 
     DIR/plan.json              what the shards are made from (input, tokenizer, options), so that a later run goes on only with the same
-    DIR/units/00000.json       the shards of a finished unit, with counts and digests
-    DIR/units/00000.skipped    the documents that it skipped, joined in DIR/skipped.log in the end
+    DIR/units/                 the notes of finished units (unit.py)
+    DIR/skipped.log            the documents that they skipped
 """
 
 import contextlib
@@ -18,51 +18,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshtrain.config import ConfigError, refusal
-from meshtrain.data.documents import Document, Part, read, units
+from meshtrain.data.documents import Part, units
 from meshtrain.data.inputs import File, shown
-from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, UNITS, Manifest, Shard, ShardWriter, digest_of_file
+from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, UNITS, Manifest
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer, use_one_thread
+from meshtrain.data.unit import Options, Unit, dtype_of, encoded, read_note
 from meshtrain.files import locked, remove_temporaries, write_atomically
 
 SKIPPED = "skipped.log"
-ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})  # so that a name is one field of one line
-BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
-
-
-@dataclass(frozen=True)
-class Options:
-    """What decides, with the input's content, the bytes that come out."""
-
-    tokenizer: str = "byte"
-    validation: float = 0.01  # share of the documents that is held out
-    text_field: str = "text"
-    bad: str = "skip"  # skip | refuse a document that is none
-
-
-@dataclass(frozen=True)
-class Note:
-    """What a finished unit leaves behind."""
-
-    shards: dict[str, Shard | None]
-    skipped: dict[str, int]
-
-
-def held_out(name: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: by its name alone, so it stays there when others come and go."""
-    return int.from_bytes(hashlib.blake2b(encoded(name), digest_size=8).digest()) < fraction * 2**64
-
-
-def encoded(names: str) -> bytes:
-    """Names of files as bytes; Python keeps those that are not UTF-8 as surrogates."""
-    return names.encode(errors="surrogateescape")
 
 
 def fingerprint(files: Sequence[File], options: Options, tokenizer: Tokenizer) -> dict[str, str]:
@@ -96,7 +65,7 @@ def prepare(
         _claim(output, plan)
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
             whole = pool.map(
-                lambda i: _note(output, i, dtype_of(tokenizer), verify=True) is not None, range(len(parts))
+                lambda i: read_note(output, i, dtype_of(tokenizer), verify=True) is not None, range(len(parts))
             )
             todo = [i for i, is_whole in enumerate(whole) if not is_whole]
         done = sum(sizes) - sum(sizes[i] for i in todo)
@@ -143,7 +112,7 @@ def _run(
     """The numbers of the units as they are finished."""
     if min(workers, len(todo)) <= 1:
         for number in todo:
-            _Unit(number, output, options, tokenizer).run(parts[number])
+            Unit(number, output, options, tokenizer).run(parts[number])
             yield number
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process that has threads (JAX) may hang
@@ -190,112 +159,11 @@ def _begin_worker(tokenizer: str, stop: Event) -> None:
 
 
 def _work(number: int, parts: tuple[Part, ...], output: Path, options: Options) -> None:
-    _Unit(number, output, options, _worker["tokenizer"], _worker["stop"]).run(parts)
-
-
-class _Unit:
-    """Reads, tokenizes and writes one unit, and leaves its note."""
-
-    def __init__(
-        self, number: int, output: Path, options: Options, tokenizer: Tokenizer, stop: Event | None = None
-    ) -> None:
-        self.number, self.output, self.options, self.tokenizer, self.stop = number, output, options, tokenizer, stop
-        end, dtype = tokenizer.end_of_document, dtype_of(tokenizer)
-        self.writers = {split: ShardWriter(output, f"{split}-{number:05d}", end, dtype) for split in SPLITS}
-        self.skipped: Counter[str] = Counter()
-        self.named: list[str] = []
-
-    def run(self, parts: tuple[Part, ...]) -> None:
-        try:
-            self._run(parts)
-        finally:
-            for writer in self.writers.values():
-                writer.discard()  # of a unit that was not finished; a full disk needs the room
-
-    def _run(self, parts: tuple[Part, ...]) -> None:
-        batch: list[tuple[str, str | None]] = []  # (split, text); None: there the document ends
-        characters = 0
-        for part in parts:
-            for document in read(part, self.options.text_field):
-                if document.problem:
-                    self._skip(document)
-                    continue
-                split = "validation" if held_out(document.name, self.options.validation) else "train"
-                for text in cut(document.text):
-                    batch.append((split, text))
-                    characters += len(text)
-                    if characters >= BATCH_CHARACTERS:
-                        self._write(batch)
-                        batch, characters = [], 0
-                batch.append((split, None))
-        self._write(batch)
-        note = Note({split: writer.close() for split, writer in self.writers.items()}, dict(self.skipped))
-        path = self.output / UNITS / f"{self.number:05d}"
-        write_atomically(path.with_suffix(".skipped"), encoded("".join(self.named)))
-        write_atomically(path.with_suffix(".json"), json.dumps(asdict(note)).encode())
-
-    def _skip(self, document: Document) -> None:
-        if self.options.bad == "refuse":
-            raise ConfigError(
-                f"the document {shown(document.name)} is {document.problem}; mend it, or have bad documents skipped."
-            )
-        self.skipped[document.kind] += 1
-        self.named.append(f"{document.name.translate(ESCAPED)}\t{document.problem}\n")
-
-    def _write(self, batch: list[tuple[str, str | None]]) -> None:
-        if self.stop is not None and self.stop.is_set():
-            raise InterruptedError
-        encoded = iter(self.tokenizer.encode([text for _, text in batch if text is not None]))
-        for split, text in batch:
-            if text is None:
-                self.writers[split].end_document()
-            else:
-                self.writers[split].add(next(encoded))
-        for writer in self.writers.values():
-            writer.flush()
-
-
-def cut(text: str, longest: int = BATCH_CHARACTERS) -> Iterator[str]:
-    """A long text in pieces, each to the end of a line where it can: tokenizers need memory many times their text."""
-    at = 0
-    while len(text) - at > longest:
-        end = text.rfind("\n", at, at + longest) + 1 or at + longest
-        yield text[at:end]
-        at = end
-    yield text[at:]
-
-
-def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every id, little-endian."""
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-
-
-def _note(output: Path, number: int, dtype: np.dtype, verify: bool = False) -> Note | None:
-    """The note of a unit whose shards are all there in full length and (with verify) unaltered."""
-    path = output / UNITS / f"{number:05d}.json"
-    try:
-        if not path.is_file() or not path.with_suffix(".skipped").is_file():
-            return None
-        values = json.loads(path.read_bytes())
-        shards = {split: Shard(**values["shards"][split]) if values["shards"][split] else None for split in SPLITS}
-        for shard in filter(None, shards.values()):
-            tokens, offsets = output / f"{shard.name}.tokens", output / f"{shard.name}.offsets"
-            if tokens.stat().st_size != shard.tokens * dtype.itemsize:
-                return None
-            if offsets.stat().st_size != (shard.documents + 1) * 8:
-                return None
-            if verify and (digest_of_file(tokens), digest_of_file(offsets)) != (
-                shard.tokens_digest,
-                shard.offsets_digest,
-            ):
-                return None
-        return Note(shards, dict(values["skipped"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # not there, or not whole: the unit is done again
+    Unit(number, output, options, _worker["tokenizer"], _worker["stop"]).run(parts)
 
 
 def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) -> Manifest:
-    notes = [note for i in range(count) if (note := _note(output, i, dtype_of(tokenizer))) is not None]
+    notes = [note for i in range(count) if (note := read_note(output, i, dtype_of(tokenizer))) is not None]
     if len(notes) < count:
         raise ConfigError(f"shards in {output} vanished while others were made; run the same command again.")
     logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(count)]

@@ -11,9 +11,10 @@ from pathlib import Path
 from meshtrain.config import ConfigError, refusal
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.inputs import Found, find, shown
-from meshtrain.data.prepare import SKIPPED, Options, describe_skipped, fingerprint, prepare, refusal_at
+from meshtrain.data.prepare import SKIPPED, describe_skipped, fingerprint, prepare, refusal_at
 from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, Corpus, Manifest, is_preparation, open_corpus, read_manifest
 from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.unit import Options
 
 VALIDATION = 0.01  # held out of text that is prepared on the fly
 STDLIB_VALIDATION = 0.05  # of its few hundred files one in a hundred would be too little to measure a loss on
@@ -128,7 +129,7 @@ def _prepared(found: Found, name: str, options: Options, tokenizer: Tokenizer, d
 def _prepare(found: Found, directory: Path, name: str, options: Options) -> None:
     log.info("preparing %d files (%.1f MB) of %s in %s", len(found.files), found.size / 1e6, name, directory)
     if found.left_out:
-        log.warning("%s: left out %s", name, found.describe_left_out())
+        log.warning("%s: left out: %s", name, found.describe_left_out())
     workers = 1 if found.size <= INLINE_BYTES else os.cpu_count() or 1
     manifest = prepare(found.files, directory, options, workers)
     if manifest.skipped:

@@ -113,7 +113,7 @@ def test_the_output_may_lie_in_the_input(
     assert main(command) == 0
     again = capsys.readouterr()
     assert again.out.splitlines()[:-1] == first[:-1] and "train: 1 documents" in again.out
-    assert f"Left out 1 directories of prepared shards ({tmp_path.name}/shards)" in again.err
+    assert f"Left out: directories of prepared shards: 1 ({tmp_path.name}/shards)" in again.err
     (tmp_path / "c.txt").write_text("more")
     assert main(command) == 2 and "made from different input" in capsys.readouterr().err
 

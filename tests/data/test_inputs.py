@@ -8,7 +8,8 @@ import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.data.inputs import Found, find, shown
-from meshtrain.data.prepare import Options, prepare
+from meshtrain.data.prepare import prepare
+from meshtrain.data.unit import Options
 
 
 def names(found: Found) -> list[str]:
@@ -94,8 +95,8 @@ def test_links_are_followed_and_what_they_reach_again_is_read_once(tmp_path: Pat
         "reached twice": ["text/0.txt", "text/a/again", "text/a/loop", "text/linked too"],
     }
     assert found.describe_left_out() == (
-        "2 links that lead nowhere (text/circle.txt, text/nowhere.txt), "
-        "4 reached twice (text/0.txt, text/a/again, text/a/loop, ...)"
+        "links that lead nowhere: 2 (text/circle.txt, text/nowhere.txt); "
+        "reached twice: 4 (text/0.txt, text/a/again, text/a/loop, ...)"
     )
 
 

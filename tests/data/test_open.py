@@ -11,9 +11,10 @@ from data_configs import config
 from meshtrain.config import ConfigError, decode
 from meshtrain.data import open_data
 from meshtrain.data.inputs import find
-from meshtrain.data.prepare import Options, prepare
+from meshtrain.data.prepare import prepare
 from meshtrain.data.shards import read_manifest
 from meshtrain.data.tokenizer import train_bpe
+from meshtrain.data.unit import Options
 
 
 @pytest.fixture(scope="module")

@@ -157,4 +157,4 @@ def test_what_is_left_out_of_text_is_told_when_it_is_prepared(
     (tmp_path / "loop").symlink_to(tmp_path)
     open_data(config(tmp_path, validation=0.0))
     (told,) = caplog.messages
-    assert f"left out 1 reached twice ({tmp_path.name}/loop)" in told
+    assert f"left out: reached twice: 1 ({tmp_path.name}/loop)" in told
