@@ -268,7 +268,7 @@ def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(
     assert manifest.skipped == {"not JSON": 1, "unreadable": 1}
     assert sum(manifest.count(split, "documents") for split in SPLITS) == 151
     with pytest.raises(ConfigError, match=r"the document mixed/005\S+ is (unreadable|not JSON) \(.*; mend it"):
-        run(folder, tmp_path / "refused", workers=2, bad="refuse")
+        run(folder, tmp_path / "refused", bad="refuse")
 
 
 def test_a_name_of_several_lines_is_one_line_of_the_log(tmp_path: Path) -> None:
