@@ -18,11 +18,13 @@ def mount(what: str, path: Path, flags: int = 0, options: str = "") -> None:
 
 def own_mounts() -> None:
     """Moves this process into a mount namespace of its own; needs no privilege where user namespaces are allowed."""
-    libc, user = ctypes.CDLL(None, use_errno=True), os.getuid()
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     if libc.unshare(NEW_NAMESPACE | (NEW_USER if user else 0)):
         raise OSError(ctypes.get_errno(), "unshare")
     if user:
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/setgroups").write_text("deny")  # or the group may not be mapped, and nothing written
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 
 def exit_code_of(do: Callable[[], None]) -> int:
