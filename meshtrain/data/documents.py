@@ -14,6 +14,7 @@ from meshtrain.config import refusal
 from meshtrain.data.formats import DAMAGE, HEAD, no_text, open_plain, parquet_column
 from meshtrain.data.inputs import File, shown
 
+RULES = 2  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
 COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units
 UNITS = 256  # about as many as this, so that the shards of a large corpus stay few
 LEAST_UNIT, MOST_UNIT = 4 << 20, 1 << 30  # bytes of input
@@ -131,7 +132,7 @@ def _record(name: str, line: bytes, text_field: str) -> Document:
         return Document(name, "", "not JSON")
     texts = [text for key, text in value if key == text_field] if isinstance(value, tuple) else []
     if len(texts) > 1:
-        return Document(name, "", "ambiguous", f"(the field {text_field!r} stands {len(texts)} times)")
+        return Document(name, "", "ambiguous", f"(the field '{shown(text_field)}' stands {len(texts)} times)")
     return _field(name, texts[0] if texts else None, text_field)
 
 
@@ -146,7 +147,7 @@ def _json(text: str) -> Any:
 
 def _field(name: str, text: Any, text_field: str) -> Document:
     if not isinstance(text, str):
-        return Document(name, "", "without text", f"in the field {text_field!r}")
+        return Document(name, "", "without text", f"in the field '{shown(text_field)}'")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -159,7 +160,7 @@ def _rows(file: File, text_field: str) -> Iterator[Document]:
         for _ in parquet_column(file.path, text_field):  # damage anywhere, before a row is taken
             pass
     except KeyError:
-        yield Document(file.name, "", "without text", f"in a column {text_field!r}")
+        yield Document(file.name, "", "without text", f"in a column '{shown(text_field)}'")
         return
     for number, data in enumerate(parquet_column(file.path, text_field)):
         name = f"{file.name}#{number}"

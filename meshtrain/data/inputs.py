@@ -84,7 +84,7 @@ def find(inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without
         if found.ignored:
             left_out = f"files of other kinds ({found.describe_ignored()})" + (f"; {left_out}" if left_out else "")
             left_out += "; name a file itself to have it read as text"
-        raise ConfigError(f"{' '.join(map(shown, inputs))} holds no text: {left_out or 'no file at all'}.")
+        raise ConfigError(f"{shown(' '.join(inputs))} holds no text: {left_out or 'no file at all'}.")
     return found
 
 
@@ -96,11 +96,11 @@ def shown(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """A file, folder or link on the way: its path, its name in the input, and where it really is ("" for a link: not looked up yet)."""
+    """A file, folder or link on the way: its path, its name in the input, and where it is without the links on the way."""
 
     path: str
     name: str
-    real: str = ""
+    real: str
 
     @property
     def base(self) -> str:

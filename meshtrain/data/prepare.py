@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import ConfigError, refusal
-from meshtrain.data.documents import Part, units
+from meshtrain.data.documents import RULES, Part, units
 from meshtrain.data.inputs import File, shown
 from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, UNITS, Manifest
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer, use_one_thread
@@ -42,6 +42,7 @@ def fingerprint(files: Sequence[File], options: Options, tokenizer: Tokenizer) -
         "input": hashlib.sha256(encoded(listing)).hexdigest(),
         "tokenizer": tokenizer.digest,
         "options": json.dumps(chosen, sort_keys=True),
+        "rules of reading": str(RULES),
     }
 
 
@@ -82,9 +83,9 @@ def _claim(output: Path, plan: dict[str, str]) -> None:
     path = output / PLAN
     if not path.is_file():
         others = sorted(p.name for p in output.iterdir() if not p.name.startswith("."))
-        if others and (
-            others != [UNITS] or any((output / UNITS).iterdir())
-        ):  # as a run leaves it that is killed just here
+        if others == [UNITS] and not any((output / UNITS).iterdir()):
+            others = []  # so a run leaves it that is killed just here
+        if others:
             raise ConfigError(
                 f"{output} is not empty ({shown(others[0])}) and holds no preparation of ours; give another --output."
             )

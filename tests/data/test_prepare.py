@@ -187,13 +187,16 @@ def test_a_shard_that_went_missing_or_short_is_made_again(text: Path, tmp_path: 
 
 
 def test_other_text_options_or_tokenizer_never_mix_with_what_is_there(
-    text: Path, other_text: Path, tmp_path: Path
+    text: Path, other_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(text, tmp_path / "out")
     with pytest.raises(ConfigError, match="made from different input"):
         run(other_text, tmp_path / "out")
     with pytest.raises(ConfigError, match="made from different options"):
         run(text, tmp_path / "out", validation=0.1)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="made from different rules of reading"):
+        patch.setattr("meshtrain.data.prepare.RULES", 1)
+        run(text, tmp_path / "out")
     train_bpe(["some text"], 260, tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match="made from different tokenizer"):
         run(text, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
