@@ -5,9 +5,10 @@ what comes out does not depend on how many workers share them. Of a compressed o
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from meshtrain.config import refusal
@@ -68,14 +69,17 @@ def units(files: Sequence[File]) -> list[tuple[Part, ...]]:
     return found
 
 
-def read(part: Part, text_field: str) -> Iterator[Document]:
-    """The documents of a part, good and bad; one of JSON Lines is named file#byte where its line begins, one of Parquet file#row."""
+def read(part: Part, text_field: str, check: Callable[[], None] = lambda: None) -> Iterator[Document]:
+    """The documents of a part, good and bad; one of JSON Lines is named file#byte where its line begins, one of Parquet file#row.
+
+    check is called now and then while a file is gone through before its first document, and may raise to stop.
+    """
     file = part.file
     try:
         if file.parquet:
-            yield from _rows(file, text_field)
+            yield from _rows(file, text_field, check)
         elif file.json_lines:
-            yield from _lines(part, text_field)
+            yield from _lines(part, text_field, check)
         else:
             with open_plain(file.path) as stream:
                 yield _whole(file.name, stream.read())
@@ -97,7 +101,7 @@ def _whole(name: str, data: bytes) -> Document:
     return Document(name, text, "" if text else "empty")
 
 
-def _lines(part: Part, text_field: str) -> Iterator[Document]:
+def _lines(part: Part, text_field: str, check: Callable[[], None]) -> Iterator[Document]:
     """A line belongs to the part in which it begins."""
     file = part.file
     with open_plain(file.path) as stream:
@@ -106,7 +110,7 @@ def _lines(part: Part, text_field: str) -> Iterator[Document]:
             return
         if file.compression:
             while stream.read(1 << 20):  # to its checksum at the end, before a line of it is taken
-                pass
+                check()
     with open_plain(file.path) as stream:
         at = part.begin
         if at:
@@ -155,14 +159,14 @@ def _field(name: str, text: Any, text_field: str) -> Document:
     return Document(name, text, "" if text else "empty")
 
 
-def _rows(file: File, text_field: str) -> Iterator[Document]:
+def _rows(file: File, text_field: str, check: Callable[[], None]) -> Iterator[Document]:
     try:
-        for _ in parquet_column(file.path, text_field):  # damage anywhere, before a row is taken
-            pass
+        for _ in parquet_column(file.path, text_field):  # to its end, before a row of it is taken
+            check()
     except KeyError:
         yield Document(file.name, "", "without text", f"in a column '{shown(text_field)}'")
         return
-    for number, data in enumerate(parquet_column(file.path, text_field)):
+    for number, data in enumerate(chain.from_iterable(parquet_column(file.path, text_field))):
         name = f"{file.name}#{number}"
         try:
             yield _field(name, data if data is None else data.decode(), text_field)

@@ -150,8 +150,8 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def parquet_column(path: str, field: str) -> Iterator[bytes | None]:
-    """The rows of a column of strings, a few at a time; KeyError if there is none of this name. OSError: the file is damaged."""
+def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
+    """The rows of a column of strings, some at a time; KeyError if there is none of this name. OSError: the file is damaged."""
     import pyarrow
     from pyarrow import parquet, types
 
@@ -167,6 +167,6 @@ def parquet_column(path: str, field: str) -> Iterator[bytes | None]:
                 raise KeyError(field)
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
                 # As bytes: a string that is not UTF-8 is one bad row.
-                yield from batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
+                yield batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
     except pyarrow.ArrowException as error:
         raise OSError(str(error)) from None

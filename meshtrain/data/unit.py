@@ -53,6 +53,10 @@ def encoded(names: str) -> bytes:
     return names.encode(errors="surrogateescape")
 
 
+class Stopped(Exception):
+    """In a worker: the unit is left unfinished, since the preparation ends."""
+
+
 class Unit:
     """Reads, tokenizes and writes one unit, and leaves its note."""
 
@@ -76,7 +80,7 @@ class Unit:
         batch: list[tuple[str, str | None]] = []  # (split, text); None: there the document ends
         characters = 0
         for part in parts:
-            for document in read(part, self.options.text_field):
+            for document in read(part, self.options.text_field, self._check):
                 if document.problem:
                     self._skip(document)
                     continue
@@ -102,9 +106,12 @@ class Unit:
         self.skipped[document.kind] += 1
         self.named.append(f"{document.name.translate(ESCAPED)}\t{document.problem}\n")
 
-    def _write(self, batch: list[tuple[str, str | None]]) -> None:
+    def _check(self) -> None:
         if self.stop is not None and self.stop.is_set():
-            raise InterruptedError
+            raise Stopped
+
+    def _write(self, batch: list[tuple[str, str | None]]) -> None:
+        self._check()
         encoded = iter(self.tokenizer.encode([text for _, text in batch if text is not None]))
         for split, text in batch:
             if text is None:

@@ -127,6 +127,20 @@ def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path: Path, ending: s
     assert (document.name, document.text, document.kind) == (path.name, "", "unreadable")
 
 
+def test_a_long_look_for_damage_can_be_stopped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 300_000))
+    calls = []
+
+    def check() -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    (((part,),)) = units(find([str(tmp_path / "a.jsonl.gz")]).files)
+    with pytest.raises(KeyboardInterrupt):
+        next(read(part, "text", check))
+
+
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_compressed_files_in_several_pieces_are_read_whole(tmp_path: Path, ending: str) -> None:
     pieces = [b'{"text": "one"}\n{"te', b"", b'xt": "two"}\n']
