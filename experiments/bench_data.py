@@ -7,6 +7,8 @@ Every table is a ratio or stands beside its rival in the same run, on the same s
   packing   share of places that hold a label, standard library, rows of 1024
   padding   share of places that hold none: random batches, grouped, budget
   reading   random rows of the shards, memory-mapped and by position
+  floor     batches of 32,768 labels beside what no loader can do without: the same stretches in the same order copied from a bare
+            memory map by a loop, in the same turns; processor time, user and system
   loader    tokens a second of batches of 32 x 1024 from shards in the page cache, each library with its own prefetching; datasets
             reads the first 100,000 rows, copied to its own Arrow file
   memory    resident memory over a pass of the whole corpus
@@ -16,6 +18,7 @@ The corpus is the standard library over and over, each document with a number of
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import mmap
@@ -27,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +44,13 @@ from meshtrain.data import Loader, open_data
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import find
 from meshtrain.data.prepare import prepare
-from meshtrain.data.shards import TokenFile, open_corpus, read_manifest
+from meshtrain.data.shards import Manifest, ShardWriter, TokenFile, open_corpus, read_manifest
 from meshtrain.data.sources import stdlib_files
 from meshtrain.data.tokenizer import load_tokenizer, train_bpe, use_one_thread
 from meshtrain.data.unit import BATCH_CHARACTERS, Options
 
 LENGTH, ROWS, WORKERS, ROUNDS = 1024, 32, 2, 3
-SECTIONS = ("packing", "padding", "reading", "loader", "memory", "prepare")
+SECTIONS = ("packing", "padding", "reading", "floor", "loader", "memory", "prepare")
 console = Console(width=110)
 
 
@@ -62,7 +66,7 @@ def main() -> None:
         pass_over(chosen.directory / "shards", chosen.pass_over)
         return
     chosen.directory.mkdir(parents=True, exist_ok=True)
-    runs = dict(zip(SECTIONS, (packing, padding, reading, loaders, memory, preparation), strict=True))
+    runs = dict(zip(SECTIONS, (packing, padding, reading, floors, loaders, memory, preparation), strict=True))
     for section in chosen.only.split(","):
         runs[section](chosen)
 
@@ -336,6 +340,118 @@ def read_rows(path: Path, count: int, starts: np.ndarray, length: int, how: str)
             mapped.madvise(mmap.MADV_DONTNEED)
         spent += time.process_time() - began
     return spent, peak
+
+
+# The floor
+
+LENGTHS = {  # how long documents are: the mean of a log-normal distribution, and its sigma
+    "short, 80 on average": (80, 0.8),
+    "code, 8,000": (8_000, 1.2),
+    "long, 40,000": (40_000, 1.0),
+}
+FLOOR_TOKENS, FLOOR_SHARDS, FLOOR_BATCHES, FLOOR_ROUNDS, LABELS = 120_000_000, 4, 200, 5, 32_768
+
+
+def floors(chosen: argparse.Namespace) -> None:
+    title = f"floor: batches of {LABELS:,} labels, millions of them a CPU second, the best of {FLOOR_ROUNDS} turns"
+    columns = ("pieces", "map, 2 arrays", "map, all", "ours", "of 2 arrays", "of all", "Loader")
+    made = table(title, "documents", "rows of", "batching", *columns)
+    for name, (mean, sigma) in LENGTHS.items():
+        shards = drawn(chosen.directory / f"floor-{mean}", mean, sigma)
+        for length, batching in itertools.product((1024, 8192), ("window", "packed")):
+            settings = config(str(shards), batching, length, verify=False)
+            size = LABELS // length
+            values = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch_size=size))
+            train, _ = open_data(values)
+            plan = train.batches.source.plan(np.arange(FLOOR_BATCHES * size))  # type: ignore[attr-defined]
+            stretches = [part for part in zip(plan.first.tolist(), plan.lengths.tolist(), strict=True)]
+            runs = {
+                "two": lambda: mapped_batches(train, stretches, length, False),  # noqa: B023
+                "all": lambda: mapped_batches(train, stretches, length, batching == "packed"),  # noqa: B023
+                "ours": lambda: one_by_one(enumerate(map(train.batch, range(FLOOR_BATCHES)))),  # noqa: B023
+                "loader": lambda: one_by_one(Loader(train)),  # noqa: B023
+            }
+            turns = [{run: processor_seconds(function) for run, function in runs.items()} for _ in range(FLOOR_ROUNDS)]
+            rates = {run: FLOOR_BATCHES * LABELS / min(turn[run] for turn in turns) / 1e6 for run in runs}
+            made.add_row(
+                name,
+                str(length),
+                batching,
+                f"{len(stretches) / FLOOR_BATCHES:.0f}",
+                *(f"{rates[run]:.0f}" for run in ("two", "all", "ours")),
+                f"{rates['ours'] / rates['two']:.2f}",
+                f"{rates['ours'] / rates['all']:.2f}",
+                f"{rates['loader']:.0f}",
+            )
+    console.print(made)
+
+
+def drawn(directory: Path, mean: int, sigma: float) -> Path:
+    """Shards of random documents, prepared unless they are there."""
+    if (directory / "manifest.json").exists():
+        return directory
+    directory.mkdir(parents=True)
+    draw, written = np.random.default_rng(0), []
+    for number in range(FLOOR_SHARDS):
+        writer = ShardWriter(directory, f"train-{number:05d}", 256, np.dtype("<u2"))
+        while writer.tokens < FLOOR_TOKENS // FLOOR_SHARDS:
+            for n in np.ceil(draw.lognormal(np.log(mean) - sigma**2 / 2, sigma, 1000)).astype(int).tolist():
+                writer.add(draw.integers(0, 256, n, np.uint16))
+                writer.end_document()
+            writer.flush()
+        written.append(writer.close())
+    manifest = Manifest(
+        "byte",
+        load_tokenizer("byte").digest,
+        257,
+        256,
+        "uint16",
+        0.0,
+        {"train": tuple(filter(None, written)), "validation": ()},
+        {},
+    )
+    (directory / "manifest.json").write_text(manifest.to_json())
+    return directory
+
+
+def mapped_batches(train: Any, stretches: list[tuple[int, int]], length: int, every: bool) -> None:
+    """What a loop over a new memory map needs for the same batches: tokens and labels, or with `every` all five arrays."""
+    corpus = train.batches.source.corpus
+    maps = [np.asarray(np.memmap(file.path, file.dtype, "r")) for file in corpus.tokens]
+    counting, at, segment = np.arange(length, dtype=np.int32), LABELS, 0
+    for first, n in stretches:
+        if at == LABELS:
+            at = 0
+            tokens, labels = np.zeros(LABELS, np.int32), np.zeros(LABELS, np.int32)
+            if every:
+                segments, positions, weights = (np.zeros(LABELS, t) for t in (np.int32, np.int32, np.float32))
+        if first >= 0:
+            shard = bisect_right(corpus.starts, first) - 1
+            begin = first - corpus.starts[shard]
+            tokens[at : at + n] = maps[shard][begin : begin + n]
+            labels[at : at + n] = maps[shard][begin + 1 : begin + n + 1]
+            if every:
+                segment = 1 if at % length == 0 else segment + 1
+                segments[at : at + n] = segment
+                positions[at : at + n] = counting[:n]
+                weights[at : at + n] = 1
+        at += n
+
+
+def one_by_one(batches: Iterator[tuple[int, Any]]) -> None:
+    """Takes batches and lets each go before the next comes."""
+    for _ in range(FLOOR_BATCHES):
+        next(batches)
+    if isinstance(batches, Loader):
+        batches.close()
+
+
+def processor_seconds(function: Callable[[], Any]) -> float:
+    """User and system."""
+    began = resource.getrusage(resource.RUSAGE_SELF)
+    function()
+    ended = resource.getrusage(resource.RUSAGE_SELF)
+    return ended.ru_utime - began.ru_utime + ended.ru_stime - began.ru_stime
 
 
 # Memory

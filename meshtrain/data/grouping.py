@@ -10,16 +10,19 @@ are drawn anew each epoch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from meshtrain.data.loader import Batch
-from meshtrain.data.permutation import key_of, permute
+from meshtrain.data.permutation import key_of, keys_of, permute
 from meshtrain.data.pieces import Pieces
 from meshtrain.data.shards import Corpus
+from meshtrain.data.stretches import in_rows
 
 CHOICES = 512  # row lengths to choose from
+AHEAD = 256  # batches whose places in the order are found at a time
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,10 @@ class Grouped:
 
     def __init__(self, corpus: Corpus, pieces: Pieces, groups: Sequence[Group], seed: int) -> None:
         self.corpus, self.pieces, self.groups, self.seed = corpus, pieces, list(groups), seed
-        self._ends = np.cumsum([group.batches for group in groups])
+        batches = np.array([group.batches for group in groups], np.int64)
+        self._ends = np.cumsum(batches)
+        self._starts = self._ends - batches
+        self._places = lru_cache(maxsize=2)(self._make_places)
         self.batches_per_epoch = int(self._ends[-1]) if len(groups) else 0
 
     @property
@@ -121,25 +127,24 @@ class Grouped:
         number, index = self._place(k)
         group, epoch = self.groups[number], k // self.batches_per_epoch
         positions = index * group.rows + np.arange(group.rows)[rows]
-        shape = (len(positions), group.length)
-        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels")}
-        batch["weights"] = np.zeros(shape, np.float32)
-        positions = positions[positions < group.end - group.begin]
-        order = permute(positions, group.end - group.begin, key_of(self.seed, "group", group.length, epoch))
-        numbers = group.begin + order
-        lengths, first = self.pieces.lengths(numbers), self.pieces.first[numbers]
-        for row, (start, n) in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
-            self.corpus.read(start, batch["tokens"][row, :n], batch["labels"][row, :n])
-            batch["weights"][row, :n] = 1
-        return batch
+        size, key = group.end - group.begin, key_of(self.seed, "group", group.length, epoch)
+        real = positions < size
+        numbers = group.begin + permute(np.where(real, positions, 0), size, key)
+        lengths, first = self.pieces.lengths(numbers) * real, self.pieces.first[numbers].astype(np.int64)
+        plan = in_rows(group.length, np.ones_like(lengths), first, lengths)
+        return {**plan.read(self.corpus), "weights": plan.weights()}
 
     def _place(self, k: int) -> tuple[int, int]:
         """The group of global batch k, and which of its batches it is."""
-        epoch, index = divmod(k, self.batches_per_epoch)
-        key = key_of(self.seed, "batches", epoch)
-        at = int(permute(np.array([index]), self.batches_per_epoch, key)[0])
-        group = int(np.searchsorted(self._ends, at, side="right"))
-        return group, at - int(self._ends[group]) + self.groups[group].batches
+        block, index = divmod(k, AHEAD)
+        groups, indices = self._places(block)
+        return int(groups[index]), int(indices[index])
+
+    def _make_places(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        epochs, indices = np.divmod(block * AHEAD + np.arange(AHEAD), self.batches_per_epoch)
+        at = permute(indices, self.batches_per_epoch, keys_of(epochs, self.seed, "batches"))
+        groups = np.searchsorted(self._ends, at, side="right")
+        return groups, at - self._starts[groups]
 
     def describe(self) -> dict[str, Any]:
         return {

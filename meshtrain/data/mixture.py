@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data.batches import RowSource
+from meshtrain.data.batches import Ahead, RowSource
 from meshtrain.data.grouping import Grouped
 from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, permute
@@ -32,7 +32,7 @@ class Draw:
         self._block = lru_cache(maxsize=4)(self._make_block)
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, index in that source) of each number; int64 [N] each."""
+        """(source, index in that source) of each number; int64, of the shape of `numbers` each."""
         blocks, places = np.divmod(numbers, BLOCK)
         source, index = np.empty_like(numbers), np.empty_like(numbers)
         for block in np.unique(blocks).tolist():
@@ -58,6 +58,7 @@ class MixedRows:
     def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], size: int, seed: int) -> None:
         self.sources, self.size, self.draw = list(sources), size, Draw(weights, seed)
         self.shapes = ((size, sources[0].length),)
+        self._ahead = Ahead(sources, size, lambda ks, rows: self.draw.at(ks * size + rows))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -73,16 +74,7 @@ class MixedRows:
         return self.shapes[0]
 
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
-        numbers = k * self.size + np.arange(self.size)[rows]
-        batch = self.sources[0].empty(len(numbers))
-        sources, indices = self.draw.at(numbers)
-        for number in np.unique(sources).tolist():
-            source = self.sources[number]
-            epochs, positions = np.divmod(indices, source.count)
-            for epoch in np.unique(epochs[sources == number]).tolist():
-                at = np.flatnonzero((sources == number) & (epochs == epoch))
-                source.fill(batch, at, epoch, positions[at])
-        return batch
+        return self._ahead.batch(k, rows)
 
     def describe(self) -> dict[str, Any]:
         passes = self.draw.quotas / BLOCK * self.batches_per_epoch * self.size / [s.count for s in self.sources]

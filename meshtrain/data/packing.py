@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.data.loader import Batch
-from meshtrain.data.permutation import key_of, permute
+from meshtrain.data.permutation import keys_of, permute
 from meshtrain.data.pieces import Pieces
 from meshtrain.data.shards import Corpus
+from meshtrain.data.stretches import Stretches, in_rows, within
 
 
 @dataclass(frozen=True)
@@ -81,35 +82,24 @@ class Packed:
         self._slot_starts = np.cumsum(counts) - counts
         self._row_ends = np.cumsum([kind.rows for kind in kinds])
         self._row_starts = self._row_ends - [kind.rows for kind in kinds]
-        self._counting = np.arange(length, dtype=np.int32)
         self.count = int(self._row_ends[-1])
 
-    def empty(self, rows: int) -> Batch:
-        """Arrays for a batch of padding."""
-        shape = (rows, self.length)
-        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels", "segments", "positions")}
-        return {**batch, "weights": np.zeros(shape, np.float32)}
-
-    def fill(self, batch: Batch, at: np.ndarray, epoch: int, positions: np.ndarray) -> None:
-        """Writes to the rows `at` [N] of a batch what stands at the positions [N] of an epoch."""
-        row = permute(positions, self.count, key_of(self.seed, "rows", epoch))
+    def plan(self, items: np.ndarray) -> Stretches:
+        epochs, positions = np.divmod(items, self.count)
+        row = permute(positions, self.count, keys_of(epochs, self.seed, "rows"))
         kind = np.searchsorted(self._row_ends, row, side="right")
         counts = self._slot_counts[kind]
-        row_starts = np.repeat(np.cumsum(counts) - counts, counts)  # number of the first piece of each piece's row
-        number_in_row = np.arange(len(row_starts)) - row_starts
-        lengths, bases, strides = self._slots[:, np.repeat(self._slot_starts[kind], counts) + number_in_row]
-        items = bases + np.repeat(row - self._row_starts[kind], counts) * strides
-        keys = key_of(self.seed, "pieces", epoch) + lengths.astype(np.uint64)
-        numbers = self.pieces.ends[lengths - 1] + permute(items, self._of_length[lengths], keys)
-        before = np.cumsum(lengths) - lengths
-        # Where each piece begins in the batch, all rows behind one another.
-        begin = np.repeat(at, counts) * self.length + before - before[row_starts]
-        tokens, labels, segment_ids, places, weights = (
-            batch[name].reshape(-1) for name in ("tokens", "labels", "segments", "positions", "weights")
-        )
-        found = np.stack([begin, lengths, number_in_row + 1, self.pieces.first[numbers].astype(np.int64)], axis=1)
-        for b, n, segment, first in found.tolist():
-            self.corpus.read(first, tokens[b : b + n], labels[b : b + n])
-            segment_ids[b : b + n] = segment
-            places[b : b + n] = self._counting[:n]
-            weights[b : b + n] = 1
+        lengths, bases, strides = self._slots[:, np.repeat(self._slot_starts[kind], counts) + within(counts)]
+        of_length = bases + np.repeat(row - self._row_starts[kind], counts) * strides
+        keys = np.repeat(keys_of(epochs, self.seed, "pieces"), counts) + lengths.astype(np.uint64)
+        numbers = self.pieces.ends[lengths - 1] + permute(of_length, self._of_length[lengths], keys)
+        return in_rows(self.length, counts, self.pieces.first[numbers].astype(np.int64), lengths)
+
+    def read(self, plan: Stretches) -> Batch:
+        segments, positions = plan.segments_and_positions()
+        return {
+            **plan.read(self.corpus),
+            "segments": segments,
+            "positions": positions,
+            "weights": plan.weights(),
+        }

@@ -20,6 +20,12 @@ def key_of(*parts: int | str) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
 
+def keys_of(epochs: np.ndarray, *parts: int | str) -> np.ndarray:
+    """The key of the parts and each epoch [N]; uint64 [N]."""
+    found, which = np.unique(epochs, return_inverse=True)
+    return np.array([key_of(*parts, epoch) for epoch in found.tolist()], np.uint64)[which]
+
+
 def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
     """Where the indices [N] (0 <= index < size < 2^52) go in the order of `key`; size and key may also be arrays [N]. int64 [N]."""
     size = np.asarray(size, np.uint64)

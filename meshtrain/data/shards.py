@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -30,6 +29,7 @@ from meshtrain.files import temporary_beside, write_atomically
 MANIFEST, PLAN, UNITS = "manifest.json", "plan.json", "units"
 FORMAT = 1
 SPLITS = ("train", "validation")
+PADDING = -1  # the first label of a stretch of zeros
 MOST_OPEN = 256  # files at a time; a process may have 1,024
 
 
@@ -182,14 +182,14 @@ class TokenFile:
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count
 
-    def read(self, at: int, n: int) -> np.ndarray:
-        """The tokens at .. at + n, or fewer at the end of the shard."""
-        size = min(n, self.count - at) * self.dtype.itemsize
+    def read(self, at: int, n: int) -> bytes:
+        """The tokens at .. at + n."""
+        size = n * self.dtype.itemsize
         opened = _descriptor(self)  # held, so that another thread that reads does not close it meanwhile
         data = os.pread(opened.number, size, at * self.dtype.itemsize)
         if len(data) != size:
             raise OSError(f"the shard {self.path} was cut short while it was being read")
-        return np.frombuffer(data, self.dtype)
+        return data
 
 
 class _Descriptor:
@@ -215,7 +215,7 @@ class Corpus:
     """
 
     def __init__(self, tokens: Sequence[TokenFile], offsets: Sequence[np.ndarray]) -> None:
-        self.tokens, self.offsets = list(tokens), list(offsets)
+        self.tokens, self.offsets, self.dtype = list(tokens), list(offsets), tokens[0].dtype
         # The number of each shard's first label, and the count of labels.
         self.starts = list(accumulate((shard.count - 1 for shard in tokens), initial=0))
 
@@ -228,16 +228,35 @@ class Corpus:
     def documents(self) -> int:
         return sum(len(offsets) - 1 for offsets in self.offsets)
 
-    def read(self, start: int, tokens: np.ndarray, labels: np.ndarray) -> None:
-        """Fills labels [n] with the labels start .. start + n, and tokens [n] with the token before each."""
-        shard = bisect_right(self.starts, start) - 1
-        done, n = 0, len(labels)
-        while done < n:
-            at = start + done - self.starts[shard]  # position in the shard of the token before the label
-            piece = self.tokens[shard].read(at, n - done + 1)
-            end = done + len(piece) - 1
-            tokens[done:end], labels[done:end] = piece[:-1], piece[1:]
-            done, shard = end, shard + 1
+    def cut(self, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Stretches of labels cut at the borders of shards: how many each becomes; first label and length of each of those."""
+        edges, ends = np.array(self.starts), first + lengths
+        shards = np.searchsorted(edges, first, side="right") - 1
+        counts = np.searchsorted(edges, ends - 1, side="right") - shards
+        # The shard of each: the one its stretch begins in, and as many further as come before it.
+        shards = np.arange(counts.sum()) + np.repeat(shards - (np.cumsum(counts) - counts), counts)
+        begins = np.maximum(np.repeat(first, counts), edges[shards])
+        return counts, begins, np.minimum(np.repeat(ends, counts), edges[shards + 1]) - begins
+
+    def read(self, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, labels) of stretches, one behind another: labels first .. first + length of each, and the token before each label.
+
+        No stretch reaches over the border of a shard; one that begins at PADDING is zeros.
+        """
+        shards = np.searchsorted(self.starts, first, side="right") - 1
+        places = first - np.take(self.starts, shards)  # in the shard, of the token before the first label
+        width = self.dtype.itemsize
+        wanted = list(zip(shards.tolist(), (places * width).tolist(), ((lengths + 1) * width).tolist(), strict=True))
+        # The descriptor is held while it is read, so that another thread that reads does not close it meanwhile.
+        found = [
+            os.pread((held := _descriptor(self.tokens[shard])).number, size, at) if shard >= 0 else bytes(size)
+            for shard, at, size in wanted
+        ]
+        tokens, labels = b"".join([data[:-width] for data in found]), b"".join([data[width:] for data in found])
+        if len(tokens) != width * lengths.sum():
+            short = next(shard for (shard, _, size), data in zip(wanted, found, strict=True) if len(data) < size)
+            raise OSError(f"the shard {self.tokens[short].path} was cut short while it was being read")
+        return np.frombuffer(tokens, self.dtype), np.frombuffer(labels, self.dtype)
 
     def __add__(self, other: "Corpus") -> "Corpus":
         """The documents of both."""

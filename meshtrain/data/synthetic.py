@@ -16,11 +16,12 @@ class Synthetic:
         self.labels = self.count * length
         self.key = key_of(seed, "synthetic", split)
 
-    def empty(self, rows: int) -> Batch:
-        return {name: np.zeros((rows, self.length), np.int32) for name in ("tokens", "labels")}
+    def plan(self, items: np.ndarray) -> np.ndarray:
+        return items
 
-    def fill(self, batch: Batch, at: np.ndarray, epoch: int, positions: np.ndarray) -> None:
-        for row, position in zip(at.tolist(), positions.tolist(), strict=True):
-            stream = np.random.Generator(np.random.Philox(key=[self.key, np.uint64(epoch * self.count + position)]))
-            drawn = stream.integers(0, self.vocab_size, self.length + 1, dtype=np.uint32)
-            batch["tokens"][row], batch["labels"][row] = drawn[:-1], drawn[1:]
+    def read(self, plan: np.ndarray) -> Batch:
+        drawn = np.empty((len(plan), self.length + 1), np.int32)
+        for row, item in zip(drawn, plan.tolist(), strict=True):
+            stream = np.random.Generator(np.random.Philox(key=[self.key, np.uint64(item)]))
+            row[:] = stream.integers(0, self.vocab_size, self.length + 1, dtype=np.uint32)
+        return {"tokens": drawn[:, :-1].copy(), "labels": drawn[:, 1:].copy()}

@@ -3,8 +3,9 @@
 import numpy as np
 
 from meshtrain.data.loader import Batch
-from meshtrain.data.permutation import key_of, permute
+from meshtrain.data.permutation import keys_of, permute
 from meshtrain.data.shards import Corpus
+from meshtrain.data.stretches import Stretches, in_rows
 
 
 class Windows:
@@ -18,18 +19,11 @@ class Windows:
         self.count = corpus.labels // length + (pad and corpus.labels % length > 0)
         self.labels = corpus.labels if pad else self.count * length  # an epoch's labels
 
-    def empty(self, rows: int) -> Batch:
-        """Arrays for a batch of padding."""
-        shape = (rows, self.length)
-        batch = {"tokens": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32)}
-        return {**batch, "weights": np.zeros(shape, np.float32)} if self.pad else batch
+    def plan(self, items: np.ndarray) -> Stretches:
+        epochs, positions = np.divmod(items, self.count)
+        first = permute(positions, self.count, keys_of(epochs, self.seed, "windows")) * self.length
+        return in_rows(self.length, *self.corpus.cut(first, np.minimum(self.length, self.corpus.labels - first)))
 
-    def fill(self, batch: Batch, at: np.ndarray, epoch: int, positions: np.ndarray) -> None:
-        """Writes to the rows `at` [N] of a batch what stands at the positions [N] of an epoch."""
-        windows = permute(positions, self.count, key_of(self.seed, "windows", epoch))
-        for row, window in zip(at.tolist(), windows.tolist(), strict=True):
-            start = window * self.length
-            n = min(self.length, self.corpus.labels - start)
-            self.corpus.read(start, batch["tokens"][row, :n], batch["labels"][row, :n])
-            if self.pad:
-                batch["weights"][row, :n] = 1
+    def read(self, plan: Stretches) -> Batch:
+        batch = plan.read(self.corpus)
+        return {**batch, "weights": plan.weights()} if self.pad else batch

@@ -1,0 +1,74 @@
+"""Rows made of stretches of a corpus: which labels stand side by side in each row, the tokens not yet read.
+
+    row         E a a a E b b . .      two stretches and the padding behind them
+    first       17   4031   PADDING    number of each stretch's first label
+    lengths     4    3      2
+    segments    1    2      0
+
+Everything here is numpy over all stretches at once: a line of Python for each costs more than reading it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.data.loader import Batch
+from meshtrain.data.shards import PADDING, Corpus
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """first, lengths, segments: of each stretch; edges [rows + 1]: where each row's stretches begin and end. A row is `length` long."""
+
+    length: int
+    first: np.ndarray
+    lengths: np.ndarray
+    segments: np.ndarray
+    edges: np.ndarray
+
+    def __getitem__(self, rows: slice) -> "Stretches":
+        """These rows, of which there is no step."""
+        begin, end, _ = rows.indices(len(self.edges) - 1)
+        edges = self.edges[begin : end + 1]
+        held = slice(edges[0], edges[-1])
+        return Stretches(self.length, self.first[held], self.lengths[held], self.segments[held], edges - edges[0])
+
+    def read(self, corpus: Corpus) -> Batch:
+        """tokens, labels: int32 [rows, length]."""
+        tokens, labels = corpus.read(self.first, self.lengths)
+        return {"tokens": self._rows(tokens.astype(np.int32)), "labels": self._rows(labels.astype(np.int32))}
+
+    def weights(self) -> np.ndarray:
+        """1 where a label stands, 0 in the padding: float32 [rows, length]."""
+        return self._rows(np.repeat((self.segments > 0).astype(np.float32), self.lengths))
+
+    def segments_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """The number of its stretch in the row, and its place in the stretch, of each label; 0 in the padding: int32 [rows, length]."""
+        segments = np.repeat(self.segments.astype(np.int32), self.lengths)
+        positions = np.arange(len(segments), dtype=np.int32)
+        positions -= np.repeat((np.cumsum(self.lengths) - self.lengths).astype(np.int32), self.lengths)
+        positions *= segments > 0
+        return self._rows(segments), self._rows(positions)
+
+    def _rows(self, flat: np.ndarray) -> np.ndarray:
+        return flat.reshape(len(self.edges) - 1, self.length)
+
+
+def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> Stretches:
+    """Rows of `length`, each of its count of stretches and padding behind them; stretches of length 0 are dropped."""
+    ends = np.cumsum(counts)
+    held = np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
+    kept = (lengths := np.insert(lengths, ends, length - held)) > 0
+    return Stretches(
+        length,
+        np.insert(first, ends, PADDING)[kept],
+        lengths[kept],
+        np.insert(within(counts) + 1, ends, 0)[kept],
+        np.concatenate([[0], np.cumsum(kept)[ends + np.arange(len(ends))]]),
+    )
+
+
+def within(counts: np.ndarray) -> np.ndarray:
+    """0 .. count for each count, one behind another."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
