@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin
 
@@ -171,6 +170,7 @@ class ShardWriter:
         self.temporary.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, eq=False)
 class TokenFile:
     """The tokens of one shard, read by position.
 
@@ -179,24 +179,20 @@ class TokenFile:
     given back, 3.7 us by position; experiments/bench_data.py, reading). And a mapped file that is cut short meanwhile kills the process.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
-        self.path, self.dtype, self.count = path, dtype, count
-
-    def read(self, at: int, n: int) -> bytes:
-        """The tokens at .. at + n."""
-        size = n * self.dtype.itemsize
-        opened = _descriptor(self)  # held, so that another thread that reads does not close it meanwhile
-        data = os.pread(opened.number, size, at * self.dtype.itemsize)
-        if len(data) != size:
-            raise OSError(f"the shard {self.path} was cut short while it was being read")
-        return data
+    path: Path
+    dtype: np.dtype
+    count: int
 
 
 class _Descriptor:
-    """An open file, closed with the last reference to it."""
+    """An open file, closed with the last reference to it: not while it is read, whatever another thread opens meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY)
+
+    def read(self, size: int, at: int) -> bytes:
+        """`size` bytes from `at` on, or fewer at the end of the file."""
+        return os.pread(self.number, size, at)
 
     def __del__(self) -> None:
         os.close(self.number)
@@ -216,13 +212,13 @@ class Corpus:
 
     def __init__(self, tokens: Sequence[TokenFile], offsets: Sequence[np.ndarray]) -> None:
         self.tokens, self.offsets, self.dtype = list(tokens), list(offsets), tokens[0].dtype
-        # The number of each shard's first label, and the count of labels.
-        self.starts = list(accumulate((shard.count - 1 for shard in tokens), initial=0))
+        # The number of each shard's first label, and the count of labels: int64.
+        self.starts = np.cumsum([0, *(shard.count - 1 for shard in tokens)])
 
     @property
     def labels(self) -> int:
         """Tokens that can be predicted: all documents with their ends."""
-        return self.starts[-1]
+        return int(self.starts[-1])
 
     @property
     def documents(self) -> int:
@@ -230,13 +226,13 @@ class Corpus:
 
     def cut(self, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Stretches of labels cut at the borders of shards: how many each becomes; first label and length of each of those."""
-        edges, ends = np.array(self.starts), first + lengths
-        shards = np.searchsorted(edges, first, side="right") - 1
-        counts = np.searchsorted(edges, ends - 1, side="right") - shards
+        ends = first + lengths
+        shards = np.searchsorted(self.starts, first, side="right") - 1
+        counts = np.searchsorted(self.starts, ends - 1, side="right") - shards
         # The shard of each: the one its stretch begins in, and as many further as come before it.
         shards = np.arange(counts.sum()) + np.repeat(shards - (np.cumsum(counts) - counts), counts)
-        begins = np.maximum(np.repeat(first, counts), edges[shards])
-        return counts, begins, np.minimum(np.repeat(ends, counts), edges[shards + 1]) - begins
+        begins = np.maximum(np.repeat(first, counts), self.starts[shards])
+        return counts, begins, np.minimum(np.repeat(ends, counts), self.starts[shards + 1]) - begins
 
     def read(self, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, labels) of stretches, one behind another: labels first .. first + length of each, and the token before each label.
@@ -244,13 +240,11 @@ class Corpus:
         No stretch reaches over the border of a shard; one that begins at PADDING is zeros.
         """
         shards = np.searchsorted(self.starts, first, side="right") - 1
-        places = first - np.take(self.starts, shards)  # in the shard, of the token before the first label
+        places = first - self.starts[shards]  # in the shard, of the token before the first label
         width = self.dtype.itemsize
         wanted = list(zip(shards.tolist(), (places * width).tolist(), ((lengths + 1) * width).tolist(), strict=True))
-        # The descriptor is held while it is read, so that another thread that reads does not close it meanwhile.
         found = [
-            os.pread((held := _descriptor(self.tokens[shard])).number, size, at) if shard >= 0 else bytes(size)
-            for shard, at, size in wanted
+            _descriptor(self.tokens[shard]).read(size, at) if shard >= 0 else bytes(size) for shard, at, size in wanted
         ]
         tokens, labels = b"".join([data[:-width] for data in found]), b"".join([data[width:] for data in found])
         if len(tokens) != width * lengths.sum():

@@ -13,7 +13,7 @@ import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.data import shards
-from meshtrain.data.shards import Corpus, Manifest, ShardWriter, TokenFile, open_corpus, read_manifest
+from meshtrain.data.shards import PADDING, Corpus, Manifest, ShardWriter, TokenFile, open_corpus, read_manifest
 
 DOCUMENTS = [[[1, 2, 3], []], [[4]], [[5, 6, 7, 8, 9], [10, 11]]]  # by shard
 END = 12
@@ -56,8 +56,8 @@ def prepared(tmp_path: Path) -> tuple[Path, Manifest]:
 
 
 def read_all(corpus: Corpus, start: int, n: int) -> tuple[list[int], list[int]]:
-    tokens, labels = np.zeros(n, np.int32), np.zeros(n, np.int32)
-    corpus.read(start, tokens, labels)
+    _, first, lengths = corpus.cut(np.array([start]), np.array([n]))
+    tokens, labels = corpus.read(first, lengths)
     return tokens.tolist(), labels.tolist()
 
 
@@ -75,16 +75,39 @@ def test_a_manifest_is_read_back_as_it_was_written(prepared: tuple[Path, Manifes
     assert read_manifest(directory).digest == manifest.digest
 
 
+def shards_of(directory: Path, count: int) -> Corpus:
+    """Shard k has the tokens k k k k."""
+    files = [TokenFile(directory / str(number), np.dtype("<u2"), 4) for number in range(count)]
+    for number, file in enumerate(files):
+        np.full(4, number, "<u2").tofile(file.path)
+    return Corpus(files, [])
+
+
+def test_many_stretches_are_read_one_behind_another_and_padding_is_zeros(prepared: tuple[Path, Manifest]) -> None:
+    corpus = open_corpus(*prepared, "train", verify=True)
+    first, lengths = np.array([7, PADDING, 0, 5, 5]), np.array([6, 3, 4, 2, 1])
+    tokens, labels = corpus.read(first, lengths)
+    begins = np.cumsum(lengths) - lengths
+    for begin, start, n in zip(begins.tolist(), first.tolist(), lengths.tolist(), strict=True):
+        whole = [0] * (n + 1) if start == PADDING else STREAM[start : start + n + 1]
+        assert (tokens[begin : begin + n].tolist(), labels[begin : begin + n].tolist()) == (whole[:-1], whole[1:])
+
+
+def test_a_stretch_is_cut_at_every_border_that_it_reaches_over(prepared: tuple[Path, Manifest]) -> None:
+    corpus = open_corpus(*prepared, "train", verify=True)  # shards of 5, 2 and 9 labels
+    counts, first, lengths = corpus.cut(np.array([4, 0, 5, 3, 9]), np.array([1, 5, 2, 7, 7]))
+    assert counts.tolist() == [1, 1, 1, 3, 1]
+    assert first.tolist() == [4, 0, 5, 3, 5, 7, 9]
+    assert lengths.tolist() == [1, 5, 2, 2, 2, 3, 7]
+
+
 def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = lru_cache(maxsize=3)(shards._descriptor.__wrapped__)
     monkeypatch.setattr(shards, "_descriptor", opened)
-    files = []
-    for number in range(10):
-        np.array([END, number, END], "<u2").tofile(tmp_path / str(number))
-        files.append(TokenFile(tmp_path / str(number), np.dtype("<u2"), 3))
-    before = len(os.listdir("/proc/self/fd"))
+    corpus, before = shards_of(tmp_path, 10), len(os.listdir("/proc/self/fd"))
     for _ in range(2):
-        assert [int(file.read(1, 1)[0]) for file in files] == list(range(10))
+        tokens, _ = corpus.read(3 * np.arange(10), np.ones(10, int))
+        assert tokens.tolist() == list(range(10))
     assert opened.cache_info().misses == 20
     assert len(os.listdir("/proc/self/fd")) == before + 3
 
@@ -93,14 +116,12 @@ def test_threads_that_close_each_others_files_never_read_the_wrong_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "_descriptor", lru_cache(maxsize=2)(shards._descriptor.__wrapped__))
-    files = []
-    for number in range(8):
-        np.full(4, number, "<u2").tofile(tmp_path / str(number))
-        files.append(TokenFile(tmp_path / str(number), np.dtype("<u2"), 4))
+    corpus = shards_of(tmp_path, 8)
 
     def read_often(seed: int) -> bool:
-        numbers = np.random.default_rng(seed).integers(0, 8, 1500).tolist()
-        return all(files[number].read(0, 4).tolist() == [number] * 4 for number in numbers)
+        numbers = np.random.default_rng(seed).integers(0, 8, 1500)
+        tokens, _ = corpus.read(3 * numbers, np.full(1500, 3))
+        return np.array_equal(tokens, np.repeat(numbers, 3))
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

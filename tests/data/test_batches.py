@@ -1,0 +1,128 @@
+"""Batches that are planned ahead: the same whoever asks in whatever order, and as quick as copying what they hold."""
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_configs import config, write_random_shards
+
+from meshtrain.config import Config
+from meshtrain.data import TextBatches, open_data
+from meshtrain.data.shards import PADDING
+from meshtrain.data.stretches import in_rows
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards of short documents, 2 million tokens."""
+    directory = tmp_path_factory.mktemp("shards")
+    write_random_shards(directory, shards=3, documents=8_000, mean=80)
+    return directory
+
+
+def stream(directory: Path) -> np.ndarray:
+    """All tokens: each shard begins with the end that the one before ended with."""
+    parts = [np.fromfile(path, "<u2") for path in sorted(directory.glob("train-*.tokens"))]
+    return np.concatenate([parts[0], *(part[1:] for part in parts[1:])]).astype(np.int32)
+
+
+def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]:
+    """Batch k, a label at a time, from what its plan says of it."""
+    tokens, source = stream(directory), train.batches.source  # type: ignore[attr-defined]
+    rows, length = train.batch_shape(k)
+    epoch, index = divmod(k, train.batches_per_epoch)
+    batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segments", "positions")}
+    batch["weights"] = np.zeros((rows, length), np.float32)
+    for row in range(min(rows, source.count - index * rows)):
+        plan, place = source.plan(np.array([epoch * source.count + index * rows + row])), 0
+        for segment, (first, n) in enumerate(zip(plan.first.tolist(), plan.lengths.tolist(), strict=True), start=1):
+            for position in range(n if first != PADDING else 0):
+                values = tokens[first + position], tokens[first + position + 1], segment, position, 1
+                for name, value in zip(batch, values, strict=True):
+                    batch[name][row, place + position] = value
+            place += n
+        assert place == length
+    return batch
+
+
+@pytest.mark.parametrize("batching", ["window", "packed"])
+@pytest.mark.parametrize(("length", "size"), [(64, 3), (257, 2)])
+def test_a_batch_is_what_its_plan_says_a_label_at_a_time(batching: str, length: int, size: int, shards: Path) -> None:
+    settings = config(shards, length=length, batch=size, batching=batching, last="pad", verify=False)
+    train, _ = open_data(settings)
+    last = train.batches_per_epoch - 1
+    for k in (0, 1, last, last + 1, 5 * last):
+        found, expected = train.batch(k), slowly(train, shards, k)
+        for name, x in found.items():
+            assert x.dtype == expected[name].dtype and np.array_equal(x, expected[name]), (name, k)
+
+
+def small(batching: str, text: Path, other_text: Path) -> Config:
+    options = {"batching": batching, "last": "pad", "lengths": 4}
+    if batching == "mixture":
+        mixed = {"batching": "packed", "mixture": [str(text), str(other_text)], "weights": [0.7, 0.3]}
+        return config("mixture", length=256, **{**options, **mixed})
+    return config(
+        "synthetic" if batching == "synthetic" else text, length=256, **({} if batching == "synthetic" else options)
+    )
+
+
+@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget", "mixture", "synthetic"])
+def test_a_batch_is_the_same_whatever_was_asked_for_before(batching: str, text: Path, other_text: Path) -> None:
+    settings = small(batching, text, other_text)
+    train, _ = open_data(settings)
+    many = min(2 * train.batches_per_epoch + 1, 70)  # beyond what is planned at a time
+    expected = [train.batch(k) for k in range(many)]
+    fresh, _ = open_data(settings)
+    for k in np.random.default_rng(0).permutation(many).tolist():
+        for rows in (slice(None), slice(1, None, 2), slice(0, 0)):
+            found = fresh.batch(k, rows)
+            assert found.keys() == expected[k].keys()
+            assert all(np.array_equal(x, expected[k][name][rows]) for name, x in found.items())
+
+
+def test_rows_are_filled_up_behind_their_stretches_and_empty_stretches_dropped() -> None:
+    rows = in_rows(6, np.array([2, 1, 1]), np.array([10, 20, 0, 30]), np.array([4, 1, 0, 6]))
+    assert rows.first.tolist() == [10, 20, PADDING, PADDING, 30]
+    assert rows.lengths.tolist() == [4, 1, 1, 6, 6]
+    assert rows.segments.tolist() == [1, 2, 0, 0, 1]
+    assert rows.edges.tolist() == [0, 3, 4, 5]
+    assert (rows[1:].first.tolist(), rows[1:].edges.tolist()) == ([PADDING, 30], [0, 1, 2])
+    assert rows[3:].edges.tolist() == [0]
+
+
+@pytest.mark.parametrize("batching", ["window", "packed"])
+def test_a_batch_costs_at_most_three_times_a_bare_memory_map(batching: str, shards: Path) -> None:
+    """Against tokens and labels alone, copied by a loop over the same stretches: see experiments/bench_data.py, floor."""
+    settings = config(shards, length=1024, batch=32, batching=batching, verify=False)
+    train, _ = open_data(settings)
+    batches = 60
+    source = train.batches.source  # type: ignore[attr-defined]
+    plan = source.plan(np.arange(32 * batches))
+    tokens, first, lengths = stream(shards).astype("<u2"), plan.first.tolist(), plan.lengths.tolist()
+
+    def bare() -> None:
+        at = 1 << 15
+        for begin, n in zip(first, lengths, strict=True):
+            if at == 1 << 15:
+                inputs, labels, at = np.zeros(1 << 15, np.int32), np.zeros(1 << 15, np.int32), 0
+            if begin != PADDING:
+                inputs[at : at + n] = tokens[begin : begin + n]
+                labels[at : at + n] = tokens[begin + 1 : begin + n + 1]
+            at += n
+
+    def ours() -> None:
+        for k in range(batches):
+            train.batch(k)
+
+    spent = np.array([[seconds(bare), seconds(ours)] for _ in range(5)]).min(0)
+    assert spent[1] <= 3 * spent[0]
+
+
+def seconds(function) -> float:  # type: ignore[no-untyped-def]
+    """Of the processor, user and system."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    function()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
