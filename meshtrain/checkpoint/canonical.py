@@ -6,13 +6,14 @@
     step, scale.value                        step, scale.value
 
 A leaf whose live layout is the canonical one goes to disk and comes back as it lies. The others (stages that padding fills up,
-chunks out of order, sizes that ZeRO pads) are rearranged part by part, so that two whole states never exist.
+chunks out of order, sizes that ZeRO pads) are rearranged: on their way to disk in host memory, by the thread that writes, if one
+process has them whole; else on the devices, part by part, so that two whole states never exist there.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshtrain.checkpoint import arrays
+from meshtrain.checkpoint import arrays, assembling
 from meshtrain.checkpoint.rearrange import rearrangement
 from meshtrain.mesh import platform
 from meshtrain.optim import initial_scale, mirrored_leaves
@@ -70,11 +71,28 @@ class Canonical:
         return list(found.values())
 
     def compile(self) -> None:
-        """Compiles what `arrays` needs, so that the first save takes no longer than the others."""
-        for batch in self._batches(self.entries):
-            self._compiled_way("canonical", batch)
+        """Compiles what `to_write` needs, so that the first save takes no longer than the others."""
+        if jax.process_count() > 1:
+            for batch in self._batches(self.entries):
+                self._compiled_way("canonical", batch)
 
     # --- to disk
+
+    def to_write(self, state: State) -> Callable[[], dict[str, jax.Array]] | dict[str, jax.Array]:
+        """Canonical arrays of a live state; if they take time to make, a function that makes them once, whatever becomes of the state."""
+        if jax.process_count() > 1 or not any(self._batches(self.entries)):
+            return self.arrays(state)
+        blocks = dict(zip((e.name for e in self.entries), assembling.held(jax.tree.leaves(state)), strict=True))
+        return lambda: {e.name: self._assembled(e, blocks.pop(e.name)) for e in self.entries}
+
+    def _assembled(self, entry: Entry, blocks: Sequence[assembling.Block]) -> jax.Array:
+        """The canonical array of live blocks, in host memory."""
+        live, leaf = entry.live.sharding, entry.leaf
+        spec = live.spec if leaf is None or self._direct(leaf) else self._placed(entry).sharding.spec
+        memory = None if platform(self.mesh) == "cpu" else "pinned_host"
+        places = self.layout.places if leaf is not None and leaf.stacked else np.arange(*entry.shape[:1] or [0])
+        to = NamedSharding(self.mesh, spec, memory_kind=memory)
+        return assembling.assembled(blocks, entry.shape, places, to)
 
     def arrays(self, state: State) -> dict[str, jax.Array]:
         """Canonical arrays of a live state; those that had to be rearranged are copies, in host memory if there is an accelerator."""

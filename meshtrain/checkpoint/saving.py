@@ -2,6 +2,7 @@
 
 save()      blocked: the save before, if it still runs; device to host
 a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► steps beyond retention removed
+            (first, where one process has a live layout that is not the canonical one: assembling.py)
 """
 
 import errno
@@ -13,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-
-from orbax.checkpoint import v1 as ocp
 
 from meshtrain.checkpoint import arrays, digests, steps
 from meshtrain.checkpoint.canonical import Canonical
@@ -55,16 +54,16 @@ class Saver:
         if step == self.newest:
             return
         directory = self.root / f"{step}{steps.WRITING}"
-        response: ocp.AsyncResponse[None] | Exception
+        write: Callable[[], None] | Exception
         try:
             if reason := gathered(self._make(directory))[0]:  # all hear of it, or they would wait for the first one
                 raise _NothingMade(reason)
-            response = arrays.write(directory / steps.ARRAYS, self.canonical.arrays(state))
+            write = self._write(directory / steps.ARRAYS, state)
         except Exception as error:  # told, and counted as failed, when the save is settled
-            response = error
+            write = error
         blocked = time.perf_counter() - began
         manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical.entries)
-        finish = self._pool.submit(self._finish, response, directory, step, manifest, began, blocked)
+        finish = self._pool.submit(self._finish, write, directory, step, manifest, began, blocked)
         self._writing = step, finish
 
     def wait(self) -> None:
@@ -106,22 +105,29 @@ class Saver:
             return str(error)
         return None
 
+    def _write(self, directory: Path, state: State) -> Callable[[], None]:
+        """Takes what is to be written from the state; the rest of the work is for the thread."""
+        found = self.canonical.to_write(state)
+        if callable(found):
+            return lambda: arrays.write(directory, found()).result()
+        return arrays.write(directory, found).result
+
     # --- on the thread
 
     def _finish(
         self,
-        response: ocp.AsyncResponse[None] | Exception,
+        write: Callable[[], None] | Exception,
         directory: Path,
         step: int,
         manifest: Callable[[], Manifest],
         began: float,
         blocked: float,
     ) -> str | None:
-        """Waits for Orbax, then commits; why that failed, in a sentence, or None."""
+        """Has Orbax write, then commits; why that failed, in a sentence, or None."""
         try:
-            if isinstance(response, Exception):
-                raise response
-            response.result()
+            if isinstance(write, Exception):
+                raise write
+            write()
             if is_first():
                 manifest().write(directory)
                 written = digests.write(directory)

@@ -112,6 +112,12 @@ class Layout:
         return slots
 
     @cached_property
+    def places(self) -> np.ndarray:
+        """The live place of each canonical layer."""
+        slots = self.slots.reshape(-1)
+        return np.argsort(np.where(slots < 0, slots.size, slots))[: self.config.model.layers]
+
+    @cached_property
     def even(self) -> bool:
         """No stage has padding."""
         return bool((self.slots >= 0).all())
@@ -217,8 +223,7 @@ class Layout:
 
     def canonical_leaf(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         if leaf.stacked and not self.in_order:
-            places = self.slots.reshape(-1)
-            x = x[jnp.asarray(np.argsort(np.where(places < 0, places.size, places))[: leaf.shape[0]])]
+            x = x[jnp.asarray(self.places[: leaf.shape[0]])]
         return x[tuple(slice(n) for n in leaf.shape)]
 
     @cached_property
