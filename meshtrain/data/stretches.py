@@ -56,16 +56,13 @@ class Stretches:
 
 def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> Stretches:
     """Rows of `length`, each of its count of stretches and padding behind them; stretches of length 0 are dropped."""
-    ends = np.cumsum(counts)
-    held = np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
-    kept = (lengths := np.insert(lengths, ends, length - held)) > 0
-    return Stretches(
-        length,
-        np.insert(first, ends, PADDING)[kept],
-        lengths[kept],
-        np.insert(within(counts) + 1, ends, 0)[kept],
-        np.concatenate([[0], np.cumsum(kept)[ends + np.arange(len(ends))]]),
-    )
+    ends, rows = np.cumsum(counts), np.arange(len(counts))
+    padding, real = ends + rows, np.arange(len(first)) + np.repeat(rows, counts)  # where each stands
+    made = np.zeros((3, len(first) + len(rows)), np.int64)
+    made[0, padding], made[1, padding] = PADDING, length - np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
+    made[0, real], made[1, real], made[2, real] = first, lengths, within(counts) + 1
+    kept = made[1] > 0
+    return Stretches(length, *made[:, kept], np.concatenate([[0], np.cumsum(kept)[padding]]))
 
 
 def within(counts: np.ndarray) -> np.ndarray:
