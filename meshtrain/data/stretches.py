@@ -62,7 +62,8 @@ def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndar
     made[0, padding], made[1, padding] = PADDING, length - np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
     made[0, real], made[1, real], made[2, real] = first, lengths, within(counts) + 1
     kept = made[1] > 0
-    return Stretches(length, *made[:, kept], np.concatenate([[0], np.cumsum(kept)[padding]]))
+    starts, sizes, segments = made[:, kept]
+    return Stretches(length, starts, sizes, segments, np.concatenate([[0], np.cumsum(kept)[padding]]))
 
 
 def within(counts: np.ndarray) -> np.ndarray:
