@@ -1,5 +1,6 @@
 """Files that are whole or not there: written aside, synced, renamed."""
 
+import errno
 import fcntl
 import os
 import re
@@ -7,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -51,3 +53,11 @@ def sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def still_names(path: Path, file: IO[bytes]) -> bool:
+    """Whether `path` leads to the open file, and not to nothing or to what took its place. An answer that the system refuses is a yes."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)

@@ -7,7 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -19,10 +19,10 @@ from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.mesh import join_cluster, make_mesh, own_rows, platform
 from meshtrain.parallel import offload
 from meshtrain.run.directory import run_directory
-from meshtrain.run.rows import trim_metrics
+from meshtrain.run.failures import RunFailure, end_at_once, explained
+from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State, build
-from meshtrain.telemetry.metrics import MetricsFile
 from meshtrain.telemetry.progress import Reporter
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
@@ -47,36 +47,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"meshtrain: {error}", file=sys.stderr)
         return USAGE
-    except (CheckpointError, FloatingPointError) as error:
+    except (CheckpointError, FloatingPointError, RunFailure) as error:
         print(f"meshtrain: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("meshtrain: stopped before the first step; nothing was written.", file=sys.stderr)
+    except KeyboardInterrupt as request:
+        print(f"meshtrain: {request or 'SIGINT: stopped before the first step; nothing is lost.'}", file=sys.stderr)
         return STOPPED
 
 
 def train(config: Config) -> int:
     """A whole run, or the rest of one; the exit code."""
-    directory = run_directory(config)
-    data, held_out = open_data(config)
-    join_cluster()
-    program = build(config, make_mesh(config))
-    with StopSignals() as stop:
-        checkpointer = Checkpointer(config, program)
-        state, start = checkpointer.restore_or_init()
-        first = jax.process_index() == 0
-        if first:
-            (directory / "config.yaml").write_text(to_yaml(config))
-            trim_metrics(directory / "metrics.jsonl", start)
-        with Reporter(config.train.steps, start, quiet=not first) as report:
-            for sentence in opening(program, data, start):
-                report.write(sentence)
-            loop = Loop(program, data, held_out, checkpointer, report, directory, start)
-            try:
+    with StopSignals() as stop, ExitStack() as closing:
+        directory = run_directory(config)
+        try:
+            data, held_out = open_data(config)
+            join_cluster()
+            program = build(config, make_mesh(config))
+            checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
+            closing.callback(checkpointer.close)
+            state, start = checkpointer.restore_or_init()
+            record = RunRecord(directory, config, start, checkpointer.lock)
+            closing.callback(record.close)
+            with Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report:
+                for sentence in opening(program, data, start):
+                    report.write(sentence)
+                loop = Loop(program, data, held_out, checkpointer, report, record, start)
+                closing.callback(loop.close)
                 return loop.run(state, stop)
-            finally:
-                loop.close()
-                checkpointer.close()
+        except (ConfigError, CheckpointError, FloatingPointError):  # of all processes alike
+            raise
+        except Exception as error:
+            failure = explained(error, directory)
+            if jax.distributed.is_initialized():
+                end_at_once(failure, FAILED)
+            if failure is error:
+                raise
+            raise failure from None
 
 
 class Loop:
@@ -89,15 +95,14 @@ class Loop:
         held_out: TextBatches | None,
         checkpointer: Checkpointer,
         report: Reporter,
-        directory: Path,
+        record: RunRecord,
         start: int,
     ) -> None:
         self.config, self.program = program.config, program
         self.held_out, self.checkpointer, self.report = held_out, checkpointer, report
-        self.start = start
+        self.record, self.start = record, start
         depth = self.config.data.prefetch
         self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
-        self.metrics = MetricsFile(directory / "metrics.jsonl", writes=jax.process_index() == 0)
         self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
         self.waited, self.clock = 0.0, time.perf_counter()
         self.steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
@@ -105,20 +110,21 @@ class Loop:
     def run(self, state: State, stop: StopSignals) -> int:
         config, steps = self.config, self.config.train.steps
         pending: tuple[int, int, dict[str, jax.Array]] | None = None
-        step, stopping = self.start, False
+        step, stopping = self.start, stop.requested
         while step < steps and not stopping:
             _, batch = next(self.loader)
             if config.parallel.remat_offload and step == self.start:
                 self.check_offload(state, batch)
-            state, metrics = self.compiled(state, batch)(state, batch)
+            train_step = self.compiled(state, batch)
+            stop.finish_steps()
+            state, metrics = train_step(state, batch)
             step += 1
             if pending is not None:
                 self.log(*pending)
             pending = (step, batch["tokens"].size, metrics)
             evaluates = bool(config.eval.every) and (step % config.eval.every == 0 or step == steps)
-            stopping = (
-                stop.requested
-            )  # asked once a step, so that a request is met by a save, and by every process alike
+            # Asked once a step, so that a request is met by a save, and by every process alike.
+            stopping = stop.requested
             saves = self.checkpointer.due(step) or step == steps or stopping
             if evaluates or saves or self.synchronous:
                 eval_loss = self.evaluate(state) if evaluates else None
@@ -134,8 +140,12 @@ class Loop:
                 f"last save: {last['checkpoint_bytes'] / 1e6:.1f} MB in {last['checkpoint_seconds']:.2f} s, "
                 f"{last['checkpoint_blocked_seconds']:.3f} s of them blocking"
             )
+        # What the run says of itself is a part of it: it did not end well without.
+        if not self.record.is_written():
+            return FAILED
         if step < steps:
-            self.report.write(f"stopped on request after step {step}; its checkpoint is written, run again to go on.")
+            left = f"after step {step}; its checkpoint is written" if step > self.start else "before the first step"
+            self.report.write(f"stopped on request {left}, run again to go on.")
             return STOPPED
         return DONE
 
@@ -163,7 +173,7 @@ class Loop:
             row["eval_loss"] = eval_loss
         due = step % self.config.log.every == 0 or step == self.config.train.steps or eval_loss is not None
         if due:
-            self.metrics.write(row | self.checkpointer.metrics())  # of all saves since the row before
+            self.record.write(row | self.checkpointer.metrics())  # of all saves since the row before
         self.report.step(row, show=due)
         if not np.isfinite(row["loss"]) and "loss_scale" not in row:
             raise FloatingPointError(
@@ -207,7 +217,14 @@ class Loop:
 
     def close(self) -> None:
         self.loader.close()
-        self.metrics.close()
+
+
+def digests(config: Config, data: TextBatches, held_out: TextBatches | None) -> dict[str, str]:
+    """Of what is read, for the checkpoints; nothing of random tokens."""
+    found = {"digest": data.digest}
+    if config.data.validation_source is not None and held_out is not None:
+        found["validation_digest"] = held_out.digest
+    return {name: digest for name, digest in found.items() if digest}
 
 
 def opening(program: Program, data: TextBatches, start: int) -> list[str]:

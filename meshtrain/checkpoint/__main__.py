@@ -91,7 +91,7 @@ def show(options: argparse.Namespace) -> int:
     print(
         f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {_size(digests.total_bytes(directory))}"
     )
-    print(f"data: {m.data['batches']:,} global batches read; seed {m.rng['seed']}")
+    print(f"data: {m.data['batches']:,} global batches read{_digest(m)}; seed {m.rng['seed']}")
     print("versions: " + ", ".join(f"{name} {version}" for name, version in m.versions.items()))
     for section, keys in m.config.items():
         print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in keys.items()))
@@ -144,6 +144,9 @@ def _differences(first: Path, a: Manifest, second: Path, b: Manifest, values: bo
     for what in ("step", "loss", "eval_loss"):
         if getattr(a, what) != getattr(b, what):
             yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
+    for name in ("digest", "validation_digest"):
+        if a.data.get(name) != b.data.get(name):
+            yield f"data {name}: {a.data.get(name)} | {b.data.get(name)}"
     for name, old, new in changes.differences(a.config, b.config):
         yield f"config {name}: {old} | {new}"
     for name in sorted(a.versions.keys() | b.versions.keys()):
@@ -186,6 +189,10 @@ def _newest(path: Path) -> tuple[Path, Manifest]:
         return directory, Manifest.read(directory)
     except UNREADABLE as problem:
         raise ConfigError(f"{directory} cannot be read: {problem}.") from None
+
+
+def _digest(m: Manifest) -> str:
+    return f" of text with digest {m.data['digest']}" if "digest" in m.data else ""
 
 
 def _number(x: float | None) -> str:

@@ -2,20 +2,28 @@
 
 import dataclasses
 import difflib
+import itertools
 import json
+import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, ConfigError
 
 MODEL = (
     "family", "layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "tied_head", "rope_theta",
     "max_positions", "norm_eps",
 )  # fmt: skip
-DATA = (
-    "source", "tokenizer", "mixture", "weights", "batching", "last", "lengths", "length_multiple", "rows_multiple", "validation",
-    "text_field", "bad_documents",
-)  # fmt: skip
+CONTENT = (
+    "source",
+    "mixture",
+    "tokenizer",
+    "validation",
+    "text_field",
+    "bad_documents",
+)  # what the digest of the data follows
+DATA = (*CONTENT, "weights", "batching", "last", "lengths", "length_multiple", "rows_multiple")
 SHAPES = tuple(f"model.{name}" for name in MODEL)  # what the weights are, and what the model computes with them
 REFUSED = (
     *SHAPES,
@@ -78,6 +86,50 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
             f"{where} does not fit this config: {', '.join(refused.values())}; {_way_out(list(refused), weights_only)}."
         )
     return told
+
+
+def compare_data(manifest: Manifest, config: Config, read: Mapping[str, str], where: str) -> list[str]:
+    """What is read under the same keys but is not what it was, a sentence each; ConfigError if that is what the run trains on.
+
+    `read` is as the manifest's `data`. A digest that one of them lacks (random tokens, an older checkpoint) is not compared.
+    """
+    old, told = manifest.data, []
+    keys = {name for name, *_ in differences(manifest.config, dataclasses.asdict(config))}
+    if keys & {f"data.{name}" for name in CONTENT}:
+        return []
+    if "digest" in read and old.get("digest", read["digest"]) != read["digest"]:
+        sentence = _other_content(manifest, config, read["digest"])
+        if "data.source" not in config.checkpoint.allow:
+            way_out = _way_out(["data.source"], weights_only=False)
+            raise ConfigError(f"{where} does not fit the data: {sentence}; {way_out}.")
+        told.append(f"{sentence}, from here on.")
+    held_out = "validation_digest"
+    if (
+        "data.validation_source" not in keys
+        and held_out in read
+        and old.get(held_out, read[held_out]) != read[held_out]
+    ):
+        told.append(
+            f"data.validation_source {config.data.validation_source} holds other text than before, from here on."
+        )
+    return told
+
+
+def _other_content(manifest: Manifest, config: Config, digest: str) -> str:
+    """Which source holds something else than it did."""
+    names = config.data.mixture if config.data.source == "mixture" else (config.data.source,)
+    # One part a source, in their order.
+    before, now = manifest.data["digest"].split("+"), digest.split("+")
+    changed = [i for i, pair in enumerate(itertools.zip_longest(before, now)) if len(set(pair)) == 2 and i < len(names)]
+    sentence = " and ".join(f"{names[i]} holds other text than it did ({now[i]}, was {before[i]})" for i in changed)
+    then, here = manifest.versions.get("python"), platform.python_version()
+    if "stdlib" in (names[i] for i in changed) and then != here:
+        sentence += f": it is that of Python {here}, was that of {then}"
+    return (
+        f"data.source {config.data.source}: {sentence}"
+        if config.data.source == "mixture"
+        else f"data.source {sentence}"
+    )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -1,7 +1,8 @@
 """The checkpoints of one run, as the training loop sees them."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from meshtrain.checkpoint import changes, steps
@@ -20,16 +21,23 @@ class Checkpointer:
     """Restores and saves the states of `program`; holds its run directory's lock until `close`.
 
     `say` hears what a person should know, on the first process; by default it goes to stderr. ConfigError if another run is in
-    the directory. With several processes all of them call every method alike.
+    the directory. With several processes all of them call every method alike. `read` holds the digests of what the data are read
+    from, `digest` and `validation_digest`: every checkpoint keeps them, and one that was trained on other data is refused.
     """
 
-    def __init__(self, config: Config, program: Program, say: Callable[[str], None] | None = None) -> None:
-        self.config, self.program = config, program
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        say: Callable[[str], None] | None = None,
+        read: Mapping[str, str] | None = None,
+    ) -> None:
+        self.config, self.program, self._read = config, program, read or {}
         self._canonical = Canonical(program)
         self._root = Path(config.run.directory).absolute() / "checkpoints"
         self._speak = say or (lambda sentence: print(f"meshtrain: {sentence}", file=sys.stderr, flush=True))
-        self._saver = Saver(config, self._canonical, self._root, self._say)
-        self._lock: RunLock | None = None
+        self._saver = Saver(config, self._canonical, self._root, self._say, self._read)
+        self.lock: RunLock | None = None  # on the first process
         changes.check_keys(config)
         try:
             first_decides(self._enter)
@@ -50,7 +58,7 @@ class Checkpointer:
     def _restore(self, source: Source) -> tuple[State, int]:
         weights_only = self.config.checkpoint.weights_only and not source.own
         where = f"checkpoint {source.directory}"
-        for sentence in changes.compare(source.manifest.config, self.config, where, weights_only):
+        for sentence in first_decides(partial(self._changes, source, where, weights_only)):
             self._say(sentence)
         with freed_blocks_returned():
             if weights_only:
@@ -59,6 +67,11 @@ class Checkpointer:
         if source.own:
             self._saver.newest = source.manifest.step
         return state, source.manifest.step
+
+    def _changes(self, source: Source, where: str, weights_only: bool) -> list[str]:
+        """What changed since and may, a sentence each; ConfigError with what may not."""
+        told = changes.compare(source.manifest.config, self.config, where, weights_only)
+        return told if weights_only else told + changes.compare_data(source.manifest, self.config, self._read, where)
 
     def due(self, step: int) -> bool:
         """Whether checkpoint.every asks for a save after `step`."""
@@ -86,13 +99,13 @@ class Checkpointer:
 
     def _enter(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        self._lock = RunLock(self._root.parent)
+        self.lock = RunLock(self._root.parent)
         for sentence in steps.remove_leftovers(self._root):
             self._say(sentence)
 
     def _leave(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+        if self.lock is not None:
+            self.lock.release()
 
     def _say(self, sentence: str) -> None:
         if is_first():

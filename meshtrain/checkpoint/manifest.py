@@ -5,7 +5,7 @@ import datetime
 import json
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Manifest:
     loss: float | None  # null where it is not finite
     eval_loss: float | None
     saved: str  # UTC; to be read by people, never compared: clocks are set back
-    data: dict[str, int]  # the one counter of the data: global batches read so far
+    data: dict[str, Any]  # the one counter of the data: global batches read so far; digests of what they are read from
     rng: dict[str, int]  # dropout's key of a step is folded from the two
     leaves: dict[str, dict[str, Any]]  # name -> shape, dtype
     config: dict[str, Any]
@@ -38,14 +38,20 @@ class Manifest:
 
     @classmethod
     def of(
-        cls, step: int, loss: float, eval_loss: float | None, config: Config, entries: Sequence[Entry]
+        cls,
+        step: int,
+        loss: float,
+        eval_loss: float | None,
+        config: Config,
+        entries: Sequence[Entry],
+        read: Mapping[str, str],
     ) -> "Manifest":
         return cls(
             step=step,
             loss=_finite(loss),
             eval_loss=_finite(eval_loss),
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            data={"batches": step},
+            data={"batches": step, **read},
             rng={"seed": config.run.seed, "step": step},
             leaves={e.name: {"shape": list(e.shape), "dtype": str(e.live.dtype)} for e in entries},
             config=dataclasses.asdict(config),

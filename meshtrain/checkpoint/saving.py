@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.retention import kept
 from meshtrain.config import Config
+from meshtrain.run.directory import note_checkpoint
 from meshtrain.run.processes import gathered, is_first
 from meshtrain.step import State
 
@@ -35,8 +36,15 @@ class _NothingMade(OSError):
 class Saver:
     """Saves states under `root`. With several processes all of them call every method alike."""
 
-    def __init__(self, config: Config, canonical: Canonical, root: Path, say: Callable[[str], None]) -> None:
-        self.config, self.canonical, self.root, self.say = config, canonical, root, say
+    def __init__(
+        self,
+        config: Config,
+        canonical: Canonical,
+        root: Path,
+        say: Callable[[str], None],
+        read: Mapping[str, str],
+    ) -> None:
+        self.config, self.canonical, self.root, self.say, self.read = config, canonical, root, say, read
         self.newest: int | None = None  # the last step that is on disk
         self._failure: str | None = None  # why the last save is not
         self._left_alone: set[Path] = set()  # steps that retention cannot judge, told once
@@ -62,7 +70,7 @@ class Saver:
         except Exception as error:  # told, and counted as failed, when the save is settled
             write = error
         blocked = time.perf_counter() - began
-        manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical.entries)
+        manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical.entries, self.read)
         finish = self._pool.submit(self._finish, write, directory, step, manifest, began, blocked)
         self._writing = step, finish
 
@@ -100,7 +108,7 @@ class Saver:
         try:
             if is_first():
                 self._make_room(directory)
-                directory.mkdir()
+                directory.mkdir(parents=True)
         except OSError as error:
             return str(error)
         return None
@@ -144,9 +152,11 @@ class Saver:
         except Exception as error:  # whatever it was, training need not end with it: on_failed_save says
             if is_first() and not isinstance(error, _NothingMade):
                 shutil.rmtree(directory, ignore_errors=True)
-            intact = "there is none before it" if self.newest is None else f"step {self.newest} is intact"
+            before = self.newest is not None and (self.root / str(self.newest) / steps.COMMIT).exists()
+            intact = f"step {self.newest} is intact" if before else "there is none before it"
             return f"the checkpoint of step {step} could not be written: {_reason(error)}; {intact}."
         if is_first():
+            self._note(step)
             try:
                 self._retain()
             except OSError as error:
@@ -157,6 +167,13 @@ class Saver:
         """Whatever stands at a name that a save needs is somebody's: neither overwritten nor removed."""
         if aside := steps.make_room(path):
             self.say(f"{path} stood where a checkpoint belongs; it is set aside as {aside.name}.")
+
+    def _note(self, step: int) -> None:
+        """The save is done whether or not there is room for the note."""
+        try:
+            note_checkpoint(self.root.parent, step)
+        except OSError as error:
+            self.say(f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}.")
 
     def _retain(self) -> None:
         """Removes the steps that need not stay. The save is done: what cannot be read or removed is told, and stays."""

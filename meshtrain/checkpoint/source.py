@@ -2,14 +2,13 @@
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 import jax
 
-from meshtrain.checkpoint import digests, steps
+from meshtrain.checkpoint import anew, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, ConfigError, refusal
 from meshtrain.run.processes import first_decides, gathered
@@ -29,19 +28,23 @@ class Source:
 def find(config: Config, root: Path, say: Say) -> Source | None:
     """The checkpoint to start from, None for a new run. `root` is the run's own directory of steps; damaged steps there are set aside.
 
-    ConfigError if checkpoint.resume names nothing, if all that there is is damaged, or of a newer format.
+    What an earlier run left is set aside if this one does not go on from it. ConfigError if checkpoint.resume names nothing, if all
+    that there is is damaged, of a newer format, or lost.
     """
-    resume = config.checkpoint.resume
-    if resume == "never":
-        first_decides(lambda: _start_anew(root, say))
-        return None
-    directory = _newest_intact(root, say, own=True)
-    if directory is not None:
-        if resume != "auto":
-            say(f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}.")
-        return Source(directory, Manifest.read(directory), own=True)
-    if resume == "auto":
-        return None
+    resume, source = config.checkpoint.resume, None
+    if resume != "never":
+        first_decides(partial(anew.refuse_lost, root))
+        directory = _newest_intact(root, say, own=True)
+        if directory is not None:
+            if resume != "auto":
+                say(f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}.")
+            return Source(directory, Manifest.read(directory), own=True)
+        source = None if resume == "auto" else _of_another_run(resume, say)
+    first_decides(partial(anew.set_aside_earlier, root, resume, say))
+    return source
+
+
+def _of_another_run(resume: str, say: Say) -> Source:
     directory = _newest_intact(Path(resume).expanduser().absolute(), say, own=False)
     if directory is None:
         near = difflib.get_close_matches(resume, ("auto", "never"), n=1)
@@ -132,19 +135,3 @@ def _renamed_and_newer(path: Path, chosen: Path | None, told: Collection[Path]) 
                 f"checkpoint {other} is step {step}, renamed; it is passed over, and gone on from only as {step}."
             )
     return found
-
-
-def _start_anew(root: Path, say: Say) -> None:
-    """Moves what an earlier run left out of the way of one that starts at step 0."""
-    metrics = root.parent / "metrics.jsonl"
-    if not steps.numbered(root) and not metrics.exists():
-        return
-    k = 1
-    while (earlier := root.parent / f"earlier-{k}").exists():
-        k += 1
-    earlier.mkdir()
-    for path in (root, metrics):
-        if path.exists():
-            os.rename(path, earlier / path.name)
-    root.mkdir()
-    say(f"checkpoint.resume is never: the checkpoints and metrics of the run before are now in {earlier}.")

@@ -1,21 +1,72 @@
-"""The run directory: config.yaml, metrics.jsonl, checkpoints/."""
+"""The run directory: config.yaml, metrics.jsonl, checkpoints/; what a run that was started over had left is in earlier-1/, earlier-2/ ..."""
 
 import os
+import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.config import Config, ConfigError, refusal
+from meshtrain.files import sync, write_atomically
+
+CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+# The newest step that was ever committed: beside the checkpoints, since what it tells of is their loss.
+NEWEST = ".newest-checkpoint"
 
 
 def run_directory(config: Config) -> Path:
-    """The run directory, made; ConfigError if it cannot be written."""
-    directory = Path(config.run.directory)
+    """The run directory, made; ConfigError if it, or the metrics in it, cannot be written."""
+    directory = Path(config.run.directory).absolute()
+    elsewhere = "give another with --set run.directory=PATH"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"run.directory {directory} cannot be written: {refusal(error)}; give another with --set run.directory=PATH."
-        ) from None
+        raise ConfigError(f"run.directory {directory} cannot be written: {refusal(error)}; {elsewhere}.") from None
+    if problem := _unwritable(directory / METRICS):
+        raise ConfigError(f"{directory / METRICS} {problem}; mend that, or {elsewhere}.")
     return directory
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why rows cannot be appended to what stands there, if anything does."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        # Opening a pipe would wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "is no file"
+        path.open("ab").close()
+    except FileNotFoundError:
+        return f"is a link to {os.readlink(path)}, which is not there"
+    except OSError as error:
+        return f"cannot be written: {refusal(error)}"
+    return None
+
+
+def set_aside(directory: Path, names: Sequence[str]) -> Path:
+    """Moves what there is of `names` in a run directory out of the way of a run; where it is now."""
+    k = 1
+    while os.path.lexists(earlier := directory / f"earlier-{k}"):
+        k += 1
+    earlier.mkdir()
+    for name in names:
+        if os.path.lexists(directory / name):
+            os.rename(directory / name, earlier / name)
+    sync(earlier)
+    sync(directory)
+    return earlier
+
+
+def note_checkpoint(directory: Path, step: int) -> None:
+    """Remembers that a step was committed; once it is, or a kill in between would have lost it."""
+    write_atomically(directory / NEWEST, f"{step}\n".encode())
+
+
+def noted_checkpoint(directory: Path) -> str | None:
+    """The step of the newest checkpoint that a run ever committed, by its note or by its rows; None if there was none."""
+    if (directory / NEWEST).exists():
+        return (directory / NEWEST).read_text(errors="replace").strip()
+    with (directory / METRICS).open("rb") if (directory / METRICS).exists() else open(os.devnull, "rb") as rows:
+        return "unknown" if any(b'"checkpoint_bytes"' in row for row in rows) else None

@@ -8,6 +8,9 @@ import stat
 from pathlib import Path
 
 from meshtrain.config import ConfigError, refusal
+from meshtrain.files import still_names
+
+LOCK = ".lock"
 
 
 class RunLock:
@@ -16,7 +19,22 @@ class RunLock:
     _held: set[Path] = set()  # noqa: RUF012  (POSIX locks do not keep a process from itself)
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory.resolve() / ".lock"
+        self._directory = directory.absolute()
+        self._take()
+
+    def is_there(self) -> bool:
+        """Whether another run would meet this lock; not if the directory was removed or renamed."""
+        return not self._file.closed and still_names(self._directory / LOCK, self._file)
+
+    def take_again(self) -> None:
+        """Takes the lock of a directory that is no longer there, or no longer the same; ConfigError if another run has it by now."""
+        self.release()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._take()
+
+    def _take(self) -> None:
+        directory = self._directory
+        self.path = directory.resolve() / LOCK
         this = f"process {os.getpid()} on {socket.gethostname()}"
         # A file that is held is not opened again: a process that closes any handle of a file gives up its locks on it.
         if self.path in self._held:

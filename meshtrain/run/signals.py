@@ -1,42 +1,61 @@
-"""Stopping on request: the first SIGTERM or SIGINT asks the loop to stop after its step, a second one ends the process at once."""
+"""Stopping on request: the first SIGTERM, SIGINT or SIGHUP asks for an end, a second one ends the process at once.
+
+    imports │ data, restoring, compiling                     │ steps, evaluation, saves
+    default │ given up at once: nothing is lost              │ the step is finished and saved
+
+Python looks at signals between two instructions of its own: what XLA compiles meanwhile is finished first.
+"""
 
 import os
 import signal
-import sys
+import threading
 from types import FrameType
 from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A request to stop before the first step, in a sentence."""
 
 
 class StopSignals:
-    """While entered, `requested` becomes true on SIGTERM, SIGINT or a cluster's preemption notice.
+    """While entered, a request to stop raises Stopped, or from `finish_steps` on makes `requested` true.
 
-    With several processes all of them must read `requested` equally often, once a step: it is true on every one of them at the
-    same step, whichever was told first. There SIGTERM belongs to JAX's preemption service, and SIGINT is passed on as SIGTERM.
+    With several processes SIGTERM belongs to JAX's preemption service as soon as they have joined: `requested` becomes true on a
+    cluster's notice, and other signals are passed on as SIGTERM. All processes must read it equally often, once a step: it is true on
+    every one of them at the same step, whichever was told first. In a thread there are no signals to hear.
     """
 
     def __init__(self) -> None:
-        self._signalled = self._reached = False
+        self._signalled = self._reached = self._stepping = False
         self._asked = 0
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        self._cluster = jax.distributed.is_initialized()
-        for number in (signal.SIGINT,) if self._cluster else SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                # Under nohup a closed terminal is to be ignored.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if jax.distributed.is_initialized():
+            self._previous.pop(signal.SIGTERM, None)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def finish_steps(self) -> None:
+        """From here on there is something to lose."""
+        self._stepping = True
+
     @property
     def requested(self) -> bool:
-        if not self._cluster:
+        if not jax.distributed.is_initialized():
             return self._signalled
         if not self._reached:
             self._asked += 1
@@ -45,12 +64,33 @@ class StopSignals:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
+        _leave_if_gone(1)
         if self._signalled:
-            print(f"meshtrain: second {name}: stopping at once.", file=sys.stderr, flush=True)
+            _tell(f"second {name}: stopping at once.")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._signalled = True
-        print(f"meshtrain: {name}: stopping after this step, with a checkpoint.", file=sys.stderr, flush=True)
-        if self._cluster:
+        if jax.distributed.is_initialized():
+            _tell(f"{name}: stopping all processes after a step, with a checkpoint.")
             os.kill(os.getpid(), signal.SIGTERM)
+        elif self._stepping:
+            _tell(f"{name}: stopping after this step, with a checkpoint.")
+        else:
+            raise Stopped(f"{name}: stopped before the first step; nothing is lost, run again to go on.")
+
+
+def _tell(sentence: str) -> None:
+    """On stderr, past Python's buffer: the signal may have come in the middle of writing to it."""
+    _leave_if_gone(2)
+    os.write(2, f"meshtrain: {sentence}\n".encode())
+
+
+def _leave_if_gone(descriptor: int) -> None:
+    """Words for a terminal that was closed go nowhere, rather than end the run by an error."""
+    try:
+        os.write(descriptor, b"")
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)

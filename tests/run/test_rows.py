@@ -1,6 +1,16 @@
-import json
+"""metrics.jsonl holds what was measured, line by line, whatever becomes of the disk and of the file."""
 
-from meshtrain.run.rows import trim_metrics
+import json
+import shutil
+
+import pytest
+
+from meshtrain.run.rows import MetricsFile, trim_metrics
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
 
 
 def write(path, steps, tail=b""):
@@ -11,30 +21,149 @@ def read(path):
     return [json.loads(line)["step"] for line in path.read_bytes().splitlines()]
 
 
-def test_rows_after_the_step_are_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+# --- appending
+
+
+def test_rows_keep_the_full_precision_of_a_number(path):
+    file = MetricsFile(path)
+    file.write({"step": 1, "loss": 0.1 + 0.2})
+    file.close()
+    assert json.loads(path.read_text())["loss"] == 0.1 + 0.2
+
+
+def test_a_row_is_on_disk_before_the_next_one_is_written(path):
+    file = MetricsFile(path)
+    for step in (1, 2):
+        file.write({"step": step})
+        assert len(read(path)) == step
+
+
+def test_numbers_that_are_not_finite_stay_valid_json_and_are_named(path):
+    file = MetricsFile(path)
+    file.write({"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.1})
+    row = json.loads(path.read_text(), parse_constant=lambda name: 1 / 0)
+    assert row == {
+        "step": 3,
+        "loss": None,
+        "grad_norm": None,
+        "learning_rate": 0.1,
+        "not_finite": ["loss", "grad_norm"],
+    }
+
+
+def test_rows_are_appended_to_those_of_the_run_before(path):
+    for step in (1, 2):
+        file = MetricsFile(path)
+        file.write({"step": step})
+        file.close()
+    assert read(path) == [1, 2]
+
+
+class Full:
+    """A disk without room."""
+
+    def write(self, _):
+        raise OSError(28, "No space left on device")
+
+
+def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, monkeypatch):
+    file = MetricsFile(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "is_there", lambda: True)
+        patch.setattr(file, "_file", Full())
+        file.write({"step": 1})
+        file.write({"step": 2})
+    assert file.refused is not None
+    file.write({"step": 3})
+    file.close()
+    assert file.refused is None and read(path) == [1, 2, 3]
+
+
+def test_rows_that_never_found_room_are_told(path, monkeypatch, capsys):
+    file = MetricsFile(path)
+    monkeypatch.setattr(file, "_write_again", lambda: Full().write(b""))
+    path.unlink()
+    file.write({"step": 1})
+    file.close()
+    assert f"the last 1 rows of {path} cannot be written: no space left on device" in capsys.readouterr().err
+
+
+# --- removed under the run
+
+
+@pytest.mark.parametrize("what", ["the file", "the directory"])
+def test_a_file_that_is_removed_is_written_again_with_all_of_its_rows(what, tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    write(path, [1])
+    file = MetricsFile(path)
+    file.write({"step": 2})
+    if what == "the file":
+        path.unlink()
+    else:
+        shutil.rmtree(path.parent)
+    assert not file.is_there()
+    file.write({"step": 3})
+    assert file.is_there() and read(path) == [1, 2, 3]
+    file.write({"step": 4})
+    file.close()
+    assert read(path) == [1, 2, 3, 4]
+
+
+def test_a_file_in_its_place_is_set_aside(path):
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    path.rename(path.with_name("kept.jsonl"))
+    path.write_text("somebody's\n")
+    file.write({"step": 2})
+    file.close()
+    assert read(path) == [1, 2]
+    assert (path.parent / "earlier-1" / "metrics.jsonl").read_text() == "somebody's\n"
+
+
+# --- before a resume
+
+
+def test_rows_after_the_step_are_dropped(path):
     write(path, range(1, 9))
     trim_metrics(path, 5)
     assert read(path) == [1, 2, 3, 4, 5]
 
 
-def test_a_torn_last_row_is_dropped_even_if_its_step_counts(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for tail in (b'{"step": 3, "lo', b'{"step": 3}', b'{"step": 3, "x"}\n', b"\x00\x00\n"):
+def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
+    for tail in (b'{"step": 3, "lo', b'{"step": 3}', b'{"step": 3, "x"}\n', b"\x00\x00\n", b'{"step": "3"}\n', b"[]\n"):
         write(path, [1, 2], tail)
         trim_metrics(path, 9)
         assert read(path) == [1, 2]
         assert path.read_bytes().endswith(b"\n")
 
 
-def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_nothing_is_rewritten_when_nothing_is_dropped(path):
     write(path, [1, 2])
     before = path.stat().st_ino
     trim_metrics(path, 2)
     assert path.stat().st_ino == before
 
 
-def test_no_file_is_no_error(tmp_path):
-    trim_metrics(tmp_path / "metrics.jsonl", 0)
-    assert not any(tmp_path.iterdir())
+def test_what_a_full_disk_does_not_let_trim_stays_whole(path, monkeypatch):
+    write(path, [1, 2, 3])
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        trim_metrics(path, 1)
+    assert read(path) == [1, 2, 3] and list(path.parent.iterdir()) == [path]
+
+
+def test_a_link_to_the_rows_is_followed(path, tmp_path):
+    write(tmp_path / "elsewhere", [1, 2, 3])
+    path.symlink_to("elsewhere")
+    trim_metrics(path, 1)
+    assert path.is_symlink() and read(tmp_path / "elsewhere") == [1]
+
+
+def test_no_file_is_no_error(path):
+    trim_metrics(path, 0)
+    assert not path.exists()

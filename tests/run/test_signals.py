@@ -1,22 +1,75 @@
 import os
+import pty
 import signal
+import threading
 
 import pytest
 
-from meshtrain.run.signals import StopSignals
+from meshtrain.run.signals import SIGNALS, Stopped, StopSignals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_asks_and_is_told(number, capsys):
+@pytest.mark.parametrize("number", SIGNALS)
+def test_between_steps_the_first_signal_asks_and_is_told(number, capfd):
     with StopSignals() as stop:
+        stop.finish_steps()
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested and stop.requested
-    assert capsys.readouterr().err == f"meshtrain: {number.name}: stopping after this step, with a checkpoint.\n"
+    assert capfd.readouterr().err == f"meshtrain: {number.name}: stopping after this step, with a checkpoint.\n"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_the_first_step_a_signal_ends_what_is_under_way(number):
+    with StopSignals() as stop:
+        with pytest.raises(Stopped, match=f"{number.name}: stopped before the first step; nothing is lost"):
+            os.kill(os.getpid(), number)
+        assert stop.requested
 
 
 def test_the_handlers_of_before_are_back_afterwards():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignals():
-        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_run_under_nohup_outlives_its_terminal(capfd):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert capfd.readouterr().err == ""
+
+
+def test_words_for_a_terminal_that_was_closed_end_nothing():
+    child, terminal = pty.fork()
+    if child == 0:
+        code = 1
+        try:
+            with StopSignals() as stop:
+                stop.finish_steps()
+                os.write(1, b"ready\n")
+                signal.pause()
+                os.write(1, b"to nobody\n")
+                code = 75 if stop.requested else 2
+        finally:
+            os._exit(code)
+    assert os.read(terminal, 100) == b"ready\r\n"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+
+
+def test_in_a_thread_there_are_no_signals_to_hear():
+    heard = []
+
+    def run():
+        with StopSignals() as stop:
+            heard.append(stop.requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert heard == [False]

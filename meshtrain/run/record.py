@@ -1,0 +1,87 @@
+"""What a run writes beside its checkpoints, and that it stays there: config.yaml and metrics.jsonl."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config import Config, ConfigError, refusal, to_yaml
+from meshtrain.files import write_atomically
+from meshtrain.run.directory import CONFIG, METRICS
+from meshtrain.run.failures import RunFailure
+from meshtrain.run.lock import LOCK, RunLock
+from meshtrain.run.processes import first_decides
+from meshtrain.run.rows import MetricsFile, trim_metrics
+
+
+class RunRecord:
+    """Writes on the first process, and nothing on the others. `start`: the step after which the run goes on.
+
+    A run directory, or a file of these, that is removed, renamed or replaced while the run goes on is made again and told: nothing
+    is written where nobody would find it. ConfigError if it cannot be begun; RunFailure if another run is in the directory by then.
+    """
+
+    def __init__(self, directory: Path, config: Config, start: int, lock: RunLock | None) -> None:
+        self.directory, self.start, self._lock = directory, start, lock
+        self._config = to_yaml(config).encode()
+        self._metrics: MetricsFile | None = None
+        self._told: list[str] = []
+        first_decides(self._begin)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """A row of metrics."""
+        if self._metrics is None:
+            return
+        missing = self._missing_files()
+        refused = self._make_again(missing) if missing else None
+        self._metrics.write(row)
+        if missing and missing != self._told:
+            self._tell(missing, refused or self._metrics.refused)
+        self._told = missing
+
+    def is_written(self) -> bool:
+        """Whether every row is in the file."""
+        return self._metrics is None or self._metrics.refused is None
+
+    def close(self) -> None:
+        """Tells if rows are lost."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _begin(self) -> None:
+        trim_metrics(self.directory / METRICS, self.start)
+        write_atomically(self.directory / CONFIG, self._config)
+        self._metrics = MetricsFile(self.directory / METRICS)
+
+    def _missing_files(self) -> list[str]:
+        assert self._metrics is not None
+        there = {
+            LOCK: self._lock is None or self._lock.is_there(),
+            CONFIG: (self.directory / CONFIG).exists(),
+            METRICS: self._metrics.is_there(),
+        }
+        return [name for name, found in there.items() if not found]
+
+    def _make_again(self, missing: list[str]) -> OSError | None:
+        """All but the rows, which are written again with the next one; what the system refused."""
+        try:
+            if self._lock is not None and LOCK in missing:
+                self._lock.take_again()
+            if CONFIG in missing:
+                write_atomically(self.directory / CONFIG, self._config)
+        except ConfigError as in_use:
+            raise RunFailure(
+                f"{self.directory} was removed or renamed while this run wrote there, and now {in_use}"
+            ) from None
+        except OSError as error:
+            return error
+        return None
+
+    def _tell(self, missing: list[str], refused: OSError | None) -> None:
+        gone = f"{' and '.join(missing)} of {self.directory} went away while the run goes on"
+        if refused is not None:
+            end = f"cannot be made again yet: {refusal(refused)}"
+        elif LOCK in missing:
+            end = "are made again; checkpoints that went with them are not"
+        else:
+            end = "are made again"
+        print(f"meshtrain: {gone}, and {end}.", file=sys.stderr, flush=True)

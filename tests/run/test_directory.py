@@ -1,0 +1,79 @@
+"""A run directory is refused before anything else happens, or everything in it can be written."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from meshtrain.config import ConfigError, decode
+from meshtrain.run.directory import NEWEST, note_checkpoint, noted_checkpoint, run_directory, set_aside
+
+NOBODY = 65534
+
+
+def entered(directory):
+    return run_directory(decode({"run": {"directory": str(directory)}}))
+
+
+def test_a_directory_and_the_metrics_of_a_run_before_are_taken(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert entered(tmp_path) == tmp_path
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (Path.mkdir, "is no file"),
+        (os.mkfifo, "is no file"),
+        (lambda path: path.symlink_to("gone/rows"), "is a link to gone/rows, which is not there"),
+        (lambda path: path.symlink_to(path.name), "cannot be written: too many levels of symbolic links"),
+    ],
+)
+def test_metrics_that_are_no_file_are_refused(make, says, tmp_path):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError) as refused:
+        entered(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path}/metrics.jsonl {says}; ")
+
+
+def test_metrics_of_another_user_are_refused():
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "metrics.jsonl"
+        path.write_text("{}\n")
+        path.chmod(0o444)
+        Path(name).chmod(0o777)
+        # Modes do not bind root.
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(NOBODY)
+        try:
+            with pytest.raises(
+                ConfigError, match=r"metrics\.jsonl cannot be written: permission denied; mend that, or"
+            ):
+                entered(Path(name))
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+def test_what_is_set_aside_never_meets_what_was_before(tmp_path):
+    for content in ("first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        set_aside(tmp_path, ["metrics.jsonl", "config.yaml"])
+    assert (tmp_path / "earlier-1" / "metrics.jsonl").read_text() == "first"
+    assert (tmp_path / "earlier-2" / "metrics.jsonl").read_text() == "second"
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_tell_of_it(tmp_path):
+    assert noted_checkpoint(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert noted_checkpoint(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 7}\n')
+    assert noted_checkpoint(tmp_path) == "unknown"
+    note_checkpoint(tmp_path, 20)
+    assert noted_checkpoint(tmp_path) == "20"
+    (tmp_path / NEWEST).write_text("")
+    assert noted_checkpoint(tmp_path) == ""

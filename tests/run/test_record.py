@@ -1,0 +1,105 @@
+"""What a run writes beside its checkpoints stays there, or is told and made again."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.config import decode, load
+from meshtrain.run.failures import RunFailure
+from meshtrain.run.lock import RunLock
+from meshtrain.run.record import RunRecord
+
+# Another run, as far as the lock knows.
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("process 7", file=file, flush=True)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def record(directory):
+    config = decode({"run": {"directory": str(directory)}})
+    lock = RunLock(directory)
+    record = RunRecord(directory, config, 0, lock)
+    record.write({"step": 1})
+    yield record
+    record.close()
+    lock.release()
+
+
+def steps(directory):
+    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("fault", ["removed", "renamed"])
+def test_a_directory_that_goes_away_is_made_again_locked_and_told_once(fault, directory, record, capsys):
+    if fault == "removed":
+        shutil.rmtree(directory)
+    else:
+        directory.rename(directory.with_name("away"))
+    record.write({"step": 2})
+    record.write({"step": 3})
+    assert steps(directory) == [1, 2, 3] and load(directory / "config.yaml").run.directory == str(directory)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert (
+        f".lock and config.yaml and metrics.jsonl of {directory} went away while the run goes on, and are made" in said
+    )
+    assert "checkpoints that went with them are not" in said
+    with pytest.raises(Exception, match="is in use by process"):
+        RunLock(directory)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_a_file_that_goes_away_is_made_again(name, directory, record, capsys):
+    before = (directory / name).read_text()
+    (directory / name).unlink()
+    record.write({"step": 2})
+    assert (directory / name).read_text().startswith(before)
+    assert (
+        capsys.readouterr().err
+        == f"meshtrain: {name} of {directory} went away while the run goes on, and are made again.\n"
+    )
+
+
+def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
+    shutil.rmtree(directory)
+    directory.mkdir()
+    command = [sys.executable, "-c", HOLD, directory / ".lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(
+            RunFailure, match=r"was removed or renamed while .*, and now run\.directory .* is in use by process 7"
+        ):
+            record.write({"step": 2})
+        other.kill()
+    assert not (directory / "metrics.jsonl").exists()
+
+
+def test_a_directory_that_cannot_be_made_again_is_told_and_its_rows_wait(directory, record, capsys):
+    shutil.rmtree(directory)
+    directory.write_text("a file in its place")
+    record.write({"step": 2})
+    assert "and cannot be made again yet: file exists" in capsys.readouterr().err
+    assert not record.is_written()
+    directory.unlink()
+    record.write({"step": 3})
+    assert record.is_written() and steps(directory) == [1, 2, 3]
+
+
+def test_a_row_that_is_written_says_nothing(directory, record, capsys):
+    record.write({"step": 2})
+    assert capsys.readouterr().err == "" and steps(directory) == [1, 2]
