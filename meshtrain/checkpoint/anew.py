@@ -38,5 +38,6 @@ def set_aside_earlier(root: Path, resume: str, say: Callable[[str], None]) -> No
     # The checkpoints first: without them the note makes a kill in between a refusal, and not a start over in the middle.
     earlier = set_aside(run, [*([CHECKPOINTS] if has_steps else []), NEWEST, METRICS, CONFIG])
     root.mkdir(exist_ok=True)
+    what = "checkpoints and metrics" if has_steps else "metrics"
     why = f"checkpoint.resume is {resume}" if resume == "never" else "no checkpoint was written before the run ended"
-    say(f"{why}: it starts over, and what the run before left is now in {earlier}.")
+    say(f"{why}: it starts anew, and the {what} of the run before are now in {earlier}.")

@@ -4,7 +4,8 @@ import json
 import pytest
 from checkpoint_runs import config
 
-from meshtrain.checkpoint.changes import check_keys, compare
+from meshtrain.checkpoint.changes import check_keys, compare, compare_data
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import ConfigError
 
 
@@ -114,3 +115,65 @@ def test_a_model_of_another_size_is_shown_the_way_through_its_weights():
 def test_what_cannot_be_asked_for_is_refused(keys, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check_keys(config(checkpoint=keys))
+
+
+# --- data that changed under the same keys
+
+
+def of_data(new, digest, was, python="3.11.0", **old):
+    """What `compare_data` says where a checkpoint of the sections `old` read `was`, and `new` reads `digest`."""
+    manifest = Manifest.of(2, 1.0, None, config(**old), [], was)
+    manifest.versions["python"] = python
+    return compare_data(manifest, new, digest, "checkpoint x")
+
+
+TEXT = {"data": {"source": "/text"}}
+
+
+def test_data_that_changed_are_refused_with_the_ways_out():
+    with pytest.raises(ConfigError) as refused:
+        of_data(config(**TEXT), {"digest": "aa"}, {"digest": "bb"}, **TEXT)
+    assert str(refused.value) == (
+        "checkpoint x does not fit the data: data.source /text holds other text than it did (aa, was bb); set it back, "
+        "give another run.directory, or go on all the same with checkpoint.allow: [data.source]."
+    )
+
+
+def test_the_source_of_a_mixture_that_changed_is_named():
+    mixed = {"data": {"source": "mixture", "mixture": ["/a", "/b", "/c"], "weights": [1, 2, 3]}}
+    with pytest.raises(
+        ConfigError, match=r"data\.source mixture: /b holds other text than it did \(22, was 20\); set it"
+    ):
+        of_data(config(**mixed), {"digest": "11+22+33"}, {"digest": "11+20+33"}, **mixed)
+
+
+def test_of_the_standard_library_both_pythons_are_named():
+    stdlib = {"data": {"source": "stdlib"}}
+    with pytest.raises(ConfigError, match=r"it is that of Python 3\.\S+, was that of 2\.7\.18; "):
+        of_data(config(**stdlib), {"digest": "aa"}, {"digest": "bb"}, python="2.7.18", **stdlib)
+
+
+def test_data_that_changed_and_are_allowed_to_are_told():
+    new = config(**TEXT, checkpoint={"allow": ["data.source"]})
+    told = of_data(new, {"digest": "aa"}, {"digest": "bb"}, **TEXT)
+    assert told == ["data.source /text holds other text than it did (aa, was bb), from here on."]
+
+
+def test_held_out_data_that_changed_are_told():
+    held = {"data": {"source": "/text", "validation_source": "/held"}}
+    was = {"digest": "aa", "validation_digest": "bb"}
+    assert of_data(config(**held), was, was, **held) == []
+    told = of_data(config(**held), was | {"validation_digest": "cc"}, was, **held)
+    assert told == ["data.validation_source /held holds other text than before, from here on."]
+
+
+@pytest.mark.parametrize(
+    "digest, was", [({"digest": "aa"}, {}), ({}, {"digest": "aa"}), ({"digest": "a"}, {"digest": "a"})]
+)
+def test_data_that_are_the_same_or_that_one_side_does_not_know_are_told_nothing(digest, was):
+    assert of_data(config(**TEXT), digest, was, **TEXT) == []
+
+
+def test_another_source_is_a_change_of_its_key_alone():
+    new = config(data={"source": "/elsewhere"}, checkpoint={"allow": ["data.source"]})
+    assert of_data(new, {"digest": "aa"}, {"digest": "bb"}, **TEXT) == []

@@ -9,6 +9,7 @@ from checkpoint_runs import config, numbered, program, same, saved
 
 from meshtrain.checkpoint import Checkpointer, steps
 from meshtrain.config import ConfigError
+from meshtrain.run.directory import NEWEST
 
 FLIPS = 6  # in each kind of file
 
@@ -164,12 +165,70 @@ def test_leftovers_are_removed_and_told(run):
 
 
 def test_never_moves_what_was_there_out_of_the_way(run):
-    (run / "metrics.jsonl").write_text("{}\n")
+    for name in ("metrics.jsonl", "config.yaml"):
+        (run / name).write_text("{}\n")
     step, _, said = restored(run, resume="never")
     assert step == 0 and "are now in" in said[0]
     assert steps.committed_in(run / "checkpoints") == []
     assert steps.committed_in(run / "earlier-1" / "checkpoints") == [1, 2, 3]
-    assert (run / "earlier-1" / "metrics.jsonl").read_text() == "{}\n"
+    for name in ("metrics.jsonl", "config.yaml"):
+        assert (run / "earlier-1" / name).read_text() == "{}\n" and not (run / name).exists()
+    assert restored(run)[0] == 0  # what was set aside is not missed
+
+
+# --- a run whose checkpoints are not there
+
+
+def tree(directory):
+    return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+@pytest.mark.parametrize("fault", ["missing", "empty", "unmarked", "missing, and only the rows tell of it"])
+@pytest.mark.parametrize("resume", ["auto", "another run"])
+def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(fault, resume, run, three, tmp_path):
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 9}\n')
+    if fault == "unmarked":
+        for step in ("1", "2", "3"):
+            (run / "checkpoints" / step / steps.COMMIT).unlink()
+    else:
+        shutil.rmtree(run / "checkpoints")
+    if fault == "empty":  # a disk that is not mounted
+        (run / "checkpoints").mkdir()
+    if fault.endswith("tell of it"):
+        (run / NEWEST).unlink()
+    before = tree(run)
+    with pytest.raises(ConfigError) as refused:
+        restored(run, resume=resume if resume == "auto" else str(three))
+    sentence = str(refused.value)
+    assert (
+        f"the run in {run} had " in sentence
+        and ("3 has no COMMIT" if fault == "unmarked" else "there is none") in sentence
+    )
+    assert "mount or restore checkpoints to go on, or start anew with --set checkpoint.resume=never" in sentence
+    assert tree(run) == before
+    step, _, said = restored(run, resume="never")
+    assert step == 0 and len(said) == 1
+    kept = {path.relative_to("earlier-1"): content for path, content in tree(run).items()}
+    assert kept == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_anew_and_its_rows_are_set_aside(tmp_path):
+    """As under Slurm, which starts it again; whatever its rows say of steps at which a save failed."""
+    (tmp_path / "checkpoints" / "2.writing").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+    step, _, said = restored(tmp_path)
+    assert step == 0 and not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "earlier-1" / "metrics.jsonl").read_text() == '{"step": 9}\n'
+    assert said[1].startswith(
+        "no checkpoint was written before the run ended: it starts anew, and the metrics of the run"
+    )
+    assert restored(tmp_path)[2] == []
+
+
+def test_rows_of_before_a_start_from_another_run_are_set_aside(three, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert restored(tmp_path, resume=str(three))[0] == 3
+    assert (tmp_path / "earlier-1" / "metrics.jsonl").exists() and not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("path", ["{}", "{}/checkpoints", "{}/checkpoints/3"])

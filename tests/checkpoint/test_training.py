@@ -1,10 +1,16 @@
 """Whole runs, in this process: what metrics.jsonl, the directory and the terminal have of checkpoints."""
 
+import shutil
+import time
+
 import pytest
 from checkpoint_runs import LAYOUTS
 from trainer import rows, settings
 
 from meshtrain.checkpoint import digests, steps
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.config import load
+from meshtrain.run.record import RunRecord
 from meshtrain.train import main
 
 ONE, CUBE, *_ = LAYOUTS
@@ -83,3 +89,49 @@ def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
     assert "step 3 is taken already and train.steps is 2: nothing is left to do" in said.out
     assert said.err == "meshtrain: train.steps was 3 and is 2 from here on.\n"
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in "abcd":
+        (text / f"{name}.txt").write_text(f"{name} " * 400)
+    sections = {"data": {"source": str(text), "validation": 0.0}}
+    run = train(tmp_path, 2, 2, **sections)
+    for name in "cd":
+        (text / f"{name}.txt").unlink()
+    kept = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    again = settings(tmp_path, 4, 2, **sections)
+    capsys.readouterr()
+    assert main(["--config", str(again)]) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoints/2 does not fit the data: data.source {text} holds other text than it did" in said
+    assert said.count("\n") == 1 and said.endswith("or go on all the same with checkpoint.allow: [data.source].\n")
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept
+    train(tmp_path, 4, 2, **sections, checkpoint={"allow": ["data.source"], "every": 2})
+    assert "holds other text than it did" in capsys.readouterr().err
+    old, new = (Manifest.read(run / "checkpoints" / str(step)).data for step in (2, 4))
+    assert new["batches"] == 4 and old["digest"] != new["digest"]
+    train(tmp_path, 5, 2, **sections)  # the change is the checkpoint's own by now
+    assert "other text" not in capsys.readouterr().err
+
+
+def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at_its_end(tmp_path, capsys, monkeypatch):
+    def remove_at_3(self, row):
+        if row["step"] == 3:
+            while steps.committed_in(tmp_path / "run" / "checkpoints") != [2]:
+                time.sleep(0.01)
+            shutil.rmtree(tmp_path / "run")
+        write(self, row)
+
+    write = RunRecord.write
+    monkeypatch.setattr(RunRecord, "write", remove_at_3)
+    run = train(tmp_path, 6, 2)
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+    assert load(run / "config.yaml").train.steps == 6
+    assert steps.committed_in(run / "checkpoints") == [4, 6] and digests.problems(run / "checkpoints" / "6") == []
+    said = capsys.readouterr().err
+    assert (
+        said.count("\n") == 1 and "went away while the run goes on, and are made again; checkpoints that went" in said
+    )
