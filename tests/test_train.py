@@ -1,7 +1,9 @@
 """python -m meshtrain.train as a user meets it: files, exit codes, one plain sentence for a mistake."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from meshtrain import train
+from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import load
 from meshtrain.train import main
 
@@ -71,6 +75,73 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_at_wh
     assert main(write(tmp_path, **wild)) == 1
     error = capsys.readouterr().err
     assert "the loss of step" in error and "Traceback" not in error
+
+
+# --- asked to stop where no step is being taken
+
+
+def interrupted(monkeypatch, owner, name, number=signal.SIGTERM):
+    """Sends this process a signal when `name` is first called."""
+    function, sent = getattr(owner, name), []
+
+    def wrapped(*arguments, **keywords):
+        if not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return function(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.mark.parametrize(
+    "owner, name, number",
+    [
+        (train, "open_data", signal.SIGTERM),
+        (train, "build", signal.SIGINT),
+        (Checkpointer, "restore_or_init", signal.SIGTERM),
+        (train.Loop, "compiled", signal.SIGHUP),
+    ],
+)
+def test_a_signal_before_the_first_step_gives_up_at_once_and_loses_nothing(
+    owner, name, number, tmp_path, capsys, monkeypatch
+):
+    arguments = write(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupted(patch, owner, name, number)
+        assert main(arguments) == 75
+    said = capsys.readouterr().err
+    assert said == f"meshtrain: {number.name}: stopped before the first step; nothing is lost, run again to go on.\n"
+    assert main(arguments) == 0
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_signal_that_something_swallowed_before_the_first_step_still_stops_the_run(tmp_path, monkeypatch, capsys):
+    def swallowing(*arguments):
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return build(*arguments)
+
+    build = train.build
+    monkeypatch.setattr(train, "build", swallowing)
+    assert main(write(tmp_path)) == 75
+    assert "stopped on request before the first step, run again to go on." in capsys.readouterr().out
+    assert rows(tmp_path) == []
+
+
+def test_a_signal_in_an_evaluation_is_met_by_the_next_step_and_its_checkpoint(tmp_path, monkeypatch):
+    arguments = write(tmp_path, eval={"every": 2, "batches": 1})
+    with monkeypatch.context() as patch:
+        interrupted(patch, train.Loop, "evaluate")
+        assert main(arguments) == 75
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3] and "eval_loss" in rows(tmp_path)[1]
+    assert main(arguments) == 0
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_signal_in_the_last_save_finds_the_run_done(tmp_path, monkeypatch):
+    interrupted(monkeypatch, Checkpointer, "wait")
+    assert main(write(tmp_path)) == 0
+    assert (tmp_path / "run" / "checkpoints" / "4").is_dir()
 
 
 def test_print_config_prints_yaml_that_loads_to_the_same_config(tmp_path, capsys):

@@ -11,9 +11,9 @@ from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.restoring import restore, start_from_weights
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.checkpoint.source import Source, find
-from meshtrain.config import Config
+from meshtrain.config import Config, ConfigError
 from meshtrain.run.lock import RunLock
-from meshtrain.run.processes import first_decides, is_first
+from meshtrain.run.processes import first_decides, gathered, is_first
 from meshtrain.step import Program, State
 
 
@@ -32,7 +32,7 @@ class Checkpointer:
         say: Callable[[str], None] | None = None,
         read: Mapping[str, str] | None = None,
     ) -> None:
-        self.config, self.program, self._read = config, program, read or {}
+        self.config, self.program, self._read = config, program, dict(read or {})
         self._canonical = Canonical(program)
         self._root = Path(config.run.directory).absolute() / "checkpoints"
         self._speak = say or (lambda sentence: print(f"meshtrain: {sentence}", file=sys.stderr, flush=True))
@@ -41,6 +41,10 @@ class Checkpointer:
         changes.check_keys(config)
         try:
             first_decides(self._enter)
+            if any(read != self._read for read in gathered(self._read)):
+                raise ConfigError(
+                    "the processes of this run read different data; on every machine the same must be under data.source."
+                )
         except BaseException:
             self._leave()
             raise

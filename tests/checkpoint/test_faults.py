@@ -114,20 +114,39 @@ def one_of_two(rank, port):
     os.environ |= {"SLURM_LOCALID": str(rank), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
 
 
-def test_a_preemption_notice_to_one_of_two_processes_stops_both_with_a_checkpoint_and_code_75(tmp_path):
-    run, sections = tmp_path / "run", {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 2}}
-    port = free_port()
-    trainers = []
+OVER_TWO = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 2}}
+
+
+def two_processes(directory):
+    """A run of 9999 steps in two processes that has a checkpoint; its directory, and they."""
+    run, port, trainers = directory / "run", free_port(), []
     for rank in (0, 1):
-        (tmp_path / str(rank)).mkdir()
-        own = settings(tmp_path / str(rank), 9999, EVERY, run={"directory": str(run), "fake_devices": 1}, **sections)
+        (directory / str(rank)).mkdir()
+        own = settings(directory / str(rank), 9999, EVERY, run={"directory": str(run), "fake_devices": 1}, **OVER_TWO)
         trainers.append(Trainer(own, before=partial(one_of_two, rank, port)))
     assert trainers[0].until(lambda: bool(committed(run))), trainers[0].log.read_text()
+    return run, trainers
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_is_told_by_the_other_in_one_sentence(victim, tmp_path):
+    run, trainers = two_processes(tmp_path)
+    trainers[victim].kill()
+    survivor = trainers[1 - victim]
+    assert survivor.end() == 1, survivor.log.read_text()
+    said = [line for line in survivor.log.read_text().splitlines() if line.startswith("meshtrain: ")]
+    assert len(said) == 1 and "another process of this run died or cannot be reached: " in said[0]
+    assert said[0].endswith(f"run again to go on from step {committed(run)[-1]}.")
+    assert "Traceback" not in survivor.log.read_text()
+
+
+def test_a_preemption_notice_to_one_of_two_processes_stops_both_with_a_checkpoint_and_code_75(tmp_path):
+    run, trainers = two_processes(tmp_path)
     os.kill(trainers[1].process.pid, signal.SIGTERM)
     assert [trainer.end() for trainer in trainers] == [75, 75], [trainer.log.read_text() for trainer in trainers]
     last = rows(run)[-1]["step"]
     assert committed(run)[-1] == last < 9999 and newest_is_intact(run)
-    assert Trainer(settings(tmp_path, last + 3, EVERY, **sections)).end() == 0  # one process goes on, with two devices
+    assert Trainer(settings(tmp_path, last + 3, EVERY, **OVER_TWO)).end() == 0  # one process goes on, with two devices
     assert [row["step"] for row in rows(run)] == list(range(1, last + 4))
 
 

@@ -1,0 +1,52 @@
+"""What the runtime throws, in a sentence."""
+
+import jax
+import pytest
+
+from meshtrain.run.directory import note_checkpoint
+from meshtrain.run.failures import RunFailure, explained
+
+
+@pytest.fixture
+def of_several(monkeypatch):
+    """This process, as one of several."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError(
+            "UNKNOWN: Gloo all-reduce failed: [external/gloo/pair.cc:538] Read error [127.0.0.1]:7071: Connection reset by peer"
+        ),
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:39064"),
+        jax.errors.JaxRuntimeError("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited"),
+        jax.errors.JaxRuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
+    ],
+)
+def test_a_process_that_is_gone_is_told_with_the_step_to_go_on_from(error, of_several, tmp_path):
+    note_checkpoint(tmp_path, 40)
+    failure = explained(error, tmp_path)
+    assert isinstance(failure, RunFailure)
+    assert str(failure).startswith(f"another process of this run died or cannot be reached: {error}; ")
+    assert str(failure).endswith("run again to go on from step 40.")
+
+
+def test_without_a_checkpoint_there_is_only_the_start(of_several, tmp_path):
+    assert str(explained(ValueError("Gloo failed"), tmp_path)).endswith("run again to go on from the start.")
+
+
+def test_memory_that_a_device_lacks_is_told_with_what_needs_less(tmp_path):
+    error = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nStack: ..."
+    )
+    sentence = str(explained(error, tmp_path))
+    assert "too little memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.; " in sentence
+    assert "meshtrain.plan" in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("told already")]
+)
+def test_what_has_no_sentence_or_has_one_stays_as_it_is(error, tmp_path):
+    assert explained(error, tmp_path) is error
