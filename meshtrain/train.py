@@ -61,7 +61,8 @@ def train(config: Config) -> int:
         directory = run_directory(config)
         try:
             data, held_out = open_data(config)
-            join_cluster()
+            with stop.held():
+                join_cluster()
             program = build(config, make_mesh(config))
             checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
             closing.callback(checkpointer.close)

@@ -6,9 +6,11 @@
 Python looks at signals between two instructions of its own: what XLA compiles meanwhile is finished first.
 """
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Self
 
@@ -31,7 +33,8 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._signalled = self._reached = self._stepping = False
+        self._signalled = ""  # the first signal's name
+        self._held = self._stepping = self._reached = False
         self._asked = 0
         self._previous: dict[signal.Signals, object] = {}
 
@@ -53,10 +56,21 @@ class StopSignals:
         """From here on there is something to lose."""
         self._stepping = True
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A request that comes meanwhile is met at the end: a process that left others while they join would take them down."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._signalled:
+            self._meet()
+
     @property
     def requested(self) -> bool:
         if not jax.distributed.is_initialized():
-            return self._signalled
+            return bool(self._signalled)
         if not self._reached:
             self._asked += 1
             self._reached = multihost_utils.reached_preemption_sync_point(self._asked)
@@ -70,7 +84,13 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._signalled = True
+        self._signalled = name
+        if not self._held:
+            self._meet()
+
+    def _meet(self) -> None:
+        """The first signal, as the moment asks for."""
+        name = self._signalled
         if jax.distributed.is_initialized():
             _tell(f"{name}: stopping all processes after a step, with a checkpoint.")
             os.kill(os.getpid(), signal.SIGTERM)

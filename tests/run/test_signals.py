@@ -3,6 +3,7 @@ import pty
 import signal
 import threading
 
+import jax
 import pytest
 
 from meshtrain.run.signals import SIGNALS, Stopped, StopSignals
@@ -24,6 +25,26 @@ def test_before_the_first_step_a_signal_ends_what_is_under_way(number):
         with pytest.raises(Stopped, match=f"{number.name}: stopped before the first step; nothing is lost"):
             os.kill(os.getpid(), number)
         assert stop.requested
+
+
+def test_a_signal_that_is_held_is_met_at_the_end():
+    passed = []
+    with StopSignals() as stop, pytest.raises(Stopped), stop.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        passed.append(True)
+    assert passed
+
+
+def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_tells_them_all(monkeypatch, capfd):
+    passed_on = []
+    with StopSignals() as stop, stop.held():
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(os, "kill", lambda process, number: passed_on.append(number))
+        assert passed_on == []
+    monkeypatch.undo()
+    assert passed_on == [signal.SIGTERM]
+    assert "SIGINT: stopping all processes after a step, with a checkpoint." in capfd.readouterr().err
 
 
 def test_the_handlers_of_before_are_back_afterwards():
