@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError
+from meshtrain.checkpoint.steps import committed_in
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.mesh import join_cluster, make_mesh, own_rows, platform
 from meshtrain.parallel import offload
-from meshtrain.run.directory import run_directory
+from meshtrain.run.directory import CHECKPOINTS, run_directory
 from meshtrain.run.failures import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
@@ -78,7 +79,7 @@ def train(config: Config) -> int:
         except (ConfigError, CheckpointError, FloatingPointError):  # of all processes alike
             raise
         except Exception as error:
-            failure = explained(error, directory)
+            failure = explained(error, max(committed_in(directory / CHECKPOINTS), default=None))
             if jax.distributed.is_initialized():
                 end_at_once(failure, FAILED)
             if failure is error:

@@ -4,12 +4,9 @@ import os
 import re
 import sys
 import traceback
-from pathlib import Path
 from typing import NoReturn
 
 import jax
-
-from meshtrain.run.directory import noted_checkpoint
 
 # What the collectives (gloo, NCCL) and JAX's coordination service say when a process is gone. Between processes of one machine it
 # takes a moment, else up to jax.distributed's heartbeat timeout; where the service notices first, it ends the process by SIGABRT,
@@ -23,14 +20,13 @@ class RunFailure(RuntimeError):
     """Why a run failed while it went on, in one plain sentence; the commands print it and exit with code 1."""
 
 
-def explained(error: Exception, directory: Path) -> Exception:
-    """What the runtime threw as a RunFailure, where there is a sentence for it."""
+def explained(error: Exception, newest: int | None) -> Exception:
+    """What the runtime threw as a RunFailure, where there is a sentence for it; `newest`: the last checkpoint."""
     if isinstance(error, RunFailure):
         return error
     said = (str(error).splitlines() or [""])[0][:200]
     if jax.distributed.is_initialized() and LOST.search(str(error)):
-        step = noted_checkpoint(directory)
-        start = "from the start" if step is None else f"from step {step}" if step.isdecimal() else "from its checkpoint"
+        start = "from the start" if newest is None else f"from step {newest}"
         return RunFailure(
             f"another process of this run died or cannot be reached: {said}; its own words say why, run again to go on {start}."
         )

@@ -17,7 +17,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 class Stopped(KeyboardInterrupt):
@@ -40,17 +40,18 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in self._ours():
                 # Under nohup a closed terminal is to be ignored.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if jax.distributed.is_initialized():
-            self._previous.pop(signal.SIGTERM, None)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        for number in self._ours() & self._previous.keys():
+            signal.signal(number, self._previous[number])  # type: ignore[arg-type]
+
+    def _ours(self) -> set[signal.Signals]:
+        return SIGNALS - {signal.SIGTERM} if jax.distributed.is_initialized() else SIGNALS
 
     def finish_steps(self) -> None:
         """From here on there is something to lose."""

@@ -8,6 +8,8 @@ import pytest
 from mounts import BIND, READ_ONLY, REMOUNT, may_mount, mount, own_mounts
 from trainer import EVERY, STEPS, Trainer, assert_undisturbed, committed, newest_is_intact, rows, settings
 
+from meshtrain.checkpoint import steps
+
 pytestmark = pytest.mark.usefixtures("compiled_before")
 
 
@@ -28,6 +30,16 @@ def full_disk(directory):
     """Room for names, and not for a byte."""
     own_mounts()
     mount("tmpfs", directory, options="size=64k")
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def full_with_a_run(run, directory):
+    """What is in `run`, on a disk without room for a byte more."""
+    own_mounts()
+    mount("tmpfs", directory, options="size=4m")
+    shutil.copytree(run, directory, dirs_exist_ok=True)
     with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
@@ -64,6 +76,24 @@ def test_a_disk_that_is_full_from_the_start_is_told_in_one_sentence(tmp_path, mo
     assert trainer.end() == 2, trainer.log.read_text()
     said = trainer.log.read_text()
     assert said.count("\n") == 1 and "cannot be used: no space left on device" in said
+
+
+def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and_config(tmp_path, mounts):
+    config, run = settings(tmp_path, 2 * EVERY, EVERY), tmp_path / "run"
+    assert Trainer(config).end() == 0
+    steps.remove(run / "checkpoints" / str(2 * EVERY))  # as if it had been killed before: rows are to be dropped
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "config.yaml")}
+    run.rename(tmp_path / "made")
+    run.mkdir()
+    trainer = Trainer(
+        config,
+        before=partial(full_with_a_run, tmp_path / "made", run),
+        after=partial(shutil.copytree, run, tmp_path / "left"),
+    )
+    assert trainer.end() == 2, trainer.log.read_text()
+    said = trainer.log.read_text()
+    assert said.count("\n") == 1 and "cannot be used: no space left on device" in said
+    assert {name: (tmp_path / "left" / name).read_bytes() for name in before} == before
 
 
 def test_checkpoints_that_cannot_be_written_are_told_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):

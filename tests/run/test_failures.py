@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from meshtrain.run.directory import note_checkpoint
 from meshtrain.run.failures import RunFailure, explained
 
 
@@ -24,23 +23,22 @@ def of_several(monkeypatch):
         jax.errors.JaxRuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
     ],
 )
-def test_a_process_that_is_gone_is_told_with_the_step_to_go_on_from(error, of_several, tmp_path):
-    note_checkpoint(tmp_path, 40)
-    failure = explained(error, tmp_path)
+def test_a_process_that_is_gone_is_told_with_the_step_to_go_on_from(error, of_several):
+    failure = explained(error, 40)
     assert isinstance(failure, RunFailure)
     assert str(failure).startswith(f"another process of this run died or cannot be reached: {error}; ")
     assert str(failure).endswith("run again to go on from step 40.")
 
 
-def test_without_a_checkpoint_there_is_only_the_start(of_several, tmp_path):
-    assert str(explained(ValueError("Gloo failed"), tmp_path)).endswith("run again to go on from the start.")
+def test_without_a_checkpoint_there_is_only_the_start(of_several):
+    assert str(explained(ValueError("Gloo failed"), None)).endswith("run again to go on from the start.")
 
 
-def test_memory_that_a_device_lacks_is_told_with_what_needs_less(tmp_path):
+def test_memory_that_a_device_lacks_is_told_with_what_needs_less():
     error = jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nStack: ..."
     )
-    sentence = str(explained(error, tmp_path))
+    sentence = str(explained(error, None))
     assert "too little memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.; " in sentence
     assert "meshtrain.plan" in sentence and "\n" not in sentence
 
@@ -48,5 +46,5 @@ def test_memory_that_a_device_lacks_is_told_with_what_needs_less(tmp_path):
 @pytest.mark.parametrize(
     "error", [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("told already")]
 )
-def test_what_has_no_sentence_or_has_one_stays_as_it_is(error, tmp_path):
-    assert explained(error, tmp_path) is error
+def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
+    assert explained(error, None) is error
