@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import itertools
 import json
 import platform
 from collections.abc import Iterator, Mapping
@@ -15,14 +14,8 @@ MODEL = (
     "family", "layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "tied_head", "rope_theta",
     "max_positions", "norm_eps",
 )  # fmt: skip
-CONTENT = (
-    "source",
-    "mixture",
-    "tokenizer",
-    "validation",
-    "text_field",
-    "bad_documents",
-)  # what the digest of the data follows
+# What the digest of the data follows from.
+CONTENT = ("source", "mixture", "tokenizer", "validation", "text_field", "bad_documents")
 DATA = (*CONTENT, "weights", "batching", "last", "lengths", "length_multiple", "rows_multiple")
 SHAPES = tuple(f"model.{name}" for name in MODEL)  # what the weights are, and what the model computes with them
 REFUSED = (
@@ -103,15 +96,10 @@ def compare_data(manifest: Manifest, config: Config, read: Mapping[str, str], wh
             way_out = _way_out(["data.source"], weights_only=False)
             raise ConfigError(f"{where} does not fit the data: {sentence}; {way_out}.")
         told.append(f"{sentence}, from here on.")
-    held_out = "validation_digest"
-    if (
-        "data.validation_source" not in keys
-        and held_out in read
-        and old.get(held_out, read[held_out]) != read[held_out]
-    ):
-        told.append(
-            f"data.validation_source {config.data.validation_source} holds other text than before, from here on."
-        )
+    held_out, path = "validation_digest", config.data.validation_source
+    changed = held_out in read and old.get(held_out, read[held_out]) != read[held_out]
+    if changed and "data.validation_source" not in keys:
+        told.append(f"data.validation_source {path} holds other tokens than it did, from here on.")
     return told
 
 
@@ -119,17 +107,14 @@ def _other_content(manifest: Manifest, config: Config, digest: str) -> str:
     """Which source holds something else than it did."""
     names = config.data.mixture if config.data.source == "mixture" else (config.data.source,)
     # One part a source, in their order.
-    before, now = manifest.data["digest"].split("+"), digest.split("+")
-    changed = [i for i, pair in enumerate(itertools.zip_longest(before, now)) if len(set(pair)) == 2 and i < len(names)]
-    sentence = " and ".join(f"{names[i]} holds other text than it did ({now[i]}, was {before[i]})" for i in changed)
+    parts = zip(names, manifest.data["digest"].split("+"), digest.split("+"), strict=True)
+    changed = {name: f"{now}, was {before}" for name, before, now in parts if now != before}
+    of_mixture = "mixture: " if config.data.source == "mixture" else ""
+    sentence = of_mixture + " and ".join(f"{n} holds other tokens than it did ({what})" for n, what in changed.items())
     then, here = manifest.versions.get("python"), platform.python_version()
-    if "stdlib" in (names[i] for i in changed) and then != here:
+    if "stdlib" in changed and then != here:
         sentence += f": it is that of Python {here}, was that of {then}"
-    return (
-        f"data.source {config.data.source}: {sentence}"
-        if config.data.source == "mixture"
-        else f"data.source {sentence}"
-    )
+    return f"data.source {sentence}"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from meshtrain.checkpoint import changes, steps
+from meshtrain.checkpoint import anew, changes, steps
 from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.restoring import restore, start_from_weights
@@ -41,10 +41,6 @@ class Checkpointer:
         changes.check_keys(config)
         try:
             first_decides(self._enter)
-            if any(read != self._read for read in gathered(self._read)):
-                raise ConfigError(
-                    "the processes of this run read different data; on every machine the same must be under data.source."
-                )
         except BaseException:
             self._leave()
             raise
@@ -52,10 +48,17 @@ class Checkpointer:
     def restore_or_init(self) -> tuple[State, int]:
         """The state to go on from, on the program's shardings, and the steps taken.
 
-        ConfigError if the config does not fit the checkpoint, or if all there is is damaged or of a newer format.
+        What an earlier run left, from which this one does not go on, is set aside. ConfigError if the config or the data do not fit
+        the checkpoint, or if all there is is damaged, lost or of a newer format.
         """
+        if any(read != self._read for read in gathered(self._read)):
+            raise ConfigError(
+                "the processes of this run read different data; on every machine the same must be under data.source."
+            )
         source = find(self.config, self._root, self._say)
         state, step = (self.program.init(), 0) if source is None else self._restore(source)
+        if source is None or not source.own:
+            first_decides(partial(anew.set_aside_earlier, self._root, self.config.checkpoint.resume, self._say))
         self._canonical.compile()
         return state, step
 

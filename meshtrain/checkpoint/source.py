@@ -28,23 +28,19 @@ class Source:
 def find(config: Config, root: Path, say: Say) -> Source | None:
     """The checkpoint to start from, None for a new run. `root` is the run's own directory of steps; damaged steps there are set aside.
 
-    What an earlier run left is set aside if this one does not go on from it. ConfigError if checkpoint.resume names nothing, if all
-    that there is is damaged, of a newer format, or lost.
+    ConfigError if checkpoint.resume names nothing, if all that there is is damaged, of a newer format, or lost.
     """
-    resume, source = config.checkpoint.resume, None
-    if resume != "never":
-        first_decides(partial(anew.refuse_lost, root))
-        directory = _newest_intact(root, say, own=True)
-        if directory is not None:
-            if resume != "auto":
-                say(f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}.")
-            return Source(directory, Manifest.read(directory), own=True)
-        source = None if resume == "auto" else _of_another_run(resume, say)
-    first_decides(partial(anew.set_aside_earlier, root, resume, say))
-    return source
-
-
-def _of_another_run(resume: str, say: Say) -> Source:
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return None
+    first_decides(partial(anew.refuse_lost, root))
+    directory = _newest_intact(root, say, own=True)
+    if directory is not None:
+        if resume != "auto":
+            say(f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}.")
+        return Source(directory, Manifest.read(directory), own=True)
+    if resume == "auto":
+        return None
     directory = _newest_intact(Path(resume).expanduser().absolute(), say, own=False)
     if directory is None:
         near = difflib.get_close_matches(resume, ("auto", "never"), n=1)

@@ -66,7 +66,10 @@ def note_checkpoint(directory: Path, step: int) -> None:
 
 def noted_checkpoint(directory: Path) -> str | None:
     """The step of the newest checkpoint that a run ever committed, by its note or by its rows; None if there was none."""
-    if (directory / NEWEST).exists():
-        return (directory / NEWEST).read_text(errors="replace").strip()
-    with (directory / METRICS).open("rb") if (directory / METRICS).exists() else open(os.devnull, "rb") as rows:
+    note, metrics = directory / NEWEST, directory / METRICS
+    if note.exists():
+        return note.read_text(errors="replace").strip()
+    if not metrics.exists():
+        return None
+    with metrics.open("rb") as rows:
         return "unknown" if any(b'"checkpoint_bytes"' in row for row in rows) else None

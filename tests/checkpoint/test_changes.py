@@ -134,7 +134,7 @@ def test_data_that_changed_are_refused_with_the_ways_out():
     with pytest.raises(ConfigError) as refused:
         of_data(config(**TEXT), {"digest": "aa"}, {"digest": "bb"}, **TEXT)
     assert str(refused.value) == (
-        "checkpoint x does not fit the data: data.source /text holds other text than it did (aa, was bb); set it back, "
+        "checkpoint x does not fit the data: data.source /text holds other tokens than it did (aa, was bb); set it back, "
         "give another run.directory, or go on all the same with checkpoint.allow: [data.source]."
     )
 
@@ -142,7 +142,7 @@ def test_data_that_changed_are_refused_with_the_ways_out():
 def test_the_source_of_a_mixture_that_changed_is_named():
     mixed = {"data": {"source": "mixture", "mixture": ["/a", "/b", "/c"], "weights": [1, 2, 3]}}
     with pytest.raises(
-        ConfigError, match=r"data\.source mixture: /b holds other text than it did \(22, was 20\); set it"
+        ConfigError, match=r"data\.source mixture: /b holds other tokens than it did \(22, was 20\); set it"
     ):
         of_data(config(**mixed), {"digest": "11+22+33"}, {"digest": "11+20+33"}, **mixed)
 
@@ -156,7 +156,7 @@ def test_of_the_standard_library_both_pythons_are_named():
 def test_data_that_changed_and_are_allowed_to_are_told():
     new = config(**TEXT, checkpoint={"allow": ["data.source"]})
     told = of_data(new, {"digest": "aa"}, {"digest": "bb"}, **TEXT)
-    assert told == ["data.source /text holds other text than it did (aa, was bb), from here on."]
+    assert told == ["data.source /text holds other tokens than it did (aa, was bb), from here on."]
 
 
 def test_held_out_data_that_changed_are_told():
@@ -164,7 +164,7 @@ def test_held_out_data_that_changed_are_told():
     was = {"digest": "aa", "validation_digest": "bb"}
     assert of_data(config(**held), was, was, **held) == []
     told = of_data(config(**held), was | {"validation_digest": "cc"}, was, **held)
-    assert told == ["data.validation_source /held holds other text than before, from here on."]
+    assert told == ["data.validation_source /held holds other tokens than it did, from here on."]
 
 
 @pytest.mark.parametrize(

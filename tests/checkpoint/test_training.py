@@ -10,6 +10,7 @@ from trainer import rows, settings
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import load
+from meshtrain.run.directory import noted_checkpoint
 from meshtrain.run.record import RunRecord
 from meshtrain.train import main
 
@@ -106,21 +107,21 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path
     capsys.readouterr()
     assert main(["--config", str(again)]) == 2
     said = capsys.readouterr().err
-    assert f"checkpoints/2 does not fit the data: data.source {text} holds other text than it did" in said
+    assert f"checkpoints/2 does not fit the data: data.source {text} holds other tokens than it did" in said
     assert said.count("\n") == 1 and said.endswith("or go on all the same with checkpoint.allow: [data.source].\n")
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept
     train(tmp_path, 4, 2, **sections, checkpoint={"allow": ["data.source"], "every": 2})
-    assert "holds other text than it did" in capsys.readouterr().err
+    assert "holds other tokens than it did" in capsys.readouterr().err
     old, new = (Manifest.read(run / "checkpoints" / str(step)).data for step in (2, 4))
     assert new["batches"] == 4 and old["digest"] != new["digest"]
     train(tmp_path, 5, 2, **sections)  # the change is the checkpoint's own by now
-    assert "other text" not in capsys.readouterr().err
+    assert "other tokens" not in capsys.readouterr().err
 
 
 def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at_its_end(tmp_path, capsys, monkeypatch):
     def remove_at_3(self, row):
         if row["step"] == 3:
-            while steps.committed_in(tmp_path / "run" / "checkpoints") != [2]:
+            while noted_checkpoint(tmp_path / "run") != "2":
                 time.sleep(0.01)
             shutil.rmtree(tmp_path / "run")
         write(self, row)
