@@ -1,1 +1,53 @@
-"""meshtrain: train transformers on a 3-D device mesh (data x tensor x pipeline) in JAX and Flax."""
+"""meshtrain: train transformers on a 3-D device mesh (data x tensor x pipeline) in JAX and Flax.
+
+import meshtrain as mt
+
+config = mt.load("configs/quickstart.yaml", ["mesh.tensor=2"])   # a file or None, then overrides
+program = mt.Program(config)                                     # on mt.make_mesh(config); block=, attention=, loss= replace parts
+state = program.init()                                           # then program.train_step(state, batch), program.logits(...)
+model = mt.read_model("runs/quickstart")                         # a checkpoint's weights, as a function of tokens
+
+Every name is imported when it is first asked for: `import meshtrain` alone loads no JAX and starts no backend. Bad input is a
+ConfigError, one plain sentence. `train` and `plan` are modules with commands of their own (python -m meshtrain.train) and, called,
+the functions of the same name: mt.train(config), mt.plan(config).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshtrain.checkpoint import Checkpointer as Checkpointer
+    from meshtrain.checkpoint import CheckpointError as CheckpointError
+    from meshtrain.config import Config as Config
+    from meshtrain.config import ConfigError as ConfigError
+    from meshtrain.config import load as load
+    from meshtrain.data import open_data as open_data
+    from meshtrain.mesh import make_mesh as make_mesh
+    from meshtrain.plan import plan as plan
+    from meshtrain.reader import Model as Model
+    from meshtrain.reader import read_model as read_model
+    from meshtrain.step import Program as Program
+    from meshtrain.step import State as State
+    from meshtrain.train import train as train
+
+# Where each name is defined; "" for a module that is also the function of its name.
+_HOMES = {
+    "CheckpointError": "checkpoint", "Checkpointer": "checkpoint", "Config": "config", "ConfigError": "config", "Model": "reader",
+    "Program": "step", "State": "step", "load": "config", "make_mesh": "mesh", "open_data": "data", "plan": "", "read_model": "reader",
+    "train": "",
+}  # fmt: skip
+__all__ = list(_HOMES)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
+        found = globals()[name] = getattr(home, name) if _HOMES[name] else home
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,6 @@ data │ 0  │ 1  │   stage 0 of the pipeline
 
 import os
 import re
-import warnings
 from collections.abc import Sequence
 
 import jax
@@ -28,20 +27,21 @@ AXES = (DATA, TENSOR, PIPELINE)
 THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
 
 
-def fake_cpu_devices(count: int) -> None:
-    """Asks for at least `count` CPU devices in this process, before JAX starts a backend; XLA_FLAGS wins.
+def fake_cpu_devices(count: int) -> bool:
+    """Asks for at least `count` CPU devices in this process; XLA_FLAGS wins. False if JAX has started already, with fewer.
 
     No effect where an accelerator is found.
     """
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * (int(forced.group(1)) if forced else count)))
     if forced:
-        return
+        return True
     try:
         jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))  # type: ignore[attr-defined]
-    except RuntimeError:  # the backend runs already, in a notebook for example
-        if jax.local_device_count() < count:
-            warnings.warn(f"JAX has started before it could be asked for {count} CPU devices", stacklevel=2)
+    except RuntimeError:
+        # it runs already, in a notebook for example
+        return jax.local_device_count() >= count
+    return True
 
 
 def join_cluster() -> None:
@@ -73,20 +73,22 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     Raises ConfigError when there are fewer devices than the mesh has places.
     """
     shape = config.mesh
-    needed = shape.data * shape.tensor * shape.pipeline
+    needed, asked = shape.data * shape.tensor * shape.pipeline, True
     if devices is None:
-        if config.run.fake_devices:
-            fake_cpu_devices(config.run.fake_devices)
-        elif needed > 1:
-            fake_cpu_devices(needed)
+        fakes = config.run.fake_devices or (needed if needed > 1 else 0)
+        asked = fake_cpu_devices(fakes) if fakes else True
         devices = jax.devices()
     if len(devices) < needed:
         kind = devices[0].platform
-        hint = (
-            "run.fake_devices (or XLA_FLAGS) fakes more"
-            if kind == "cpu"
-            else "JAX_PLATFORMS=cpu runs it on fake CPU devices"
-        )
+        if kind != "cpu":
+            hint = "JAX_PLATFORMS=cpu runs it on fake CPU devices"
+        elif asked:
+            hint = "run.fake_devices (or XLA_FLAGS) fakes more"
+        else:
+            hint = (
+                "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the kernel) "
+                "and make this mesh before anything else uses JAX"
+            )
         raise ConfigError(
             f"the mesh data {shape.data} x tensor {shape.tensor} x pipeline {shape.pipeline} needs {needed} devices, "
             f"but there are {len(devices)} ({kind}); {hint}."

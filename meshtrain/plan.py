@@ -10,11 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
+from meshtrain.modules import callable_as
 from meshtrain.parallel.pipeline import draw
-from meshtrain.planner import advice, html, report, scaling
+from meshtrain.planner import advice, estimate, html, report, scaling
 from meshtrain.planner.cluster import Cluster, named
 from meshtrain.planner.compile import Compiled, compile_step, parse_target
-from meshtrain.planner.estimate import Plan, plan
+from meshtrain.planner.estimate import Plan
 from meshtrain.planner.faults import faults
 from meshtrain.planner.search import Found, search
 
@@ -37,6 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads the output, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as `rich` does
+
+
+def plan(config: Config, cluster: Cluster | str | None = None) -> Plan:
+    """What each device of a config holds, sends and waits for (bytes and seconds of one step), on a cluster or one named as --cluster.
+
+    Default: the cpu of this machine with run.fake_devices, else h100. Touches no device. ConfigError for a cluster that is not
+    there or too small.
+    """
+    if not isinstance(cluster, Cluster):
+        cluster = named(cluster or _usual_cluster(config), _devices(config))
+    return estimate.plan(config, _large_enough(cluster, config))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -66,32 +78,41 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
-    mesh = config.mesh
-    devices = mesh.data * mesh.tensor * mesh.pipeline
+    devices = _devices(config)
     if options.devices is not None and options.devices < 1:
         raise ConfigError(f"--devices {options.devices}: give the number of devices to search layouts for, at least 1.")
     needed = max(devices, options.devices or 0) if options.search else devices
-    cluster = named(options.cluster or _usual_cluster(config, options), needed)
+    cluster = named(options.cluster or _usual_cluster(config, options.compile), needed)
     if options.search and cluster.devices < (options.devices or 0):
         raise ConfigError(f"--devices {options.devices} is more than the {cluster.devices} devices of cluster {cluster.name}.")  # fmt: skip
-    if not options.search and cluster.devices < devices:
+    return cluster if options.search else _large_enough(cluster, config)
+
+
+def _large_enough(cluster: Cluster, config: Config) -> Cluster:
+    """The cluster; ConfigError if it has fewer devices than the mesh."""
+    mesh = config.mesh
+    if cluster.devices < _devices(config):
         raise ConfigError(
-            f"the mesh data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline} needs {devices} devices, but cluster "
+            f"the mesh data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline} needs {_devices(config)} devices, but cluster "
             f"{cluster.name} has {cluster.devices} ({cluster.nodes} nodes of {cluster.devices_per_node})."
         )
     return cluster
 
 
-def _usual_cluster(config: Config, options: argparse.Namespace) -> str:
+def _devices(config: Config) -> int:
+    return config.mesh.data * config.mesh.tensor * config.mesh.pipeline
+
+
+def _usual_cluster(config: Config, compiled_for: str | None = None) -> str:
     """What a run is planned for when no cluster is named."""
-    if options.compile:
-        target = parse_target(options.compile, config.mesh.data * config.mesh.tensor * config.mesh.pipeline)
+    if compiled_for:
+        target = parse_target(compiled_for, _devices(config))
         return {"a100": "a100-80"}.get(target, target)
     return "cpu" if config.run.fake_devices else "h100"
 
 
 def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
-    planned = plan(config, cluster)
+    planned = estimate.plan(config, cluster)
     changes = [] if planned.fits else advice.cheapest(planned)
     found = planned.as_json() | {"faults": report.faults_json(faults(planned))}
     found["changes"] = [list(change.settings) for change in changes]
@@ -152,12 +173,11 @@ def _write(path: str, text: str) -> None:
 
 
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
-    mesh = config.mesh
     given = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
-    devices = options.devices or (cluster.devices if given else mesh.data * mesh.tensor * mesh.pipeline)
+    devices = options.devices or (cluster.devices if given else _devices(config))
     found = search(config, cluster, devices)
     if not found.plans:
-        smallest = plan(found.smallest.config, cluster)
+        smallest = estimate.plan(found.smallest.config, cluster)
         raise ConfigError(
             f"none of {found.legal:,} layouts fits: the smallest holds {report.size(smallest.bytes)} a device, and {cluster.accelerator.name} "
             f"has {report.size(cluster.accelerator.usable_bytes)}; take more devices, or a smaller batch or model."
@@ -187,6 +207,8 @@ def _measure(options: argparse.Namespace) -> int:
     print(measured.to_yaml(), end="")
     return 0
 
+
+callable_as(__name__, plan)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,11 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.compat import varying
 from meshtrain.config import Config
-from meshtrain.mesh import DATA, PIPELINE, platform
+from meshtrain.mesh import DATA, PIPELINE, make_mesh, platform
+from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import LossScale, initial_scale, learning_rate, make_optimizer, next_scale, state_shardings
 from meshtrain.parallel import accumulate, offload
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.logits import logits
 from meshtrain.parallel.pipeline.execute import Executor
 from meshtrain.parallel.zero import Zero
 
@@ -45,17 +47,35 @@ def build(config: Config, mesh: Mesh) -> "Program":
 
 
 class Program:
-    """`init`, `train_step` and `eval_step` of one config on one mesh."""
+    """`init`, `train_step`, `eval_step` and `logits` of one config on one mesh, by default that of `make_mesh`.
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet. ConfigError for
+    a mesh with fewer devices than the config needs, and for a hook whose result has not the shape or dtype that it must have.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh | None = None,
+        *,
+        block: BlockHook | None = None,
+        attention: AttentionHook | None = None,
+        loss: LossHook | None = None,
+    ) -> None:
+        mesh = make_mesh(config) if mesh is None else mesh
         self.config, self.mesh = config, mesh
+        self.hooks = Hooks(block, attention, loss)
+        self.hooks.check(config)
         offload.check_memory(config, mesh)
         self.layout = Layout(config, mesh)
         self.zero = Zero(self.layout)
-        self.forward = Forward(self.layout, self.zero, platform(mesh))
+        self.forward = Forward(self.layout, self.zero, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)
         self.executor = Executor(self.forward, self.layout.table) if self.layout.table else None
+        if self.hooks.any:
+            # traced, so that what a hook does wrong is told here and now
+            jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
 
     # --- state
 
@@ -190,13 +210,28 @@ class Program:
         """(params, batch) -> mean loss per token."""
         return jax.jit(self._evaluate)
 
+    @cached_property
+    def logits(self) -> Callable[[Tree, jax.Array], jax.Array]:
+        """(params, tokens int32 [B, T]) -> logits float32 [B, T, vocab_size], rows over data, which must divide B."""
+
+        def local(masters: Tree, tokens: jax.Array) -> jax.Array:
+            return logits(self.forward, self.zero.open(masters), {"tokens": tokens, "rows": jnp.arange(len(tokens))})
+
+        def run(params: Tree, tokens: jax.Array) -> jax.Array:
+            shares = PartitionSpec(DATA, None, self.forward.collectives.vocabulary)
+            specs = (self.layout.shards, PartitionSpec(DATA))
+            mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shares)
+            return mapped(params, tokens)[..., : self.config.model.vocab_size]
+
+        return jax.jit(run, out_shardings=self.batch_sharding)
+
     def check_offload(self, state: State, batch: Batch) -> float:
         """Relative difference between the gradients with and without offloaded activations, on a real batch.
 
         An open XLA report has offloaded scan residuals give wrong gradients on GPUs, silently; hence this.
         """
         parallel = dataclasses.replace(self.config.parallel, remat="full", remat_keep=(), remat_offload=())
-        plain = Program(dataclasses.replace(self.config, parallel=parallel), self.mesh)
+        plain = Program(dataclasses.replace(self.config, parallel=parallel), self.mesh, **vars(self.hooks))
 
         def difference(params: Tree, batch: Batch, step: jax.Array) -> jax.Array:
             one = jnp.float32(1.0)

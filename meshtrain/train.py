@@ -17,13 +17,15 @@ from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
-from meshtrain.mesh import join_cluster, make_mesh, own_rows, platform
+from meshtrain.mesh import join_cluster, own_rows, platform
+from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
+from meshtrain.modules import callable_as
 from meshtrain.parallel import offload
 from meshtrain.run.directory import CHECKPOINTS, run_directory
 from meshtrain.run.failures import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
-from meshtrain.step import Program, State, build
+from meshtrain.step import Program, State
 from meshtrain.telemetry.progress import Reporter
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
@@ -56,15 +58,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPPED
 
 
-def train(config: Config) -> int:
-    """A whole run, or the rest of one; the exit code."""
+def train(
+    config: Config,
+    *,
+    block: BlockHook | None = None,
+    attention: AttentionHook | None = None,
+    loss: LossHook | None = None,
+) -> int:
+    """A whole run, or the rest of one; the exit code: 0 done, 75 stopped on request with its checkpoint written.
+
+    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`; a run must be resumed and read with the same.
+    ConfigError for what cannot run, CheckpointError if the last checkpoint cannot be written, FloatingPointError if the loss is
+    not finite.
+    """
     with StopSignals() as stop, ExitStack() as closing:
         directory = run_directory(config)
         try:
             data, held_out = open_data(config)
             with stop.held():
                 join_cluster()
-            program = build(config, make_mesh(config))
+            program = Program(config, block=block, attention=attention, loss=loss)
             checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
             closing.callback(checkpointer.close)
             state, start = checkpointer.restore_or_init()
@@ -245,6 +258,8 @@ def opening(program: Program, data: TextBatches, start: int) -> list[str]:
         lines.append(f"going on after step {start}")
     return lines
 
+
+callable_as(__name__, train)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,9 +21,12 @@ from meshtrain.config.schema import Config
 NULL_TAG, TRUE, FALSE = "tag:yaml.org,2002:null", {"true", "yes", "on"}, {"false", "no", "off"}
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked, resolved config of a YAML file with `key.path=value` overrides; ConfigError (one sentence) otherwise."""
-    node = _read(Path(path))
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The checked, resolved config of a YAML file (None: of the defaults) with `key.path=value` overrides, in their order.
+
+    ConfigError (one sentence) otherwise.
+    """
+    node = _read(Path(path)) if path is not None else None
     config = _section(Config, node, "", str(path)) if node is not None else Config()
     for override in overrides:
         config = _override(config, override)

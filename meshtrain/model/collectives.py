@@ -18,6 +18,7 @@ class Collectives:
     """One device: every hook is the identity. `platform` chooses between implementations of attention."""
 
     platform: str = "cpu"
+    vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.config import Config, ModelConfig
+from meshtrain.config import ModelConfig
 from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
 from meshtrain.model.layers import Block, Norm, Sequence, parameter, rotary
-from meshtrain.model.loss import cross_entropy
 
 EMBEDDING_SITE = 1 << 20  # a dropout site that no layer has
 
@@ -89,11 +88,3 @@ class Decoder(nnx.Module):
 def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """cos and sin for llama, None for gpt2, whose positions are learned."""
     return rotary(positions, config.head_dim or 2, config.rope_theta) if config.family == "llama" else None
-
-
-def token_losses(config: Config, logits_BTV: jax.Array, labels_BT: jax.Array, collectives: Collectives) -> jax.Array:
-    """Loss per token [B, T] as the config asks for it."""
-    train = config.train
-    return cross_entropy(
-        logits_BTV, labels_BT, config.model.vocab_size, collectives, train.label_smoothing, train.z_loss
-    )

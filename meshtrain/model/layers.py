@@ -106,6 +106,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         d, h, g, k = config.d_model, config.heads, config.kv_heads or config.heads, config.head_dim or 1
         std, biases = config.init_std, config.family == "gpt2"
+        self.attend: Callable[..., jax.Array] = attend
         self.group = h // g  # query heads that share a key/value head
         self.q = parameter(rngs, ("embed", "heads", "head"), (d, h, k), std)
         self.k = parameter(rngs, ("embed", "kv_heads", "head"), (d, g, k), std)
@@ -131,7 +132,7 @@ class Attention(nnx.Module):
             mine = (collectives.first_head(heads) + jnp.arange(heads)) // self.group
             k, v = jnp.take(k, mine, axis=2), jnp.take(v, mine, axis=2)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
-        a = attend(q, k, v, sequence.segments_BT, collectives, dropout)
+        a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout)
         y = linear(a, self.out[...]).reshape(x_BTD.shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])

@@ -12,7 +12,8 @@ from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import DATA, PIPELINE
 from meshtrain.model.collectives import Dropout
-from meshtrain.model.decoder import rotary_table, token_losses
+from meshtrain.model.decoder import rotary_table
+from meshtrain.model.hooks import Hooks, Parts
 from meshtrain.model.layers import Sequence
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.tensor import MeshCollectives
@@ -27,10 +28,11 @@ Batch = dict[
 class Forward:
     """Embedding, layers and loss on one device of the mesh. Weights come in pairs (differentiated, constant), see zero.Weights."""
 
-    def __init__(self, layout: Layout, zero: Zero, platform: str) -> None:
+    def __init__(self, layout: Layout, zero: Zero, platform: str, hooks: Hooks | None = None) -> None:
         self.config: Config = layout.config
         self.layout, self.zero = layout, zero
         self.collectives = MeshCollectives(layout.config, platform)
+        self.parts = Parts(layout.config, self.collectives, hooks or Hooks())
         self.skips = platform == "cpu"  # idle work is skipped there; elsewhere a predicate would stall the device
         self.embedding_graph, _ = nnx.split(layout.abstract.embedding)
         self.block_graph, _ = nnx.split(layout.abstract.blocks)
@@ -63,7 +65,7 @@ class Forward:
 
             def run(x: jax.Array) -> jax.Array:
                 block = nnx.merge(self.block_graph, self.zero.use(leaves, differentiated, constant))
-                return block(x, sequence, self.collectives, dropout.at(index))
+                return vary(self.parts.block(block, x, sequence, dropout.at(index)), varying(x))
 
             if self.layout.even:
                 return run(x)
@@ -76,15 +78,18 @@ class Forward:
 
         return stack
 
-    def loss(self, edge: Tree, constant: Tree | None, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
-        """Sum of the weighted token losses of this data rank's microbatch, from the last stage's x (where `here` is true)."""
+    def logits(self, edge: Tree, constant: Tree | None, x: jax.Array, here: jax.Array) -> jax.Array:
+        """This device's share of the logits, float32 [b, T, V share], from the last stage's x (where `here` is true)."""
         use = lambda part: self.zero.use(  # noqa: E731
             self.layout.leaves[part], edge[part], None if constant is None else constant[part]
         )
         head = nnx.merge(self.head_graph, use("head"))
         tied = use("embedding")["tokens"] if self.config.model.tied_head else None
-        logits = head(self.collectives.from_last_stage(x, here), tied, self.collectives)
-        losses = token_losses(self.config, logits, batch["labels"], self.collectives)
+        return head(self.collectives.from_last_stage(x, here), tied, self.collectives)
+
+    def loss(self, edge: Tree, constant: Tree | None, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
+        """Sum of the weighted token losses of this data rank's microbatch, from the last stage's x (where `here` is true)."""
+        losses = self.parts.loss(self.logits(edge, constant, x, here), batch["labels"])
         total = jnp.sum(losses * batch["weights"] if "weights" in batch else losses)
         return jnp.where(here, total, 0.0) if PIPELINE in varying(total) else total
 

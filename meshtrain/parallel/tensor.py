@@ -27,7 +27,7 @@ class MeshCollectives(Collectives):
         self.platform = platform
         self.ranks = config.mesh.tensor
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
-        self.vocabulary = rules(config)["vocab"]  # mesh axes that share the vocabulary, major first
+        self.vocabulary = rules(config)["vocab"]
         sizes = {TENSOR: config.mesh.tensor, PIPELINE: config.mesh.pipeline}
         self.vocabulary_ranks = math.prod(sizes[a] for a in self.vocabulary)
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
@@ -35,7 +35,7 @@ class MeshCollectives(Collectives):
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         if self.sequence_parallel:
             return lax.all_gather(x_BTD, TENSOR, axis=SEQUENCE, tiled=True)
-        return x_BTD  # varies over tensor already: the norm's scale does (see layers.Norm)
+        return vary(x_BTD, (TENSOR,))  # after a norm it does already: the norm's scale does (see layers.Norm)
 
     def leave(self, y_BTD: jax.Array) -> jax.Array:
         if self.sequence_parallel:

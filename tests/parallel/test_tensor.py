@@ -13,7 +13,7 @@ from meshtrain.compat import vary, varying
 from meshtrain.config import Config, decode
 from meshtrain.inspect import collectives
 from meshtrain.mesh import make_mesh
-from meshtrain.model.loss import cross_entropy
+from meshtrain.model.loss import Vocabulary, cross_entropy
 from meshtrain.parallel.tensor import MeshCollectives
 
 P = PartitionSpec
@@ -138,7 +138,7 @@ def test_cross_entropy_of_shares_is_that_of_the_whole_vocabulary(tensor, pipelin
     padded = jnp.pad(logits, ((0, 0), (0, 0), (0, rows * ranks - size)), constant_values=9.0)
 
     def sharded(z, labels):
-        value, vjp = jax.vjp(lambda z: cross_entropy(z, labels, size, hooks, 0.1, 0.01).sum(), z)
+        value, vjp = jax.vjp(lambda z: cross_entropy(z, labels, Vocabulary(size, hooks), 0.1, 0.01).sum(), z)
         return value, vjp(jnp.ones_like(value))[0]
 
     spec = P(None, None, hooks.vocabulary)

@@ -1,0 +1,177 @@
+"""What may be replaced from outside with a plain function: the block, attention, the loss.
+
+    def parallel_block(block, x, sequence, collectives, dropout):            # GPT-J, PaLM: both branches from one norm
+        h = collectives.enter(block.attention_norm(x))
+        y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(h, collectives)
+        return x + dropout.at(1).stream(y, collectives.first_position(x.shape[1]))
+
+    def capped_loss(logits, labels, vocabulary):                             # Gemma 2: logits within -30 .. 30
+        logits = 30 * jnp.tanh(logits / 30)
+        return vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels)
+
+    program = mt.Program(config, block=parallel_block, loss=capped_loss)     # train_step, eval_step and logits use them
+
+The built-in ones are the defaults on the same path. A hook runs inside the step on one device's share of the arrays, so it must be
+made of jax.numpy and of the helpers that it is given; with them it is right on every mesh, schedule and ZeRO stage.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.compat import varying
+from meshtrain.config import Config, ConfigError
+from meshtrain.model.attention import attend
+from meshtrain.model.collectives import Collectives, Dropout
+from meshtrain.model.layers import Block, Sequence
+from meshtrain.model.loss import Vocabulary, cross_entropy
+
+
+class BlockHook(Protocol):
+    """One layer: the residual stream [B, T, D] (T / tensor of it with sequence parallelism) to the same, in the same dtype.
+
+    `block` holds the layer's weights, this device's share of each, as modules: attention_norm, attention, mlp_norm, mlp (see
+    `model.layers`). What goes into a column-parallel weight passes `collectives.enter` first, what comes out of a row-parallel one
+    `collectives.leave` (`block.attention` and `block.mlp` do the latter).
+    """
+
+    def __call__(
+        self, block: Block, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout, /
+    ) -> jax.Array: ...
+
+
+class AttentionHook(Protocol):
+    """Queries [B, T, H, K] against keys and values [B, T, G, K], of this device's heads, to [B T, H K] in the queries' dtype.
+
+    H is a multiple of G; rotary positions are in them already. Causal, and within `segments_BT` where that is not None: these are
+    the hook's own to keep, as is dropout (`dropout.attention`). It needs no collective.
+    """
+
+    def __call__(
+        self,
+        q_BTHK: jax.Array,
+        k_BTGK: jax.Array,
+        v_BTGK: jax.Array,
+        segments_BT: jax.Array | None,
+        collectives: Collectives,
+        dropout: Dropout,
+        /,
+    ) -> jax.Array: ...
+
+
+class LossHook(Protocol):
+    """Loss of each token, float32 [B, T], from this device's share of the logits, float32 [B, T, V share].
+
+    Labels [B, T] are ids of the whole vocabulary. What needs more than the share goes through `vocabulary`. The tokens' weights
+    and the mean over the batch come afterwards.
+    """
+
+    def __call__(self, logits_BTV: jax.Array, labels_BT: jax.Array, vocabulary: Vocabulary, /) -> jax.Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """The functions that replace built-in ones, None where none does."""
+
+    block: BlockHook | None = None
+    attention: AttentionHook | None = None
+    loss: LossHook | None = None
+
+    def check(self, config: Config) -> None:
+        """ConfigError for what cannot be called as the hook is, and for keys that the replaced loss would have obeyed."""
+        for kind, protocol in (("block", BlockHook), ("attention", AttentionHook), ("loss", LossHook)):
+            if (hook := getattr(self, kind)) is not None:
+                _check_call(kind, hook, list(inspect.signature(protocol.__call__).parameters)[1:])
+        for key in ("label_smoothing", "z_loss") if self.loss else ():
+            if value := getattr(config.train, key):
+                raise ConfigError(
+                    f"train.{key} is {value}, but the loss is replaced by {_name(self.loss)}, which does not obey it; "
+                    "leave the key out, and have the function do it."
+                )
+
+    @property
+    def any(self) -> bool:
+        return self != Hooks()
+
+
+class Parts:
+    """The block, attention and loss of a config: built in, or the hooks', whose results are checked as they are traced."""
+
+    def __init__(self, config: Config, collectives: Collectives, hooks: Hooks) -> None:
+        self.collectives, self.hooks = collectives, hooks
+        self.vocabulary = Vocabulary(config.model.vocab_size, collectives)
+        train = config.train
+        built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
+        self._block, self._loss = hooks.block or Block.__call__, hooks.loss or built_in
+
+    def block(self, block: Block, x_BTD: jax.Array, sequence: Sequence, dropout: Dropout) -> jax.Array:
+        block.attention.attend = self.attention
+        y = self._block(block, x_BTD, sequence, self.collectives, dropout)
+        wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
+        _check_result("block", self._block, y, wanted, varying(x_BTD), "pass each branch through collectives.leave")
+        return y
+
+    def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout) -> jax.Array:  # fmt: skip
+        hook = self.hooks.attention or attend
+        out = hook(q, k, v, segments, collectives, dropout)
+        wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
+        _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")
+        return out
+
+    def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
+        losses = self._loss(logits_BTV, labels_BT, self.vocabulary)
+        wanted = jax.ShapeDtypeStruct(labels_BT.shape, jnp.float32)
+        shared = varying(logits_BTV) - set(self.collectives.vocabulary)
+        _check_result("loss", self._loss, losses, wanted, shared, "sum it over the vocabulary with vocabulary.sum")
+        return losses
+
+
+def _check_call(kind: str, hook: Any, names: list[str]) -> None:
+    wanted = f"it is called with ({', '.join(names)})"
+    if not callable(hook):
+        raise ConfigError(f"the {kind} hook is {_short(repr(hook))}; it must be a function, and {wanted}.")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        # some callables written in C tell none; the call will say
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        raise ConfigError(f"the {kind} hook {_name(hook)} takes {_short(str(signature))}, but {wanted}.") from None
+
+
+def _check_result(
+    kind: str, hook: Any, result: Any, wanted: jax.ShapeDtypeStruct, axes: Iterable[str], way_out: str
+) -> None:
+    """ConfigError if a hook's result has another shape or dtype, or differs between devices that must agree."""
+    if not isinstance(result, jax.Array):
+        gave = f"a {type(result).__name__}"
+    elif (result.shape, result.dtype) != (wanted.shape, wanted.dtype):
+        gave = _array(result)
+    elif more := sorted(varying(result) - set(axes)):
+        raise ConfigError(
+            f"the {kind} hook {_name(hook)} gave a value that differs over the mesh axis {' and '.join(more)}; {way_out}."
+        )
+    else:
+        return
+    raise ConfigError(f"the {kind} hook {_name(hook)} gave {gave} on a device, and {_array(wanted)} is wanted.")
+
+
+def _array(x: jax.Array | jax.ShapeDtypeStruct) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _name(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
+
+
+def _short(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,44 @@
+"""Logits on any mesh: the stages of a pipeline one after the other, each waiting for the one before.
+
+    stage 0   ─ layers 0, 1 ─►
+    stage 1                    ─ layers 2, 3 ─►        what a stage made goes to all of them, so that no table is needed
+    all                                         ─ head ─►
+
+For looking at what a model says, on the mesh that it is trained on; with stages it is no way to serve one.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshtrain.compat import vary, varying
+from meshtrain.mesh import PIPELINE
+from meshtrain.parallel.forward import Batch, Forward
+from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.parallel.zero import Weights
+
+
+def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
+    """This device's share of the vocabulary, [b, T, V share] in float32, of its data rank's tokens [b, T]."""
+    layout = forward.layout
+    stage = Stage(forward, layout.chunks, weights, jax.tree.map(lambda a: a[None], batch), None)
+    first = jnp.zeros((), jnp.int32)
+    x = stage.embed(stage.edge, first)
+    here = lax.axis_index(PIPELINE) == 0
+    for k in range(layout.stages * layout.chunks):
+        place, chunk = (layout.table.stage_of(k), layout.table.chunk_of(k)) if layout.table else (0, 0)
+        here = lax.axis_index(PIPELINE) == place
+
+        def run(x: jax.Array, chunk: int = chunk) -> jax.Array:
+            return stage.run(x, first, jnp.int32(chunk))
+
+        y = lax.cond(here, run, lambda x: x, x) if forward.skips and layout.table else run(x)
+        x = vary(_only(here, y), forward.stream_axes)
+    shares = forward.logits(stage.edge, weights.constant, x, here)
+    # with parallel.vocab: edge only the last stage's logits are of use, though every stage has computed some
+    return shares if PIPELINE in forward.collectives.vocabulary else _only(here, shares)
+
+
+def _only(here: jax.Array, x: jax.Array) -> jax.Array:
+    """What the one stage has where `here` is true, on all of them."""
+    return lax.psum(jnp.where(here, x, 0), PIPELINE) if PIPELINE in varying(x) else x
