@@ -1,14 +1,19 @@
 """From a verified step to a state on the program's shardings: all of it, or a new run's state with its weights."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.canonical import Canonical, Entry
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.source import Source
 from meshtrain.config import ConfigError
 from meshtrain.step import State
+
+Tree = Any
 
 
 def restore(canonical: Canonical, source: Source) -> State:
@@ -16,6 +21,14 @@ def restore(canonical: Canonical, source: Source) -> State:
     entries = [e for e in canonical.entries if not e.name.startswith("scale.")]  # precision.compute may change
     _check(source, entries)
     return canonical.state(source.directory / steps.ARRAYS, source.manifest.leaves)
+
+
+def read_weights(canonical: Canonical, directory: Path, manifest: Manifest) -> Tree:
+    """The live parameters of a verified step and nothing else of it; ConfigError if they do not fit the program's model."""
+    parameters = [e for e in canonical.entries if e.name.startswith("params.")]
+    _check(Source(directory, manifest, own=False), parameters)
+    found = canonical.read(directory / steps.ARRAYS, parameters)
+    return jax.tree.unflatten(jax.tree.structure(canonical.program.layout.masters), [found[e.name] for e in parameters])
 
 
 def start_from_weights(canonical: Canonical, source: Source, say: Callable[[str], None]) -> State:

@@ -1,0 +1,200 @@
+"""From a run directory to a function of tokens: the weights of a checkpoint alone, on any mesh, without writing or waiting.
+
+    12/ ── verified against its digests ──► weights on this mesh ── still the same 12/? ──► model(tokens [B, T])
+                                                                     no: retention has removed it; the newest one now
+
+No lock is taken, nothing is written, and no optimizer state is read or allocated, so that it works on a directory that may only be
+read, and beside a run that goes on.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Container, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meshtrain.checkpoint import steps
+from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint.host_memory import freed_blocks_returned
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.restoring import read_weights
+from meshtrain.checkpoint.source import problems
+from meshtrain.config import Config, ConfigError, MeshConfig, ParallelConfig, check, decode
+from meshtrain.mesh import AXES, make_mesh
+from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
+from meshtrain.parallel.layout import Leaf
+from meshtrain.run.processes import first_decides, gathered
+from meshtrain.step import Program
+
+TRIES = 5  # steps that retention may take away under a reader, one after the other
+Tokens = np.ndarray | jax.Array
+
+
+class Model:
+    """The model of one checkpoint: `model(tokens)` gives logits. `config` is the run's, with this mesh in place of its own."""
+
+    def __init__(self, program: Program, params: Any, step: int, directory: Path) -> None:
+        self.program, self.params = program, params
+        self.config: Config = program.config
+        self.step, self.directory = step, directory
+
+    def __call__(self, tokens: Tokens) -> jax.Array:
+        """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids."""
+        tokens = self._ids("tokens", tokens)
+        self._check_length(tokens.shape[1])
+        placed = self._placed({"tokens": tokens})
+        return self.program.logits(self.params, placed["tokens"])[: len(tokens)]
+
+    def loss(self, batch: Mapping[str, Tokens]) -> float:
+        """Mean loss per token of a batch as `mt.open_data` gives them: tokens and labels [B, T], and where there are any
+        positions, segments and weights (of the loss; absent: all ones)."""
+        ids = {name: self._ids(name, batch[name]) for name in ("tokens", "labels")}
+        others = {name: np.asarray(batch[name]) for name in batch if name not in ids}
+        for name, array in {**ids, **others}.items():
+            if array.shape != ids["tokens"].shape:
+                raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(ids['tokens'].shape)}.")
+        self._check_length(int(others["positions"].max()) + 1 if "positions" in others else ids["tokens"].shape[1])
+        return float(self.program.eval_step(self.params, self._placed({**ids, **others})))
+
+    @cached_property
+    def weights(self) -> dict[str, jax.Array]:
+        """The float32 weights by canonical name (blocks.attention.q: all layers in order along the first axis), whole, unpadded."""
+        canonical = jax.jit(self.program.layout.canonical)(self.params)
+        is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
+        leaves = jax.tree.leaves(self.program.layout.leaves, is_leaf=is_leaf)
+        return {leaf.name: x for leaf, x in zip(leaves, jax.tree.leaves(canonical), strict=True)}
+
+    def _ids(self, name: str, given: Tokens) -> np.ndarray:
+        """Ids [B, T] as int32; anything else would be computed with all the same."""
+        ids, vocabulary = np.asarray(given), self.config.model.vocab_size
+        if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise ConfigError(f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T].")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise ConfigError(f"{name} have the id {wrong}; the model's are 0 to {vocabulary - 1}.")
+        return ids.astype(np.int32)
+
+    def _check_length(self, length: int) -> None:
+        model = self.config.model
+        if model.family == "gpt2" and model.max_positions is not None and length > model.max_positions:
+            raise ConfigError(f"{length} positions are asked for, but the model has learned {model.max_positions}.")
+
+    def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The batch on the mesh, with as many more rows, which weigh nothing, as its data axis needs."""
+        rows, length = batch["tokens"].shape
+        missing = -rows % self.config.mesh.data
+        if missing and "labels" in batch:
+            batch = {"weights": np.ones((rows, length), np.float32), **batch}
+        padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
+        return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
+
+
+def read_model(
+    path: str | Path,
+    step: int | Literal["newest"] = "newest",
+    mesh: Mesh | None = None,
+    *,
+    block: BlockHook | None = None,
+    attention: AttentionHook | None = None,
+    loss: LossHook | None = None,
+) -> Model:
+    """The model of a run directory, of its checkpoints/ or of one step, on `mesh` (default: the first device).
+
+    The weights are verified as a resume does: with "newest" a damaged step is passed over with a warning. A model that was trained
+    with a replaced block, attention or loss must be read with it. ConfigError if there is no such step, if all there is is damaged,
+    or if the mesh does not fit the model. With several processes all of them call it alike.
+    """
+    root = Path(path).expanduser().absolute()
+    # before anything asks for the process's number, which starts JAX
+    mesh = make_mesh(decode({})) if mesh is None else mesh
+    if mesh.axis_names != AXES:
+        raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
+    damaged: dict[Path, str] = {}
+    removed: set[Path] = set()
+    for _ in range(TRIES):
+        directory = _choose(root, step, damaged, removed)
+        before = _identity(directory)
+        try:
+            found = problems(directory)
+            model = None if found else _model(directory, mesh, block=block, attention=attention, loss=loss)
+        except Exception:
+            if _unchanged(directory, before):
+                raise
+        # a step that is removed is renamed first: under its own name it was whole all the while
+        if not _unchanged(directory, before):
+            removed.add(directory)
+        elif model is None:
+            damaged[directory] = f"checkpoint {directory} is damaged: {'; '.join(found)}"
+        else:
+            for sentence in damaged.values():
+                warnings.warn(f"{sentence}; it is passed over.", stacklevel=2)
+            return model
+    raise ConfigError(
+        f"{TRIES} checkpoints in {root} were removed or damaged while they were read; a larger checkpoint.keep leaves them longer."
+    )
+
+
+def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: Container[Path]) -> Path:
+    """The directory of the step asked for, or of the newest that is not known to be damaged; ConfigError if there is none."""
+    there = {d.name: d for d in map(Path, first_decides(lambda: [str(d) for d in steps.directories(root)]))}
+    if not there:
+        raise ConfigError(f"there is no checkpoint in {root}; give a run directory that has one, or one step.")
+    if step == "newest":
+        if left := [d for d in there.values() if d not in damaged]:
+            return left[-1]
+        newest = list(there.values())[-1]
+        raise ConfigError(f"every checkpoint in {root} is damaged ({damaged[newest]}); give another.")
+    wanted = there.get(str(step))
+    if wanted is None or wanted in removed:
+        what = "there is no" if wanted is None and not removed else "the run has removed, while it was read,"
+        raise ConfigError(f"{what} step {step} in {root}; it has {', '.join(there)}.")
+    if wanted in damaged:
+        raise ConfigError(f"{damaged[wanted]}.")
+    return wanted
+
+
+def _identity(directory: Path) -> list[int] | None:
+    """What tells this step from a later one of the same name; None if it is not there."""
+    try:
+        found = (directory / steps.COMMIT).stat()
+    except OSError:
+        return None
+    return [found.st_dev, found.st_ino, found.st_mtime_ns]
+
+
+def _unchanged(directory: Path, before: list[int] | None) -> bool:
+    """Whether every process still finds the step that it began to read."""
+    return all(gathered(_identity(directory) == before))
+
+
+def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
+    manifest = Manifest.read(directory)
+    program = Program(_config(manifest, mesh), mesh, **hooks)
+    with freed_blocks_returned():
+        params = read_weights(Canonical(program), directory, manifest)
+    return Model(program, params, manifest.step, directory)
+
+
+def _config(manifest: Manifest, mesh: Mesh) -> Config:
+    """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
+    known = {section: set(vars(keys)) for section, keys in vars(Config()).items()}
+    kept = {
+        section: {key: value for key, value in keys.items() if key in known[section]}
+        for section, keys in manifest.config.items()
+        if section in known and section not in ("mesh", "parallel")
+    }
+    # weights stay whole on every data rank: gathering them for each call would cost more than it saves
+    parallel = ParallelConfig(zero_stage=0)
+    config, shape = decode(kept), MeshConfig(**mesh.shape)
+    # a mesh need not divide the run's batch to read its model
+    rows = math.ceil(config.train.global_batch_size / shape.data) * shape.data
+    train = dataclasses.replace(config.train, global_batch_size=rows)
+    config = dataclasses.replace(config, mesh=shape, parallel=parallel, train=train)
+    check(config)
+    return config

@@ -1,0 +1,226 @@
+"""From a run directory to logits: the right numbers on any mesh, nothing written, nothing waited for, and no step that is going away."""
+
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import reference
+from checkpoint_runs import batch, config, take
+from short_runs import canonical_numbers, place
+
+import meshtrain as mt
+from meshtrain import reader
+from meshtrain.checkpoint import arrays, steps
+from meshtrain.config import ConfigError
+
+INTERLEAVED = {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "zero_stage": 2}
+TOKENS = np.random.default_rng(7).integers(0, 257, (3, 12))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on 2 x 2 x 2, interleaved, that holds its directory's lock: its program, its state after 3 steps, its checkpointer."""
+    settings = config(
+        tmp_path_factory.mktemp("run"), mesh={"data": 2, "tensor": 2, "pipeline": 2}, parallel=INTERLEAVED
+    )
+    program = mt.Program(settings)
+    checkpointer = mt.Checkpointer(settings, program)
+    state = program.init()._replace(params=place(program.layout, canonical_numbers(program.layout)))
+    for step in (1, 2, 3):
+        state, loss = take(program, state, step)
+        checkpointer.save(step, state, loss)
+        checkpointer.wait()
+    yield program, state, checkpointer
+    checkpointer.close()
+
+
+@pytest.fixture(scope="module")
+def directory(run) -> Path:
+    return Path(run[0].config.run.directory)
+
+
+@pytest.fixture
+def copied(directory, tmp_path) -> Path:
+    """The run's directory, for a test that damages it."""
+    return shutil.copytree(directory, tmp_path / "copy")
+
+
+def snapshot(directory: Path) -> dict[str, tuple]:
+    """Every file and directory with all that a write would change."""
+    found = {str(path): path.stat() for path in (directory, *directory.rglob("*"))}
+    return {name: (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found.items()}
+
+
+def reference_logits(program: mt.Program, state: mt.State) -> np.ndarray:
+    weights = jax.tree.map(np.asarray, program.layout.canonical(jax.tree.map(np.asarray, state.params)))
+    each = jax.vmap(lambda w, t: reference.logits(reference.Model("llama"), w, t), (None, 0))
+    return np.asarray(jax.jit(each)(weights, TOKENS))
+
+
+@pytest.mark.parametrize("shape", [None, "data=2 tensor=2", "tensor=2 pipeline=2"])
+def test_logits_are_the_references_on_any_mesh(run, directory, shape):
+    mesh = None if shape is None else mt.make_mesh(mt.load(None, [f"mesh.{part}" for part in shape.split()]))
+    model = mt.read_model(directory, mesh=mesh)
+    out = model(TOKENS)
+    assert (out.shape, out.dtype, model.step) == ((3, 12, 257), np.float32, 3)
+    np.testing.assert_allclose(out, reference_logits(*run[:2]), atol=1e-5)
+    assert model.config.mesh.pipeline == (2 if shape and "pipeline" in shape else 1)
+
+
+def test_logits_and_loss_are_those_of_the_training_program(run, directory):
+    program, state, _ = run
+    model = mt.read_model(directory)
+    even = TOKENS[:2]
+    np.testing.assert_allclose(model(even), program.logits(state.params, even), atol=1e-5)
+    held_out = batch(program, 9)
+    right = float(program.eval_step(state.params, held_out))
+    np.testing.assert_allclose(model.loss(held_out), right, rtol=1e-5)
+
+
+def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
+    two = mt.read_model(directory, mesh=mt.make_mesh(mt.load(None, ["mesh.data=2"])))
+    one = mt.read_model(directory)
+    odd = {"tokens": TOKENS, "labels": np.roll(TOKENS, -1, axis=1)}
+    np.testing.assert_allclose(two.loss(odd), one.loss(odd), rtol=1e-6)
+
+
+def test_weights_are_canonical_named_and_the_checkpoints_own(run, directory):
+    program, state, _ = run
+    weights = mt.read_model(directory).weights
+    right = program.layout.canonical(jax.tree.map(np.asarray, state.params))
+    assert weights["blocks.attention.q"].shape == (5, 24, 6, 4)
+    np.testing.assert_array_equal(weights["blocks.attention.q"], right["blocks"]["attention"]["q"])
+    np.testing.assert_array_equal(weights["embedding.tokens"], right["embedding"]["tokens"])
+
+
+def test_reading_takes_no_lock_writes_nothing_and_holds_weights_alone(run, directory):
+    before, others = snapshot(directory), {id(x) for x in jax.live_arrays()}
+    model = mt.read_model(directory)
+    held = sum(x.nbytes for x in jax.live_arrays() if id(x) not in others)
+    model(TOKENS)
+    assert snapshot(directory) == before
+    parameters = 4 * run[0].layout.parameters
+    assert parameters <= held < 1.01 * parameters, "an optimizer state would be twice as much again"
+
+
+def test_optimizer_state_is_not_even_read(copied):
+    newest = copied / "checkpoints" / "3"
+    asked: set[str] = set()
+
+    def watched(directory, targets, read=arrays.read):
+        asked.update(targets)
+        return read(directory, targets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays, "read", watched)
+        mt.read_model(newest)
+    assert asked and all(name.startswith("params.") for name in asked)
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/2"])
+def test_a_run_its_checkpoints_or_one_step_may_be_named(directory, place):
+    assert mt.read_model(directory / place).step == (2 if place.endswith("2") else 3)
+
+
+def test_a_step_may_be_chosen_and_one_that_is_not_there_is_told_with_those_that_are(directory):
+    assert mt.read_model(str(directory), step=1).step == 1
+    with pytest.raises(ConfigError, match=r"there is no step 7 in .*; it has 1, 2, 3\.$"):
+        mt.read_model(directory, step=7)
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        mt.read_model(directory / "checkpoints" / "nowhere")
+
+
+# --- damage, and steps that go away
+
+
+def flip(step: Path) -> None:
+    file = max((p for p in (step / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_newest_step_is_passed_over_with_a_warning_and_left_as_it_is(copied):
+    flip(copied / "checkpoints" / "3")
+    before = snapshot(copied)
+    with pytest.warns(UserWarning, match=r"checkpoints/3 is damaged: .*; it is passed over\."):
+        assert mt.read_model(copied).step == 2
+    assert snapshot(copied) == before
+    with pytest.raises(ConfigError, match=r"checkpoints/3 is damaged: .* is damaged between"):
+        mt.read_model(copied, step=3)
+
+
+def test_nothing_is_read_when_all_is_damaged(copied):
+    for step in ("1", "2", "3"):
+        flip(copied / "checkpoints" / step)
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):
+        mt.read_model(copied)
+
+
+@pytest.mark.parametrize("when", ["before it is verified", "before it is read", "after it was read"])
+def test_a_step_that_the_run_removes_while_it_is_read_gives_way_to_the_next(copied, monkeypatch, when):
+    module, name = (reader, "problems") if when == "before it is verified" else (arrays, "read")
+    original, root = getattr(module, name), copied / "checkpoints"
+
+    def removing(directory, *more):
+        step = Path(directory) if name == "problems" else Path(directory).parent
+        found = original(directory, *more) if when == "after it was read" else None
+        if step.name == "2" and step.exists():
+            os.rename(root / "3-hidden", root / "3")  # the run goes on: a newer step is there
+            steps.remove(step)
+        return found if found is not None else original(directory, *more)
+
+    monkeypatch.setattr(module, name, removing)
+    os.rename(root / "3", root / "3-hidden")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mt.read_model(copied).step == 3
+
+
+def test_a_step_that_was_asked_for_and_is_removed_meanwhile_is_told(copied, monkeypatch):
+    original = arrays.read
+    monkeypatch.setattr(arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0])
+    with pytest.raises(ConfigError, match=r"the run has removed, while it was read, step 2 in .*; it has 1, 3\.$"):
+        mt.read_model(copied, step=2)
+
+
+# --- what a model is asked
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([1, 2, 3], r"tokens are int64[3]; they must be whole numbers [B, T]."),
+        ([[0.5, 1.0]], r"tokens are float64[1, 2]; they must be whole numbers [B, T]."),
+        ([[0, 257]], "tokens have the id 257; the model's are 0 to 256."),
+        ([[-1, 0]], "tokens have the id -1; the model's are 0 to 256."),
+    ],
+)
+def test_what_are_no_ids_is_refused_rather_than_computed_with(directory, tokens, says):
+    model = mt.read_model(directory, step=1)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        model(tokens)
+
+
+def test_positions_that_were_never_learned_are_refused(tmp_path):
+    settings = config(tmp_path, model={"family": "gpt2"})
+    program = mt.Program(settings)
+    checkpointer = mt.Checkpointer(settings, program)
+    checkpointer.save(1, program.init(), 1.0)
+    checkpointer.close()
+    model = mt.read_model(tmp_path)
+    assert model(np.zeros((1, 16), int)).shape == (1, 16, 257)
+    with pytest.raises(ConfigError, match="17 positions are asked for, but the model has learned 16"):
+        model(np.zeros((1, 17), int))
+
+
+def test_a_mesh_that_does_not_fit_the_model_is_refused(directory):
+    with pytest.raises(ConfigError, match=r"mesh\.tensor 4 does not divide model\.heads 6"):
+        mt.read_model(directory, mesh=mt.make_mesh(mt.load(None, ["mesh.tensor=4"])))
+    with pytest.raises(ConfigError, match=r"make one with mt\.make_mesh"):
+        mt.read_model(directory, mesh=jax.make_mesh((1,), ("x",)))
