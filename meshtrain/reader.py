@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.canonical import Canonical
@@ -33,7 +34,6 @@ from meshtrain.run.processes import first_decides, gathered
 from meshtrain.step import Program
 
 TRIES = 5  # steps that retention may take away under a reader, one after the other
-Tokens = np.ndarray | jax.Array
 
 
 class Model:
@@ -44,14 +44,14 @@ class Model:
         self.config: Config = program.config
         self.step, self.directory = step, directory
 
-    def __call__(self, tokens: Tokens) -> jax.Array:
+    def __call__(self, tokens: ArrayLike) -> jax.Array:
         """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids."""
         tokens = self._ids("tokens", tokens)
         self._check_length(tokens.shape[1])
         placed = self._placed({"tokens": tokens})
         return self.program.logits(self.params, placed["tokens"])[: len(tokens)]
 
-    def loss(self, batch: Mapping[str, Tokens]) -> float:
+    def loss(self, batch: Mapping[str, ArrayLike]) -> float:
         """Mean loss per token of a batch as `mt.open_data` gives them: tokens and labels [B, T], and where there are any
         positions, segments and weights (of the loss; absent: all ones)."""
         ids = {name: self._ids(name, batch[name]) for name in ("tokens", "labels")}
@@ -70,7 +70,7 @@ class Model:
         leaves = jax.tree.leaves(self.program.layout.leaves, is_leaf=is_leaf)
         return {leaf.name: x for leaf, x in zip(leaves, jax.tree.leaves(canonical), strict=True)}
 
-    def _ids(self, name: str, given: Tokens) -> np.ndarray:
+    def _ids(self, name: str, given: ArrayLike) -> np.ndarray:
         """Ids [B, T] as int32; anything else would be computed with all the same."""
         ids, vocabulary = np.asarray(given), self.config.model.vocab_size
         if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):

@@ -156,7 +156,7 @@ def _check_result(
         gave = _array(result)
     elif more := sorted(varying(result) - set(axes)):
         raise ConfigError(
-            f"the {kind} hook {_name(hook)} gave a value that differs over the mesh axis {' and '.join(more)}; {way_out}."
+            f"the {kind} hook {_name(hook)} gave a value that differs over {' and '.join(more)}, where devices must agree; {way_out}."
         )
     else:
         return

@@ -1,0 +1,186 @@
+"""`import meshtrain as mt`: every name there is, at once and in any order of imports, and nothing started by looking."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from checkpoint_runs import config as small
+from checkpoint_runs import take
+
+import meshtrain as mt
+from meshtrain.planner.estimate import Plan
+
+ROOT = Path(__file__).parents[1]
+NAMES = {
+    "Config", "ConfigError", "CheckpointError", "Checkpointer", "Model", "Program", "State", "load", "make_mesh", "open_data", "plan",
+    "read_model", "train",
+}  # fmt: skip
+TINY = {
+    "run": {"fake_devices": 8},
+    "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 260},
+    "mesh": {"data": 2},
+    "train": {"steps": 2, "global_batch_size": 4, "sequence_length": 16},
+    "data": {"source": "synthetic"},
+    "optimizer": {"warmup_steps": 1},
+}
+
+
+def python(script: str, **environment: str) -> str:
+    """What a Python of its own prints."""
+    bare = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    command = [sys.executable, "-c", script]
+    env = {**bare, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_name_is_there_and_known_to_type_checkers():
+    assert set(mt.__all__) == NAMES and set(dir(mt)) >= NAMES
+    tree = ast.parse((ROOT / "meshtrain" / "__init__.py").read_text())
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    found = {alias.asname: (node.module, alias.name) for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+    assert set(found) == NAMES
+    for name, (module, defined) in found.items():
+        there = getattr(__import__(module, fromlist=[defined]), defined)
+        assert getattr(mt, name) is there or getattr(mt, name).function is there, name
+    with pytest.raises(AttributeError, match="has no attribute 'lode'"):
+        mt.lode  # noqa: B018
+
+
+LAZY = """
+import sys, meshtrain as mt
+assert dir(mt) and mt.Config and mt.ConfigError
+config = mt.load(None, ["mesh.data=2"])
+assert mt.plan(config).devices == 2
+import meshtrain.plan
+print("jax" in sys.modules)
+for name in mt.__all__: getattr(mt, name)
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+
+
+def test_looking_loads_no_jax_and_starts_no_backend():
+    assert python(LAZY).split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "import meshtrain.train, meshtrain.plan", "mt.train, mt.plan; import meshtrain.train, meshtrain.plan"],
+)
+def test_train_and_plan_are_modules_that_can_be_called_whatever_was_imported_before(before):
+    script = f"""
+import meshtrain as mt
+{before}
+from meshtrain.train import train, main
+from meshtrain.plan import plan
+import meshtrain.train as module, inspect
+assert module is mt.train and mt.train.main is main
+print(mt.plan(mt.load(None)).devices, *inspect.signature(mt.train).parameters, *inspect.signature(mt.plan).parameters)
+try:
+    mt.train(mt.load(None, ["run.directory=/proc/nowhere"]))
+except mt.ConfigError as error:
+    print(error)
+"""
+    first, second = python(script).splitlines()
+    assert first == "1 config block attention loss config cluster"
+    assert "run.directory /proc/nowhere cannot be written" in second
+
+
+def test_load_takes_a_file_or_none_and_overrides(tmp_path):
+    (tmp_path / "mine.yaml").write_text("mesh: {data: 2}")
+    assert mt.load(None) == mt.Config(**vars(mt.load(None)))
+    assert (
+        mt.load(tmp_path / "mine.yaml", ["mesh.tensor=2"]).mesh == mt.load(None, ["mesh.data=2", "mesh.tensor=2"]).mesh
+    )
+
+
+def test_plan_is_the_planners_estimate_on_a_cluster_of_any_name():
+    config = mt.load(None, ["mesh.data=8", "run.fake_devices=8"])
+    assert isinstance(mt.plan(config), Plan) and mt.plan(config).cluster.cpu
+    assert mt.plan(config, "h200").cluster.accelerator.name == "h200"
+    with pytest.raises(mt.ConfigError, match="needs 8 devices, but cluster"):
+        mt.plan(config, mt.plan(mt.load(None), "h200").cluster)
+
+
+# --- several in one process, and JAX started before
+
+
+def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tmp_path):
+    settings = [small(tmp_path / "a"), small(tmp_path / "b", mesh={"tensor": 2})]
+    for first_step in (0, 1):
+        programs = [mt.Program(config) for config in settings]
+        opened = [mt.Checkpointer(config, program) for config, program in zip(settings, programs, strict=True)]
+        found = [checkpointer.restore_or_init() for checkpointer in opened]
+        assert [step for _, step in found] == [first_step] * 2
+        losses = []
+        for program, checkpointer, (state, step) in zip(programs, opened, found, strict=True):
+            state, loss = take(program, state, step + 1)
+            checkpointer.save(step + 1, state, loss)
+            losses.append(loss)
+        assert losses[0] == pytest.approx(losses[1], rel=2e-5), "the same run on one device and on two"
+        for checkpointer in opened:
+            checkpointer.close()
+
+
+LATE = """
+import warnings; warnings.simplefilter("error")
+import jax; jax.devices()
+import meshtrain as mt
+print(mt.Program(mt.load(None)).mesh.size)
+try:
+    mt.make_mesh(mt.load(None, ["mesh.data=4", "run.fake_devices=8"]))
+except mt.ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_mesh_larger_than_what_jax_has_started_with_is_told_with_the_way_out():
+    size, sentence = python(LATE).splitlines()
+    assert size == "1"
+    assert (
+        "needs 4 devices, but there are 1 (cpu); JAX had started before" in sentence
+        and "restart the kernel" in sentence
+    )
+
+
+# --- whole runs
+
+
+def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
+    def doubled(logits, labels, vocabulary):
+        return 2 * (vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels))
+
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    plain, twice = ([f"run.directory={tmp_path / name}"] for name in ("plain", "twice"))
+    constant = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-9"]
+    assert mt.train(mt.load(tmp_path / "tiny.yaml", [*plain, *constant])) == 0
+    for steps in (1, 2):
+        assert mt.train(mt.load(tmp_path / "tiny.yaml", [*twice, *constant, f"train.steps={steps}"]), loss=doubled) == 0
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "twice")
+    ]
+    np.testing.assert_allclose(losses[1], 2 * np.array(losses[0]), rtol=1e-5)
+
+
+def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
+    (example,) = re.findall(r"## As a library\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text(yaml.safe_dump(TINY))
+    monkeypatch.chdir(tmp_path)
+    found: dict = {}
+    exec(example, found)
+    assert found["logits"].shape == (1, 2, 260) and isinstance(found["logits"], jax.Array)
+    assert float(capsys.readouterr().out.split()[0]) > 0
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / "2").is_dir()
