@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
-from meshtrain.checkpoint import steps
+from meshtrain.checkpoint import changes, steps
 from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.manifest import Manifest
@@ -33,6 +33,7 @@ from meshtrain.parallel.layout import Leaf
 from meshtrain.run.processes import first_decides, gathered
 from meshtrain.step import Program
 
+OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32}  # of a batch, beside tokens and labels
 TRIES = 5  # steps that retention may take away under a reader, one after the other
 
 
@@ -52,15 +53,22 @@ class Model:
         return self.program.logits(self.params, placed["tokens"])[: len(tokens)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
-        """Mean loss per token of a batch as `mt.open_data` gives them: tokens and labels [B, T], and where there are any
-        positions, segments and weights (of the loss; absent: all ones)."""
-        ids = {name: self._ids(name, batch[name]) for name in ("tokens", "labels")}
-        others = {name: np.asarray(batch[name]) for name in batch if name not in ids}
-        for name, array in {**ids, **others}.items():
-            if array.shape != ids["tokens"].shape:
-                raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(ids['tokens'].shape)}.")
-        self._check_length(int(others["positions"].max()) + 1 if "positions" in others else ids["tokens"].shape[1])
-        return float(self.program.eval_step(self.params, self._placed({**ids, **others})))
+        """Mean loss per token of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
+        positions, segments and float weights of the loss (absent: all ones).
+
+        The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
+        """
+        if not {"tokens", "labels"} <= batch.keys() <= {"tokens", "labels", *OTHERS}:
+            raise ConfigError(
+                f"a batch has tokens, labels and perhaps {', '.join(OTHERS)}; this one has {', '.join(batch)}."
+            )
+        found = {name: self._ids(name, batch[name]) for name in ("tokens", "labels")}
+        found |= {name: np.asarray(batch[name], kind) for name, kind in OTHERS.items() if name in batch}
+        for name, array in found.items():
+            if array.shape != found["tokens"].shape:
+                raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(found['tokens'].shape)}.")
+        self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
+        return float(self.program.eval_step(self.params, self._placed(found)))
 
     @cached_property
     def weights(self) -> dict[str, jax.Array]:
@@ -107,7 +115,7 @@ def read_model(
     """The model of a run directory, of its checkpoints/ or of one step, on `mesh` (default: the first device).
 
     The weights are verified as a resume does: with "newest" a damaged step is passed over with a warning. A model that was trained
-    with a replaced block, attention or loss must be read with it. ConfigError if there is no such step, if all there is is damaged,
+    with a block or attention of its own must be read with them. ConfigError if there is no such step, if all there is is damaged,
     or if the mesh does not fit the model. With several processes all of them call it alike.
     """
     root = Path(path).expanduser().absolute()
@@ -176,6 +184,7 @@ def _unchanged(directory: Path, before: list[int] | None) -> bool:
 def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
     manifest = Manifest.read(directory)
     program = Program(_config(manifest, mesh), mesh, **hooks)
+    changes.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
     with freed_blocks_returned():
         params = read_weights(Canonical(program), directory, manifest)
     return Model(program, params, manifest.step, directory)

@@ -73,7 +73,7 @@ class Program:
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)
         self.executor = Executor(self.forward, self.layout.table) if self.layout.table else None
-        if self.hooks.any:
+        if self.hooks.names:
             # traced, so that what a hook does wrong is told here and now
             jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
 

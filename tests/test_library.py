@@ -173,6 +173,33 @@ def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
     np.testing.assert_allclose(losses[1], 2 * np.array(losses[0]), rtol=1e-5)
 
 
+def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_built_in_one(tmp_path, capsys):
+    def silent(block, x, sequence, collectives, dropout):
+        return x
+
+    def other(block, x, sequence, collectives, dropout):
+        return x + 0
+
+    def run(**hooks) -> list[str]:
+        program = mt.Program(small(tmp_path), **hooks)
+        checkpointer = mt.Checkpointer(program.config, program)
+        try:
+            state, step = checkpointer.restore_or_init()
+            checkpointer.save(step + 1, state, 1.0)
+        finally:
+            checkpointer.close()
+        return capsys.readouterr().err.splitlines()
+
+    assert run(block=silent) == run(block=silent) == []
+    lost = r"checkpoint .*checkpoints/2 was trained with functions of its own, block=silent; give them again"
+    with pytest.raises(mt.ConfigError, match=lost):
+        run()
+    with pytest.raises(mt.ConfigError, match=lost):
+        mt.read_model(tmp_path)
+    assert mt.read_model(tmp_path, block=silent).step == 2
+    assert run(block=other) == ["meshtrain: the block was silent and is other from here on."]
+
+
 def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(r"## As a library\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10

@@ -207,6 +207,22 @@ def test_what_are_no_ids_is_refused_rather_than_computed_with(directory, tokens,
         model(tokens)
 
 
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (
+            {"tokens": TOKENS},
+            "a batch has tokens, labels and perhaps positions, segments, weights; this one has tokens.",
+        ),
+        ({"tokens": TOKENS, "labels": TOKENS, "weight": TOKENS}, "this one has tokens, labels, weight."),
+        ({"tokens": TOKENS, "labels": TOKENS[:, 1:]}, "labels has shape [3, 11], but tokens [3, 12]."),
+    ],
+)
+def test_what_is_no_batch_is_refused(directory, batch, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        mt.read_model(directory, step=1).loss(batch)
+
+
 def test_positions_that_were_never_learned_are_refused(tmp_path):
     settings = config(tmp_path, model={"family": "gpt2"})
     program = mt.Program(settings)

@@ -117,6 +117,19 @@ def _other_content(manifest: Manifest, config: Config, digest: str) -> str:
     return f"data.source {sentence}"
 
 
+def compare_hooks(old: Mapping[str, str], now: Mapping[str, str], where: str, weights_only: bool) -> list[str]:
+    """What of the model or the loss is replaced by another function than before, a sentence each; ConfigError if it is no more."""
+    counts = [kind for kind in {**old, **now} if not (weights_only and kind == "loss")]
+    if lost := [kind for kind in counts if kind not in now]:
+        given = ", ".join(f"{kind}={old[kind]}" for kind in lost)
+        raise ConfigError(
+            f"{where} was trained with functions of its own, {given}; give them again from Python: "
+            "mt.Program, mt.train and mt.read_model take them."
+        )
+    changed = [kind for kind in counts if old.get(kind) != now[kind]]
+    return [f"the {kind} was {old.get(kind, 'built in')} and is {now[kind]} from here on." for kind in changed]
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(key path, old, new) of the keys that both configs have and that differ."""
     for section, keys in new.items():

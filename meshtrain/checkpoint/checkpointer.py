@@ -77,8 +77,10 @@ class Checkpointer:
 
     def _changes(self, source: Source, where: str, weights_only: bool) -> list[str]:
         """What changed since and may, a sentence each; ConfigError with what may not."""
-        told = changes.compare(source.manifest.config, self.config, where, weights_only)
-        return told if weights_only else told + changes.compare_data(source.manifest, self.config, self._read, where)
+        manifest = source.manifest
+        told = changes.compare(manifest.config, self.config, where, weights_only)
+        told += changes.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
+        return told if weights_only else told + changes.compare_data(manifest, self.config, self._read, where)
 
     def due(self, step: int) -> bool:
         """Whether checkpoint.every asks for a save after `step`."""

@@ -5,7 +5,7 @@ import datetime
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.checkpoint import digests, steps
-from meshtrain.checkpoint.canonical import Entry
+from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.steps import MANIFEST, Damaged, Renamed
 from meshtrain.config import Config
 from meshtrain.files import write_atomically
@@ -35,6 +35,7 @@ class Manifest:
     leaves: dict[str, dict[str, Any]]  # name -> shape, dtype
     config: dict[str, Any]
     versions: dict[str, str]
+    hooks: dict[str, str]  # replaced parts of the model -> the function's name
 
     @classmethod
     def of(
@@ -43,7 +44,7 @@ class Manifest:
         loss: float,
         eval_loss: float | None,
         config: Config,
-        entries: Sequence[Entry],
+        canonical: Canonical,
         read: Mapping[str, str],
     ) -> "Manifest":
         return cls(
@@ -53,9 +54,10 @@ class Manifest:
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             data={"batches": step, **read},
             rng={"seed": config.run.seed, "step": step},
-            leaves={e.name: {"shape": list(e.shape), "dtype": str(e.live.dtype)} for e in entries},
+            leaves={e.name: {"shape": list(e.shape), "dtype": str(e.live.dtype)} for e in canonical.entries},
             config=dataclasses.asdict(config),
             versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+            hooks=canonical.program.hooks.names,
         )
 
     @classmethod
@@ -78,6 +80,8 @@ class Manifest:
         """Damaged unless everything is of the kind that was written, so that nobody after this need ask."""
         if not isinstance(content, dict):
             raise Damaged(f"{MANIFEST} is no manifest")
+        # Checkpoints from before parts of the model could be replaced do not name them.
+        content = {"hooks": {}, **content}
         for field in dataclasses.fields(cls):
             if field.name not in content or not LEGAL[field.name](content[field.name]):
                 raise Damaged(f"{MANIFEST} has no legal {field.name}")
@@ -131,6 +135,7 @@ LEGAL: dict[str, Callable[[Any], bool]] = {
     "leaves": lambda x: _is_dict(x, _is_leaf),
     "config": lambda x: _is_dict(x, lambda section: isinstance(section, dict)),
     "versions": lambda x: _is_dict(x, lambda version: isinstance(version, str)),
+    "hooks": lambda x: _is_dict(x, lambda name: isinstance(name, str)),
 }
 
 

@@ -70,7 +70,7 @@ class Saver:
         except Exception as error:  # told, and counted as failed, when the save is settled
             write = error
         blocked = time.perf_counter() - began
-        manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical.entries, self.read)
+        manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical, self.read)
         finish = self._pool.submit(self._finish, write, directory, step, manifest, began, blocked)
         self._writing = step, finish
 

@@ -95,8 +95,9 @@ class Hooks:
                 )
 
     @property
-    def any(self) -> bool:
-        return self != Hooks()
+    def names(self) -> dict[str, str]:
+        """What is replaced, and the function's name: for checkpoints, which cannot hold the function."""
+        return {kind: _name(hook) for kind, hook in vars(self).items() if hook is not None}
 
 
 class Parts:

@@ -110,7 +110,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 def configuration(mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict[str, Any]) -> Config:
     return decode(
         {
-            "model": MODEL,
+            "model": sections.pop("model", MODEL),
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
             "train": {"global_batch_size": 8, "sequence_length": 16, **sections.pop("train", {})},
             **sections,
@@ -159,6 +159,19 @@ def test_the_train_step_and_the_logits_use_them_too():
     plain = {name: whole[name] for name in ("tokens", "labels")}
     _, metrics = program.train_step(start(program, parameters), jax.device_put(plain, program.batch_sharding))
     np.testing.assert_allclose(metrics["loss"], jax.jit(reference_loss)(parameters, whole), rtol=1e-5)
+
+
+def test_a_replaced_block_drops_the_same_values_on_every_mesh():
+    parameters, batch, *_ = expected()
+    losses = []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        program = mt.Program(
+            configuration(shape, model={**MODEL, "dropout": 0.2}), block=parallel_block, loss=capped_loss
+        )
+        given = place(program.layout, parameters), jax.device_put(batch, program.batch_sharding), jnp.int32(3)
+        losses.append(float(jax.jit(lambda *given, p=program: p.gradients(*given, jnp.ones(()))[0])(*given)))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
+    assert abs(losses[0] - program.eval_step(*given[:2])) > 1e-3, "evaluation drops nothing"
 
 
 def test_the_built_in_ones_go_the_same_way():
