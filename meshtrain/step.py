@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.compat import varying
-from meshtrain.config import Config
+from meshtrain.config import Config, ConfigError
 from meshtrain.mesh import DATA, PIPELINE, make_mesh, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import LossScale, initial_scale, learning_rate, make_optimizer, next_scale, state_shardings
@@ -63,6 +63,13 @@ class Program:
         loss: LossHook | None = None,
     ) -> None:
         mesh = make_mesh(config) if mesh is None else mesh
+        if dict(mesh.shape) != vars(config.mesh):
+            given, asked = (
+                " x ".join(f"{axis} {size}" for axis, size in m.items()) for m in (mesh.shape, vars(config.mesh))
+            )
+            raise ConfigError(
+                f"the given mesh is {given}, but the config's is {asked}; make it with mt.make_mesh(config)."
+            )
         self.config, self.mesh = config, mesh
         self.hooks = Hooks(block, attention, loss)
         self.hooks.check(config)

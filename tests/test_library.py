@@ -132,6 +132,13 @@ def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tm
             checkpointer.close()
 
 
+def test_a_mesh_of_another_shape_than_the_configs_is_refused():
+    mesh = mt.make_mesh(mt.load(None, ["mesh.data=2"]))
+    says = r"given mesh is data 2 x tensor 1 x pipeline 1, but the config's is data 1 x tensor 2 x pipeline 1; make it with"
+    with pytest.raises(mt.ConfigError, match=says):
+        mt.Program(mt.load(None, ["mesh.tensor=2"]), mesh)
+
+
 LATE = """
 import warnings; warnings.simplefilter("error")
 import jax; jax.devices()
