@@ -124,19 +124,22 @@ def read_model(
     if mesh.axis_names != AXES:
         raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
     damaged: dict[Path, str] = {}
-    removed: set[Path] = set()
-    for _ in range(TRIES):
+    removed: list[Path] = []
+    while len(removed) < TRIES:
         directory = _choose(root, step, damaged, removed)
         before = _identity(directory)
+        found: list[str] = []
+        model = error = None
         try:
             found = problems(directory)
             model = None if found else _model(directory, mesh, block=block, attention=attention, loss=loss)
-        except Exception:
-            if _unchanged(directory, before):
-                raise
+        except Exception as raised:
+            error = raised
         # a step that is removed is renamed first: under its own name it was whole all the while
         if not _unchanged(directory, before):
-            removed.add(directory)
+            removed.append(directory)
+        elif error is not None:
+            raise error
         elif model is None:
             damaged[directory] = f"checkpoint {directory} is damaged: {'; '.join(found)}"
         else:
@@ -144,7 +147,7 @@ def read_model(
                 warnings.warn(f"{sentence}; it is passed over.", stacklevel=2)
             return model
     raise ConfigError(
-        f"{TRIES} checkpoints in {root} were removed or damaged while they were read; a larger checkpoint.keep leaves them longer."
+        f"{TRIES} checkpoints in {root} were removed while they were read, one after the other; a larger checkpoint.keep leaves them longer."
     )
 
 

@@ -155,6 +155,25 @@ def test_a_damaged_newest_step_is_passed_over_with_a_warning_and_left_as_it_is(c
         mt.read_model(copied, step=3)
 
 
+def test_any_number_of_damaged_steps_is_passed_over(copied, monkeypatch):
+    monkeypatch.setattr(reader, "TRIES", 1)
+    for step in ("2", "3"):
+        flip(copied / "checkpoints" / step)
+    with pytest.warns(UserWarning) as told:
+        assert mt.read_model(copied).step == 1
+    assert len(told) == 2
+
+
+def test_a_run_that_removes_steps_faster_than_they_are_read_is_told_so(copied, monkeypatch):
+    monkeypatch.setattr(reader, "TRIES", 2)
+    original = arrays.read
+    monkeypatch.setattr(arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0])
+    with pytest.raises(
+        ConfigError, match=r"2 checkpoints in .* were removed while they were read, one after the other"
+    ):
+        mt.read_model(copied)
+
+
 def test_nothing_is_read_when_all_is_damaged(copied):
     for step in ("1", "2", "3"):
         flip(copied / "checkpoints" / step)

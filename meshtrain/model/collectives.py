@@ -5,7 +5,7 @@
       or 1/T of the        d_ff columns)                     ranks again)
       sequence)
 
-The model calls these hooks and knows nothing of a mesh; `parallel.tensor` overrides them with explicit collectives.
+The model calls these methods and knows nothing of a mesh; `parallel.tensor` overrides them with explicit collectives.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Collectives:
-    """One device: every hook is the identity. `platform` chooses between implementations of attention."""
+    """One device: every method is the identity. `platform` chooses between implementations of attention."""
 
     platform: str = "cpu"
     vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first

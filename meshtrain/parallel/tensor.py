@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: the model's hooks as explicit collectives inside a fully manual shard_map.
+"""Tensor and sequence parallelism: `model.collectives` as explicit collectives inside a fully manual shard_map.
 
 With check_vma the backward collectives follow from the types, none is written by hand. Per block, forward / backward:
 
@@ -21,7 +21,7 @@ SEQUENCE = 1  # the dimension of [B, T, D] that sequence parallelism splits
 
 
 class MeshCollectives(Collectives):
-    """The hooks of `model.collectives` on a mesh. Weights vary over every mesh axis; gradients come out as partial sums."""
+    """`model.collectives` on a mesh. Weights vary over every mesh axis; gradients come out as partial sums."""
 
     def __init__(self, config: Config, platform: str) -> None:
         self.platform = platform
