@@ -1,6 +1,7 @@
 """A block, attention and a loss given from outside are what every layout computes, forward, backward and in evaluation."""
 
 import re
+import textwrap
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ from short_runs import canonical_numbers, place, start, token_batches
 
 import meshtrain as mt
 from meshtrain.config import Config, ConfigError, decode
+from meshtrain.model import hooks
 from meshtrain.model.attention import attend
 from meshtrain.model.layers import Block
 from meshtrain.step import Program
@@ -178,6 +180,14 @@ def test_the_built_in_ones_go_the_same_way():
     config = configuration((1, 2, 1))
     given = mt.Program(config, block=Block.__call__, attention=attend)
     assert given.lower().as_text() == mt.Program(config).lower().as_text()
+
+
+def test_the_examples_of_the_docstring_run():
+    assert hooks.__doc__ is not None
+    code = textwrap.dedent("\n".join(line for line in hooks.__doc__.splitlines() if line.startswith("    ")))
+    found: dict[str, Any] = {"jnp": jnp, "mt": mt, "config": configuration()}
+    exec(code, found)
+    assert found["program"].hooks.names == {"block": "parallel_block", "loss": "capped_loss"}
 
 
 def test_a_branch_without_a_norm_has_the_right_gradient_over_tensor():
