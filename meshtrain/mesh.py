@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from meshtrain.config import Config, ConfigError
+from meshtrain.config import Config, ConfigError, short
+from meshtrain.config.schema import MOST_FAKE_DEVICES
 
 DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 AXES = (DATA, TENSOR, PIPELINE)
@@ -52,18 +53,27 @@ def join_cluster() -> None:
     """
     if jax.distributed.is_initialized():
         return
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if tasks.isdecimal() and int(tasks) > 1:
         jax.distributed.initialize()
     elif address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        processes = _whole_number("JAX_NUM_PROCESSES", os.environ.get("JAX_NUM_PROCESSES"))
-        mine = os.environ.get("JAX_PROCESS_ID", os.environ.get("JOB_COMPLETION_INDEX"))
-        jax.distributed.initialize(address, processes, _whole_number("JAX_PROCESS_ID", mine))
+        if not re.fullmatch(r"\S+:[0-9]{1,5}", address):
+            raise ConfigError(
+                f"JAX_COORDINATOR_ADDRESS is {short(repr(address))}; it must be host:port of the first process."
+            )
+        processes = _whole_number("JAX_NUM_PROCESSES", 1, 2**31 - 1)
+        indexed = "JAX_PROCESS_ID" not in os.environ and "JOB_COMPLETION_INDEX" in os.environ
+        name = "JOB_COMPLETION_INDEX" if indexed else "JAX_PROCESS_ID"
+        jax.distributed.initialize(address, processes, _whole_number(name, 0, processes - 1))
 
 
-def _whole_number(name: str, text: str | None) -> int:
-    if text is None or not text.isdecimal():
-        found = "not set" if text is None else repr(text)
-        raise ConfigError(f"{name} is {found}; with JAX_COORDINATOR_ADDRESS set it must be a whole number.")
+def _whole_number(name: str, least: int, most: int) -> int:
+    text = os.environ.get(name)
+    if text is None or not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        found = "not set" if text is None else short(repr(text))
+        raise ConfigError(
+            f"{name} is {found}; with JAX_COORDINATOR_ADDRESS set it must be a whole number from {least} to {most}."
+        )
     return int(text)
 
 
@@ -75,15 +85,20 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     shape = config.mesh
     needed, asked = shape.data * shape.tensor * shape.pipeline, True
     if devices is None:
-        fakes = config.run.fake_devices or (needed if needed > 1 else 0)
+        fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
         asked = fake_cpu_devices(fakes) if fakes else True
-        devices = jax.devices()
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"JAX finds no devices to run on: {short(str(error).splitlines()[0])}; JAX_PLATFORMS=cpu runs on fake CPU devices."
+            ) from None
     if len(devices) < needed:
         kind = devices[0].platform
         if kind != "cpu":
             hint = "JAX_PLATFORMS=cpu runs it on fake CPU devices"
         elif asked:
-            hint = "run.fake_devices (or XLA_FLAGS) fakes more"
+            hint = f"run.fake_devices (or XLA_FLAGS) fakes up to {MOST_FAKE_DEVICES}"
         else:
             hint = (
                 "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the kernel) "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.config import decode, notes
+from meshtrain.config import ConfigError, load
 from meshtrain.train import USAGE, main
 
 GOOD = (
@@ -77,6 +77,70 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "more devices than there are": (GOOD, ["mesh.data=8", "mesh.tensor=2", "run.fake_devices=8", "data.source=synthetic"], ["needs 16 devices", "there are 8", "fake"]),
     "a vocabulary smaller than the tokenizer's": (GOOD, ["model.vocab_size=100"], ["model.vocab_size 100", "at least 257"]),
     "text that is not there": (GOOD, ["data.source=/no/such/text"], ["/no/such/text"]),
+    "a NUL in a path": ('run: {directory: "a\\0b"}', [], ["line 1: run.directory is 'a\\x00b'", "without control characters"]),
+    "half a surrogate pair in a path": ('data: {source: "a\\uD800b"}', [], ["data.source is 'a\\ud800b'", "without control characters"]),
+    "a NUL in a list of texts": ('data: {mixture: ["a\\0"]}', [], ["data.mixture[0]", "without control characters"]),
+    "a NUL in an override": (GOOD, ["checkpoint.resume=a\0b"], ["checkpoint.resume is 'a\\x00b'", "without control characters"]),
+    "a name that no system has room for": (GOOD, [f"parallel.schedule={'a' * 900}.csv"], ["no such file", "aaa…aaa"]),
+    "a text longer than any path": (GOOD, [f"data.source={'a' * 5000}"], ["aaa…aaa", "at most 1024 characters"]),
+    "a number of 5,000 digits": (GOOD, [f"train.steps={'9' * 5000}"], ["999…999", "at most 2147483647"]),
+    "a fraction of 5,000 digits": (GOOD, [f"optimizer.eps={'9' * 5000}"], ["999…999", "at most 3.40282e+38"]),
+    "a key longer than YAML's": (f"model: {{{'a' * 5000}: 1}}", [], ["line 1", "is not valid YAML"]),
+    "a key of 500 letters": (f"model: {{{'a' * 500}: 1}}", [], ["no key model.aaa", "aaa…aaa"]),
+    "lists in lists in lists": ("[" * 3000 + "]" * 3000, [], ["line 1", "nested more than"]),
+    "mappings in mappings": ("".join(f"{'  ' * i}a:\n" for i in range(300)), [], ["line ", "nested more than"]),
+    "nothing closed": ("{a: " * 3000, [], ["line 1", "nested more than"]),
+    "a list as a key": ("[1, 2]: 3", [], ["line 1", "a key is a list"]),
+    "a mapping as a key of a section": ("model: {{a: b}: 3}", [], ["line 1", "a key is a mapping"]),
+    "no key": ("model: {'': 3}", [], ["line 1", "no key model.''"]),
+    "a tag": ("model: {layers: !!python/object 3}", [], ["line 1", "tag"]),
+    "an alias of nothing": ("model: {layers: *a}", [], ["is not valid YAML", "undefined alias"]),
+    "an alias of itself": ("model: &m {layers: *m}", [], ["model.layers is a mapping", "whole number"]),
+    "two documents": ("model: {layers: 4}\n---\nmodel: {layers: 5}", [], ["is not valid YAML", "line 2"]),
+    "UTF-16": ("model: {layers: 4}".encode("utf-16"), [], ["is UTF-16", "UTF-8"]),
+    "more than a config can be": ("# " + "x" * 300_000 + "\nmodel: {layers: 4}", [], ["is larger than", "256 KiB"]),
+    "a section twice": ("model: {layers: 4}\nmodel: {heads: 4}", [], ["line 2: model stands here twice"]),
+    "a leading zero": ("train: {steps: 010}", [], ["train.steps is '010'", "octal", "write 10 or 8"]),
+    "a leading zero in an override": (GOOD, ["train.steps=010"], ["--set train.steps=010", "write 10 or 8"]),
+    "a leading zero for a fraction": ("optimizer: {learning_rate: 010}", [], ["'010'", "write 10 or 8"]),
+    "a leading zero that is no octal": ("train: {steps: 09}", [], ["'09'", "write 9"]),
+    "hexadecimal": ("train: {steps: 0x10}", [], ["'0x10'", "whole number", "did you mean 16?"]),
+    "a whole number as a fraction": ("train: {steps: 1e3}", [], ["'1e3'", "whole number", "did you mean 1000?"]),
+    "base sixty": ("train: {steps: 1:30}", [], ["'1:30'", "whole number"]),
+    "digits of another script": ("train: {steps: ٣}", [], ["train.steps is '٣'", "whole number"]),
+    "a group of nothing": ("train: {steps: 1__0}", [], ["'1__0'", "whole number"]),
+    "a switch for a text": ("checkpoint: {resume: off}", [], ["checkpoint.resume is off", "true or false", "'off' in quotes"]),
+    "a switch for a text in an override": (GOOD, ["checkpoint.resume=no"], ["checkpoint.resume is no", "in quotes"]),
+    "not a number where only whole ones are": ("train: {steps: .nan}", [], ["train.steps is '.nan'", "whole number", "at least 1"]),
+    "not a number": ("optimizer: {grad_clip: .NaN}", [], ["optimizer.grad_clip is '.NaN'", "finite number", "at least 0"]),
+    "an infinite number": ("model: {dropout: -.inf}", [], ["model.dropout is '-.inf'", "finite number", "at most 0.99"]),
+    "an infinite word": ("optimizer: {eps: infinity}", [], ["'infinity'", "finite number", "above 0"]),
+    "more than float32 holds": ("precision: {loss_scale: 1e40}", [], ["precision.loss_scale is 1e+40", "at most 3.40282e+38"]),
+    "more than a double holds": ("precision: {loss_scale: 1e400}", [], ["loss_scale is '1e400'", "at most 3.40282e+38"]),
+    "less than float32 tells from zero": ("model: {norm_eps: 1e-50}", [], ["model.norm_eps is 1e-50", "0 in float32"]),
+    "a switch for a text of a list": ("data: {mixture: [no, yes]}", [], ["data.mixture[0] is no", "in quotes"]),
+    "more steps than int32 counts": ("train: {steps: 2_147_483_648}", [], ["train.steps is 2147483648", "at most 2147483647"]),
+    "a seed of more than 32 bits": ("run: {seed: 4294967296}", [], ["run.seed is 4294967296", "at most 4294967295"]),
+    "a negative seed": ("run: {seed: -1}", [], ["run.seed is -1", "at least 0"]),
+    "more fake devices than JAX can start": ("run: {fake_devices: 1_000_000}", [], ["run.fake_devices is 1000000", "at most 1024"]),
+    "a mesh of more devices than can be faked": (
+        GOOD, ["mesh.data=100000", "train.global_batch_size=100000", "run.fake_devices=2", "data.source=synthetic"], ["needs 100000 devices", "there are"]
+    ),
+    "a width with many divisors": (GOOD, ["model.d_model=2147483646", "model.heads=4"], ["heads that divide it: 1, 2, 3, 6", "2147483646"]),
+    "a pipeline whose table nobody has room for": (
+        GOOD, ["model.layers=4000", "mesh.pipeline=4000", "parallel.microbatches=100000", "train.global_batch_size=100000"],
+        ["parallel.microbatches 100000", "mesh.pipeline 4000", "at most"],
+    ),
+    "a batch of more tokens than can be counted": (
+        GOOD, ["train.global_batch_size=1000000", "train.sequence_length=1000000"], ["train.global_batch_size 1000000", "sequence_length 1000000", "tokens"]
+    ),
+    "an override of nothing at all": (GOOD, ["=3"], ["--set =3", "section.key=value"]),
+    "an override of no key": (GOOD, ["model.=3"], ["--set model.=3", "section.key=value"]),
+    "an override of no section": (GOOD, [".layers=3"], ["--set .layers=3", "section.key=value"]),
+    "an override too deep": (GOOD, ["model.layers.x=1"], ["no key model.'layers.x'", "did you mean layers?"]),
+    "an override too deep of no section": (GOOD, ["a.b.c.d=1"], ["no section a", "legal are run"]),
+    "an override with a comment": (GOOD, ["train.steps=#"], ["train.steps is '#'", "whole number"]),
+    "an override with a list too deep": (GOOD, ["parallel.layer_split=" + "[" * 3000], ["layer_split", "must be a list"]),
 }  # fmt: skip
 
 
@@ -103,9 +167,39 @@ def test_missing_config_names_the_nearest_file(tmp_path, capsys):
     assert_sentence(capsys.readouterr().err, ["there is no config file", "did you mean", "quickstart.yaml?"])
 
 
-def test_directory_for_a_config_is_refused(tmp_path, capsys):
-    assert main(["--config", str(tmp_path)]) == USAGE
-    assert_sentence(capsys.readouterr().err, ["is a directory"])
+def make_loop(path):
+    path.symlink_to(path)
+
+
+# what --config names: (what makes it, what the sentence must say)
+NO_FILES = {
+    "a directory": (Path.mkdir, ["is a directory", "--config takes a YAML file"]),
+    "a pipe that nobody writes to": (os.mkfifo, ["is a pipe", "--config takes a YAML file"]),
+    "a device": (lambda path: path.symlink_to("/dev/null"), ["is a device", "--config takes a YAML file"]),
+    "a link to itself": (make_loop, ["cannot be read", "symbolic links"]),
+    "a link to nothing": (lambda path: path.symlink_to("gone"), ["run.yaml is a link to", "gone, which is not there"]),
+    "below a file": (lambda path: path.parent.joinpath("run").touch(), ["no config file"]),
+}
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_plain_file_is_refused_without_waiting(what, tmp_path, capsys):
+    make, says = NO_FILES[what]
+    make(tmp_path / "run.yaml")
+    assert main(["--config", str(tmp_path / "run.yaml")]) == USAGE
+    said = capsys.readouterr().err
+    assert_sentence(said, says)
+    assert "did you mean" not in said
+
+
+@pytest.mark.parametrize(
+    "path", ["a\0b.yaml", "a\ud800b.yaml", "a" * 5000 + ".yaml", ""], ids=["NUL", "surrogate", "long", "empty"]
+)
+def test_a_path_that_no_file_can_have_is_refused(path):
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    sentence = str(refused.value)
+    assert len(sentence) < 500 and sentence.endswith(".") and sentence.isprintable(), sentence
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -122,14 +216,6 @@ def test_run_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
     where = f"run.directory={tmp_path / 'file' / 'runs'}"
     assert main(["--config", str(tmp_path / "run.yaml"), "--set", where]) == USAGE
     assert_sentence(capsys.readouterr().err, ["run.directory", "cannot be written"])
-
-
-def test_fewer_microbatches_than_stages_are_legal_but_their_cost_is_told():
-    model = {"layers": 4, "d_model": 32, "heads": 4}
-    config = decode({"model": model, "mesh": {"pipeline": 4}, "parallel": {"microbatches": 2}})
-    (note,) = notes(config)
-    assert "parallel.microbatches 2 is fewer than mesh.pipeline 4" in note
-    assert "60%" in note, "3 of 5 ticks"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_given_devices_are_used_in_their_order():
 def test_too_few_devices_are_told_with_the_way_out():
     config = decode({"mesh": {"data": 4, "tensor": 4}, "run": {"fake_devices": 8}})
     with pytest.raises(
-        ConfigError, match=r"data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 .*fakes more\.$"
+        ConfigError, match=r"data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 .*fakes up to 1024\.$"
     ):
         make_mesh(config)
 
@@ -115,3 +115,32 @@ def test_a_coordinator_without_the_numbers_is_refused_by_name(monkeypatch, envir
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=f"{name} is not set"):
         join_cluster()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "says"),
+    [
+        ("JAX_COORDINATOR_ADDRESS", "localhost", "'localhost'; it must be host:port"),
+        ("JAX_NUM_PROCESSES", "0", "'0'; .* from 1 to"),
+        ("JAX_NUM_PROCESSES", "9" * 5000, "'999.*…999.*'; .* whole number"),
+        ("JAX_PROCESS_ID", "2", "'2'; .* from 0 to 1"),
+        ("JAX_PROCESS_ID", "²", "'²'; .* whole number"),
+    ],
+)
+def test_numbers_that_no_process_can_have_are_refused_before_anybody_waits(monkeypatch, name, wrong, says):
+    named = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", name: wrong}
+    for key, value in named.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=f"{name} is {says}"):
+        join_cluster()
+
+
+def test_a_backend_that_jax_does_not_have_is_one_sentence(monkeypatch):
+    def refused():
+        raise RuntimeError("Unable to initialize backend 'moon': it is far away\nand more")
+
+    monkeypatch.setattr(jax, "devices", refused)
+    with pytest.raises(
+        ConfigError, match=r"^JAX finds no devices to run on: .*'moon': it is far away; JAX_PLATFORMS=cpu"
+    ):
+        make_mesh(decode({"run": {"fake_devices": 8}}))

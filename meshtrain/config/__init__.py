@@ -1,7 +1,7 @@
 """The configuration: `schema` names every key, `load` reads YAML strictly, `check` refuses what cannot run before a device is touched."""
 
 from meshtrain.config.check import check, notes
-from meshtrain.config.errors import ConfigError, refusal
+from meshtrain.config.errors import ConfigError, refusal, short
 from meshtrain.config.load import decode, load, to_yaml
 from meshtrain.config.schema import (
     CheckpointConfig,
@@ -21,5 +21,5 @@ from meshtrain.config.schema import (
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "decode", "describe", "load", "notes", "refusal", "to_yaml",
+    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "decode", "describe", "load", "notes", "refusal", "short", "to_yaml",
 ]  # fmt: skip

@@ -1,12 +1,12 @@
 """Cross-checks between keys, made before a device is touched; and notes on what is legal but costs something."""
 
 import dataclasses
-import difflib
 import math
-from pathlib import Path
+import os
 
-from meshtrain.config.errors import ConfigError
+from meshtrain.config.errors import ConfigError, short
 from meshtrain.config.schema import Config
+from meshtrain.config.values import nearest
 
 # Pipeline schedules, and how many chunks a stage has under each (None: as many as asked for). The tables themselves are made by
 # parallel.pipeline.generators, whose list this must equal; a config is checked without it.
@@ -20,6 +20,8 @@ SCHEDULES: dict[str, int | None] = {
     "v_1f1b": 2,
 }
 CHUNKED = tuple(name for name, chunks in SCHEDULES.items() if chunks is None)
+MOST_WORK = 2**20  # stages x ticks of a schedule: a plan of so many takes 10 s
+MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
 
 
@@ -47,7 +49,8 @@ def resolve(config: Config) -> Config:
 
 def divisors(n: int) -> str:
     """The divisors of n, for a sentence; of many, the small ones and n itself."""
-    found = [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    found = small + [n // d for d in reversed(small) if d * d != n]
     return ", ".join(map(str, found if len(found) <= 12 else [*found[:11], "...", n]))
 
 
@@ -87,15 +90,19 @@ def check(config: Config) -> None:
             )
         for activation in chosen:
             if activation not in ACTIVATIONS:
-                near = difflib.get_close_matches(activation, ACTIVATIONS, n=1)
                 raise ConfigError(
-                    f"parallel.{name} has {activation!r}; legal are {', '.join(ACTIVATIONS)}"
-                    + (f"; did you mean {near[0]}?" if near else ".")
+                    f"parallel.{name} has {short(repr(activation))}; legal are {', '.join(ACTIVATIONS)}"
+                    + (nearest(activation, ACTIVATIONS) or ".")
                 )
 
 
 def _check_batch(config: Config) -> None:
     batch, data, microbatches = config.train.global_batch_size, config.mesh.data, config.parallel.microbatches
+    if (tokens := batch * config.train.sequence_length) > MOST_TOKENS:
+        raise ConfigError(
+            f"train.global_batch_size {batch} x train.sequence_length {config.train.sequence_length} is {tokens:,} tokens a step; "
+            f"legal are at most {MOST_TOKENS:,}."
+        )
     if batch % data:
         raise ConfigError(
             f"mesh.data {data} does not divide train.global_batch_size {batch}; legal are {divisors(batch)}."
@@ -111,7 +118,7 @@ def _check_data(config: Config) -> None:
     data, mesh, batch = config.data, config.mesh, config.train.global_batch_size
     if (data.source == "mixture") != bool(data.mixture):
         raise ConfigError(
-            f"data.source is {data.source}, but data.mixture "
+            f"data.source is {short(data.source)}, but data.mixture "
             + (
                 "names no sources; list them."
                 if not data.mixture
@@ -157,28 +164,40 @@ def _check_pipeline(config: Config) -> None:
     layers, stages, parallel = config.model.layers, config.mesh.pipeline, config.parallel
     schedule, chunks = parallel.schedule, parallel.virtual_stages
     if schedule.endswith(".csv"):
-        if not Path(schedule).is_file():
-            raise ConfigError(f"parallel.schedule names the table {schedule}, but there is no such file.")
+        if not os.path.isfile(schedule):
+            raise ConfigError(f"parallel.schedule names the table {short(schedule)}, but there is no such file.")
     elif schedule not in SCHEDULES:
-        near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
         raise ConfigError(
-            f"parallel.schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or the path of a .csv table"
-            + (f"; did you mean {near[0]}?" if near else ".")
+            f"parallel.schedule is {short(repr(schedule))}; it must be one of {', '.join(SCHEDULES)}, or the path of a .csv table"
+            + (nearest(schedule, SCHEDULES) or ".")
         )
-    elif SCHEDULES[schedule] not in (None, chunks):
+    # Without stages there is no table: neither chunks nor a split of the layers have a use (see `notes`).
+    if stages == 1:
+        return
+    if SCHEDULES.get(schedule) not in (None, chunks):
         raise ConfigError(
             f"parallel.virtual_stages is {chunks}, but {schedule} always has {SCHEDULES[schedule]}; leave it out, "
             f"or set parallel.schedule to one that has any number: {', '.join(CHUNKED)}."
         )
+    what = f"mesh.pipeline {stages}" + (f" x parallel.virtual_stages {chunks}" if chunks > 1 else "")
     if stages * chunks > layers:
-        what = f"mesh.pipeline {stages}" + (f" x parallel.virtual_stages {chunks}" if chunks > 1 else "")
         raise ConfigError(
             f"{what} makes {stages * chunks} stages, more than model.layers {layers}; legal are at most {layers} in all."
+        )
+    if stages * (chunks * parallel.microbatches + stages) > MOST_WORK:
+        most = (MOST_WORK // stages - stages) // chunks
+        raise ConfigError(
+            f"parallel.microbatches {parallel.microbatches} with {what} is more than a schedule can have; "
+            + (
+                f"legal are at most {most} microbatches."
+                if most > 0
+                else f"legal are at most {math.isqrt(MOST_WORK // 2)} stages."
+            )
         )
     split = parallel.layer_split
     if split is not None and (len(split) != stages * chunks or sum(split) != layers):
         raise ConfigError(
-            f"parallel.layer_split {list(split)} has {len(split)} entries that sum to {sum(split)}; it must have {stages * chunks} "
+            f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must have {stages * chunks} "
             f"(mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
         )
 
@@ -188,11 +207,6 @@ def notes(config: Config) -> list[str]:
     model, mesh, parallel = config.model, config.mesh, config.parallel
     assert model.kv_heads and model.d_ff
     found = []
-    if mesh.pipeline > 1 and parallel.microbatches < mesh.pipeline:
-        m, p = parallel.microbatches, mesh.pipeline
-        found.append(
-            f"parallel.microbatches {m} is fewer than mesh.pipeline {p}: every stage idles at least {(p - 1) / (m + p - 1):.0%} of the step; {4 * p} would bring that to {(p - 1) / (5 * p - 1):.0%}."
-        )
     if model.kv_heads % mesh.tensor:
         found.append(
             f"model.kv_heads {model.kv_heads} does not divide over mesh.tensor {mesh.tensor}: every tensor rank holds all key and value heads."
@@ -207,7 +221,7 @@ def notes(config: Config) -> list[str]:
                 f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
             )
     slots = mesh.pipeline * parallel.virtual_stages
-    if model.layers % slots and parallel.layer_split is None:
+    if mesh.pipeline > 1 and model.layers % slots and parallel.layer_split is None:
         most = math.ceil(model.layers / slots)
         found.append(
             f"model.layers {model.layers} does not divide over {slots} stages: the longest has {most}, so {1 - model.layers / (most * slots):.0%} of the stages' time is idle."
@@ -217,8 +231,10 @@ def notes(config: Config) -> list[str]:
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not less than train.steps {config.train.steps}: "
             "the run ends before the learning rate is at its peak."
         )
-    if mesh.pipeline == 1 and parallel.virtual_stages > 1:
+    if mesh.pipeline == 1 and parallel.virtual_stages != (SCHEDULES.get(parallel.schedule) or 1):
         found.append(
             "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
         )
+    if mesh.pipeline == 1 and parallel.layer_split is not None:
+        found.append("parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage.")
     return found

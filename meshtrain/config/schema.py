@@ -3,11 +3,20 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+# Numbers end up as int32 or float32: what these cannot hold is refused, and so is what float32 takes for zero.
+LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4028234663852886e38}
+TINIEST = 2.0**-126
+
+MOST_FAKE_DEVICES = 1024  # JAX starts so many CPU devices in 5 s; 4096 take more than a minute
+
 
 def key(
     default: Any, doc: str, *, least: float | None = None, most: float | None = None, above: float | None = None
 ) -> Any:
-    """A documented key; `least`, `most` and `above` bound a number (or each number of a list), None is always allowed where the type says so."""
+    """A documented key; `least`, `most` (else `LARGEST`) and `above` bound a number (or each number of a list).
+
+    None is always allowed where the type says so.
+    """
     return field(default=default, metadata={"doc": doc, "least": least, "most": most, "above": above})
 
 
@@ -19,9 +28,14 @@ def describe(section: type) -> dict[str, str]:
 @dataclass(frozen=True)
 class RunConfig:
     directory: str = key("runs/default", "where config.yaml, metrics.jsonl and checkpoints/ are written")
-    seed: int = key(0, "the one seed: initialisation, dropout and the order of the data follow from it", least=0)
+    seed: int = key(
+        0, "the one seed: initialisation, dropout and the order of the data follow from it", least=0, most=2**32 - 1
+    )  # JAX's keys take 32 bits of it
     fake_devices: int = key(
-        0, "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs", least=0
+        0,
+        "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs",
+        least=0,
+        most=MOST_FAKE_DEVICES,
     )
 
 

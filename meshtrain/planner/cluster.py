@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from meshtrain.config import ConfigError, MeshConfig
+from meshtrain.config import ConfigError, MeshConfig, short
 from meshtrain.config.load import read_section
 from meshtrain.config.schema import key
 from meshtrain.planner.accelerators import ACCELERATORS, Accelerator, Peak, complete
@@ -38,6 +38,7 @@ class Links:
     spine: Link = field(default_factory=Link)
 
 
+EXAMPLE = "it needs at least 'accelerator: {name: h100}' and 'links: {node: {devices: 8, bandwidth: 450}}'"
 LEVELS = ("island", "node", "rail", "spine")
 
 
@@ -128,7 +129,7 @@ def _group(levels: tuple[tuple[str, Link], ...], reached: float, topology: str, 
 
 def load_cluster(path: str | Path) -> Cluster:
     """The checked cluster of a YAML file; ConfigError (one sentence) otherwise."""
-    return checked(read_section(Cluster, Path(path), "cluster description", "--cluster"), str(path))
+    return checked(read_section(Cluster, path, "cluster description", "--cluster", EXAMPLE), short(path))
 
 
 def checked(cluster: Cluster, source: str) -> Cluster:
@@ -139,7 +140,7 @@ def checked(cluster: Cluster, source: str) -> Cluster:
     if missing:
         near = difflib.get_close_matches(accelerator.name, ACCELERATORS, n=1)
         raise ConfigError(
-            f"{source}: accelerator.name is {accelerator.name!r}, which is not one of {', '.join(ACCELERATORS)}"
+            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}"
             + (
                 f"; did you mean {near[0]}?"
                 if near
@@ -214,14 +215,14 @@ def named(name: str, devices: int) -> Cluster:
     if name.endswith((".yaml", ".yml")) or "/" in name:
         cluster = load_cluster(name)
         return resized(cluster, devices) if cluster.shared else cluster
-    path = DIRECTORY / f"{name}.yaml"
-    if path.is_file():
-        return resized(load_cluster(path), devices)
+    shipped = {path.stem: path for path in DIRECTORY.glob("*.yaml")}
+    if name in shipped:
+        return resized(load_cluster(shipped[name]), devices)
     if name in ACCELERATORS:
         return resized(default(name), devices)
     near = difflib.get_close_matches(name, ACCELERATORS, n=1)
     raise ConfigError(
-        f"--cluster {name}: there is no such file or accelerator; give a YAML file or one of {', '.join(ACCELERATORS)}"
+        f"--cluster {short(name)}: there is no such file or accelerator; give a YAML file or one of {', '.join(ACCELERATORS)}"
         + (f"; did you mean {near[0]}?" if near else ".")
     )
 

@@ -17,7 +17,6 @@ def test_default_config_is_legal_and_free_of_notes():
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"mesh": {"pipeline": 4}, "parallel": {"microbatches": 2}}, ["microbatches 2", "pipeline 4", "60%", "16"]),
         ({"mesh": {"tensor": 2}, "model": {"kv_heads": 3}}, ["kv_heads 3", "mesh.tensor 2", "every tensor rank"]),
         ({"mesh": {"tensor": 2}, "model": {"d_ff": 97}}, ["d_ff 97", "padded to 98", "1.0%"]),
         ({"mesh": {"tensor": 2}, "model": {"vocab_size": 301}}, ["vocab_size 301", "padded to 302", "0.3%"]),
@@ -36,6 +35,25 @@ def test_what_costs_something_is_told_with_its_price(sections, says):
 def test_chunks_have_no_use_without_stages():
     config = configuration(parallel={"schedule": "interleaved", "virtual_stages": 2})
     assert any("virtual_stages has no use" in note for note in notes(config))
+
+
+@pytest.mark.parametrize("schedule", ["v_1f1b", "interleaved", "1f1b", "zb_h1"])
+def test_every_schedule_runs_on_one_stage_whatever_its_chunks(schedule):
+    """There is no table then: chunks that the layers could not fill, and a split of the layers, have no use."""
+    assert notes(configuration(model={"layers": 1}, parallel={"schedule": schedule})) == []
+    unused = {"schedule": schedule, "virtual_stages": 3, "layer_split": [3, 4]}
+    found = notes(configuration(model={"layers": 1}, parallel=unused))
+    assert [note.split(" has no use with mesh.pipeline 1")[0] for note in found] == [
+        "parallel.virtual_stages",
+        "parallel.layer_split",
+    ]
+
+
+def test_a_schedule_with_chunks_of_its_own_needs_layers_for_them_once_there_are_stages():
+    with pytest.raises(
+        ConfigError, match=r"mesh.pipeline 2 x parallel.virtual_stages 2 makes 4 stages, more than model.layers 3"
+    ):
+        configuration(model={"layers": 3}, mesh={"pipeline": 2}, parallel={"schedule": "v_1f1b"})
 
 
 def test_layer_split_that_was_asked_for_is_not_remarked_upon():

@@ -48,8 +48,10 @@ def test_switches_understand_every_no(text, read):
 
 
 def test_texts_that_yaml_takes_for_something_else_stay_texts(read):
-    config = read("run: {directory: 2024-01-01}\ndata: {source: no}")
+    config = read("run: {directory: 2024-01-01}\ndata: {source: 'no', tokenizer: 010}\ncheckpoint: {resume: 1:30}")
     assert (config.run.directory, config.data.source) == ("2024-01-01", "no")
+    assert (config.data.tokenizer, config.checkpoint.resume) == ("010", "1:30")
+    assert read(to_yaml(config)) == config
 
 
 def test_null_stands_for_what_follows_from_other_keys(read):
@@ -76,6 +78,37 @@ def test_overrides_are_read_like_values_of_the_file(read):
     assert config.optimizer.learning_rate == 0.001
     assert config.run.directory == "a b"
     assert config.model.kv_heads == config.model.heads
+
+
+@pytest.mark.parametrize(
+    "text", ["a #b", "#b", "a: b", "@a", "&a", "*a", "!a", "it's", "'it", "- a", "a]", "%a", "2024-01-01"]
+)
+def test_an_overridden_text_is_what_stands_there(text, read):
+    config = read("model: {layers: 5}", f"data.source={text}")
+    assert config.data.source == text
+    assert read(to_yaml(config)) == config
+
+
+def test_an_overridden_text_may_be_quoted(read):
+    assert read("model: {layers: 5}", "data.source='no'").data.source == "no"
+    assert read("model: {layers: 5}", "data.validation_source=null").data.validation_source is None
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfmodel: {layers: 5}")
+    assert load(tmp_path / "c.yaml").model.layers == 5
+
+
+def test_an_alias_stands_for_what_it_names_and_a_bomb_of_them_takes_no_room(read):
+    assert read("model: {layers: &n 5, heads: *n, d_model: 40}").model.heads == 5
+    lines = ["a: &a [" + "x," * 9 + "]", *(f"{k}: &{k} [{','.join(['*' + chr(ord(k) - 1)] * 9)}]" for k in "bcdefg")]
+    with pytest.raises(ConfigError, match="line 1: there is no section a"):
+        read("\n".join(lines))
+
+
+def test_what_yaml_has_no_word_for_is_refused_when_given_from_python():
+    with pytest.raises(ConfigError, match=r"^the given values hold Path\('x'\)"):
+        decode({"run": {"directory": type("Path", (), {"__repr__": lambda self: "Path('x')"})()}})
 
 
 def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):

@@ -24,6 +24,9 @@ BAD = {
     "nodes: 0": "nodes is 0; it must be at least 1",
     "node: 3": "did you mean nodes?",
     "accelerator: {name: h100, memory: -3}": "must be at least 0",
+    f"accelerator: {{name: {'h' * 900}}}": "hhh…hhh",
+    "links:\n  node: {devices: 8, bandwith: 450}": "there is no key links.node.bandwith; did you mean bandwidth",
+    "restart_seconds: .inf": "must be a finite number, at least 0",
 }
 
 
@@ -51,6 +54,27 @@ def test_a_bad_description_is_one_sentence_with_what_is_legal(tmp_path, change):
     with pytest.raises(ConfigError, match=BAD[change].replace("(", r"\(")) as caught:
         load_cluster(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet"])
+def test_an_empty_description_is_told_what_it_needs_and_that_is_enough(tmp_path, text):
+    path = write(tmp_path / "empty.yaml", text)
+    with pytest.raises(ConfigError, match=r"empty.yaml is empty; it needs at least ") as caught:
+        load_cluster(path)
+    needed = str(caught.value).split("'")[1::2]
+    assert load_cluster(write(path, "\n".join(needed))).devices == 8
+
+
+def test_a_description_that_is_no_mapping_is_called_by_its_name(tmp_path):
+    with pytest.raises(ConfigError, match="a cluster description must be a mapping of keys to values, not a list"):
+        load_cluster(write(tmp_path / "list.yaml", "[1]"))
+
+
+@pytest.mark.parametrize("name", ["h" * 5000, "h\0", "h\ud800", ".."])
+def test_a_name_that_no_file_can_have_is_an_unknown_cluster(name):
+    with pytest.raises(ConfigError, match="there is no such file or accelerator") as caught:
+        named(name, 8)
+    assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("path", sorted(DIRECTORY.glob("*.yaml")), ids=lambda p: p.stem)

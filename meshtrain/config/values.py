@@ -1,0 +1,135 @@
+"""A value by the type and the bounds that its key declares, whatever YAML would take it for.
+
+YAML readers disagree about 1e-3 (a text, or 0.001), 010 (8, or 10), 1:30 (90, or a text) and off (false, or a text). The declared type
+decides where there is one way to read a value, and what has two is refused with both.
+"""
+
+import difflib
+import re
+import types
+import typing
+import unicodedata
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import yaml
+
+from meshtrain.config.errors import ConfigError, short
+from meshtrain.config.schema import LARGEST, TINIEST
+from meshtrain.config.tree import BOOL, NULL, shape
+
+TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
+NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
+MOST_CHARACTERS = 1024  # of a text: what every system allows a path
+MOST_DIGITS = 40  # of a whole number: more are too large for every key
+
+_WHOLE = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
+_FRACTION = re.compile(r"[-+]?(?=\.?[0-9])([0-9]+(_[0-9]+)*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+_LEADING_ZERO = re.compile(r"[-+]?0_?[0-9][0-9_]*")
+
+
+def value(hint: Any, bounds: Mapping[str, float | None], node: yaml.Node, where: str) -> Any:
+    """What a node holds, as a `hint` within `bounds` (see `schema.key`); ConfigError, which begins with `where`, otherwise."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if node.tag == NULL:
+            return None
+        return value(next(a for a in args if a is not type(None)), bounds, node, where)
+    if origin is tuple:
+        if not isinstance(node, yaml.SequenceNode):
+            example = "qkv, mlp_out" if args[0] is str else "2, 3"
+            raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
+        return tuple(value(args[0], bounds, item, f"{where}[{i}]") for i, item in enumerate(node.value))
+    legal = _legal(hint, bounds)
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{where} is {shape(node)}; it must be {legal}.")
+    text = str(node.value)
+    if node.tag == NULL or (text == "" and hint is not str):
+        raise ConfigError(f"{where} has no value; it must be {legal}.")
+    wrong = f"{where} is {short(repr(text))}; it must be {legal}"
+    if origin is Literal:
+        choices = {str(choice): choice for choice in args}
+        if text in choices:
+            return choices[text]
+        raise ConfigError(wrong + (nearest(text, choices) or "."))
+    if hint is bool:
+        if text.lower() in TRUE | FALSE:
+            return text.lower() in TRUE
+        raise ConfigError(f"{wrong}.")
+    return _text(node, where, wrong) if hint is str else _number(hint, bounds, text, where, wrong)
+
+
+def nearest(word: str, legal: Iterable[str]) -> str:
+    """How a sentence ends on the right spelling that is nearest to a wrong one; nothing if none is near."""
+    near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
+    text = str(node.value)
+    if text == "":
+        raise ConfigError(f"{where} is empty; it must be a text.")
+    if node.tag == BOOL and node.style is None:
+        raise ConfigError(
+            f"{where} is {text}, which YAML takes for true or false; if the text is meant, write '{text}' in quotes."
+        )
+    if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
+        raise ConfigError(f"{wrong} without control characters.")
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{wrong} of at most {MOST_CHARACTERS} characters.")
+    return text
+
+
+def _number(hint: type, bounds: Mapping[str, float | None], text: str, where: str, wrong: str) -> int | float:
+    if _LEADING_ZERO.fullmatch(text) and len(text) <= MOST_DIGITS:
+        raise ConfigError(
+            f"{where} is '{text}', which some readers of YAML take for octal; write {_without_zeros(text)}."
+        )
+    if hint is int and not (_WHOLE.fullmatch(text) and len(text) <= MOST_DIGITS):
+        raise ConfigError(wrong + _meant(text))
+    number = hint(text) if _FRACTION.fullmatch(text) else float("nan")
+    if not abs(number) < float("inf"):
+        raise ConfigError(f"{wrong}.")
+    if hint is float and 0 < abs(number) < TINIEST:
+        raise ConfigError(f"{where} is {number:g}, which is 0 in float32; it must be {_range(hint, bounds)}.")
+    least, above, most = bounds["least"], bounds["above"], _most(hint, bounds)
+    if (least is not None and number < least) or (above is not None and number <= above) or number > most:
+        raise ConfigError(f"{where} is {number}; it must be {_range(hint, bounds)}.")
+    return number
+
+
+def _without_zeros(text: str) -> str:
+    """What 010 may stand for, in decimal: 10 or 8."""
+    decimal = int(text)
+    octal = decimal if re.search("[89]", text) else int(text, 8)
+    return str(decimal) if octal == decimal else f"{decimal} or {octal}"
+
+
+def _meant(text: str) -> str:
+    """How a sentence on what is no whole number ends: 1e3 and 0x3e8 have one in mind."""
+    try:
+        number = int(text, 0) if re.fullmatch("[-+]?0[xXoObB].{1,8}", text) else float(text)
+    except ValueError:
+        return "."
+    small = abs(number) <= LARGEST[int]
+    return f"; did you mean {int(number)}?" if small and number == int(number) else "."
+
+
+def _legal(hint: Any, bounds: Mapping[str, float | None]) -> str:
+    if hint in LARGEST:
+        return f"{NAMES[hint]}, {_range(hint, bounds)}"
+    return NAMES.get(hint) or "one of " + ", ".join(map(str, typing.get_args(hint)))
+
+
+def _range(hint: type, bounds: Mapping[str, float | None]) -> str:
+    said = {"at least": bounds["least"], "above": bounds["above"], "at most": _most(hint, bounds)}
+    parts = [
+        f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}"
+        for word, bound in said.items()
+        if bound is not None
+    ]
+    return " and ".join(parts)
+
+
+def _most(hint: type, bounds: Mapping[str, float | None]) -> float:
+    return LARGEST[hint] if bounds["most"] is None else bounds["most"]
