@@ -2,14 +2,14 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from meshtrain.config import Config, ConfigError, load, notes, to_yaml
+from meshtrain.cli import Parser, command, say, whole_number
+from meshtrain.config import Config, ConfigError, load, notes, refusal, short, to_yaml
 from meshtrain.modules import callable_as
 from meshtrain.parallel.pipeline import draw
 from meshtrain.planner import advice, estimate, html, report, scaling
@@ -22,22 +22,14 @@ from meshtrain.planner.search import Found, search
 DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.config and not options.measure:
         parser.error("--config FILE is needed: the YAML file of the run")
-    try:
-        code = _run(options)
-        sys.stdout.flush()
-        return code
-    except ConfigError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # who reads the output, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # as `rich` does
+    return _run(options)
 
 
 def plan(config: Config, cluster: Cluster | str | None = None) -> Plan:
@@ -61,14 +53,13 @@ def _run(options: argparse.Namespace) -> int:
     return _plan(config, cluster, options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m meshtrain.plan", description=DESCRIPTION)
-    parser.add_argument("--config", help="the YAML file of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides a key: mesh.data=2")
+def _parser() -> Parser:
+    parser = Parser(prog="python -m meshtrain.plan", description=DESCRIPTION)
+    parser.add_config(required=False)
     parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file, one of configs/clusters, or an accelerator; default: cpu with run.fake_devices, else h100")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
     parser.add_argument("--search", action="store_true", help="ranks every legal layout of the cluster's devices")
-    parser.add_argument("--devices", type=int, metavar="N", help="devices to search layouts for; default: all of the cluster's, else the mesh's")  # fmt: skip
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="devices to search layouts for; default: all of the cluster's, else the mesh's")  # fmt: skip
     parser.add_argument("--write", metavar="FILE", help="where --search writes the best layout's config; default: CONFIG-best.yaml")  # fmt: skip
     parser.add_argument("--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text")
     parser.add_argument("--html", metavar="FILE", help="writes the whole report as one page with pictures")
@@ -79,8 +70,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
     devices = _devices(config)
-    if options.devices is not None and options.devices < 1:
-        raise ConfigError(f"--devices {options.devices}: give the number of devices to search layouts for, at least 1.")
     needed = max(devices, options.devices or 0) if options.search else devices
     cluster = named(options.cluster or _usual_cluster(config, options.compile), needed)
     if options.search and cluster.devices < (options.devices or 0):
@@ -129,7 +118,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
         _write(options.html, html.page(planned, *points, _notes(config)))
     if not planned.fits:
-        print(f"plan: {advice.sentence(planned, changes)}", file=sys.stderr)
+        say(advice.sentence(planned, changes))
     return 0
 
 
@@ -168,8 +157,8 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
-    print(f"plan: wrote {path}", file=sys.stderr)
+        raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
+    say(f"wrote {path}")
 
 
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► evaluate, save, stop where due
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
+from meshtrain.cli import DONE, FAILED, STOPPED, USAGE, Parser, command
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.mesh import join_cluster, own_rows, platform
@@ -28,17 +28,11 @@ from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State
 from meshtrain.telemetry.progress import Reporter
 
-DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
 
-
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m meshtrain.train", description="Trains a transformer on a 3-D device mesh."
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file; see configs/")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="overrides one key; may be repeated"
-    )
+    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a 3-D device mesh.")
+    parser.add_config()
     parser.add_argument("--print-config", action="store_true", help="print the whole resolved config as YAML and exit")
     options = parser.parse_args(arguments)
     try:

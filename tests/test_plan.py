@@ -6,6 +6,7 @@ import sys
 import pytest
 import yaml
 
+from meshtrain.parallel.pipeline.generators import make_table
 from meshtrain.plan import main
 
 CONFIG = {
@@ -67,7 +68,6 @@ BAD = {
     ("--compile", "h100x4"): "the mesh has 8 devices",
     ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
     ("--gantt", "/nowhere/at/all.svg"): "cannot be written",
-    ("--search", "--devices", "-3"): "--devices -3: give the number",
     ("--search", "--devices", "7"): "no layout of 7 devices is legal",
 }
 
@@ -77,6 +77,66 @@ def test_bad_input_is_one_sentence_and_code_2(config, capsys, arguments):
     assert main(["--config", str(config), *arguments]) == 2
     caught = capsys.readouterr()
     assert BAD[arguments] in caught.err and caught.err.count("\n") == 1
+
+
+ILLEGAL = """# stages=2 microbatches=4
+stage 0,stage 1
+F0,
+F1 B0,F0 B0
+F2,F1 B1
+F3,F2 B2
+B3,F3 B3
+B1,
+B2,
+"""
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--json"], ["--gantt", "-"], ["--html", "page.html"], ["--compile", "cpu"]], ids=str
+)
+def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypatch, capsys, more):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.csv").write_text(ILLEGAL)
+    assert main(["--config", str(config), "--set", "parallel.schedule=mine.csv", *more]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == "" and caught.err.count("\n") == 1 and caught.err.startswith("meshtrain: ")
+    assert "parallel.schedule cannot run: mine.csv: " in caught.err
+    assert "tick 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err and caught.err.endswith(".\n")
+
+
+def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
+    (tmp_path / "mine.csv").write_text(ILLEGAL)
+    arguments = [
+        "--set",
+        f"parallel.schedule={tmp_path / 'mine.csv'}",
+        "--search",
+        "--write",
+        str(tmp_path / "best.yaml"),
+    ]
+    assert main(["--config", str(config), *arguments]) == 0
+    assert "mine.csv" not in (tmp_path / "best.yaml").read_text()
+
+
+def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp_path, capsys):
+    (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
+    keys = ["--set", f"parallel.schedule={tmp_path / 'mine.csv'}", "--set", "train.global_batch_size=24"]
+    assert main(["--config", str(config), *keys, "--html", str(tmp_path / "page.html")]) == 0
+    assert "</html>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, tmp_path, capsys):
+    """Advice that asks for other microbatches than the table's is no advice."""
+    (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
+    keys = [
+        "--set",
+        f"parallel.schedule={tmp_path / 'mine.csv'}",
+        "--set",
+        "model.d_model=8192",
+        "--set",
+        "model.layers=80",
+    ]
+    assert main(["--config", str(config), *keys, "--cluster", "v100"]) == 0
+    assert "more than" in capsys.readouterr().err
 
 
 def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):

@@ -8,26 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import jax
 import numpy as np
 
 from meshtrain.checkpoint import arrays, changes, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.cli import USAGE, Parser, command
 from meshtrain.config import ConfigError, refusal
 
-INTACT, DAMAGED, USAGE = 0, 1, 2  # diff: the same, different
+INTACT, DAMAGED = 0, 1  # diff: the same, different
 UNREADABLE = (steps.Damaged, steps.NewerFormat)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with one sentence for an error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"meshtrain: {message}; see {self.prog} --help.\n")
-
-
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -48,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = {"ls": ls, "show": show, "verify": verify, "diff": diff}[options.command]
     try:
         return run(options)
-    except ConfigError as error:
-        print(f"meshtrain: {error}", file=sys.stderr)
-        return USAGE
+    except BrokenPipeError:
+        raise
     except OSError as error:  # no permission; or a run that goes on has just removed the step
         print(f"meshtrain: {error.filename or 'the checkpoint'} cannot be read: {refusal(error)}.", file=sys.stderr)
         return USAGE

@@ -4,7 +4,6 @@ Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while runnin
 """
 
 import argparse
-import difflib
 import errno
 import os
 import signal
@@ -16,9 +15,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
 
-from meshtrain.config import ConfigError, refusal
+from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, say, whole_number
+from meshtrain.config import ConfigError, short
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import Found, find, shown
 from meshtrain.data.prepare import SKIPPED, describe_skipped, prepare, refusal_at
@@ -31,51 +30,22 @@ class Failed(Exception):
     """What failed while it ran, in one sentence."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with one sentence for an error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help.\n")
-
-
-class Command(Parser):
-    """A command's own options, with the nearest right spelling of a wrong one."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        legal = [name for action in self._actions for name in action.option_strings]
-        for given in args or ():
-            name = given.partition("=")[0]
-            if name.startswith("--") and name not in legal:
-                near = difflib.get_close_matches(name, legal, n=1)
-                self.error(f"there is no option {name}" + (f"; did you mean {near[0]}" if near else ""))
-        return super().parse_known_args(args, namespace)
-
-
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         chosen.run(chosen)
-        sys.stdout.flush()
-    except ConfigError as error:
-        return _tell(str(error), 2)
     except KeyboardInterrupt:
-        return _tell("stopped; run the same command again to go on.", 75)
+        say("stopped; run the same command again to go on.")
+        return STOPPED
     except (BrokenProcessPool, MemoryError):
-        return _tell(
-            "memory ran out, or a worker was killed; run the same command again to go on, with fewer --workers.", 1
-        )
+        say("memory ran out, or a worker was killed; run the same command again to go on, with fewer --workers.")
+        return FAILED
     except Failed as error:
-        return _tell(str(error), 1)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries once more at its end
-        return _tell(f"standard output cannot be written: {refusal(error)}.", 1)
-    return 0
-
-
-def _tell(sentence: str, code: int) -> int:
-    print(f"meshtrain: {sentence}", file=sys.stderr)
-    return code
+        say(error)
+        return FAILED
+    return DONE
 
 
 @contextmanager
@@ -91,14 +61,14 @@ def _writing(output: Path) -> Iterator[None]:
         ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m meshtrain.data", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Command)
-    one = commands.add_parser("prepare", allow_abbrev=False, help="text to token shards")
+def _parser() -> Parser:
+    parser = Parser(prog="python -m meshtrain.data", description=__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    one = commands.add_parser("prepare", help="text to token shards")
     _add_input(one)
     one.add_argument("--tokenizer", default="byte", help="byte, or the path of a tokenizer.json (default: byte)")
     one.add_argument("--output", required=True, type=_directory, help="directory of the shards")
-    one.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    one.add_argument("--workers", type=whole_number, default=os.cpu_count() or 1, help="processes (default: all cores)")
     one.add_argument("--validation", type=_share, default=0.01, help="share of the documents held out (default: 0.01)")
     one.add_argument(
         "--bad",
@@ -107,12 +77,12 @@ def _parser() -> argparse.ArgumentParser:
         help="documents that are empty, damaged, not UTF-8, without text (default: skip)",
     )
     one.set_defaults(run=_prepare)
-    two = commands.add_parser("train-tokenizer", allow_abbrev=False, help="a byte-level BPE tokenizer.json from text")
+    two = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
     _add_input(two)
-    two.add_argument("--vocab-size", required=True, type=_positive, help="ids, the end of document among them")
+    two.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
     two.add_argument("--output", required=True, type=_file, help="the tokenizer.json to write")
     two.set_defaults(run=_train_tokenizer)
-    three = commands.add_parser("verify", allow_abbrev=False, help="compares prepared shards with their manifest")
+    three = commands.add_parser("verify", help="compares prepared shards with their manifest")
     three.add_argument("directory", type=_path)
     three.set_defaults(run=_verify)
     return parser
@@ -151,19 +121,13 @@ def _file(text: str) -> Path:
     return Path(text)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{shown(text)}' is not a whole number of at least 1")
-    return int(text)
-
-
 def _share(text: str) -> float:
     try:
         share = float(text)
     except ValueError:
         share = -1.0
     if not 0 <= share <= 0.5:
-        raise argparse.ArgumentTypeError(f"'{shown(text)}' is not a number from 0 to 0.5")
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is not a number from 0 to 0.5")
     return share
 
 

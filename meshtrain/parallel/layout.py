@@ -19,10 +19,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config import Config, ConfigError
+from meshtrain.config import Config
 from meshtrain.mesh import DATA, rules
 from meshtrain.model.decoder import Decoder
-from meshtrain.parallel.pipeline.generators import make_table
+from meshtrain.parallel.pipeline.closed_form import bubble, makespan
+from meshtrain.parallel.pipeline.generators import SCHEDULES, make_table
+from meshtrain.parallel.pipeline.simulate import Durations, simulate
 from meshtrain.parallel.pipeline.table import Table
 
 Tree = Any
@@ -87,10 +89,7 @@ class Layout:
         if self.stages == 1:
             return None
         parallel = self.config.parallel
-        try:
-            return make_table(parallel.schedule, self.stages, parallel.microbatches, self.chunks)
-        except ValueError as error:
-            raise ConfigError(f"parallel.schedule cannot run: {error}.") from None
+        return make_table(parallel.schedule, self.stages, parallel.microbatches, self.chunks)
 
     @cached_property
     def split(self) -> tuple[int, ...]:
@@ -154,8 +153,14 @@ class Layout:
         return Leaf(name, axes, shape, tuple(whole), tuple(padded), split, zero_dim)
 
     def notes(self) -> list[str]:
-        """What ZeRO pads or cannot shard, and what it costs, a sentence each."""
+        """What leaves stages idle, what ZeRO pads or cannot shard, and what it costs, a sentence each."""
         found = []
+        m, p = self.config.parallel.microbatches, self.stages
+        if self.table is not None and m < p:
+            found.append(
+                f"parallel.microbatches {m} is fewer than mesh.pipeline {p}: every stage idles {self._idle(m)} of the step; "
+                + (f"{4 * p} would bring that to {self._idle(4 * p)}." if self.named else "more would shorten that.")
+            )
         for leaf in jax.tree.leaves(self.leaves, is_leaf=lambda x: isinstance(x, Leaf)):
             held, used = math.prod(leaf.padded), math.prod(leaf.whole)
             if held > used:
@@ -169,6 +174,19 @@ class Layout:
                     f"{4 * used:,} bytes stay on every data rank, for the master and for each optimizer moment."
                 )
         return found
+
+    @property
+    def named(self) -> bool:
+        """The schedule has a name, and so a table for every number of microbatches; a file has one."""
+        return self.config.parallel.schedule in SCHEDULES
+
+    def _idle(self, microbatches: int) -> str:
+        """The share of a step in which a stage has nothing to do, stages being equally long."""
+        if self.named:
+            at = (self.config.parallel.schedule, self.stages, microbatches, self.chunks, Durations())
+            return f"{bubble(*at) / makespan(*at):.0%}"
+        assert self.table is not None and microbatches == self.table.microbatches
+        return f"{simulate(self.table, Durations()).bubble_fraction:.0%}"
 
     # --- trees of leaves
 

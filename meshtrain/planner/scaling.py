@@ -63,12 +63,13 @@ def _weaker(config: Config, most: int) -> Iterator[Config]:
 def _points(configs: Iterator[Config], cluster: Cluster) -> list[Point]:
     points: list[Point] = []
     for config in configs:
+        devices = config.mesh.data * config.mesh.tensor * config.mesh.pipeline
+        # A schedule's own table has one number of microbatches, which not every size of the run has.
         try:
             check(config)
+            planned = plan(config, grown(cluster, devices))
         except ConfigError:
             continue
-        devices = config.mesh.data * config.mesh.tensor * config.mesh.pipeline
-        planned = plan(config, grown(cluster, devices))
         each = planned.tokens_per_second / devices
         first = points[0].plan.tokens_per_second / points[0].devices if points else each
         points.append(Point(devices, planned, each / first))

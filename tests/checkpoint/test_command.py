@@ -77,11 +77,6 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(tmp_path, damaged, capsys):
     for arguments in (["ls", tmp_path / "nothing"], ["verify", tmp_path], ["show", tmp_path]):
         code, lines, said = call(capsys, *arguments)
         assert code == 2 and lines == [] and said.count("\n") == 1 and said.startswith("meshtrain: there is no ")
-    for arguments in (["lss", damaged], ["ls"], ["diff", damaged]):
-        with pytest.raises(SystemExit, match="2"):
-            main([str(a) for a in arguments])
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and said.startswith("meshtrain: ")
     (damaged / "checkpoints" / "3" / steps.COMMIT).unlink()
     code, _, said = call(capsys, "show", damaged)
     assert code == 2 and "3 cannot be read: it has no COMMIT file" in said

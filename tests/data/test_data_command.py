@@ -42,10 +42,6 @@ def test_a_tokenizer_can_be_trained_and_used(text: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "arguments are required: COMMAND"),
-        (["prepar"], "choose from"),
-        (["prepare", "--output", "x"], "required: --input"),
-        (["prepare", "--inptu", "x", "--output", "y"], "there is no option --inptu; did you mean --input"),
         (["prepare", "--input", "x", "--output", "y", "--workers", "0"], "'0' is not a whole number of at least 1"),
         (["prepare", "--input", "x", "--output", "y", "--validation", "2"], "'2' is not a number from 0 to 0.5"),
         (["prepare", "--input", "/no/such", "--output", "y"], "there is no file or directory /no/such"),

@@ -10,6 +10,8 @@ from short_runs import canonical_numbers, place, train
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.parallel.pipeline.generators import make_table
+from meshtrain.parallel.pipeline.simulate import Durations, simulate
 
 
 def configuration(mesh: tuple[int, int, int], family: str = "gpt2", zero: int = 1, **sections: dict) -> Config:
@@ -155,3 +157,34 @@ def test_padding_is_still_zero_after_training():
     padding = jax.tree.map(lambda used, x: np.abs(x[np.asarray(used) == 0]).sum(), full, last.params)
     assert sum(jax.tree.leaves(padding)) == 0
     assert sum(int((np.asarray(used) == 0).sum()) for used in jax.tree.leaves(full)) > 9000
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "says"),
+    [
+        (
+            (1, 1, 4),
+            {"microbatches": 2},
+            ["microbatches 2", "mesh.pipeline 4", "idles 60% of the step", "16 would bring that to 16%."],
+        ),
+        # of 9 turns of a chunk, 5 without work: the ring is partly empty in the second round too
+        (
+            (1, 1, 4),
+            {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
+            ["idles 56% of the step", "16 would bring that to 9%."],
+        ),
+    ],
+)
+def test_fewer_microbatches_than_stages_are_told_with_their_cost(mesh, parallel, says):
+    (note,) = layout(mesh, parallel=parallel, model={"layers": 8}).notes()
+    assert all(part in note for part in says), note
+    table = make_table(parallel.get("schedule", "1f1b"), 4, 2, parallel.get("virtual_stages", 1))
+    assert f"{simulate(table, Durations()).bubble_fraction:.0%}" in note
+
+
+def test_a_table_of_ones_own_is_told_its_own_cost(tmp_path):
+    path = tmp_path / "mine.csv"
+    table = make_table("gpipe", 4, 2)
+    path.write_text(table.to_csv())
+    (note,) = layout((1, 1, 4), parallel={"microbatches": 2, "schedule": str(path)}).notes()
+    assert "every stage idles 60% of the step; more would shorten that." in note

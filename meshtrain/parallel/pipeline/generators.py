@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.config.errors import short
 from meshtrain.parallel.pipeline.table import IllegalTable, Table, read_csv
 from meshtrain.parallel.pipeline.validate import validate
 
@@ -69,18 +70,19 @@ def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -
 
 
 def _from_file(path: str, stages: int, microbatches: int, chunks: int) -> Table:
-    table = read_csv(path)
-    for what, asked, given in (
-        ("stages", stages, table.stages),
-        ("microbatches", microbatches, table.microbatches),
-        ("chunks", chunks, table.chunks),
-    ):
-        if asked != given:
-            raise ValueError(f"schedule {path} is for {what}={given}, and {what}={asked} is asked for")
     try:
+        table = read_csv(path)
+        for what, asked, given in (
+            ("stages", stages, table.stages),
+            ("microbatches", microbatches, table.microbatches),
+            ("chunks", chunks, table.chunks),
+        ):
+            if asked != given:
+                raise IllegalTable(f"{short(path)} is for {what}={given}, and {what}={asked} is asked for")
         validate(table)
     except IllegalTable as error:
-        raise IllegalTable(f"{path}: {error}") from None
+        where = "" if str(error).startswith(short(path)) else f"{short(path)}: "
+        raise IllegalTable(f"parallel.schedule cannot run: {where}{error}.") from None
     return table
 
 

@@ -28,11 +28,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.config.check import MOST_WORK
+from meshtrain.config.errors import ConfigError, short
+from meshtrain.config.text import read_text
+
 F, B, W = 0, 1, 2
 PLACEMENTS = ("loop", "v")
 
 
-class IllegalTable(ValueError):
+class IllegalTable(ConfigError):
     """A schedule that cannot be run; the message names the place and the reason."""
 
 
@@ -183,25 +187,30 @@ class Table:
         return "\n".join(lines) + "\n"
 
 
-_WORD = re.compile(r"([A-Z])(\d+)(?:\.(\d+))?")
+_WORD = re.compile(r"([A-Z])([0-9]{1,18})(?:\.([0-9]{1,18}))?")
+_NUMBER = re.compile("[0-9]{1,9}")
 _FACTS = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
 _FACTS_EXAMPLE = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
+_MOST_BYTES = 32 * MOST_WORK
 
 
 def read_csv(path: str | Path) -> Table:
     """Reads what `Table.to_csv` wrote or a person edited. Raises IllegalTable naming file, row, column and what is legal."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise IllegalTable(f"schedule {path}: the file cannot be read ({error})") from error
-    return parse_csv(text, source=str(path))
+    takes = "parallel.schedule takes a CSV file"
+    return parse_csv(read_text(path, "schedule's table", takes, (".csv",), _MOST_BYTES), source=short(path))
 
 
 def parse_csv(text: str, source: str = "csv") -> Table:
     """Like `read_csv`, from a string; `source` stands for the file in messages. Rows are counted from 1, as editors do."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.rstrip().splitlines())]
-    facts = _read_facts(" ".join(rows[0]).strip() if rows else "", source)
+    lines = text.rstrip().splitlines()
+    facts = _read_facts(lines[0].strip('", ') if lines else "", source)
     stages = facts["stages"]
+    if len(lines) > 1:
+        _check_rows(len(lines) - 2, facts, source)
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(lines)]
+    except csv.Error as error:
+        raise IllegalTable(f"{source} is not CSV: {error}") from None
     if len(rows) < 2 or len(rows[1]) != stages:
         raise IllegalTable(f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}")
     table = Table(cells=np.full((len(rows) - 2, stages, 3, 2), -1), **facts)
@@ -219,24 +228,40 @@ def parse_csv(text: str, source: str = "csv") -> Table:
     return Table(cells=cells, **facts)
 
 
+def _check_rows(ticks: int, facts: dict, source: str) -> None:
+    """A stage has one forward a tick; and in more ticks than there are ops, some have none."""
+    least = facts["microbatches"] * facts["chunks"]
+    most = min(least * facts["stages"] * (3 if facts["split"] else 2), MOST_WORK // facts["stages"])
+    if not least <= ticks <= most:
+        raise IllegalTable(
+            f"{source}: {ticks} rows after the first two, one a tick; for these microbatches, chunks and stages legal are {least} to {most}"
+            if least <= most
+            else f"{source}, row 1: so many microbatches, chunks and stages make more than the {MOST_WORK} cells that a table can have"
+        )
+
+
 def _read_facts(line: str, source: str) -> dict:
     words = dict(word.split("=", 1) for word in line.lstrip("#").split() if "=" in word)
     if not line.startswith("#") or set(words) - set(_FACTS) or not {"stages", "microbatches"} <= set(words):
         raise IllegalTable(f"{source}, row 1: must say what the table is for, as in '{_FACTS_EXAMPLE}'")
     facts: dict = {
-        "name": words.get("schedule", "_".join(Path(source).stem.split())),
+        "name": short(words.get("schedule") or "_".join(Path(source).stem.split())),
         "placement": words.get("placement", "loop"),
     }
     for key in ("stages", "microbatches", "chunks"):
         value = words.get(key, "1")
-        if not value.isdecimal() or int(value) < 1:
-            raise IllegalTable(f"{source}, row 1: {key}={value}, and must be a whole number, at least 1")
+        if not _NUMBER.fullmatch(value) or int(value) < 1:
+            raise IllegalTable(
+                f"{source}, row 1: {key}={short(value)}, and must be a whole number, at least 1 and below a billion"
+            )
         facts[key] = int(value)
     split = words.get("split", "no")
     if split not in ("yes", "no"):
-        raise IllegalTable(f"{source}, row 1: split={split}, and must be yes or no")
+        raise IllegalTable(f"{source}, row 1: split={short(split)}, and must be yes or no")
     if facts["placement"] not in PLACEMENTS:
-        raise IllegalTable(f"{source}, row 1: placement={facts['placement']}, and must be {' or '.join(PLACEMENTS)}")
+        raise IllegalTable(
+            f"{source}, row 1: placement={short(facts['placement'])}, and must be {' or '.join(PLACEMENTS)}"
+        )
     return facts | {"split": split == "yes"}
 
 
@@ -248,7 +273,7 @@ def _read_cell(text: str, table: Table) -> np.ndarray:
         if match is None or match[1] not in table.letters:
             example = "F3" if table.chunks == 1 else "F3.1"
             raise IllegalTable(
-                f"'{word}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}'"
+                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}'"
             )
         slot, microbatch, chunk = table.letters.index(match[1]), int(match[2]), int(match[3] or 0)
         if match[3] is None and table.chunks > 1:
@@ -258,6 +283,6 @@ def _read_cell(text: str, table: Table) -> np.ndarray:
         if chunk >= table.chunks:
             raise IllegalTable(f"'{word}': chunks are 0 to {table.chunks - 1}")
         if slot <= done:
-            raise IllegalTable(f"'{text.strip()}' must have each letter once, in the order {' '.join(table.letters)}")
+            raise IllegalTable(f"'{short(text)}' must have each letter once, in the order {' '.join(table.letters)}")
         cell[slot], done = (microbatch, chunk), slot
     return cell

@@ -1,6 +1,9 @@
+import os
+
 import numpy as np
 import pytest
 
+from meshtrain.config import ConfigError
 from meshtrain.parallel.pipeline.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.parallel.pipeline.table import B, F, IllegalTable, Op, Table, W, parse_csv, read_csv
 
@@ -101,6 +104,19 @@ def test_a_table_without_split_has_no_w():
         ("F1,F0 B0", "F1", "row 4: 1 columns, and there must be 2"),
         ("F1,F0 B0", "F1,,F0 B0", "row 4: 3 columns, and there must be 2"),
         ("stage 0,stage 1", "stage 0", "row 2: there must be 2 comma-separated stage names"),
+        ("F0 B0", "F" + "9" * 5000, "row 4, column 2 .stage 1.: 'F999.*…999.*' must be one of the letters"),
+        ("F0 B0", "F" + "9" * 17, "row 4, column 2 .stage 1.: 'F99999999999999999': microbatches are 0 to 1"),
+        ("F0 B0", "F0.5 B0", "row 4, column 2 .stage 1.: 'F0.5': chunks are 0 to 0"),
+        ("F0 B0", "F-1", "row 4, column 2 .stage 1.: 'F-1' must be one of the letters"),
+        ("F0 B0", "F\u0663", "row 4, column 2 .stage 1.: 'F\u0663' must be one of the letters"),
+        ("microbatches=2", "microbatches=" + "9" * 5000, "row 1: microbatches=999.*…999.*, and must be a whole number"),
+        ("microbatches=2", "microbatches=999999999", "row 1: so many microbatches"),
+        (
+            "microbatches=2",
+            "microbatches=9000",
+            "4 rows after the first two, one a tick; for .* legal are 9000 to 36000",
+        ),
+        ("F0 B0", "x" * 200_000, " ?is not CSV: field larger"),
         ("stages=2", "stages=two", "row 1: stages=two, and must be a whole number, at least 1"),
         ("stages=2", "stages=0", "row 1: stages=0, and must be a whole number, at least 1"),
         ("split=no", "split=maybe", "row 1: split=maybe, and must be yes or no"),
@@ -114,7 +130,7 @@ def test_csv_errors_name_row_column_and_what_is_legal(old, new, message, tmp_pat
     assert old in ONE_F_ONE_B
     path = tmp_path / "mine.csv"
     path.write_text(ONE_F_ONE_B.replace(old, new, 1))
-    with pytest.raises(IllegalTable, match=f"mine.csv, {message}"):
+    with pytest.raises(IllegalTable, match=f"mine.csv[,:]? ?{message}"):
         read_csv(path)
 
 
@@ -132,14 +148,28 @@ def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
     assert read_csv(path).name == "my_own"
 
 
-def test_an_unreadable_file_is_one_sentence(tmp_path):
-    with pytest.raises(IllegalTable, match=r"nowhere.csv: the file cannot be read"):
-        read_csv(tmp_path / "nowhere.csv")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "there is no schedule's table .*mine.csv"),
+        (lambda path: path.mkdir(), "mine.csv is a directory; parallel.schedule takes a CSV file"),
+        (os.mkfifo, "mine.csv is a pipe"),
+        (lambda path: path.touch(), "mine.csv, row 1: must say what the table is for"),
+        (lambda path: path.write_text("\n\n"), "mine.csv, row 1: must say what the table is for"),
+        (lambda path: path.write_bytes(b"\x89PNG\r\n\xff"), "mine.csv is not text"),
+        (lambda path: path.write_bytes(ONE_F_ONE_B.encode("utf-16")), "mine.csv is UTF-16"),
+        (lambda path: path.write_text(ONE_F_ONE_B.replace("\nF1,", "\n" * 10**6 + "F1,")), "1000003 rows after .* legal are 2 to 8"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_one_sentence(make, says, tmp_path):
+    make(tmp_path / "mine.csv")
+    with pytest.raises(ConfigError, match=says):
+        read_csv(tmp_path / "mine.csv")
 
 
-def test_an_empty_file_is_one_sentence():
-    with pytest.raises(IllegalTable, match="row 1: must say what the table is for"):
-        parse_csv("\n\n")
+def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path):
+    (tmp_path / "mine.csv").write_text(ONE_F_ONE_B, encoding="utf-8-sig")
+    assert read_csv(tmp_path / "mine.csv") == parse_csv(ONE_F_ONE_B)
 
 
 @pytest.mark.parametrize(

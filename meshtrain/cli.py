@@ -1,0 +1,97 @@
+"""What the commands share: one parser, one way to end, the exit codes. Wrong usage is one sentence, as a wrong config is."""
+
+import argparse
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from meshtrain.config import ConfigError, refusal, short
+from meshtrain.config.values import nearest
+
+DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
+
+
+def say(sentence: object) -> None:
+    """To whoever started the command, about what it did or could not do."""
+    print(f"meshtrain: {sentence}", file=sys.stderr)
+
+
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """A command's `main`, which ends on a sentence and an exit code whatever the user, the system or the reader of its output does."""
+
+    @functools.wraps(main)
+    def ended(arguments: Sequence[str] | None = None) -> int:
+        # A file's name may hold what the terminal's encoding does not.
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            code = main(arguments)
+            sys.stdout.flush()
+            return code
+        except ConfigError as error:
+            say(error)
+            return USAGE
+        except KeyboardInterrupt:
+            say("stopped.")
+            return STOPPED
+        # Who reads the output, such as `head`, has had enough; what is left of it goes nowhere.
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except OSError as error:
+            say(f"{short(error.filename) + ': ' if error.filename else ''}{refusal(error)}.")
+            return FAILED
+
+    return ended
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that takes no abbreviations, and says what is wrong in one sentence with the nearest right spelling."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False} | settings)
+
+    def add_config(self, required: bool = True) -> None:
+        """--config and --set, as every command that needs a run's config takes them."""
+        self.add_argument("--config", required=required, metavar="FILE", help="the YAML file of the run; see configs/")
+        meaning = "overrides one key, as in mesh.data=2; may be repeated"
+        self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        self._check_words(given[: given.index("--")] if "--" in given else given)
+        return super().parse_known_args(given, namespace)
+
+    def _check_words(self, given: Sequence[str]) -> None:
+        """What argparse has no sentence for: unknown options and commands, by their nearest, and empty words."""
+        options = [name for action in self._actions for name in action.option_strings]
+        commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
+        for word in given:
+            name = word.partition("=")[0]
+            if not word or (name in options and word == f"{name}="):
+                self.error(f"an argument is empty; give {name or 'it'} a value, or leave it out")
+            if name.startswith("-") and name not in options and not re.fullmatch(r"-|-[0-9.]+", word):
+                self.error(f"there is no option {name}{nearest(name, options) or '.'}")
+            if commands is not None and not name.startswith("-"):
+                if word not in commands:
+                    ending = nearest(word, commands) or f"; legal are {', '.join(commands)}."
+                    self.error(f"there is no command {word}{ending}")
+                # What follows are the command's own words, which it checks.
+                return
+        if commands is not None and not {"-h", "--help"} & set(given):
+            self.error(f"a command is missing; legal are {', '.join(commands)}.")
+
+    def error(self, message: str) -> NoReturn:
+        ending = "" if message.endswith((".", "?")) else f"; see {self.prog} --help."
+        say(f"{short(message)}{ending}")
+        self.exit(USAGE)
+
+
+def whole_number(text: str) -> int:
+    """An option's value of at least 1."""
+    if not re.fullmatch("0*[1-9][0-9]{0,9}", text):
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is not a whole number of at least 1")
+    return int(text)

@@ -1,0 +1,121 @@
+"""Wrong usage of any command is one sentence with the nearest right spelling and exit code 2; so ends whatever else goes wrong."""
+
+import errno
+import importlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshtrain import cli
+from meshtrain.config import ConfigError
+
+COMMANDS = {
+    name: importlib.import_module(module).main
+    for name, module in {
+        "train": "meshtrain.train",
+        "plan": "meshtrain.plan",
+        "data": "meshtrain.data.__main__",
+        "checkpoint": "meshtrain.checkpoint.__main__",
+    }.items()
+}
+
+WRONG = {
+    "train": [
+        ("", "the following arguments are required: --config"),
+        ("--confg run.yaml", "there is no option --confg; did you mean --config?"),
+        ("--conf run.yaml", "there is no option --conf; did you mean --config?"),
+        ("-config run.yaml", "there is no option -config; did you mean --config?"),
+        ("--config", "argument --config: expected one argument"),
+        ("--config=", "an argument is empty; give --config a value"),
+        ("--config run.yaml --set", "argument --set: expected one argument"),
+        ("--config run.yaml --print-config=yes", "argument --print-config: ignored explicit argument 'yes'"),
+        ("--config run.yaml mesh.data=2", "unrecognized arguments: mesh.data=2"),
+        ("--config run.yaml --" + "x" * 5000, "xxx…xxx"),
+    ],
+    "plan": [
+        ("", "--config FILE is needed"),
+        ("--config run.yaml --gant -", "there is no option --gant; did you mean --gantt?"),
+        ("--config run.yaml --search --devices -3", "argument --devices: '-3' is not a whole number of at least 1"),
+        ("--config run.yaml --search --devices " + "9" * 5000, "'999"),
+    ],
+    "data": [
+        ("", "a command is missing; legal are prepare, train-tokenizer, verify."),
+        ("prepar", "there is no command prepar; did you mean prepare?"),
+        ("zebra --input x", "there is no command zebra; legal are prepare, train-tokenizer, verify."),
+        ("--inptu x", "there is no option --inptu"),
+        ("prepare --inptu x --output y", "there is no option --inptu; did you mean --input?"),
+        ("prepare --output y", "the following arguments are required: --input; see python -m meshtrain.data prepare --help."),
+        ("prepare --input x --output y --bad skp", "argument --bad: invalid choice: 'skp'"),
+    ],
+    "checkpoint": [
+        ("", "a command is missing; legal are ls, show, verify, diff."),
+        ("lss runs/x", "there is no command lss; did you mean ls?"),
+        ("ls", "the following arguments are required: directory"),
+        ("diff a b --no-value", "there is no option --no-value; did you mean --no-values?"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words", "says"), [(name, *case) for name, cases in WRONG.items() for case in cases])
+def test_wrong_usage_is_one_sentence_and_exit_code_2(name, words, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        COMMANDS[name](words.split())
+    caught = capsys.readouterr()
+    assert (stopped.value.code, caught.out) == (cli.USAGE, "")
+    assert caught.err.startswith("meshtrain: ") and caught.err.count("\n") == 1 and caught.err[-2] in ".?"
+    assert says in caught.err and len(caught.err) < 500
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_argument_is_refused(name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        COMMANDS[name](["--config", ""] if name in ("train", "plan") else ["verify", ""])
+    assert "an argument is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_still_help(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        COMMANDS[name](["--help"])
+    assert f"usage: python -m meshtrain.{name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (ConfigError("mesh.data is 3."), cli.USAGE, "mesh.data is 3."),
+        (KeyboardInterrupt(), cli.STOPPED, "stopped."),
+        (OSError(errno.ENOSPC, "No space left on device", "page.html"), cli.FAILED, "page.html: no space left on device."),
+        (OSError(errno.ENOSPC, "No space left on device"), cli.FAILED, "no space left on device."),
+    ],
+)  # fmt: skip
+def test_a_command_ends_on_a_sentence_and_an_exit_code(error, code, says, capsys):
+    @cli.command
+    def main(arguments=None):
+        raise error
+
+    assert main([]) == code
+    assert capsys.readouterr().err == f"meshtrain: {says}\n"
+
+
+def test_what_a_terminal_has_no_letters_for_is_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.command(lambda arguments: print("läufe/\udcff") or cli.DONE)([]) == cli.DONE
+    assert written.getvalue() == b"l\\xe4ufe/\\udcff\n"
+
+
+def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: {layers: 4}")
+    command = [sys.executable, "-m", "meshtrain.train", "--config", "run.yaml", "--print-config"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == ("", cli.FAILED)
