@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from meshtrain.config import ConfigError, refusal, short
+from meshtrain.config.schema import LARGEST
 from meshtrain.config.values import nearest
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
@@ -92,6 +93,8 @@ class Parser(argparse.ArgumentParser):
 
 def whole_number(text: str) -> int:
     """An option's value of at least 1."""
-    if not re.fullmatch("0*[1-9][0-9]{0,9}", text):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is not a whole number of at least 1")
+    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST[int]:
+        raise argparse.ArgumentTypeError(
+            f"{short(repr(text))} is not a whole number of at least 1 and at most {LARGEST[int]}"
+        )
     return int(text)

@@ -74,7 +74,7 @@ def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
             f"{where} is {text}, which YAML takes for true or false; if the text is meant, write '{text}' in quotes."
         )
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
-        raise ConfigError(f"{wrong} without control characters.")
+        raise ConfigError(f"{wrong} in UTF-8, without control characters.")
     if len(text) > MOST_CHARACTERS:
         raise ConfigError(f"{wrong} of at most {MOST_CHARACTERS} characters.")
     return text

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.config import Config, ConfigError
+from meshtrain.config import Config, ConfigError, short
 from meshtrain.planner import pipeline, traffic
 from meshtrain.planner.estimate import Plan
 
@@ -57,9 +57,11 @@ def parse_target(target: str, devices: int) -> str:
     """The name in TARGET or TARGETxN; ConfigError for an unknown one or another number of devices than the mesh has."""
     name, cross, count = target.lower().partition("x")
     if name not in ("cpu", *GPUS):
-        raise ConfigError(f"--compile {target}: the target must be one of cpu, {', '.join(GPUS)}, as in --compile h100x{devices}.")  # fmt: skip
+        raise ConfigError(f"--compile {short(target)}: the target must be one of cpu, {', '.join(GPUS)}, as in --compile h100x{devices}.")  # fmt: skip
     if cross and (not count.isdigit() or int(count) != devices):
-        raise ConfigError(f"--compile {target}: the mesh has {devices} devices, so write {name} or {name}x{devices}.")
+        raise ConfigError(
+            f"--compile {short(target)}: the mesh has {devices} devices, so write {name} or {name}x{devices}."
+        )
     return name
 
 

@@ -43,7 +43,7 @@ def test_without_the_cuda_compiler_one_sentence_says_what_to_install(llama_8b, t
     done = planned(llama_8b(), "h100", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
-        "plan: --compile h100 needs XLA's CUDA compiler, though no GPU: install jax-cuda12"
+        "meshtrain: --compile h100 needs XLA's CUDA compiler, though no GPU: install jax-cuda12"
     )
 
 
