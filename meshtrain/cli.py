@@ -2,8 +2,10 @@
 
 import argparse
 import functools
+import io
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -38,15 +40,26 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         except KeyboardInterrupt:
             say("stopped.")
             return STOPPED
-        # Who reads the output, such as `head`, has had enough; what is left of it goes nowhere.
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
         except OSError as error:
-            say(f"{short(error.filename) + ': ' if error.filename else ''}{refusal(error)}.")
+            if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
+                say(f"{short(error.filename) + ': ' if error.filename else ''}{refusal(error)}.")
             return FAILED
 
     return ended
+
+
+def _reader_is_gone() -> bool:
+    """Who reads the output, such as `head`, has had enough: what is left of it goes nowhere."""
+    try:
+        number = sys.stdout.fileno()
+    except io.UnsupportedOperation:
+        return False
+    poll = select.poll()
+    poll.register(number, 0)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return gone
 
 
 class Parser(argparse.ArgumentParser):

@@ -90,6 +90,7 @@ def test_help_is_still_help(name, capsys):
         (ConfigError("mesh.data is 3."), cli.USAGE, "mesh.data is 3."),
         (KeyboardInterrupt(), cli.STOPPED, "stopped."),
         (OSError(errno.ENOSPC, "No space left on device", "page.html"), cli.FAILED, "page.html: no space left on device."),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), cli.FAILED, "broken pipe."),  # another one than the output
         (OSError(errno.ENOSPC, "No space left on device"), cli.FAILED, "no space left on device."),
     ],
 )  # fmt: skip

@@ -43,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = {"ls": ls, "show": show, "verify": verify, "diff": diff}[options.command]
     try:
         return run(options)
-    except BrokenPipeError:
-        raise
+    except ConfigError as error:
+        print(f"meshtrain: {error}", file=sys.stderr)
+        return USAGE
     except OSError as error:  # no permission; or a run that goes on has just removed the step
         print(f"meshtrain: {error.filename or 'the checkpoint'} cannot be read: {refusal(error)}.", file=sys.stderr)
         return USAGE
