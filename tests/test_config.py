@@ -1,5 +1,6 @@
 """Bad input is refused in one plain sentence with the numbers or names that would be legal: exit code 2, no traceback."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.config import ConfigError, load
+from meshtrain.config import Config, ConfigError, describe, load, notes, to_yaml
 from meshtrain.train import USAGE, main
 
 GOOD = (
@@ -235,3 +236,56 @@ def test_command_exits_with_2_and_one_sentence(arguments, says, tmp_path):
     )  # fmt: skip
     assert ended.returncode == 2 and ended.stdout == ""
     assert_sentence(ended.stderr, says)
+
+
+ODD = [
+    "",
+    "~",
+    "off",
+    "0",
+    "-1",
+    "010",
+    "0x10",
+    "1e3",
+    "1e-50",
+    ".nan",
+    "-.inf",
+    "9" * 5000,
+    "a" * 5000,
+    "[]",
+    "[~]",
+    "[[1]]",
+    "{a: 1}",
+]
+ODD += [
+    "'",
+    '"\\0"',
+    '"\\uD800"',
+    "#",
+    "*a",
+    "&a",
+    "!!int 3",
+    "- a",
+    "|",
+    "%",
+    "\t",
+    "\ufeff",
+    "2147483647",
+    "4294967296",
+]
+
+
+@pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(Config)])
+def test_an_odd_value_of_any_key_is_taken_whole_or_refused_in_a_sentence(section, tmp_path):
+    (tmp_path / "run.yaml").write_text(GOOD)
+    for key in describe(type(getattr(Config(), section))):
+        for odd in ODD:
+            try:
+                config = load(tmp_path / "run.yaml", [f"{section}.{key}={odd}"])
+            except ConfigError as refused:
+                sentence = str(refused)
+                assert sentence.isprintable() and len(sentence) < 1000 and sentence[-1] in ".?", (key, odd, sentence)
+                continue
+            notes(config)
+            (tmp_path / "again.yaml").write_text(to_yaml(config))
+            assert load(tmp_path / "again.yaml") == config, (key, odd)
