@@ -127,7 +127,9 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a mesh of more devices than can be faked": (
         GOOD, ["mesh.data=100000", "train.global_batch_size=100000", "run.fake_devices=2", "data.source=synthetic"], ["needs 100000 devices", "there are"]
     ),
-    "a width with many divisors": (GOOD, ["model.d_model=2147483646", "model.heads=4"], ["heads that divide it: 1, 2, 3, 6", "2147483646"]),
+    "a batch that takes long to divide by every number": (
+        GOOD, ["train.global_batch_size=2147483646", "train.sequence_length=1", "mesh.data=4"], ["mesh.data 4", "legal are 1, 2, 3, 6", "2147483646."]
+    ),
     "a pipeline whose table nobody has room for": (
         GOOD, ["model.layers=4000", "mesh.pipeline=4000", "parallel.microbatches=100000", "train.global_batch_size=100000"],
         ["parallel.microbatches 100000", "mesh.pipeline 4000", "at most"],

@@ -45,7 +45,7 @@ class ModelConfig:
         "llama", "llama: RMSNorm, RoPE, SwiGLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases"
     )
     layers: int = key(8, "transformer blocks", least=1, most=65536)
-    d_model: int = key(256, "width of the residual stream", least=1)
+    d_model: int = key(256, "width of the residual stream", least=1, most=2**24)
     heads: int = key(8, "query heads", least=1)
     kv_heads: int | None = key(None, "key/value heads (grouped-query attention); null: as many as heads", least=1)
     head_dim: int | None = key(None, "width of one head; null: d_model / heads", least=1)
