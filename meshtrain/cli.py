@@ -32,34 +32,42 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             code = main(arguments)
-            sys.stdout.flush()
-            return code
         except ConfigError as error:
             say(error)
-            return USAGE
+            code = USAGE
         except KeyboardInterrupt:
             say("stopped.")
-            return STOPPED
+            code = STOPPED
         except OSError as error:
             if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
                 say(f"{short(error.filename) + ': ' if error.filename else ''}{refusal(error)}.")
-            return FAILED
+            code = FAILED
+        return code if _output_is_written() else FAILED
 
     return ended
 
 
+def _output_is_written() -> bool:
+    """Hands on what is left of the output; if that is refused it goes nowhere, or the interpreter would try once more at its end."""
+    try:
+        sys.stdout.flush()
+        return True
+    except OSError as error:
+        if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
+            say(f"standard output cannot be written: {refusal(error)}.")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+
+
 def _reader_is_gone() -> bool:
-    """Who reads the output, such as `head`, has had enough: what is left of it goes nowhere."""
+    """Who reads the output, such as `head`, has had enough."""
     try:
         number = sys.stdout.fileno()
     except io.UnsupportedOperation:
         return False
     poll = select.poll()
     poll.register(number, 0)
-    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-    return gone
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 class Parser(argparse.ArgumentParser):

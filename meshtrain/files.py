@@ -12,7 +12,10 @@ from typing import IO
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The whole content under `path`, or what was there before, whoever else writes it and whenever the machine stops."""
+    """The whole content under `path`, or what was there before, whoever else writes it and whenever the machine stops.
+
+    OSError, of `path` by name, if the system refuses.
+    """
     temporary = temporary_beside(path)
     try:
         with temporary.open("wb") as file:
@@ -20,7 +23,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
+        error.filename = str(path)
         temporary.unlink(missing_ok=True)  # a full disk needs the room
         raise
     sync(path.parent)

@@ -19,7 +19,7 @@ from pathlib import Path
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, say, whole_number
 from meshtrain.config import ConfigError, short
 from meshtrain.data.documents import read, units
-from meshtrain.data.inputs import Found, find, shown
+from meshtrain.data.inputs import Found, find
 from meshtrain.data.prepare import SKIPPED, describe_skipped, prepare, refusal_at
 from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
 from meshtrain.data.tokenizer import train_bpe
@@ -55,7 +55,7 @@ def _writing(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Failed(
-            f"{shown(str(output))} cannot be written: {refusal_at(error)}; "
+            f"{short(str(output))} cannot be written: {refusal_at(error)}; "
             + ("make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that")
             + " and run the same command again, which goes on from what is finished, or give another --output."
         ) from None
@@ -111,13 +111,13 @@ def _path(text: str) -> Path:
 
 def _directory(text: str) -> Path:
     if os.path.isfile(_path(text)):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is a file; the output is a directory")
+        raise argparse.ArgumentTypeError(f"{short(text)} is a file; the output is a directory")
     return Path(text)
 
 
 def _file(text: str) -> Path:
     if os.path.exists(_path(text)) and not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is there and no file; the output is a file")
+        raise argparse.ArgumentTypeError(f"{short(text)} is there and no file; the output is a file")
     return Path(text)
 
 
@@ -153,8 +153,8 @@ def _prepare(chosen: argparse.Namespace) -> None:
             f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(manifest.shards[split])} shards"
         )
     if manifest.skipped:
-        print(f"{describe_skipped(manifest.skipped)}; named in {shown(str(output / SKIPPED))}")
-    print(f"{shown(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
+        print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")
+    print(f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
 
 
 @contextmanager
@@ -188,14 +188,14 @@ def _train_tokenizer(chosen: argparse.Namespace) -> None:
         train_bpe(chain([first], good), chosen.vocab_size, chosen.output)
     if skipped:
         print(describe_skipped(skipped), file=sys.stderr)
-    print(shown(str(chosen.output)))
+    print(short(str(chosen.output)))
 
 
 def _verify(chosen: argparse.Namespace) -> None:
     manifest = read_manifest(chosen.directory)
     for split in SPLITS:
         open_corpus(chosen.directory, manifest, split, verify=True)
-    print(f"{shown(str(chosen.directory))}: every shard is as prepared, digest {manifest.digest[:16]}")
+    print(f"{short(str(chosen.directory))}: every shard is as prepared, digest {manifest.digest[:16]}")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from meshtrain.config import refusal
+from meshtrain.config import refusal, short
 from meshtrain.data.formats import DAMAGE, HEAD, no_text, open_plain, parquet_column
-from meshtrain.data.inputs import File, shown
+from meshtrain.data.inputs import File
 
 RULES = 2  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
 COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units
@@ -85,7 +85,7 @@ def read(part: Part, text_field: str, check: Callable[[], None] = lambda: None) 
                 yield _whole(file.name, stream.read())
     except DAMAGE as error:
         said = refusal(error) if isinstance(error, OSError) else str(error)
-        yield Document(file.name, "", "unreadable", f"({shown(said)})")
+        yield Document(file.name, "", "unreadable", f"({short(said)})")
 
 
 def _whole(name: str, data: bytes) -> Document:
@@ -136,7 +136,7 @@ def _record(name: str, line: bytes, text_field: str) -> Document:
         return Document(name, "", "not JSON")
     texts = [text for key, text in value if key == text_field] if isinstance(value, tuple) else []
     if len(texts) > 1:
-        return Document(name, "", "ambiguous", f"(the field '{shown(text_field)}' stands {len(texts)} times)")
+        return Document(name, "", "ambiguous", f"(the field '{short(text_field)}' stands {len(texts)} times)")
     return _field(name, texts[0] if texts else None, text_field)
 
 
@@ -151,7 +151,7 @@ def _json(text: str) -> Any:
 
 def _field(name: str, text: Any, text_field: str) -> Document:
     if not isinstance(text, str):
-        return Document(name, "", "without text", f"in the field '{shown(text_field)}'")
+        return Document(name, "", "without text", f"in the field '{short(text_field)}'")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -164,7 +164,7 @@ def _rows(file: File, text_field: str, check: Callable[[], None]) -> Iterator[Do
         for _ in parquet_column(file.path, text_field):  # to its end, before a row of it is taken
             check()
     except KeyError:
-        yield Document(file.name, "", "without text", f"in a column '{shown(text_field)}'")
+        yield Document(file.name, "", "without text", f"in a column '{short(text_field)}'")
         return
     for number, data in enumerate(chain.from_iterable(parquet_column(file.path, text_field))):
         name = f"{file.name}#{number}"

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshtrain.config import ConfigError, refusal
+from meshtrain.config import ConfigError, refusal, short
 from meshtrain.data.formats import JSON_LINES, PARQUET, compression, is_text, require_libraries, suffix
 from meshtrain.data.shards import is_preparation
 
 LINKS, SPECIAL, TWICE = "links that lead nowhere", "neither files nor directories", "reached twice"
 PREPARED = "directories of prepared shards"
 NAMED = 3  # of what is left out, in a sentence
-LONGEST = 200  # characters of a name in a sentence
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,13 @@ class Found:
     def describe_ignored(self) -> str:
         """5 .png, 1 without a suffix."""
         return ", ".join(
-            f"{count} {shown(suffix) or 'without a suffix'}" for suffix, count in self.ignored.most_common(5)
+            f"{count} {short(suffix) or 'without a suffix'}" for suffix, count in self.ignored.most_common(5)
         )
 
     def describe_left_out(self) -> str:
         """links that lead nowhere: 1 (docs/c); reached twice: 2 (docs/a, docs/b)."""
         return "; ".join(
-            f"{reason}: {len(names)} ({', '.join(map(shown, sorted(names)[:NAMED]))}{', ...' if len(names) > NAMED else ''})"
+            f"{reason}: {len(names)} ({', '.join(map(short, sorted(names)[:NAMED]))}{', ...' if len(names) > NAMED else ''})"
             for reason, names in sorted(self.left_out.items())
         )
 
@@ -84,14 +83,8 @@ def find(inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without
         if found.ignored:
             left_out = f"files of other kinds ({found.describe_ignored()})" + (f"; {left_out}" if left_out else "")
             left_out += "; name a file itself to have it read as text"
-        raise ConfigError(f"{shown(' '.join(inputs))} holds no text: {left_out or 'no file at all'}.")
+        raise ConfigError(f"{short(' '.join(inputs))} holds no text: {left_out or 'no file at all'}.")
     return found
-
-
-def shown(name: str) -> str:
-    """A name of a user's file for a sentence or a log: on one line, printable whatever its bytes, not endless."""
-    name = name if len(name) <= LONGEST else f"{name[:LONGEST]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 @dataclass(frozen=True)
@@ -124,11 +117,11 @@ class _Search:
             self._file(_Place(given, os.path.basename(given), real))
         elif stat.S_ISDIR(mode):
             if _is_prepared(given):
-                raise ConfigError(f"{shown(given)} holds prepared shards, no text.")
+                raise ConfigError(f"{short(given)} holds prepared shards, no text.")
             self._folders(_Place(given, os.path.basename(real), real))
         else:
             raise ConfigError(
-                f"{shown(given)} is neither a file nor a directory but {_special(mode)}; write the text to a file first."
+                f"{short(given)} is neither a file nor a directory but {_special(mode)}; write the text to a file first."
             )
         self.found.files += sorted(self.taken, key=lambda file: file.name)
         self.taken = []
@@ -215,7 +208,7 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{shown(path)} cannot be read: {refusal(error)}.") from None
+        raise ConfigError(f"{short(path)} cannot be read: {refusal(error)}.") from None
 
 
 def _mode(given: str) -> int:
@@ -224,10 +217,10 @@ def _mode(given: str) -> int:
         return os.stat(given).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         if os.path.lexists(given):
-            raise ConfigError(f"{shown(given)} is a link that leads nowhere ({shown(os.readlink(given))}).") from None
-        raise ConfigError(f"there is no file or directory {shown(given)} to read text from.") from None
+            raise ConfigError(f"{short(given)} is a link that leads nowhere ({short(os.readlink(given))}).") from None
+        raise ConfigError(f"there is no file or directory {short(given)} to read text from.") from None
     except OSError as error:
-        raise ConfigError(f"{shown(given)} cannot be read: {refusal(error)}.") from None
+        raise ConfigError(f"{short(given)} cannot be read: {refusal(error)}.") from None
 
 
 def _special(mode: int) -> str:

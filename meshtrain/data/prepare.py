@@ -23,9 +23,9 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config import ConfigError, refusal
+from meshtrain.config import ConfigError, refusal, short
 from meshtrain.data.documents import RULES, Part, units
-from meshtrain.data.inputs import File, shown
+from meshtrain.data.inputs import File
 from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, UNITS, Manifest
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer, use_one_thread
 from meshtrain.data.unit import Options, Unit, dtype_of, encoded, read_note
@@ -87,7 +87,7 @@ def _claim(output: Path, plan: dict[str, str]) -> None:
             others = []  # so a run leaves it that is killed just here
         if others:
             raise ConfigError(
-                f"{output} is not empty ({shown(others[0])}) and holds no preparation of ours; give another --output."
+                f"{output} is not empty ({short(others[0])}) and holds no preparation of ours; give another --output."
             )
         (output / UNITS).mkdir(exist_ok=True)
         write_atomically(path, json.dumps(plan, indent=1).encode())
@@ -184,7 +184,7 @@ def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) ->
     if not any(manifest.shards.values()):
         first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
         name, _, problem = first.partition("\t")
-        skipped_too = f": {describe_skipped(manifest.skipped)}; the first, {shown(name)}, is {problem}" if first else ""
+        skipped_too = f": {describe_skipped(manifest.skipped)}; the first, {short(name)}, is {problem}" if first else ""
         raise ConfigError(f"the input holds no document{skipped_too}.")
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
@@ -195,7 +195,7 @@ def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) ->
 
 def refusal_at(error: OSError) -> str:
     """What the system said, and of which file where it said that: is a directory: train-00000.tokens."""
-    return refusal(error) + (f": {shown(os.path.basename(error.filename2))}" if error.filename2 else "")
+    return refusal(error) + (f": {short(os.path.basename(error.filename2))}" if error.filename2 else "")
 
 
 def describe_skipped(skipped: dict[str, int]) -> str:

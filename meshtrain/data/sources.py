@@ -8,9 +8,9 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.config import ConfigError, refusal
+from meshtrain.config import ConfigError, refusal, short
 from meshtrain.config.schema import DataConfig
-from meshtrain.data.inputs import Found, find, shown
+from meshtrain.data.inputs import Found, find
 from meshtrain.data.prepare import SKIPPED, describe_skipped, fingerprint, prepare, refusal_at
 from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, Corpus, Manifest, is_preparation, open_corpus, read_manifest
 from meshtrain.data.tokenizer import Tokenizer
@@ -57,11 +57,11 @@ def open_source(name: str, data: DataConfig, tokenizer: Tokenizer, key: str = "d
         if name and os.path.lexists(path):
             return _prepared(find([str(path)]), name, options, tokenizer, data)
     except OSError as error:
-        raise ConfigError(f"{key} {shown(name)} cannot be read: {refusal(error)}.") from None
+        raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     words = ("stdlib", "synthetic", "mixture") if key == "data.source" else ("stdlib",)
     near = difflib.get_close_matches(name, words, n=1)
     raise ConfigError(
-        f"{key} is '{shown(name)}', but there is no such file or directory; it must be a file or directory of text, prepared shards "
+        f"{key} is '{short(name)}', but there is no such file or directory; it must be a file or directory of text, prepared shards "
         f"or {' or '.join(words)}" + (f"; did you mean {near[0]}?" if near else ".")
     )
 

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshtrain.config import ConfigError, refusal
-from meshtrain.data.inputs import shown
+from meshtrain.config import ConfigError, refusal, short
 from meshtrain.files import write_atomically
 
 END_TOKENS = (
@@ -69,7 +68,7 @@ class FileTokenizer:
             self._tokenizer = library.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises nothing more specific
             raise ConfigError(
-                f"{path} is not a tokenizer.json that the tokenizers library can read ({shown(str(error))})."
+                f"{path} is not a tokenizer.json that the tokenizers library can read ({short(str(error))})."
             ) from None
         self._tokenizer.no_truncation()  # a file may come with either switched on
         self._tokenizer.no_padding()
@@ -101,7 +100,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not os.path.isfile(path):
         near = difflib.get_close_matches(name, ("byte",), n=1)
         raise ConfigError(
-            f"the tokenizer '{shown(name)}' is neither byte nor a tokenizer.json file"
+            f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file"
             + (f"; did you mean {near[0]}?" if near else ".")
         )
     return FileTokenizer(path)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, short
 from meshtrain.data.documents import Document, Part, read
-from meshtrain.data.inputs import shown
 from meshtrain.data.shards import SPLITS, UNITS, Shard, ShardWriter, digest_of_file
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.files import write_atomically
@@ -101,7 +100,7 @@ class Unit:
     def _skip(self, document: Document) -> None:
         if self.options.bad == "refuse":
             raise ConfigError(
-                f"the document {shown(document.name)} is {document.problem}; mend it, or have bad documents skipped."
+                f"the document {short(document.name)} is {document.problem}; mend it, or have bad documents skipped."
             )
         self.skipped[document.kind] += 1
         self.named.append(f"{document.name.translate(ESCAPED)}\t{document.problem}\n")

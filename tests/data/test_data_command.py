@@ -47,14 +47,14 @@ def test_a_tokenizer_can_be_trained_and_used(text: Path, tmp_path: Path) -> None
         (["prepare", "--input", "/no/such", "--output", "y"], "there is no file or directory /no/such"),
         (["verify", "/no/such"], "holds no prepared shards"),
         (["verify", "x\0y"], r"'x\x00y' is not the name of a file or directory"),
-        (["prepare", "--input", "", "--output", "y"], "the name of a file or directory to read text from is empty"),
-        (["prepare", "--input", "x", "--output", ""], "'' is not the name of a file or directory"),
+        (["prepare", "--input", "", "--output", "y"], "an argument is empty"),
+        (["prepare", "--input", "x", "--output="], "an argument is empty; give --output a value"),
         (["prepare", "--input", "/dev/null", "--output", "y"], "/dev/null is neither a file nor a directory"),
         (
             ["prepare", "--input", str(ROOT / "tests"), "--output", __file__],
             "test_data_command.py is a file; the output is a directory",
         ),
-        (["prepare", "--input", "x", "--output", "y", "--workers", "9" * 5000], "999...' is not a whole number"),
+        (["prepare", "--input", "x", "--output", "y", "--workers", "9" * 5000], "999' is not a whole number"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(

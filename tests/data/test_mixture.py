@@ -81,8 +81,8 @@ def test_a_source_too_small_for_one_batch_is_told(text: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"weights": [1.0, 0.0]}, "data.weights is 0.0; it must be above 0"),
-        ({"weights": [1.0, -2.0]}, "data.weights is -2.0; it must be above 0"),
+        ({"weights": [1.0, 0.0]}, r"data.weights\[1\] is 0.0; it must be above 0"),
+        ({"weights": [1.0, -2.0]}, r"data.weights\[1\] is -2.0; it must be above 0"),
         ({"weights": [1.0]}, "data.weights has 1 numbers for the 2 sources"),
         ({"mixture": [], "weights": []}, "names no sources; list them"),
         ({"mixture": ["stdlib", "synthetic"]}, "data.mixture names synthetic"),

@@ -140,8 +140,7 @@ def test_a_user_without_a_home_is_told_of_the_cache(text: Path, monkeypatch: pyt
     ("source", "said"),
     [
         ("~nobody-of-that-name/text", "there is no such file or directory"),
-        ("\0", r"'\\x00', but there is no such file or directory"),
-        ("x" * 5000, r"x{200}\.\.\. cannot be read: file name too long"),
+        ("x" * 1000, r"x…x{60} cannot be read: file name too long"),
         ("/dev/null", "/dev/null is neither a file nor a directory but a device"),
     ],
 )
