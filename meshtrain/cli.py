@@ -1,6 +1,7 @@
 """What the commands share: one parser, one way to end, the exit codes. Wrong usage is one sentence, as a wrong config is."""
 
 import argparse
+import errno
 import functools
 import io
 import os
@@ -40,7 +41,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             code = STOPPED
         except OSError as error:
             if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
-                say(f"{short(error.filename) + ': ' if error.filename else ''}{refusal(error)}.")
+                say(_told(error))
             code = FAILED
         return code if _output_is_written() else FAILED
 
@@ -54,9 +55,16 @@ def _output_is_written() -> bool:
         return True
     except OSError as error:
         if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
-            say(f"standard output cannot be written: {refusal(error)}.")
+            say(_told(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
+
+
+def _told(error: OSError) -> str:
+    """A sentence; what is refused of a file has its name, so that what is written and has none is the output."""
+    writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
+    where = short(error.filename) if error.filename else "standard output cannot be written" if writing else ""
+    return f"{where}{': ' if where else ''}{refusal(error)}."
 
 
 def _reader_is_gone() -> bool:

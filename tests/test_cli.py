@@ -90,8 +90,9 @@ def test_help_is_still_help(name, capsys):
         (ConfigError("mesh.data is 3."), cli.USAGE, "mesh.data is 3."),
         (KeyboardInterrupt(), cli.STOPPED, "stopped."),
         (OSError(errno.ENOSPC, "No space left on device", "page.html"), cli.FAILED, "page.html: no space left on device."),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), cli.FAILED, "broken pipe."),  # another one than the output
-        (OSError(errno.ENOSPC, "No space left on device"), cli.FAILED, "no space left on device."),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), cli.FAILED, "standard output cannot be written: broken pipe."),  # another one than the output
+        (OSError(errno.ENOSPC, "No space left on device"), cli.FAILED, "standard output cannot be written: no space left on device."),
+        (OSError(errno.EIO, "Input/output error"), cli.FAILED, "input/output error."),
     ],
 )  # fmt: skip
 def test_a_command_ends_on_a_sentence_and_an_exit_code(error, code, says, capsys):

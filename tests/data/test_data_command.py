@@ -54,7 +54,7 @@ def test_a_tokenizer_can_be_trained_and_used(text: Path, tmp_path: Path) -> None
             ["prepare", "--input", str(ROOT / "tests"), "--output", __file__],
             "test_data_command.py is a file; the output is a directory",
         ),
-        (["prepare", "--input", "x", "--output", "y", "--workers", "9" * 5000], "999' is not a whole number"),
+        (["prepare", "--input", "x", "--output", "y", "--workers", "9" * 5000], "999…' is not a whole number"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(
