@@ -1,5 +1,6 @@
 """What a run writes beside its checkpoints, and that it stays there: config.yaml and metrics.jsonl."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class RunRecord:
         assert self._metrics is not None
         there = {
             LOCK: self._lock is None or self._lock.is_there(),
-            CONFIG: (self.directory / CONFIG).exists(),
+            CONFIG: os.path.exists(self.directory / CONFIG),
             METRICS: self._metrics.is_there(),
         }
         return [name for name, found in there.items() if not found]

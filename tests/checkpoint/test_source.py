@@ -26,10 +26,10 @@ def run(three, tmp_path):
     return shutil.copytree(three, tmp_path / "run")
 
 
-def restored(directory, **checkpoint):
+def restored(directory, read=None, **checkpoint):
     """(the step that a run in `directory` starts from, its state, what it said)."""
-    said = []
-    checkpointer = Checkpointer(config(directory, checkpoint={"keep": 3, **checkpoint}), program(), say=said.append)
+    said, settings = [], config(directory, checkpoint={"keep": 3, **checkpoint})
+    checkpointer = Checkpointer(settings, program(), say=said.append, read=read)
     try:
         state, step = checkpointer.restore_or_init()
     finally:
@@ -270,3 +270,30 @@ def test_a_misspelt_auto_is_told(tmp_path):
 def test_a_path_without_checkpoints_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="but there is no checkpoint; give auto, never, or a run directory"):
         restored(tmp_path / "new", resume=str(tmp_path / "nothing"))
+
+
+# --- the data
+
+
+def test_a_run_from_another_ones_weights_may_read_other_data_and_one_that_goes_on_may_not(tmp_path):
+    checkpointer = Checkpointer(config(tmp_path / "old"), program(), read={"digest": "aa"})
+    checkpointer.save(1, numbered(program(), 1), loss=1.0)
+    checkpointer.close()
+    old, other = str(tmp_path / "old"), {"digest": "bb"}
+    assert restored(tmp_path / "same", {"digest": "aa"}, resume=old)[::2] == (1, [])
+    assert restored(tmp_path / "weights", other, resume=old, weights_only=True)[0] == 0
+    with pytest.raises(ConfigError, match=r"data\.source synthetic holds other tokens than it did \(bb, was aa\)"):
+        restored(tmp_path / "whole", other, resume=old)
+    step, _, said = restored(tmp_path / "whole", other, resume=old, allow=["data.source"])
+    assert step == 1 and "holds other tokens than it did" in said[0]
+
+
+def test_a_checkpoint_of_before_digests_were_kept_is_gone_on_from(run):
+    assert restored(run, {"digest": "aa"})[::2] == (3, [])
+
+
+def test_processes_that_read_different_data_are_refused(run, monkeypatch):
+    others = lambda own: [own, {"digest": "bb"}]  # noqa: E731
+    monkeypatch.setattr("meshtrain.checkpoint.checkpointer.gathered", others)
+    with pytest.raises(ConfigError, match="the processes of this run read different data; "):
+        restored(run, {"digest": "aa"})
