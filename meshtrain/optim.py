@@ -1,15 +1,15 @@
-"""The optimizer: an Optax chain from the config, unmodified on sharded state; and float16's dynamic loss scale."""
+"""The optimizer: an Optax chain from the config, unmodified on sharded state."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config import Config, PrecisionConfig
+from meshtrain.config import Config
 from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.layout import Layout, Leaf
 
@@ -28,6 +28,11 @@ def learning_rate(config: Config) -> optax.Schedule:
     if o.warmup_steps == 0:
         return after
     return optax.join_schedules([optax.linear_schedule(0.0, o.learning_rate, o.warmup_steps), after], [o.warmup_steps])
+
+
+def updates_made(state: Tree) -> jax.Array:
+    """The updates that an optimizer state has seen, by which its learning rate goes."""
+    return optax.tree.get_all_with_path(state, "count")[0][1]
 
 
 def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformation:
@@ -179,32 +184,3 @@ def _is_leaf(x: Any) -> bool:
 
 def _keys(path: tuple) -> tuple[str, ...]:
     return tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
-
-
-class LossScale(NamedTuple):
-    """float16's dynamic loss scale (Micikevicius et al. 2018, section 3.2)."""
-
-    value: jax.Array  # float32
-    good_steps: jax.Array  # int32, since the scale last changed
-    patience: jax.Array  # int32: overflows that are still forgiven before the scale is halved
-    skipped: jax.Array  # int32, steps skipped in the whole run
-
-
-def initial_scale(precision: PrecisionConfig) -> LossScale:
-    zero = jnp.zeros((), jnp.int32)
-    return LossScale(jnp.float32(precision.loss_scale), zero, jnp.int32(precision.loss_scale_hysteresis), zero)
-
-
-def next_scale(scale: LossScale, finite: jax.Array, precision: PrecisionConfig) -> LossScale:
-    """Doubled after `loss_scale_window` good steps; from the hysteresis-th overflow on halved, never below 1."""
-    good = jnp.where(finite, scale.good_steps + 1, 0)
-    patience = jnp.where(finite, scale.patience, jnp.maximum(scale.patience - 1, 0))
-    grows = good >= precision.loss_scale_window
-    shrinks = ~finite & (patience == 0)
-    value = jnp.where(grows, scale.value * 2, jnp.where(shrinks, jnp.maximum(scale.value / 2, 1.0), scale.value))
-    return LossScale(
-        value,
-        jnp.where(grows, 0, good),
-        jnp.where(grows, precision.loss_scale_hysteresis, patience),
-        scale.skipped + ~finite,
-    )

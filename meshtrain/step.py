@@ -21,13 +21,14 @@ from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError
 from meshtrain.mesh import DATA, PIPELINE, make_mesh, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
-from meshtrain.optim import LossScale, initial_scale, learning_rate, make_optimizer, next_scale, state_shardings
+from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import accumulate, offload
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.logits import logits
 from meshtrain.parallel.pipeline.execute import Executor
 from meshtrain.parallel.zero import Zero
+from meshtrain.precision import LossScale, initial_scale, next_scale, sound, taken_if
 
 Tree = Any
 
@@ -92,7 +93,7 @@ class Program:
         params = self.layout.masters
         replicated = NamedSharding(self.mesh, PartitionSpec())
         optimizer = jax.eval_shape(self.optimizer.init, params)
-        shardings = self._optimizer_on_device
+        shardings = self._optimizer_shardings
         if self.config.parallel.offload_optimizer:
             shardings = offload.on_host(shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
@@ -109,7 +110,7 @@ class Program:
         return jax.tree.map(lambda x: x.sharding, self.state_shapes)
 
     @cached_property
-    def _optimizer_on_device(self) -> Tree:
+    def _optimizer_shardings(self) -> Tree:
         optimizer = jax.eval_shape(self.optimizer.init, self.layout.masters)
         return state_shardings(self.layout, self.mesh, optimizer)
 
@@ -179,22 +180,23 @@ class Program:
         loss, gradients = self.gradients(state.params, batch, state.step, scale)
         if state.scale is not None:
             gradients = jax.tree.map(lambda g: g / scale, gradients)
-        norm = optax.global_norm(gradients)
-        optimizer = state.optimizer
-        if self.config.parallel.offload_optimizer:
-            optimizer = offload.move(optimizer, self._optimizer_on_device)
-        updates, optimizer = self.optimizer.update(gradients, optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(_count(state))}
-        new = State(state.step + 1, params, optimizer, state.scale)
+        norm = optax.tree.norm(gradients)
+        before = state.params, self._on_device(state.optimizer)
+        updates, optimizer = self.optimizer.update(gradients, before[1], state.params)
+        after = optax.apply_updates(state.params, updates), optimizer
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(updates_made(state.optimizer))}
+        new_scale = state.scale
         if state.scale is not None:
-            finite = jnp.isfinite(norm)
-            made, before = (params, optimizer), (state.params, state.optimizer)
-            params, optimizer = jax.tree.map(partial(jnp.where, finite), made, before)
-            scale = next_scale(state.scale, finite, self.config.precision)
-            new = State(state.step + 1, params, optimizer, scale)
-            metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
-        return new, metrics
+            finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+            after = taken_if(finite, after, before)
+            new_scale = next_scale(state.scale, finite, self.config.precision)
+            metrics |= {"loss_scale": new_scale.value, "skipped": new_scale.skipped}
+        return State(state.step + 1, *after, new_scale), metrics
+
+    def _on_device(self, optimizer: Tree) -> Tree:
+        """The optimizer state where it is computed with: inside jit, from the host if it lies there."""
+        offloaded = self.config.parallel.offload_optimizer
+        return offload.move(optimizer, self._optimizer_shardings) if offloaded else optimizer
 
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
         def local(masters: Tree, batch: Batch) -> jax.Array:
@@ -232,6 +234,12 @@ class Program:
 
         return jax.jit(run, out_shardings=self.batch_sharding)
 
+    @cached_property
+    def sound(self) -> Callable[[State], jax.Array]:
+        """Whether a state is one to train on from: finite, all of it."""
+        precision = self.config.precision
+        return jax.jit(lambda state: sound(state.params, self._on_device(state.optimizer), precision))
+
     def check_offload(self, state: State, batch: Batch) -> float:
         """Relative difference between the gradients with and without offloaded activations, on a real batch.
 
@@ -266,8 +274,3 @@ def compiler_options(mesh: Mesh) -> dict[str, int]:
 def _sum_everywhere(loss: jax.Array) -> jax.Array:
     axes = tuple(varying(loss))
     return lax.psum(loss, axes) if axes else loss
-
-
-def _count(state: State) -> jax.Array:
-    """Updates made so far: steps less those that were skipped."""
-    return state.step if state.scale is None else state.step - state.scale.skipped

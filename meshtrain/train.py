@@ -21,6 +21,7 @@ from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.modules import callable_as
 from meshtrain.parallel import offload
+from meshtrain.precision import Watch
 from meshtrain.run.directory import CHECKPOINTS, run_directory
 from meshtrain.run.failures import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
@@ -110,6 +111,7 @@ class Loop:
         self.config, self.program = program.config, program
         self.held_out, self.checkpointer, self.report = held_out, checkpointer, report
         self.record, self.start = record, start
+        self.watch = Watch(self.config, start)
         depth = self.config.data.prefetch
         self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
         self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
@@ -140,6 +142,7 @@ class Loop:
                 row = self.log(*pending, eval_loss)
                 pending = None
                 if saves:
+                    self.watch.state(step, self.program.sound(state))
                     self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
         if pending is not None:
             self.log(*pending)
@@ -184,11 +187,7 @@ class Loop:
         if due:
             self.record.write(row | self.checkpointer.metrics())  # of all saves since the row before
         self.report.step(row, show=due)
-        if not np.isfinite(row["loss"]) and "loss_scale" not in row:
-            raise FloatingPointError(
-                f"the loss of step {step} is {row['loss']}; the checkpoints before it are intact. "
-                "A lower optimizer.learning_rate, or optimizer.grad_clip, may help."
-            )
+        self.watch.metrics(step, values)
         return row
 
     def check_offload(self, state: State, batch: dict[str, jax.Array]) -> None:

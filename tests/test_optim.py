@@ -1,15 +1,14 @@
-"""Optimizers give the same updates on every mesh, those of plain Optax on one layer's own matrices; the loss scale as described."""
+"""Optimizers give the same updates on every mesh, those of plain Optax on one layer's own matrices; the learning rate of every step."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from short_runs import canonical_numbers, place
+from short_runs import canonical_numbers, place, token_batches
 
-from meshtrain.config import PrecisionConfig, decode
+from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
-from meshtrain.optim import LossScale, initial_scale, learning_rate, next_scale
+from meshtrain.optim import learning_rate, updates_made
 from meshtrain.step import build
 
 MODEL = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 33, "vocab_size": 67}
@@ -35,6 +34,7 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
 
     for seed in (1, 2):
         params, state = step(params, state, place(program.layout, canonical_numbers(program.layout, seed)))
+        assert int(updates_made(state)) == seed
     return before, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(params))
 
 
@@ -100,19 +100,15 @@ def test_learning_rate_warms_up_from_zero_and_ends_where_asked(schedule, last):
     assert float(rate(20)) == pytest.approx(2.0 * last)
 
 
-def test_loss_scale_doubles_after_a_window_of_good_steps_and_halves_from_the_second_overflow_on():
-    precision = PrecisionConfig(compute="float16", loss_scale=8.0, loss_scale_window=3, loss_scale_hysteresis=2)
-    scale, seen = initial_scale(precision), []
-    for finite in (True, True, True, False, False, False, True, True, True, False):
-        scale = next_scale(scale, jnp.array(finite), precision)
-        seen.append(float(scale.value))
-    assert seen == [8, 8, 16, 16, 8, 4, 4, 4, 8, 8]  # doubling makes it patient again
-    assert int(scale.skipped) == 4
-
-
-def test_loss_scale_never_falls_below_one():
-    precision = PrecisionConfig(compute="float16", loss_scale=2.0, loss_scale_hysteresis=1)
-    scale = initial_scale(precision)
-    for _ in range(5):
-        scale = next_scale(scale, jnp.array(False), precision)
-    assert isinstance(scale, LossScale) and float(scale.value) == 1.0
+def test_learning_rate_goes_by_the_updates_that_the_optimizer_has_seen():
+    """A float16 run that goes on in float32 has no count of skipped steps, but an optimizer that never saw them."""
+    config = decode({"model": MODEL, "train": {"global_batch_size": 4, "sequence_length": 8}})
+    program = build(config, make_mesh(config))
+    state = program.init()
+    state = state._replace(
+        step=state.step + 5, optimizer=jax.tree.map(lambda x: x + 3 if x.ndim == 0 else x, state.optimizer)
+    )
+    tokens, labels = token_batches(config, 1)[0]
+    batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+    _, metrics = program.train_step(state, batch)
+    assert float(metrics["learning_rate"]) == pytest.approx(float(learning_rate(config)(3)), rel=1e-6)

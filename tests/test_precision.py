@@ -1,5 +1,9 @@
-"""bfloat16 and float16 compute over float32 masters: near the float32 run, with gradients summed in the dtype asked for."""
+"""bfloat16 and float16 compute over float32 masters: near the float32 run, with gradients summed in the dtype asked for.
 
+And numbers that are none: a loss scale that stays one, steps that are skipped, states that are not saved, runs that end.
+"""
+
+import math
 from typing import Any
 
 import jax
@@ -8,8 +12,9 @@ import numpy as np
 import pytest
 from short_runs import canonical_numbers, start, token_batches, train
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, ConfigError, PrecisionConfig, decode
 from meshtrain.mesh import make_mesh
+from meshtrain.precision import LossScale, Watch, initial_scale, next_scale
 from meshtrain.step import build
 
 STEPS = 10
@@ -103,3 +108,119 @@ def test_loss_scale_itself_overflows_float16_and_comes_down_to_what_fits():
     assert metrics[0]["skipped"] == 1 and scales[0] == 2.0**30, "the first overflow is forgiven"
     assert scales[1] == 2.0**29, "the second halves the scale"
     assert jnp.isfinite(metrics[-1]["loss"])
+
+
+# --- the loss scale
+
+
+def scales(finite: list[bool], **keys: Any) -> tuple[list[float], LossScale]:
+    """The scale after each step, by whether its gradients were finite."""
+    precision = PrecisionConfig(compute="float16", **keys)
+    scale, seen = initial_scale(precision), []
+    for good in finite:
+        scale = next_scale(scale, jnp.array(good), precision)
+        seen.append(float(scale.value))
+    return seen, scale
+
+
+def test_loss_scale_doubles_after_a_window_of_good_steps_and_halves_from_the_second_overflow_on():
+    finite = [True, True, True, False, False, False, True, True, True, False]
+    seen, scale = scales(finite, loss_scale=8.0, loss_scale_window=3, loss_scale_hysteresis=2)
+    assert seen == [8, 8, 16, 16, 8, 4, 4, 4, 8, 8]  # doubling makes it patient again
+    assert int(scale.skipped) == 4
+
+
+def test_overflows_need_not_be_in_a_row_to_halve_the_loss_scale():
+    """As Megatron-LM counts, and DeepSpeed by default: only a doubling forgives."""
+    seen, _ = scales([False, True, False, True, False], loss_scale=8.0, loss_scale_window=3, loss_scale_hysteresis=2)
+    assert seen == [8, 8, 4, 4, 2]
+
+
+def test_loss_scale_never_falls_below_one():
+    assert scales([False] * 5, loss_scale=3.0, loss_scale_hysteresis=1)[0] == [1.5, 1, 1, 1, 1]
+
+
+def test_loss_scale_never_grows_beyond_the_largest():
+    seen, _ = scales([True] * 4, loss_scale=2.0**30, loss_scale_window=1)
+    assert seen == [2.0**31, 2.0**32, 2.0**32, 2.0**32]
+    assert float(initial_scale(PrecisionConfig(loss_scale=1e40)).value) == 2.0**32
+    with pytest.raises(ConfigError, match=r"precision.loss_scale is 1e\+40"):
+        decode({"precision": {"loss_scale": 1e40}})
+
+
+# --- states that are not saved
+
+
+SOUND = {  # of one number among the weights, then the optimizer state: whether the state can be saved
+    "float32": [{math.nan: False, 1e30: False, 1e6: True}, {math.inf: False, 1e30: True}],
+    "bfloat16": [{math.inf: False, 1e30: False, 1e6: True}, {math.nan: False, 1e30: True}],
+    "float16": [{math.nan: False, 1e6: False, 6e4: True}, {math.inf: False, 1e30: True}],
+}
+
+
+@pytest.mark.parametrize("compute", SOUND)
+def test_one_number_makes_a_state_unsound(compute):
+    """Weights must be finite in the dtype that computes, and their squares in float32; moments have only to be finite."""
+    precision, parallel = {"compute": compute}, {"offload_optimizer": compute == "float16"}
+    config = configuration((2, 1, 1), precision=precision, parallel=parallel)
+    program = build(config, make_mesh(config))
+    state = program.init()
+    assert program.sound(state)
+    for part, values in zip(("params", "optimizer"), SOUND[compute], strict=True):
+        leaves, tree = jax.tree.flatten(getattr(state, part))
+        at = max(range(len(leaves)), key=lambda i: leaves[i].size)
+        whole, sharding = np.asarray(leaves[at]), leaves[at].sharding
+        for value, right in values.items():
+            spoilt = whole.copy()
+            spoilt[-1, -1] = value
+            leaves[at] = jax.device_put(spoilt, sharding)
+            assert bool(program.sound(state._replace(**{part: tree.unflatten(leaves)}))) == right, (part, value)
+
+
+# --- runs that end
+
+
+def metrics(loss: float = 1.0, grad_norm: float = 1.0, **others: float) -> dict[str, float]:
+    return {"loss": loss, "grad_norm": grad_norm, **others}
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "says"), [(math.nan, math.nan, "the loss of step 3 is nan"), (1.0, math.inf, "the gradient norm of step 3 is inf")]
+)  # fmt: skip
+def test_a_loss_or_gradient_that_is_not_finite_ends_a_run_without_a_loss_scale(loss, norm, says):
+    watch = Watch(configuration(), start=0)
+    watch.metrics(2, metrics())
+    with pytest.raises(FloatingPointError, match=f"^{says}; the checkpoints before it are intact"):
+        watch.metrics(3, metrics(loss, norm))
+
+
+def skips(scale: float, skipped: int) -> dict[str, float]:
+    return metrics(math.nan, math.inf, loss_scale=scale, skipped=skipped)
+
+
+def test_float16_gives_up_after_ten_skipped_steps_at_the_smallest_scale_and_not_before():
+    watch = Watch(
+        configuration(train={"global_batch_size": 8, "steps": 100}, precision={"compute": "float16"}), start=5
+    )
+    watch.metrics(6, metrics(loss_scale=4.0, skipped=0))
+    watch.metrics(7, skips(2.0, 1))
+    for step in range(8, 18):
+        watch.metrics(step, skips(1.0, step - 6))  # the first of these still ran at scale 2
+    watch.metrics(18, metrics(loss_scale=1.0, skipped=11))  # one good step, and all is forgiven
+    for step in range(19, 29):
+        watch.metrics(step, skips(1.0, step - 7))
+    with pytest.raises(
+        FloatingPointError, match=r"^no step after step 18 could be taken in float16, even at a loss scale of 1;"
+    ):
+        watch.metrics(29, skips(1.0, 22))
+
+
+def test_a_float16_run_whose_steps_were_all_skipped_does_not_end_well():
+    watch = Watch(configuration(precision={"compute": "float16"}), start=0)
+    for step in range(1, STEPS):
+        watch.metrics(step, skips(64.0, step))
+    with pytest.raises(
+        FloatingPointError, match=f"^none of the {STEPS} steps could be taken in float16, down to a loss scale of 64"
+    ):
+        watch.metrics(STEPS, skips(64.0, STEPS))
+    watch.metrics(STEPS, skips(64.0, STEPS - 1))  # one of them was

@@ -25,8 +25,9 @@ from jax.sharding import NamedSharding
 from meshtrain.checkpoint import arrays, assembling
 from meshtrain.checkpoint.rearrange import rearrangement
 from meshtrain.mesh import platform
-from meshtrain.optim import initial_scale, mirrored_leaves
+from meshtrain.optim import mirrored_leaves
 from meshtrain.parallel.layout import Leaf
+from meshtrain.precision import initial_scale
 from meshtrain.step import Program, State
 
 # The parameters are rearranged in so many parts: more cost less memory (bench_checkpoint.py) and more compiling.

@@ -119,16 +119,25 @@ class ParallelConfig:
     )
 
 
+# Where Megatron-LM begins. One token's share of a batch of 4 M still gets 2^10 times its gradient there: more would only take
+# longer to come down from, and end at infinity.
+LARGEST_LOSS_SCALE = 2.0**32
+
+
 @dataclass(frozen=True)
 class PrecisionConfig:
     compute: Literal["float32", "bfloat16", "float16"] = key(
         "float32", "dtype of weights and activations in the step; masters stay float32"
     )
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over data")
-    loss_scale: float = key(65536.0, "float16: initial loss scale", least=1.0)
+    loss_scale: float = key(
+        65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE
+    )
     loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
     loss_scale_hysteresis: int = key(
-        2, "float16: overflows in a row after which every further one halves the scale", least=1
+        2,
+        "float16: which overflow since the scale last grew, in a row or not, halves it first; every later one does too",
+        least=1,
     )
 
 

@@ -8,14 +8,15 @@ from short_runs import token_batches
 from meshtrain.config import Config, ConfigError, decode
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel import offload
-from meshtrain.step import build
+from meshtrain.step import State, build
 
 MODEL = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
 
 
-def configuration(**parallel: object) -> Config:
+def configuration(precision: dict[str, object] | None = None, **parallel: object) -> Config:
     train = {"global_batch_size": 4, "sequence_length": 16}
-    return decode({"model": MODEL, "mesh": {"data": 2, "tensor": 2}, "parallel": parallel, "train": train})
+    mesh = {"data": 2, "tensor": 2}
+    return decode({"model": MODEL, "mesh": mesh, "parallel": parallel, "precision": precision or {}, "train": train})
 
 
 def step(config: Config) -> tuple:
@@ -25,15 +26,29 @@ def step(config: Config) -> tuple:
     return program, batch, program.train_step(program.init(), batch)
 
 
-def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_is_the_same():
-    _, _, (plain, metrics) = step(configuration())
-    program, _, (state, offloaded) = step(configuration(offload_optimizer=True))
-    for tree in (program.init(), state):
-        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(tree.optimizer) if x.ndim}
-        assert kinds == {offload.HOST}
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(tree.params)} == {"device"}
-    assert float(metrics["loss"]) == float(offloaded["loss"])
-    jax.tree.map(np.testing.assert_array_equal, plain.params, state.params)
+def on_host(state: State) -> bool:
+    """Just the optimizer state is; its scalars cost nothing and stay."""
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.optimizer) if x.ndim}
+    return kinds == {offload.HOST} and {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_is_the_same(compute):
+    _, _, (plain, metrics) = step(configuration({"compute": compute}))
+    program, _, (state, offloaded) = step(configuration({"compute": compute}, offload_optimizer=True))
+    assert on_host(program.init()) and on_host(state)
+    assert metrics == offloaded and float(metrics.get("skipped", 0)) == 0
+    jax.tree.map(np.testing.assert_array_equal, plain, state)
+
+
+def test_a_skipped_step_leaves_an_offloaded_optimizer_state_bit_for_bit_and_on_the_host():
+    program, _, (state, metrics) = step(
+        configuration({"compute": "float16", "loss_scale": 2.0**32}, offload_optimizer=True)
+    )
+    assert float(metrics["skipped"]) == 1 and on_host(state)
+    before = program.init()
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.optimizer), (before.params, before.optimizer))
+    assert int(state.step) == 1
 
 
 def test_offloaded_activations_give_the_gradients_of_recomputed_ones():
