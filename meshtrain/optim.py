@@ -17,17 +17,27 @@ Tree = Any
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """Linear warm-up from zero, then cosine or linear decay to `final_ratio` of the peak at the last step, or constant."""
-    o, steps = config.optimizer, config.train.steps
-    final, rest = o.learning_rate * o.final_ratio, max(1, steps - o.warmup_steps)
+    """The rate of an update by the number of those before it: a linear climb to the peak, then down to `final_ratio` of it.
+
+    step           1          2         ...  warmup_steps   ...      steps
+    before it      0          1                                    steps - 1
+    rate      peak / warmup  2 peak / warmup      peak     cosine, linear   final_ratio x peak     (constant: peak)
+
+    A step that float16 skips moves nothing on. Without warm-up the first step has the peak; a run that ends in it never decays.
+    """
+    o = config.optimizer
+    peak_at = max(1, o.warmup_steps)
+    climb, rest = peak_at - 1, max(1, config.train.steps - peak_at)
     after = {
         "cosine": optax.cosine_decay_schedule(o.learning_rate, rest, o.final_ratio),
-        "linear": optax.linear_schedule(o.learning_rate, final, rest),
+        "linear": optax.linear_schedule(o.learning_rate, o.learning_rate * o.final_ratio, rest),
         "constant": optax.constant_schedule(o.learning_rate),
     }[o.schedule]
-    if o.warmup_steps == 0:
+    if not climb:
         return after
-    return optax.join_schedules([optax.linear_schedule(0.0, o.learning_rate, o.warmup_steps), after], [o.warmup_steps])
+    return optax.join_schedules(
+        [optax.linear_schedule(o.learning_rate / peak_at, o.learning_rate, climb), after], [climb]
+    )
 
 
 def updates_made(state: Tree) -> jax.Array:

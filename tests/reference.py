@@ -42,7 +42,13 @@ class Recipe:
     eps: float = 1e-8
 
     def optimizer(self, parameters: Tree) -> optax.GradientTransformation:
-        rate = optax.warmup_cosine_decay_schedule(0.0, self.peak, self.warmup, self.steps, self.peak * self.final_ratio)
+        def rate(before: jax.Array) -> jax.Array:
+            """Of the step that has so many before it: step `warmup` has the peak, the last one `final_ratio` of it."""
+            step = before + 1
+            way = (step - self.warmup) / (self.steps - self.warmup)
+            falling = self.final_ratio + (1 - self.final_ratio) * (1 + jnp.cos(jnp.pi * way)) / 2
+            return self.peak * jnp.where(step < self.warmup, step / self.warmup, falling)
+
         matrices = jax.tree_util.tree_map_with_path(
             lambda path, _: not any(word in path[-1].key for word in ("scale", "bias")), parameters
         )

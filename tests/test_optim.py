@@ -90,14 +90,44 @@ def test_optimizer_state_on_matrices_is_sharded_over_data(name):
     assert sizes[True] > 0 and sizes[False] < 0.15 * sizes[True]
 
 
-@pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
-def test_learning_rate_warms_up_from_zero_and_ends_where_asked(schedule, last):
-    config = decode(
-        {"optimizer": {"schedule": schedule, "learning_rate": 2.0, "warmup_steps": 4}, "train": {"steps": 20}}
-    )
-    rate = learning_rate(config)
-    assert [float(rate(k)) for k in (0, 2, 4)] == [0.0, 1.0, 2.0]
-    assert float(rate(20)) == pytest.approx(2.0 * last)
+def rates(steps: int, **optimizer: object) -> list[float]:
+    """The learning rate of each step over the peak."""
+    config = decode({"optimizer": {"learning_rate": 2.0, **optimizer}, "train": {"steps": steps}})
+    return [float(learning_rate(config)(k)) / 2.0 for k in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)]
+)
+def test_learning_rate_climbs_from_the_first_rung_to_the_peak_and_ends_where_asked_at_the_last_step(
+    schedule, middle, last
+):
+    found = rates(20, schedule=schedule, warmup_steps=4)
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[11] == pytest.approx(middle)  # step 12: half way from step 4 to step 20
+    assert found[-1] == pytest.approx(last, rel=1e-6)
+    assert found[3:] == sorted(found[3:], reverse=True)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_learning_rate_without_warm_up_begins_at_the_peak_and_ends_where_asked(schedule):
+    assert rates(5, schedule=schedule, warmup_steps=0) == rates(5, schedule=schedule, warmup_steps=1)
+    for steps in (2, 3, 20):
+        found = rates(steps, schedule=schedule, warmup_steps=0, final_ratio=0.0)
+        assert (found[0], found[-1]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("steps", "warmup", "expected"), [
+    (1, 0, [1.0]), (1, 1, [1.0]), (1, 4, [0.25]), (4, 4, [0.25, 0.5, 0.75, 1.0]), (2, 4, [0.25, 0.5]),
+])  # fmt: skip
+def test_a_run_no_longer_than_its_warm_up_never_decays(schedule, steps, warmup, expected):
+    assert rates(steps, schedule=schedule, warmup_steps=warmup) == expected
+
+
+def test_learning_rate_stays_at_its_last_value_in_a_run_that_is_longer_than_planned():
+    rate = learning_rate(decode({"optimizer": {"learning_rate": 2.0}, "train": {"steps": 20}}))
+    assert float(rate(19)) == float(rate(30)) == pytest.approx(0.2)
 
 
 def test_learning_rate_goes_by_the_updates_that_the_optimizer_has_seen():

@@ -226,9 +226,9 @@ def notes(config: Config) -> list[str]:
         found.append(
             f"model.layers {model.layers} does not divide over {slots} stages: the longest has {most}, so {1 - model.layers / (most * slots):.0%} of the stages' time is idle."
         )
-    if config.optimizer.warmup_steps >= config.train.steps:
+    if config.optimizer.warmup_steps > config.train.steps:
         found.append(
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not less than train.steps {config.train.steps}: "
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
             "the run ends before the learning rate is at its peak."
         )
     if mesh.pipeline == 1 and parallel.virtual_stages != (SCHEDULES.get(parallel.schedule) or 1):

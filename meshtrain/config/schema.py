@@ -207,7 +207,7 @@ class OptimizerConfig:
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = key("adamw", "the Optax optimizer")
     learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
     schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the learning rate after the warm-up")
-    warmup_steps: int = key(10, "steps of linear warm-up from zero", least=0)
+    warmup_steps: int = key(10, "steps of linear warm-up, from the first rung to the peak", least=0)
     final_ratio: float = key(0.1, "learning rate at the last step over the peak (cosine, linear)", least=0.0, most=1.0)
     weight_decay: float = key(0.1, "decoupled weight decay", least=0.0)
     decay_norms: bool = key(False, "also decay norms and biases")

@@ -85,4 +85,4 @@ def test_sequences_offered_for_sequence_parallelism_are_legal():
 
 def test_a_warm_up_that_outlasts_the_run_is_told():
     found = notes(decode({"train": {"steps": 5}, "optimizer": {"warmup_steps": 10}}))
-    assert any("warmup_steps 10 is not less than train.steps 5" in sentence for sentence in found)
+    assert any("warmup_steps 10 is more than train.steps 5" in sentence for sentence in found)
