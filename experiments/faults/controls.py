@@ -1,0 +1,112 @@
+"""The judges judged: a healthy run is fine, and a run that is corrupted on purpose without a word is found out."""
+
+import json
+import os
+import shutil
+import signal
+
+from experiments.faults.harness import Crash, Ended, LAST, Place, Silent, Unclear, Verdict, done, fault, flip, refused, resumed
+
+ROOM = "controls"
+
+
+def found_out(kind: type[Verdict], judge) -> None:
+    """The judge must say so."""
+    try:
+        judge()
+    except kind:
+        return
+    except Verdict as other:
+        raise Silent(f"the judge says {other.name}, not {kind.name}") from None
+    raise Silent("the judge finds nothing")
+
+
+@fault(ROOM, "nothing at all: a run from start to end")
+def healthy(p: Place) -> None:
+    done(p.train(), quiet=True)
+    p.undisturbed()
+    p.intact(2, 4, 6, 8)
+
+
+@fault(ROOM, "nothing but a kill: an interrupted run goes on")
+def interrupted(p: Place) -> None:
+    p.base()
+    before = p.digests(p.checkpoints)
+    ended = p.train()
+    done(ended, quiet=True)
+    resumed(ended, LAST)
+    p.undisturbed()
+    p.survive(before)
+
+
+@fault(ROOM, "a run restored from a patched copy: one weight in the arrays changed under a new seal")
+def silently_other(p: Place) -> None:
+    """A step that was tampered with and vouches for itself: no program can know, but the judge of losses must."""
+    from experiments.faults.harness import resign
+
+    p.base()
+    step = p.checkpoints / str(LAST)
+    file = max((f for f in (step / "arrays").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    flip(file)
+    resign(step)
+    done(p.train())
+    found_out(Silent, p.undisturbed)
+
+
+@fault(ROOM, "metrics that lost a row, have one twice, or another loss")
+def other_rows(p: Place) -> None:
+    p.base(interrupted=False)
+    whole = p.metrics.read_bytes().splitlines(keepends=True)
+    p.undisturbed()
+    for lines in (whole[:3] + whole[4:], whole + whole[-1:], whole[:-1]):
+        p.metrics.write_bytes(b"".join(lines))
+        found_out(Silent, p.undisturbed)
+    row = json.loads(whole[2])
+    p.metrics.write_bytes(b"".join([*whole[:2], json.dumps(row | {"loss": row["loss"] + 1e-7}).encode() + b"\n", *whole[3:]]))
+    found_out(Silent, p.undisturbed)
+
+
+@fault(ROOM, "a file that is lost, a checkpoint that is damaged")
+def lost(p: Place) -> None:
+    p.base()
+    before = p.digests(p.run)
+    p.survive(before)
+    os.rename(p.checkpoints / "2", p.dir / "elsewhere")
+    p.survive(before)
+    shutil.rmtree(p.dir / "elsewhere")
+    found_out(Silent, lambda: p.survive(before))
+    flip(p.checkpoints / "4" / "manifest.json")
+    found_out(Silent, lambda: p.intact(4))
+    p.intact(6)
+
+
+@fault(ROOM, "a run that begins anew where it should go on")
+def anew(p: Place) -> None:
+    ended = p.train()
+    found_out(Silent, lambda: resumed(ended, LAST))
+
+
+@fault(ROOM, "a traceback, a signal, an endless process, a patched main that swallows an error")
+def deaths(p: Place) -> None:
+    def fails() -> int:
+        raise RuntimeError("no")
+
+    def dies() -> int:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return 0
+
+    def hangs() -> int:
+        signal.pause()
+        return 0
+
+    for call, patience in ((fails, 10.0), (dies, 10.0), (hangs, 0.5)):
+        found_out(Crash, p.start("", call=call).end(patience).checked)
+    found_out(Silent, lambda: refused(p.start("", call=lambda: 0).end()))
+
+
+@fault(ROOM, "sentences: two, none, without a prefix, with another exit code, without the word")
+def sentences(p: Place) -> None:
+    refused(Ended(2, "", "meshtrain: mesh.data is 3.\n"), "mesh.data")
+    for code, err in ((1, "meshtrain: x\n"), (2, ""), (2, "meshtrain: x\nmeshtrain: y\n"), (2, "x\n"), (2, "meshtrain: y\n")):
+        found_out(Unclear, lambda code=code, err=err: refused(Ended(code, "", err), "x"))
+    found_out(Silent, lambda: done(Ended(0, "fine\n", ""), "set aside"))

@@ -1,0 +1,572 @@
+"""What a fault is, the place where it is arranged, and the processes that meet it.
+
+A fault is a function that arranges, runs and judges; it ends in one of
+
+    named       one plain sentence with the right exit code, or the told way of going on; nothing is lost
+    unclear     told, but not well: another exit code, more than one sentence, a sentence that misleads
+    silent      a wrong result, or something lost, without a word
+    traceback   a traceback, a death by a signal, or no end at all
+    not tried   this machine does not let us arrange it
+
+Processes are forked from one that has imported everything and started no backend: a run takes a second and a half.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint import digests, steps
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+PATIENCE = 40.0  # seconds that a process may take
+STEPS, EVERY, LAST = 8, 2, 6  # of a run; of its checkpoints; the newest checkpoint of an interrupted one
+TINY: dict[str, dict[str, Any]] = {
+    "run": {"directory": "run"},
+    "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 257},
+    "data": {"source": "synthetic"},
+    "train": {"steps": STEPS, "global_batch_size": 4, "sequence_length": 16},
+    "optimizer": {"warmup_steps": 2},
+    "checkpoint": {"every": EVERY, "keep": 20},
+}
+DEATHS = ("Traceback (most recent call last)", "Fatal Python error", "Exception ignored in", "Bus error")
+
+
+class Verdict(Exception):
+    """Anything but `named`, and why."""
+
+    name = ""
+
+
+class Unclear(Verdict):
+    name = "unclear"
+
+
+class Silent(Verdict):
+    name = "silent"
+
+
+class Crash(Verdict):
+    name = "traceback"
+
+
+class NotTried(Verdict):
+    name = "not tried"
+
+
+@dataclass(frozen=True)
+class Fault:
+    room: str
+    name: str
+    point: str  # of the issue that reported it; "" for one more of its kind
+    meet: Callable[["Place"], None]
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(room: str, name: str, point: int | str = "") -> Callable[[Callable[["Place"], None]], Any]:
+    """Makes a fault of a function that arranges, runs and judges it."""
+
+    def add(meet: Callable[["Place"], None]) -> Callable[["Place"], None]:
+        FAULTS.append(Fault(room, name, str(point), meet))
+        return meet
+
+    return add
+
+
+# --- processes
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended; `code` is None where it had to be killed for going on."""
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        return self.out + self.err
+
+    @property
+    def sentences(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.strip()]
+
+    def checked(self) -> "Ended":
+        """Itself, unless it crashed."""
+        for sign in DEATHS:
+            if sign in self.said:
+                raise Crash(last_line(self.said))
+        if self.code is None:
+            raise Crash(f"still running after {PATIENCE:.0f} s: {last_line(self.said)}")
+        if self.code < 0:
+            raise Crash(f"{signal.Signals(-self.code).name}: {last_line(self.said)}")
+        return self
+
+
+class Running:
+    """A process under way, in a place."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid, self.log = pid, log
+        self.status: int | None = None
+
+    @property
+    def out(self) -> str:
+        return self.log.with_suffix(".out").read_text(errors="replace")
+
+    def alive(self) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = status if pid else None
+        return self.status is None
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until the condition holds; a fault that cannot be arranged since the process has ended says so."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if not self.alive():
+                raise Crash(f"ended before the fault: {last_line(self.end().said)}")
+            if time.monotonic() > deadline:
+                self.send(signal.SIGKILL)
+                raise Crash(f"nothing happened: {last_line(self.out)}")
+            time.sleep(0.001)
+
+    def send(self, *numbers: int) -> None:
+        for number in numbers:
+            os.kill(self.pid, number)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The process stands still meanwhile."""
+        self.send(signal.SIGSTOP)
+        yield
+        self.send(signal.SIGCONT)
+
+    def end(self, patience: float = PATIENCE) -> Ended:
+        deadline = time.monotonic() + patience
+        hung = False
+        while self.alive():
+            if time.monotonic() > deadline:
+                hung = True
+                self.send(signal.SIGKILL)
+            time.sleep(0.005)
+        assert self.status is not None
+        code = None if hung else os.waitstatus_to_exitcode(self.status)
+        return Ended(code, self.out, self.log.with_suffix(".err").read_text(errors="replace"))
+
+
+def _become(log: Path, directory: Path, before: Callable[[], None] | None, user: int | None) -> None:
+    """What a forked process does first."""
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        opened = os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.chdir(directory)
+    if before is not None:
+        before()
+    if user is not None:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+
+
+def _as_python_ends(call: Callable[[], int]) -> int:
+    try:
+        return call()
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+# --- places
+
+
+class Place:
+    """A directory of its own for one fault, in which runs, data and caches have relative names."""
+
+    def __init__(self, directory: Path, bases: Path) -> None:
+        self.dir, self.bases = directory, bases
+        self.run = directory / "run"
+        self.checkpoints = self.run / "checkpoints"
+        self.metrics = self.run / "metrics.jsonl"
+        self.started = 0
+        self._mounts = False
+
+    # arranging
+
+    def base(self, name: str = "synthetic", interrupted: bool = True) -> "Place":
+        """Copies a base run with its data and cache; an interrupted one as a kill -9 after step 7 would have left it."""
+        shutil.copytree(self.bases / name, self.dir, dirs_exist_ok=True, symlinks=True)
+        if interrupted:
+            shutil.rmtree(self.checkpoints / str(STEPS))
+            self.write_rows(STEPS - 1)
+        return self
+
+    def write_rows(self, count: int) -> None:
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        self.metrics.write_bytes(b"".join(lines[:count]))
+
+    def config(self, name: str = "config.yaml", text: str | bytes | None = None, **sections: dict[str, Any]) -> Path:
+        """A config file: the tiny run with the given sections over it, or just a text."""
+        path = self.dir / name
+        if text is None:
+            values = {section: {**TINY.get(section, {}), **sections.get(section, {})} for section in {**TINY, **sections}}
+            text = json.dumps(values)
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    def file(self, name: str, content: str | bytes = "") -> Path:
+        path = self.dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def mount(self, path: Path, options: str) -> None:
+        """A small tmpfs at `path` that this fault's processes alone see, with what stood there before."""
+        self._own_mounts()
+        aside = path.with_name(path.name + ".aside")
+        if path.exists():
+            path.rename(aside)
+        path.mkdir(parents=True)
+        _mount("tmpfs", path, 0, options)
+        if aside.exists():
+            shutil.copytree(aside, path, dirs_exist_ok=True, symlinks=True)
+
+    def remount_read_only(self, path: Path) -> None:
+        self._own_mounts()
+        _mount(str(path), path, 4096)  # bind
+        _mount("none", path, 4096 | 32 | 1)  # bind, remount, read-only
+
+    def fill(self, path: Path, leave: int = 0) -> None:
+        """Fills the disk of `path` up but for `leave` bytes."""
+        filler = path / ".filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        if leave:
+            os.truncate(filler, max(0, filler.stat().st_size - leave))
+
+    def _own_mounts(self) -> None:
+        if self._mounts:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None):  # private, all of them
+            raise NotTried("a process may not have mounts of its own here")
+        self._mounts = True
+
+    def give_to(self, user: int) -> int:
+        """Another user's files from here on; not tried where that is not ours to say."""
+        if os.getuid():
+            raise NotTried("only root can start processes of another user")
+        for folder, folders, files in os.walk(self.dir):
+            for name in (".", *folders, *files):
+                os.chown(Path(folder, name), user, user, follow_symlinks=False)
+        return user
+
+    # running
+
+    def start(
+        self,
+        module: str,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        user: int | None = None,
+        call: Callable[[], int] | None = None,
+    ) -> Running:
+        """`python -m MODULE ARGUMENTS`, or any call, in a forked process."""
+        self.started += 1
+        log = self.dir / f"log-{self.started}"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                os.environ.update({"XDG_CACHE_HOME": str(self.dir / "cache"), "HOME": str(self.dir), **(env or {})})
+                _become(log, self.dir, before, user)
+                main = call or (lambda: importlib.import_module(module).main(list(arguments)))
+                code = _as_python_ends(main)
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+        for suffix in (".out", ".err"):  # it is there before the process says anything
+            log.with_suffix(suffix).touch()
+        return Running(pid, log)
+
+    def command(self, module: str, *arguments: str, **how: Any) -> Ended:
+        return self.start(f"meshtrain.{module}", *arguments, **how).end().checked()
+
+    def training(self, *settings: str, config: str | Path = "config.yaml", **how: Any) -> Running:
+        """The run of config.yaml, which is made if it is not there, with --set of each setting."""
+        if config == "config.yaml" and not (self.dir / "config.yaml").exists():
+            self.config()
+        sets = [word for setting in settings for word in ("--set", setting)]
+        return self.start("meshtrain.train", "--config", str(config), *sets, **how)
+
+    def train(self, *settings: str, **how: Any) -> Ended:
+        return self.training(*settings, **how).end().checked()
+
+    def python(self, *arguments: str, env: dict[str, str | None] | None = None, shell: str = "") -> Ended:
+        """A new Python process, for what decides before anything is imported; `shell` stands behind the command."""
+        command = " ".join([sys.executable, *(f"'{a}'" for a in arguments), shell])
+        merged = {**os.environ, "XDG_CACHE_HOME": str(self.dir / "cache"), "PYTHONPATH": str(REPOSITORY)}
+        for name, value in (env or {}).items():
+            merged.pop(name, None)
+            if value is not None:
+                merged[name] = value
+        try:
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=self.dir, env=merged, capture_output=True, timeout=PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            return Ended(None, "", "").checked()
+        code = done.returncode if done.returncode < 128 else 128 - done.returncode
+        return Ended(code, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")).checked()
+
+    # judging
+
+    def rows(self) -> list[dict[str, Any]]:
+        if not self.metrics.exists():
+            return []
+        found = []
+        for line in self.metrics.read_bytes().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+    def last_step(self) -> int:
+        return max((row["step"] for row in self.rows()), default=0)
+
+    def undisturbed(self, base: str = "synthetic", upto: int = STEPS) -> None:
+        """Each step once, in order, each loss the same bits as in the run that nothing disturbed."""
+        expected = losses(self.bases / base / "run" / "metrics.jsonl")
+        found = [(row["step"], row["loss"]) for row in self.rows()]
+        if found != [(step, expected[step]) for step in range(1, upto + 1)]:
+            raise Silent(f"metrics.jsonl has steps {[s for s, _ in found]}, or other losses than the undisturbed run")
+
+    def intact(self, *expected: int) -> None:
+        """These steps are there, each under its own name and without damage."""
+        for step in expected:
+            directory = self.checkpoints / str(step)
+            if not directory.is_dir() or steps.commit_problem(directory) or digests.problems(directory):
+                raise Silent(f"checkpoint {step} is gone or damaged")
+
+    def digests(self, *paths: Path) -> dict[str, str]:
+        """Digest and name of every file under the paths."""
+        return {digest_of(file): str(file) for path in paths for file in files_of(path) if file.name != ".lock"}
+
+    def survive(self, before: dict[str, str]) -> None:
+        """Every file of `before` is still somewhere, byte for byte."""
+        now = self.digests(self.dir)
+        if lost := [name for digest, name in before.items() if digest not in now]:
+            raise Silent(f"{len(lost)} files are lost, such as {lost[0]}")
+
+
+def refused(ended: Ended, *words: str, code: int = 2, sentences: int = 1) -> None:
+    """Refused with one sentence that has these words (each may name choices: a|b)."""
+    if ended.code == 0:
+        raise Silent(f"exit code 0; it said: {last_line(ended.said)}")
+    if ended.code != code:
+        raise Unclear(f"exit code {ended.code} and not {code}: {last_line(ended.err)}")
+    if len(ended.sentences) != sentences:
+        raise Unclear(f"{len(ended.sentences)} lines on stderr: {last_line(ended.err)}")
+    last = ended.sentences[-1] if ended.sentences else ""
+    if sentences:
+        if not last.startswith("meshtrain: "):
+            raise Unclear(f"without the prefix: {last}")
+        if len(last) > 700:
+            raise Unclear(f"a sentence of {len(last)} characters: {last[:100]}")
+        contains(last, *words)
+
+
+def contains(text: str, *words: str) -> None:
+    for word in words:
+        if not any(choice.lower() in text.lower() for choice in word.split("|")):
+            raise Unclear(f"it does not say {word!r}: {last_line(text)}")
+
+
+def done(ended: Ended, *words: str, code: int = 0, quiet: bool = False) -> None:
+    """Ended well, having said these words; without them what happened was silent. `quiet`: and nothing on stderr."""
+    if ended.code != code:
+        raise Unclear(f"exit code {ended.code} and not {code}: {last_line(ended.said)}")
+    for word in words:
+        if not any(choice.lower() in ended.said.lower() for choice in word.split("|")):
+            raise Silent(f"it does not say {word!r}: {last_line(ended.said)}")
+    if quiet and ended.sentences:
+        raise Unclear(f"noise on stderr: {ended.sentences[-1]}")
+
+
+def resumed(ended: Ended, after: int) -> None:
+    """It went on after this step (0: began anew)."""
+    found = re.search(r"going on after step (\d+)", ended.out)
+    step = int(found.group(1)) if found else 0
+    if step != after:
+        raise Silent(f"went on after step {step}, not {after}")
+
+
+def told_or_done(ended: Ended, *words: str) -> bool:
+    """Either is right: refused in one sentence, or done. True if done."""
+    if ended.code == 0:
+        return True
+    refused(ended, *words, code=ended.code or 2)
+    if ended.code not in (1, 2):
+        raise Unclear(f"exit code {ended.code}: {last_line(ended.err)}")
+    return False
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in map(json.loads, metrics.read_text().splitlines())}
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return (lines[-1] if lines else "nothing")[:300]
+
+
+def files_of(path: Path) -> Iterable[Path]:
+    if path.is_file():
+        return [path]
+    return [p for p in sorted(path.rglob("*")) if p.is_file() and not p.is_symlink()]
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def resign(step: Path) -> None:
+    """Makes a step that was tampered with vouch for itself again."""
+    (step / steps.COMMIT).unlink(missing_ok=True)
+    (step / steps.DIGESTS).unlink(missing_ok=True)
+    digests.write(step)
+    steps.commit(step)
+
+
+def _mount(what: str, path: Path, flags: int, options: str = "") -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(what.encode(), str(path).encode(), b"tmpfs", flags, options.encode()):
+        raise NotTried(f"cannot mount here: {os.strerror(ctypes.get_errno())}")
+
+
+# --- ways to damage a file
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[min(len(content) - 1, int(at * len(content)))] ^= 0x10
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def double(path: Path) -> None:
+    path.write_bytes(path.read_bytes() * 2)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def directory_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def dangle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/nonexistent/file")
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def fifo_instead(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "with a bit flipped": flip,
+    "truncated": truncate,
+    "emptied": empty,
+    "doubled": double,
+    "removed": remove,
+    "become a directory": directory_instead,
+    "become a dangling link": dangle,
+    "become a link to itself": loop,
+    "become a FIFO": fifo_instead,
+    "become zeros": zeros,
+}
+
+
+def meet(found: Sequence[Fault], work: Path, bases: Path, jobs: int, tell: Callable[[Fault, str, str], None]) -> None:
+    """Meets each fault in a process of its own, `jobs` at a time; tells verdict and reason."""
+    waiting, running = list(reversed(found)), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            fault = waiting.pop()
+            place = work / f"{FAULTS.index(fault):03d}"
+            place.mkdir()
+            result = work / f"{place.name}.json"
+            pid = os.fork()
+            if not pid:
+                _meet(fault, place, bases, result)
+            running[pid] = fault, place, result, time.monotonic()
+        for pid, (fault, place, result, began) in list(running.items()):
+            if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() - began > 4 * PATIENCE:
+                with contextlib.suppress(OSError):  # and whatever it left running
+                    os.killpg(pid, signal.SIGKILL)
+                verdict, reason = json.loads(result.read_text()) if result.exists() else ("traceback", "no end")
+                tell(fault, verdict, reason)
+                del running[pid]
+                os.system(f"chmod -R u+rwX {place} 2>/dev/null; rm -rf {place}")
+        time.sleep(0.01)
+
+
+def _meet(fault: Fault, directory: Path, bases: Path, result: Path) -> None:
+    os.setsid()
+    os.chdir(directory)
+    verdict, reason = "named", ""
+    try:
+        fault.meet(Place(directory, bases))
+    except Verdict as found:
+        verdict, reason = found.name, str(found)
+    except BaseException as error:
+        verdict, reason = "traceback", f"the fault itself failed: {type(error).__name__}: {error}"
+        traceback.print_exc()
+    result.write_text(json.dumps([verdict, reason]))
+    os._exit(0)

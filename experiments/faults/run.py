@@ -1,0 +1,423 @@
+"""The run directory: rows without checkpoints, files that vanish or change under a run, two runs at once."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.faults.harness import (
+    LAST,
+    STEPS,
+    Crash,
+    Place,
+    Silent,
+    Unclear,
+    done,
+    fault,
+    last_line,
+    refused,
+    resumed,
+    told_or_done,
+)
+
+ROOM = "run"
+MANY = 3000  # steps of a run that is met on its way
+
+
+def begun(p: Place, *settings: str, **how):
+    """A long run that has written its fifth row."""
+    running = p.training(f"train.steps={MANY}", *settings, **how)
+    running.until(lambda: p.last_step() >= 5)
+    return running
+
+
+# --- rows without a checkpoint to go on from (point 3)
+
+
+def no_way_on(name: str, arrange: Callable[[Place], object], point: str = "3") -> None:
+    @fault(ROOM, name, point)
+    def _(p: Place) -> None:
+        p.base()
+        arrange(p)
+        before = p.digests(p.run)
+        refused(p.train(), "checkpoint.resume|run.directory", "never|run.directory")
+        p.survive(before)
+
+
+def without_commits(p: Place) -> None:
+    for step in (2, 4, 6):
+        (p.checkpoints / str(step) / "COMMIT").unlink()
+
+
+def empty_volume(p: Place) -> None:
+    shutil.rmtree(p.checkpoints)
+    p.checkpoints.mkdir()
+
+
+no_way_on("checkpoints/ is missing, as a volume that is not mounted", lambda p: shutil.rmtree(p.checkpoints))
+no_way_on("checkpoints/ is empty, though metrics.jsonl has rows", empty_volume)
+no_way_on("no step has its COMMIT", without_commits)
+no_way_on("checkpoints/ was renamed", lambda p: os.rename(p.checkpoints, p.run / "checkpoints-old"))
+
+
+@fault(ROOM, "resume: never sets the rows and checkpoints before aside", "3")
+def never(p: Place) -> None:
+    p.base()
+    before = p.digests(p.metrics, p.checkpoints)
+    ended = p.train("checkpoint.resume=never")
+    done(ended, "never|earlier")
+    resumed(ended, 0)
+    p.survive(before)
+    p.undisturbed()
+
+
+@fault(ROOM, "resume: never, with rows but without checkpoints/", "3")
+def never_without(p: Place) -> None:
+    p.base()
+    shutil.rmtree(p.checkpoints)
+    before = p.digests(p.metrics)
+    done(p.train("checkpoint.resume=never"), "never|earlier")
+    p.survive(before)
+    p.undisturbed()
+
+
+@fault(ROOM, "resume: never, twice, beside an earlier-1 that is a file")
+def never_twice(p: Place) -> None:
+    p.base()
+    (p.run / "earlier-1").write_text("mine")
+    before = p.digests(p.metrics, p.checkpoints, p.run / "earlier-1")
+    for _ in range(2):
+        done(p.train("checkpoint.resume=never"), "never|earlier")
+    p.survive(before)
+    p.undisturbed()
+
+
+@fault(ROOM, "killed before its first checkpoint: the rows are kept or the way on is told", "3")
+def killed_early(p: Place) -> None:
+    running = p.training("checkpoint.every=0", f"train.steps={MANY}")
+    running.until(lambda: p.last_step() >= 3)
+    running.send(signal.SIGKILL)
+    running.end()
+    before = p.digests(p.metrics)
+    ended = p.train()
+    if ended.code == 0:
+        p.undisturbed()
+        p.survive(before)
+    else:
+        refused(ended, "run.directory|checkpoint.resume")
+        p.survive(before)
+
+
+# --- what vanishes under a run (point 6)
+
+
+def vanishes(name: str, act: Callable[[Place], object], *words: str, point: str = "") -> None:
+    """The run ends with an error that says so, or goes on having said so; never with exit code 0 and its rows gone."""
+
+    @fault(ROOM, f"while running: {name}", point)
+    def _(p: Place) -> None:
+        running = begun(p, "train.steps=60", "checkpoint.every=20")
+        with running.frozen():
+            seen = p.last_step()
+            act(p)
+        ended = running.end().checked()
+        steps = [row["step"] for row in p.rows()]
+        if ended.code == 0:
+            if steps != list(range(1, 61)):
+                raise Silent(f"exit code 0, and metrics.jsonl has {len(steps)} of 60 rows (there were {seen})")
+            p.intact(60)
+            return
+        if ended.code != 1:
+            raise Unclear(f"exit code {ended.code}: {last_line(ended.err)}")
+        if not ended.sentences or not all(line.startswith("meshtrain: ") for line in ended.sentences):
+            raise Unclear(last_line(ended.err))
+        if words and not any(word in ended.err.lower() for word in words):
+            raise Unclear(last_line(ended.err))
+
+
+def remake(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+vanishes("the run directory is deleted", lambda p: shutil.rmtree(p.run), "run", point="6")
+vanishes("the run directory is deleted and made again, empty", lambda p: remake(p.run), "run", point="6")
+vanishes("the run directory is renamed", lambda p: os.rename(p.run, p.dir / "renamed"), "run", point="6")
+vanishes("metrics.jsonl is deleted", lambda p: p.metrics.unlink(), "metrics", point="6")
+vanishes("metrics.jsonl is renamed, as log rotation does", lambda p: os.rename(p.metrics, p.run / "metrics.jsonl.1"), "metrics")
+vanishes("metrics.jsonl is replaced by a copy of itself", lambda p: p.file("run/new", p.metrics.read_bytes()).rename(p.metrics), "metrics")
+vanishes("metrics.jsonl is truncated", lambda p: os.truncate(p.metrics, 0), "metrics")
+vanishes("checkpoints/ is deleted", lambda p: shutil.rmtree(p.checkpoints), "checkpoint")
+vanishes("checkpoints/ is replaced by a file", lambda p: (shutil.rmtree(p.checkpoints), p.checkpoints.write_text("x")), "checkpoint")
+vanishes("config.yaml is deleted", lambda p: (p.run / "config.yaml").unlink())
+vanishes(".lock is deleted", lambda p: (p.run / ".lock").unlink())
+vanishes("the working directory is deleted", lambda p: None)
+
+
+@fault(ROOM, "while running: .lock is deleted, and a second run starts", "")
+def stolen_lock(p: Place) -> None:
+    first = begun(p)
+    with first.frozen():
+        (p.run / ".lock").unlink()
+        ended = p.train(f"train.steps={MANY}")
+        code = ended.code
+    first.send(signal.SIGTERM)
+    first.end()
+    if code == 0:
+        raise Silent("two runs wrote into one directory")
+    refused(ended, "in use")
+
+
+@fault(ROOM, "the disk of the run directory turns up again after the run has started")
+def mounted_over(p: Place) -> None:
+    p.run.mkdir()
+    running = begun(p, "train.steps=60", "checkpoint.every=20")
+    with running.frozen():
+        p._own_mounts()
+    done(running.end().checked())
+
+
+# --- metrics.jsonl, found damaged at a resume
+
+
+def metrics_file(name: str, act: Callable[[Place], object], refuses: bool = False, point: str = "") -> None:
+    @fault(ROOM, f"metrics.jsonl {name}, at a resume", point)
+    def _(p: Place) -> None:
+        p.base()
+        act(p)
+        before = p.digests(p.checkpoints)
+        ended = p.train()
+        if refuses or ended.code:
+            refused(ended, "metrics.jsonl", code=ended.code if ended.code == 1 else 2)
+        else:
+            resumed(ended, LAST)
+            p.undisturbed()
+        p.survive(before)
+
+
+def append(content: bytes) -> Callable[[Place], object]:
+    return lambda p: p.metrics.write_bytes(p.metrics.read_bytes() + content)
+
+
+def instead(path: Callable[[Place], Path], make: Callable[[Path], object]) -> Callable[[Place], object]:
+    def act(p: Place) -> None:
+        path(p).unlink()
+        make(path(p))
+
+    return act
+
+
+def twice(p: Place) -> None:
+    p.metrics.write_bytes(p.metrics.read_bytes() * 2)
+
+
+def linked(p: Place) -> None:
+    os.rename(p.metrics, p.dir / "rows")
+    p.metrics.symlink_to(p.dir / "rows")
+
+
+metrics_file("ends in half a row", append(b'{"step": 8, "lo'))
+metrics_file("ends in zeros, as a crash of the machine leaves them", append(bytes(4096)))
+metrics_file("ends in bytes that are not UTF-8", append(b"\xff\xfe\n"))
+metrics_file("has a row of a list", append(b"[1, 2]\n"))
+metrics_file("has a row whose step is a word", append(b'{"step": "six"}\n'))
+metrics_file("has a row whose step is null", append(b'{"step": null, "loss": 1}\n'))
+metrics_file("has a row nested 100,000 deep", append(b"[" * 100_000 + b"\n"))
+metrics_file("has a row with a number of 10,000 digits", append(b'{"step": ' + b"9" * 10_000 + b"}\n"))
+metrics_file("has Windows line ends", lambda p: p.metrics.write_bytes(p.metrics.read_bytes().replace(b"\n", b"\r\n")))
+metrics_file("is a directory", instead(lambda p: p.metrics, Path.mkdir), refuses=True)
+metrics_file("is a FIFO", instead(lambda p: p.metrics, os.mkfifo), refuses=True)
+metrics_file("is a link to itself", instead(lambda p: p.metrics, lambda path: path.symlink_to(path)), refuses=True)
+metrics_file("is a link to a file elsewhere", linked)
+
+
+@fault(ROOM, "metrics.jsonl has every row twice, at a resume")
+def rows_twice(p: Place) -> None:
+    p.base()
+    twice(p)
+    ended = p.train()
+    if told_or_done(ended, "metrics"):
+        p.undisturbed()
+
+
+@fault(ROOM, "metrics.jsonl has lost rows in the middle, at a resume")
+def rows_lost(p: Place) -> None:
+    """Nothing can bring them back; what is there must stay, and the rest be right."""
+    p.base()
+    lines = p.metrics.read_bytes().splitlines(keepends=True)
+    p.metrics.write_bytes(b"".join(lines[:2] + lines[3:]))
+    ended = p.train()
+    if told_or_done(ended, "metrics") and [r["step"] for r in p.rows()] != [1, 2, 4, 5, 6, 7, 8]:
+        raise Silent(f"steps {[r['step'] for r in p.rows()]}")
+
+
+@fault(ROOM, "metrics.jsonl is missing, though checkpoints are there")
+def rows_gone(p: Place) -> None:
+    p.base()
+    p.metrics.unlink()
+    ended = p.train()
+    if told_or_done(ended, "metrics") and [r["step"] for r in p.rows()] != [7, 8]:
+        raise Silent(f"steps {[r['step'] for r in p.rows()]}")
+
+
+# --- the directory itself
+
+
+def place_of_run(name: str, arrange: Callable[[Place], object], *words: str, setting: str = "run", refuses: bool = True, point: str = "") -> None:
+    @fault(ROOM, f"run.directory {name}", point)
+    def _(p: Place) -> None:
+        arrange(p)
+        ended = p.train(f"run.directory={setting}")
+        if refuses:
+            refused(ended, "run.directory", *words)
+        else:
+            done(ended)
+
+
+place_of_run("is a file", lambda p: p.file("run", "x"))
+place_of_run("is a dangling link", lambda p: p.run.symlink_to("/nonexistent/place"))
+place_of_run("is a link to itself", lambda p: p.run.symlink_to("run"), point="13")
+place_of_run("is a FIFO", lambda p: os.mkfifo(p.run))
+place_of_run("is /dev/null", lambda p: None, setting="/dev/null", point="13")
+place_of_run("lies under a file", lambda p: p.file("file", "x"), setting="file/run")
+place_of_run("has a name of 300 characters", lambda p: None, setting="x" * 300)
+place_of_run("is a path of 5,000 characters", lambda p: None, setting="y/" * 2500, point="13")
+place_of_run("is /proc/nowhere", lambda p: None, setting="/proc/nowhere")
+place_of_run("has a NUL in it", lambda p: None, setting='"run\\0x"', point="11")
+place_of_run("has half of a surrogate pair in it", lambda p: None, setting='"run\\ud800"', point="11")
+place_of_run("has blanks, quotes, a line end and an emoji", lambda p: None, setting='"a b\'\\"\\n😀"', refuses=False)
+place_of_run("is the directory of the config file", lambda p: None, setting=".", refuses=False)
+place_of_run("has checkpoints that is a file", lambda p: p.file("run/checkpoints", "x"), refuses=True)
+place_of_run("has a .lock that is a directory", lambda p: (p.run / ".lock").mkdir(parents=True), refuses=True)
+
+
+@fault(ROOM, "run.directory has checkpoints that is a link to another volume")
+def checkpoints_elsewhere(p: Place) -> None:
+    p.base()
+    os.rename(p.checkpoints, p.dir / "volume")
+    p.checkpoints.symlink_to(p.dir / "volume")
+    ended = p.train()
+    done(ended)
+    resumed(ended, LAST)
+    p.undisturbed()
+    p.intact(2, 4, 6, 8)
+
+
+@fault(ROOM, "run.directory has a config.yaml that is a directory")
+def config_directory(p: Place) -> None:
+    p.base()
+    (p.run / "config.yaml").unlink()
+    (p.run / "config.yaml").mkdir()
+    before = p.digests(p.checkpoints, p.metrics)
+    refused(p.train(), "config.yaml")
+    p.survive(before)
+
+
+@fault(ROOM, "run.directory has a config.yaml that is a link to the one that is given")
+def config_link(p: Place) -> None:
+    """Writing through it would replace what a person wrote."""
+    p.base()
+    (p.run / "config.yaml").unlink()
+    (p.run / "config.yaml").symlink_to("../config.yaml")
+    before = p.digests(p.dir / "config.yaml")
+    done(p.train())
+    p.survive(before)
+
+
+@fault(ROOM, "the config that is given is the run's own config.yaml")
+def config_own(p: Place) -> None:
+    p.base()
+    ended = p.train(config="run/config.yaml")
+    done(ended)
+    resumed(ended, LAST)
+    p.undisturbed()
+
+
+# --- two at once
+
+
+@fault(ROOM, "a second run in the directory")
+def second(p: Place) -> None:
+    first = begun(p)
+    with first.frozen():
+        ended = p.train()
+    first.send(signal.SIGTERM)
+    refused(ended, "in use")
+    done(first.end().checked(), code=75)
+
+
+@fault(ROOM, "a second run in the directory, by another path")
+def second_path(p: Place) -> None:
+    first = begun(p)
+    (p.dir / "link").symlink_to("run")
+    with first.frozen():
+        ended = p.train("run.directory=link")
+    first.send(signal.SIGTERM)
+    refused(ended, "in use")
+    done(first.end().checked(), code=75)
+
+
+@fault(ROOM, "a second run in the directory, with resume: never")
+def second_never(p: Place) -> None:
+    first = begun(p)
+    with first.frozen():
+        before = p.digests(p.checkpoints, p.metrics)
+        ended = p.train("checkpoint.resume=never")
+        p.survive(before)
+    first.send(signal.SIGTERM)
+    refused(ended, "in use")
+    done(first.end().checked(), code=75)
+
+
+@fault(ROOM, "a second run that takes a running one's checkpoints as its start")
+def second_from(p: Place) -> None:
+    first = begun(p, "checkpoint.every=3")
+    first.until(lambda: (p.checkpoints / "6").is_dir())
+    with first.frozen():
+        ended = p.train("checkpoint.resume=run", "run.directory=second", "train.steps=4")
+    first.send(signal.SIGTERM)
+    done(ended)
+    done(first.end().checked(), code=75)
+
+
+@fault(ROOM, "the lock file of a process that was killed")
+def stale_lock(p: Place) -> None:
+    p.base()
+    (p.run / ".lock").write_text("process 1 on elsewhere")
+    ended = p.train()
+    done(ended)
+    resumed(ended, LAST)
+    p.undisturbed()
+
+
+@fault(ROOM, "leftovers of killed processes: .writable-1, .metrics.jsonl.abc, .config.yaml.abc")
+def leftovers(p: Place) -> None:
+    p.base()
+    for name in (".writable-1", ".metrics.jsonl.abc", ".config.yaml.abc"):
+        (p.run / name).write_text("x")
+    ended = p.train()
+    done(ended)
+    resumed(ended, LAST)
+    p.undisturbed()
+
+
+@fault(ROOM, "nothing left to do: a run that is over is started again")
+def over(p: Place) -> None:
+    p.base(interrupted=False)
+    before = p.digests(p.checkpoints, p.metrics)
+    done(p.train(), "nothing is left to do")
+    p.survive(before)
+
+
+@fault(ROOM, "fewer steps than are taken already")
+def fewer(p: Place) -> None:
+    p.base(interrupted=False)
+    before = p.digests(p.checkpoints, p.metrics)
+    done(p.train("train.steps=3"), "nothing is left to do")
+    p.survive(before)
+
+
+__all__ = ["STEPS", "Crash", "contextlib", "json"]
