@@ -47,7 +47,10 @@ def silently_other(p: Place) -> None:
     p.base()
     step = p.checkpoints / str(LAST)
     file = max((f for f in (step / "arrays").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
-    flip(file)
+    content = bytearray(file.read_bytes())
+    for at in range(len(content) // 4, len(content) * 3 // 4, 16):
+        content[at] ^= 0x10
+    file.write_bytes(content)
     resign(step)
     done(p.train())
     found_out(Silent, p.undisturbed)

@@ -1,6 +1,7 @@
 """Asked to stop, or killed, at every moment: importing, compiling, training, evaluating, saving, preparing."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from experiments.faults.harness import (
     STEPS,
     Crash,
     Ended,
+    NotTried,
     Place,
     Silent,
     Unclear,
@@ -28,8 +30,8 @@ ROOM = "requests"
 MANY = 3000
 
 
-def new_process(p: Place, *arguments: str) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(p.dir / "cache")}
+def new_process(p: Place, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(p.dir / "cache"), **(env or {})}
     return subprocess.Popen([sys.executable, *arguments], cwd=p.dir, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -48,28 +50,47 @@ def stopped(result: Ended) -> None:
     result.checked()
     if result.code != 75:
         raise Unclear(f"exit code {result.code}: {last_line(result.said)}")
-    if "meshtrain: " not in result.err:
+    if "meshtrain: " not in result.err and "stopped on request" not in result.out:
         raise Unclear(f"no sentence: {last_line(result.said)}")
 
 
 # --- before the handlers exist (point 12)
 
 
-def early(name: str, signals: tuple[int, ...], seconds: float) -> None:
-    @fault(ROOM, f"{name} {seconds} s after the start of the process", "12")
+SLOW_IMPORT = """
+import importlib.abc, os, sys, time
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == os.environ.get("SLOW_IMPORT"):
+            os.write(1, b"<import>\\n")
+            deadline = time.monotonic() + 1
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def early(module: str, number: int) -> None:
+    """The import of a module that the program needs is made slow by a sitecustomize.py of the place."""
+
+    @fault(ROOM, f"{signal.Signals(number).name} while {module} is imported", "12")
     def _(p: Place) -> None:
         p.config(train={"steps": MANY})
-        process = new_process(p, "-m", "meshtrain.train", "--config", "config.yaml")
-        time.sleep(seconds)
-        for number in signals:
-            process.send_signal(number)
+        p.file("site/sitecustomize.py", SLOW_IMPORT)
+        env = {"PYTHONPATH": f"{REPOSITORY}:{p.dir / 'site'}", "SLOW_IMPORT": module}
+        process = new_process(p, "-m", "meshtrain.train", "--config", "config.yaml", env=env)
+        assert process.stdout is not None
+        if b"<import>" not in process.stdout.readline():
+            process.kill()
+            raise NotTried(f"the program does not import {module}")
+        process.send_signal(number)
         stopped(ended(process))
 
 
-for moment in (0.3, 0.8, 1.5, 2.2):
-    early("SIGTERM", (signal.SIGTERM,), moment)
-early("SIGINT", (signal.SIGINT,), 0.8)
-early("SIGINT", (signal.SIGINT,), 1.8)
+for module in ("numpy", "jax", "flax", "optax", "orbax.checkpoint"):
+    early(module, signal.SIGTERM)
+early("jax", signal.SIGINT)
+early("optax", signal.SIGINT)
 
 
 # --- in a state of the run that is made long
@@ -206,7 +227,18 @@ killed("before COMMIT", "meshtrain.checkpoint.steps", "commit", count=2)
 killed("between COMMIT and the rename", "meshtrain.checkpoint.steps", "publish", count=2)
 killed("before an old step is removed", "meshtrain.checkpoint.steps", "remove", "checkpoint.keep=1", "checkpoint.keep_best=0")
 killed("before a damaged step is renamed", "meshtrain.train", "trim_metrics", base="synthetic")
-killed("while opening data that is prepared", "meshtrain.data.prepare", "_finish", "data.source=text", base="text")
+
+
+@fault(ROOM, "SIGKILL while the text of a run is prepared")
+def killed_preparing(p: Place) -> None:
+    p.base("text")
+    shutil.rmtree(p.dir / "cache")
+    running = p.training(before=slow("meshtrain.data.prepare", "_finish"))
+    running.until(lambda: "<_finish>" in running.out)
+    running.send(signal.SIGKILL)
+    running.end()
+    done(p.train())
+    p.undisturbed("text")
 
 
 # --- preparing
