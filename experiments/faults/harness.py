@@ -43,6 +43,7 @@ TINY: dict[str, dict[str, Any]] = {
     "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": EVERY, "keep": 20},
 }
+PROGRESS = re.compile(r"\d+ files?, [\d.]+ MB$|(meshtrain: )?Left out \d+ ")
 DEATHS = ("Traceback (most recent call last)", "Fatal Python error", "Exception ignored in", "Bus error")
 
 
@@ -106,7 +107,8 @@ class Ended:
 
     @property
     def sentences(self) -> list[str]:
-        return [line for line in self.err.splitlines() if line.strip()]
+        """The lines of stderr, but for what `data prepare` says of its input before it begins."""
+        return [line for line in self.err.splitlines() if line.strip() and not PROGRESS.match(line)]
 
     def checked(self) -> "Ended":
         """Itself, unless it crashed."""
@@ -395,7 +397,7 @@ def refused(ended: Ended, *words: str, code: int = 2, sentences: int = 1) -> Non
         raise Unclear(f"{len(ended.sentences)} lines on stderr: {last_line(ended.err)}")
     last = ended.sentences[-1] if ended.sentences else ""
     if sentences:
-        if not last.startswith("meshtrain: "):
+        if not last.startswith(("meshtrain: ", "plan: ")):
             raise Unclear(f"without the prefix: {last}")
         if len(last) > 700:
             raise Unclear(f"a sentence of {len(last)} characters: {last[:100]}")
