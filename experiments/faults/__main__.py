@@ -9,7 +9,6 @@ import argparse
 import fnmatch
 import json
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -31,16 +30,24 @@ VERDICTS = ("named", "unclear", "silent", "traceback", "not tried")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="PATTERN", help="faults whose 'room: name' or point matches, such as 'data*', '*FIFO*' or '#9'")
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        help="faults whose 'room: name' or point matches, such as 'data*', '*FIFO*' or '#9'",
+    )
     parser.add_argument("--list", action="store_true", help="lists the faults and injects none")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="faults at a time (default: the cores, at most 4)")
+    parser.add_argument(
+        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="faults at a time (default: the cores, at most 4)"
+    )
     options = parser.parse_args()
 
     work = Path(tempfile.mkdtemp(prefix="faults-"))
     os.environ.update(ENVIRONMENT)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(work / "compiled")  # read when JAX is imported, so all else comes after
-    from experiments.faults import bases, harness, rooms
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+        work / "compiled"
+    )  # read when JAX is imported, so all else comes after
+    from experiments.faults import harness, rooms
 
     rooms.load()
     chosen = [f for f in harness.FAULTS if _matches(f, options.only)]
@@ -57,7 +64,9 @@ def main() -> int:
 def _matches(fault, pattern: str | None) -> bool:
     if pattern is None:
         return True
-    return any(fnmatch.fnmatch(text, pattern) for text in (f"{fault.room}: {fault.name}", fault.room, f"#{fault.point}"))
+    return any(
+        fnmatch.fnmatch(text, pattern) for text in (f"{fault.room}: {fault.name}", fault.room, f"#{fault.point}")
+    )
 
 
 def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
@@ -71,9 +80,15 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
     found: list[dict] = []
 
     def tell(fault: harness.Fault, verdict: str, reason: str) -> None:
-        found.append({"room": fault.room, "fault": fault.name, "point": fault.point, "verdict": verdict, "reason": reason})
+        found.append(
+            {"room": fault.room, "fault": fault.name, "point": fault.point, "verdict": verdict, "reason": reason}
+        )
         if verdict != "named":
-            print(f"{verdict:<10} {fault.room}: {fault.name}{' #' + fault.point if fault.point else ''}: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"{verdict:<10} {fault.room}: {fault.name}{' #' + fault.point if fault.point else ''}: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     (work / "places").mkdir()
     harness.meet(chosen, work / "places", work / "bases", options.jobs, tell)

@@ -8,7 +8,24 @@ from pathlib import Path
 
 from experiments.faults.harness import Place
 
-WORDS = "mesh train data tensor stage pipe batch token loss step shard rank gather scatter reduce tick".split()
+WORDS = [
+    "mesh",
+    "train",
+    "data",
+    "tensor",
+    "stage",
+    "pipe",
+    "batch",
+    "token",
+    "loss",
+    "step",
+    "shard",
+    "rank",
+    "gather",
+    "scatter",
+    "reduce",
+    "tick",
+]
 
 
 def text(seed: int, words: int = 120) -> str:

@@ -10,7 +10,6 @@ from experiments.faults.harness import (
     DAMAGE,
     LAST,
     STEPS,
-    Crash,
     Ended,
     Place,
     Silent,
@@ -222,7 +221,12 @@ def with_manifest(name: str, change: Callable[[dict], object], *words: str, poin
     @fault(ROOM, f"a sealed manifest {name}: ls, show, verify, diff", point)
     def _(p: Place) -> None:
         arrange(p)
-        for arguments in (["ls", "run"], ["show", "run"], ["verify", "run"], ["diff", "run/checkpoints/4", "run/checkpoints/6"]):
+        for arguments in (
+            ["ls", "run"],
+            ["show", "run"],
+            ["verify", "run"],
+            ["diff", "run/checkpoints/4", "run/checkpoints/6"],
+        ):
             ended = p.command("checkpoint.__main__", *arguments)
             if ended.code:
                 if ended.code == 2:
@@ -327,7 +331,12 @@ other_run("names a dangling link", "link", lambda p: (p.dir / "link").symlink_to
 other_run("names a link to itself", "link", lambda p: (p.dir / "link").symlink_to("link"), "link")
 other_run("names a FIFO", "pipe", lambda p: os.mkfifo(p.dir / "pipe"), "pipe")
 other_run("has a slip of the pen", "neverr", lambda p: None, "did you mean never")
-other_run("names a step whose manifest is gone", "other/checkpoints/6", lambda p: (p.dir / "other/checkpoints/6/manifest.json").unlink(), "other/checkpoints")
+other_run(
+    "names a step whose manifest is gone",
+    "other/checkpoints/6",
+    lambda p: (p.dir / "other/checkpoints/6/manifest.json").unlink(),
+    "other/checkpoints",
+)
 other_run("names a path of 5,000 characters", "x" * 5000, lambda p: None, "checkpoint.resume")
 
 
@@ -347,7 +356,13 @@ def of_another_run(p: Place) -> None:
 # --- the command
 
 
-def commanded(name: str, *words: str, arguments: tuple[str, ...], arrange: Callable[[Place], object] = lambda p: None, code: int = 2) -> None:
+def commanded(
+    name: str,
+    *words: str,
+    arguments: tuple[str, ...],
+    arrange: Callable[[Place], object] = lambda p: None,
+    code: int = 2,
+) -> None:
     @fault(ROOM, f"checkpoint {name}")
     def _(p: Place) -> None:
         p.base()
@@ -358,10 +373,20 @@ def commanded(name: str, *words: str, arguments: tuple[str, ...], arrange: Calla
 commanded("ls of nothing", "nowhere", arguments=("ls", "nowhere"))
 commanded("ls of a file", "config.yaml", arguments=("ls", "config.yaml"))
 commanded("ls of an empty directory", "void", arguments=("ls", "void"), arrange=lambda p: (p.dir / "void").mkdir())
-commanded("show of a link to itself", "loop", arguments=("show", "loop"), arrange=lambda p: (p.dir / "loop").symlink_to("loop"))
+commanded(
+    "show of a link to itself",
+    "loop",
+    arguments=("show", "loop"),
+    arrange=lambda p: (p.dir / "loop").symlink_to("loop"),
+)
 commanded("with a slip of the pen", "verify", arguments=("verfy", "run"))
 commanded("diff with one side missing", "second", arguments=("diff", "run"))
-commanded("diff with a damaged side", "damaged", arguments=("diff", "run/checkpoints/4", "run/checkpoints/6"), arrange=lambda p: flip(array_file(p, "an array file")))
+commanded(
+    "diff with a damaged side",
+    "damaged",
+    arguments=("diff", "run/checkpoints/4", "run/checkpoints/6"),
+    arrange=lambda p: flip(array_file(p, "an array file")),
+)
 commanded("show with a name of 300 characters", "name", arguments=("show", "x" * 300))
 
 
@@ -432,6 +457,3 @@ def leaked_again(p: Place) -> None:
         raise Silent("the notebook is locked out by itself")
     ended.checked()
     done(ended)
-
-
-__all__ = ["Crash"]

@@ -29,8 +29,16 @@ def bad_path(name: str, arrange: Callable[[Place], object], path: str, *words: s
 
 bad_path("that is not there", lambda p: None, "gone.yaml", "gone.yaml")
 bad_path("with a slip of the pen", lambda p: p.config(), "confg.yaml", "did you mean config.yaml")
-bad_path("that is a dangling link", lambda p: (p.dir / "link.yaml").symlink_to("gone"), "link.yaml", "link.yaml", point="13")
-bad_path("that is a link to itself", lambda p: (p.dir / "link.yaml").symlink_to("link.yaml"), "link.yaml", "link.yaml", point="13")
+bad_path(
+    "that is a dangling link", lambda p: (p.dir / "link.yaml").symlink_to("gone"), "link.yaml", "link.yaml", point="13"
+)
+bad_path(
+    "that is a link to itself",
+    lambda p: (p.dir / "link.yaml").symlink_to("link.yaml"),
+    "link.yaml",
+    "link.yaml",
+    point="13",
+)
 bad_path("that is a directory", lambda p: (p.dir / "d.yaml").mkdir(), "d.yaml", "directory")
 bad_path("that is empty: --config ''", lambda p: None, "", "--config", point="13")
 bad_path("that is /dev/null", lambda p: None, "/dev/null", "/dev/null", point="13")
@@ -57,7 +65,9 @@ bad_file("a surrogate by escape", 'run: {directory: "a\\ud800"}\n', "run.directo
 bad_file("a tab", "run:\n\tseed: 1\n", "line 2")
 bad_file("a bracket left open", "run: {seed: 1\n", "YAML")
 bad_file("nested 3,000 deep in lists", "run: " + "[" * 3000 + "]" * 3000, "deep|nested|YAML", point="11")
-bad_file("nested 3,000 deep in mappings", "a: " + "{a: " * 3000 + "1" + "}" * 3000, "deep|nested|YAML|section", point="11")
+bad_file(
+    "nested 3,000 deep in mappings", "a: " + "{a: " * 3000 + "1" + "}" * 3000, "deep|nested|YAML|section", point="11"
+)
 bad_file("nested 100,000 deep", "[" * 100_000, "deep|nested|YAML", point="11")
 bad_file("a list as key", "? [run, model]\n: 1\n", "key|section", point="13")
 bad_file("a mapping as key", "? {run: model}\n: 1\n", "key|section", point="13")
@@ -114,7 +124,12 @@ bad("optimizer.learning_rate=-.inf", "learning_rate", point="13")
 bad("optimizer.learning_rate=nan", "learning_rate", "finite")
 bad("optimizer.learning_rate=1e999", "learning_rate")
 bad("optimizer.learning_rate=0", "learning_rate", "above")
-bad("optimizer.learning_rate=" + "1" * 5000, "learning_rate", point="13", name="optimizer.learning_rate=1… (5,000 digits)")
+bad(
+    "optimizer.learning_rate=" + "1" * 5000,
+    "learning_rate",
+    point="13",
+    name="optimizer.learning_rate=1… (5,000 digits)",
+)
 bad("optimizer.name=" + "x" * 5000, "optimizer.name", point="13", name="optimizer.name=x… (5,000 characters)")
 bad("optimizer.name=adam", "did you mean adamw")
 bad("run.seed=" + "9" * 30, "run.seed", point="11", name="run.seed=9… (30 digits)")
@@ -167,7 +182,12 @@ def octal(p: Place) -> None:
 @fault(ROOM, "--config twice, --set without a value, a word too many")
 def usage(p: Place) -> None:
     p.config()
-    for arguments in (["--config", "config.yaml", "--set"], ["--config", "config.yaml", "word"], [], ["--confg", "config.yaml"]):
+    for arguments in (
+        ["--config", "config.yaml", "--set"],
+        ["--config", "config.yaml", "word"],
+        [],
+        ["--confg", "config.yaml"],
+    ):
         refused(p.command("train", *arguments))
 
 
@@ -208,7 +228,14 @@ def rungs(p: Place) -> None:
 @fault(ROOM, "the note of idle stages counts the chunks of an interleaved schedule", "13")
 def idle(p: Place) -> None:
     def sentence(*settings: str) -> str:
-        ended = p.train("mesh.pipeline=4", "model.layers=8", "parallel.microbatches=2", "train.steps=1", "checkpoint.resume=never", *settings)
+        ended = p.train(
+            "mesh.pipeline=4",
+            "model.layers=8",
+            "parallel.microbatches=2",
+            "train.steps=1",
+            "checkpoint.resume=never",
+            *settings,
+        )
         done(ended)
         return next((line for line in ended.out.splitlines() if "idles" in line), "")
 

@@ -5,7 +5,20 @@ import os
 import shutil
 import signal
 
-from experiments.faults.harness import Crash, Ended, LAST, Place, Silent, Unclear, Verdict, done, fault, flip, refused, resumed
+from experiments.faults.harness import (
+    LAST,
+    Crash,
+    Ended,
+    Place,
+    Silent,
+    Unclear,
+    Verdict,
+    done,
+    fault,
+    flip,
+    refused,
+    resumed,
+)
 
 ROOM = "controls"
 
@@ -65,7 +78,9 @@ def other_rows(p: Place) -> None:
         p.metrics.write_bytes(b"".join(lines))
         found_out(Silent, p.undisturbed)
     row = json.loads(whole[2])
-    p.metrics.write_bytes(b"".join([*whole[:2], json.dumps(row | {"loss": row["loss"] + 1e-7}).encode() + b"\n", *whole[3:]]))
+    p.metrics.write_bytes(
+        b"".join([*whole[:2], json.dumps(row | {"loss": row["loss"] + 1e-7}).encode() + b"\n", *whole[3:]])
+    )
     found_out(Silent, p.undisturbed)
 
 
@@ -110,6 +125,12 @@ def deaths(p: Place) -> None:
 @fault(ROOM, "sentences: two, none, without a prefix, with another exit code, without the word")
 def sentences(p: Place) -> None:
     refused(Ended(2, "", "meshtrain: mesh.data is 3.\n"), "mesh.data")
-    for code, err in ((1, "meshtrain: x\n"), (2, ""), (2, "meshtrain: x\nmeshtrain: y\n"), (2, "x\n"), (2, "meshtrain: y\n")):
+    for code, err in (
+        (1, "meshtrain: x\n"),
+        (2, ""),
+        (2, "meshtrain: x\nmeshtrain: y\n"),
+        (2, "x\n"),
+        (2, "meshtrain: y\n"),
+    ):
         found_out(Unclear, lambda code=code, err=err: refused(Ended(code, "", err), "x"))
     found_out(Silent, lambda: done(Ended(0, "fine\n", ""), "set aside"))

@@ -234,7 +234,9 @@ class Place:
         """A config file: the tiny run with the given sections over it, or just a text."""
         path = self.dir / name
         if text is None:
-            values = {section: {**TINY.get(section, {}), **sections.get(section, {})} for section in {**TINY, **sections}}
+            values = {
+                section: {**TINY.get(section, {}), **sections.get(section, {})} for section in {**TINY, **sections}
+            }
             text = json.dumps(values)
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         return path

@@ -22,7 +22,9 @@ def sound(p: Place) -> None:
         for step in steps.committed_in(p.checkpoints):
             directory = p.checkpoints / str(step)
             leaves = Manifest.read(directory).leaves
-            targets = {n: jax.ShapeDtypeStruct(tuple(r["shape"]), r["dtype"], sharding=device) for n, r in leaves.items()}
+            targets = {
+                n: jax.ShapeDtypeStruct(tuple(r["shape"]), r["dtype"], sharding=device) for n, r in leaves.items()
+            }
             for name, array in arrays.read(directory / steps.ARRAYS, targets).items():
                 if np.issubdtype(array.dtype, np.floating) and not np.isfinite(np.asarray(array)).all():
                     print(f"{name} of step {step} is not finite")
@@ -37,12 +39,22 @@ def sound(p: Place) -> None:
 
 @fault(ROOM, "an update that makes weights that are not finite is not saved, nor resumed from", "5")
 def update(p: Place) -> None:
-    settings = ("optimizer.learning_rate=1e38", "optimizer.warmup_steps=0", "optimizer.grad_clip=0", "checkpoint.every=1", "optimizer.name=sgd")
+    settings = (
+        "optimizer.learning_rate=1e38",
+        "optimizer.warmup_steps=0",
+        "optimizer.grad_clip=0",
+        "checkpoint.every=1",
+        "optimizer.name=sgd",
+    )
     for _ in range(2):
         ended = p.train(*settings)
         if ended.code == 0:
             raise Silent("exit code 0 with weights that are not finite")
-        if ended.code != 1 or not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
+        if (
+            ended.code != 1
+            or not ended.sentences
+            or any(not line.startswith("meshtrain: ") for line in ended.sentences)
+        ):
             raise Unclear(last_line(ended.err))
         sound(p)
 
@@ -62,7 +74,9 @@ def rate(p: Place) -> None:
 @fault(ROOM, "the last step's update makes weights that are not finite", "5")
 def last_update(p: Place) -> None:
     done(p.train("train.steps=7", "optimizer.schedule=constant"))
-    ended = p.train("train.steps=8", "optimizer.schedule=constant", "optimizer.learning_rate=1e38", "optimizer.grad_clip=0")
+    ended = p.train(
+        "train.steps=8", "optimizer.schedule=constant", "optimizer.learning_rate=1e38", "optimizer.grad_clip=0"
+    )
     if ended.code == 0:
         sound(p)
     sound(p)
@@ -88,7 +102,12 @@ def grows(p: Place) -> None:
 
 @fault(ROOM, "float16: gradients that are all zero do not let the scale run away", "5")
 def zero_gradients(p: Place) -> None:
-    settings = ("precision.loss_scale_window=1", "train.steps=300", "checkpoint.every=0", "optimizer.learning_rate=1e-30")
+    settings = (
+        "precision.loss_scale_window=1",
+        "train.steps=300",
+        "checkpoint.every=0",
+        "optimizer.learning_rate=1e-30",
+    )
     ended = p.train(*HALF, *settings, "model.init_std=1e-30")
     done(ended)
     scales = [row.get("loss_scale") for row in p.rows()]
@@ -104,7 +123,9 @@ def first_scale(p: Place) -> None:
 @fault(ROOM, "float16: a first scale of 1e38 finds its way down")
 def large_scale(p: Place) -> None:
     ended = p.train(*HALF, "precision.loss_scale=1e38", "train.steps=200", "checkpoint.every=0")
-    if ended.code == 0 and not any(math.isfinite(row["loss"] or math.nan) and row["grad_norm"] for row in p.rows()[-5:]):
+    if ended.code == 0 and not any(
+        math.isfinite(row["loss"] or math.nan) and row["grad_norm"] for row in p.rows()[-5:]
+    ):
         raise Silent("exit code 0, untrained")
     if ended.code:
         refused(ended, code=ended.code if ended.code in (1, 2) else 2)
@@ -157,4 +178,3 @@ extreme("z_loss of 1e30", "train.z_loss=1e30")
 extreme("grad_clip of 1e-300", "optimizer.grad_clip=1e-300")
 extreme("learning rate of 1e-320, a subnormal", "optimizer.learning_rate=1e-320")
 extreme("eval of a model that is not finite", "optimizer.learning_rate=1e30", "eval.every=1", "eval.batches=1")
-__all__ = ["Silent"]

@@ -48,7 +48,11 @@ cluster("with no memory", altered("memory: 16", "memory: 0"), "memory")
 cluster("with memory below zero", altered("memory: 16", "memory: -1"), "memory")
 cluster("with a link of no bandwidth", altered("bandwidth: 21", "bandwidth: 0"), "bandwidth")
 cluster("with an accelerator that there is not", "accelerator: {name: h1000}\n", "did you mean h100|accelerator.name")
-cluster("with links that shrink", "accelerator: {name: h100}\nlinks:\n  node: {devices: 8, bandwidth: 1}\n  rail: {devices: 4, bandwidth: 1}\n", "grow|rail")
+cluster(
+    "with links that shrink",
+    "accelerator: {name: h100}\nlinks:\n  node: {devices: 8, bandwidth: 1}\n  rail: {devices: 4, bandwidth: 1}\n",
+    "grow|rail",
+)
 cluster("with a topology that there is not", altered("topology: flat", "topology: flt"), "did you mean flat")
 cluster("with shared that is neither true nor false", altered("shared: true", "shared: perhaps"), "shared")
 cluster("with a bracket left open", "accelerator: {name: h100\n", "YAML")
@@ -65,7 +69,9 @@ cluster_path("with a slip of the pen", lambda p: None, "h10", "did you mean h100
 cluster_path("that is not there", lambda p: None, "gone.yaml", "gone.yaml")
 cluster_path("that is empty: ''", lambda p: None, "", "--cluster")
 cluster_path("that is a directory", lambda p: (p.dir / "d.yaml").mkdir(), "d.yaml", "directory")
-cluster_path("that is a link to itself", lambda p: (p.dir / "l.yaml").symlink_to("l.yaml"), "l.yaml", "l.yaml", point="13")
+cluster_path(
+    "that is a link to itself", lambda p: (p.dir / "l.yaml").symlink_to("l.yaml"), "l.yaml", "l.yaml", point="13"
+)
 cluster_path("that is a dangling link", lambda p: (p.dir / "l.yaml").symlink_to("gone"), "l.yaml", "l.yaml", point="13")
 cluster_path("with a NUL", lambda p: None, "a\0.yaml", point="11")
 cluster_path("of 5,000 characters", lambda p: None, "x" * 5000, point="13")
@@ -149,7 +155,15 @@ def option(name: str, *arguments: str, words: tuple[str, ...] = (), point: str =
 
 option("--devices 0", "--search", "--devices", "0", words=("--devices",))
 option("--devices two", "--search", "--devices", "two", words=("--devices|devices",))
-option("--devices beyond the cluster", "--search", "--cluster", "cpu", "--devices", "99999999999999999999", words=("devices",))
+option(
+    "--devices beyond the cluster",
+    "--search",
+    "--cluster",
+    "cpu",
+    "--devices",
+    "99999999999999999999",
+    words=("devices",),
+)
 option("--compile for a machine that there is not", "--compile", "h1000", words=("h1000",))
 option("--compile for no devices", "--compile", "h100x0", words=("h100x0",))
 option("--gantt without a pipeline", "--gantt", "-", words=("pipeline",))
@@ -177,7 +191,17 @@ def html_full(p: Place) -> None:
 
 @fault(ROOM, "plan of a model that fits nowhere")
 def too_large(p: Place) -> None:
-    ended = plan(p, "--cluster", "h100", "--set", "model.d_model=1048576", "--set", "model.layers=1000", "--set", "model.heads=64")
+    ended = plan(
+        p,
+        "--cluster",
+        "h100",
+        "--set",
+        "model.d_model=1048576",
+        "--set",
+        "model.layers=1000",
+        "--set",
+        "model.heads=64",
+    )
     told_or_done(ended)
     if "plan: " not in ended.err and "meshtrain: " not in ended.err:
         raise Silent("it does not say that it does not fit")

@@ -1,7 +1,6 @@
 """python -m meshtrain.data: inputs of odd kinds, shards that lie in the way, every option out of bounds."""
 
 import bz2
-import contextlib
 import gzip
 import json
 import lzma
@@ -11,7 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.faults.bases import folder, text
-from experiments.faults.harness import DAMAGE, Ended, NotTried, Place, Silent, Unclear, contains, done, fault, last_line, refused, truncate
+from experiments.faults.harness import (
+    DAMAGE,
+    Ended,
+    Place,
+    Silent,
+    Unclear,
+    contains,
+    done,
+    fault,
+    last_line,
+    refused,
+    truncate,
+)
 
 ROOM = "prepare"
 OUTPUT = ("--output", "shards", "--workers", "1")
@@ -29,7 +40,9 @@ def documents(p: Place) -> int:
 # --- inputs that are refused
 
 
-def input_refused(name: str, arrange: Callable[[Place], object], *words: str, path: str = "input", point: str = "") -> None:
+def input_refused(
+    name: str, arrange: Callable[[Place], object], *words: str, path: str = "input", point: str = ""
+) -> None:
     @fault(ROOM, f"an input {name}", point)
     def _(p: Place) -> None:
         arrange(p)
@@ -52,15 +65,33 @@ input_refused("that is a link to itself", lambda p: (p.dir / "input").symlink_to
 input_refused("that is a FIFO", lambda p: os.mkfifo(p.dir / "input"), "input")
 input_refused("that is /dev/null", lambda p: None, "/dev/null", path="/dev/null", point="13")
 input_refused("that is a .zip whose bytes are ASCII", zipped, "zip", path="input.zip", point="7")
-input_refused("that is a .pdf whose bytes are ASCII", lambda p: p.file("input.pdf", PDF), "pdf", path="input.pdf", point="7")
+input_refused(
+    "that is a .pdf whose bytes are ASCII", lambda p: p.file("input.pdf", PDF), "pdf", path="input.pdf", point="7"
+)
 input_refused("that is a .docx", lambda p: zipped(p).rename(p.dir / "input.docx"), "docx|zip", path="input.docx")
 input_refused("that is a .tar.gz", lambda p: tarball(p), "tar", path="input.tar.gz")
-input_refused("that is an .xz", lambda p: p.file("input.txt.xz", lzma.compress(text(1).encode())), "xz", path="input.txt.xz")
-input_refused("that is a .bz2", lambda p: p.file("input.txt.bz2", bz2.compress(text(1).encode())), "bz2", path="input.txt.bz2")
+input_refused(
+    "that is an .xz", lambda p: p.file("input.txt.xz", lzma.compress(text(1).encode())), "xz", path="input.txt.xz"
+)
+input_refused(
+    "that is a .bz2", lambda p: p.file("input.txt.bz2", bz2.compress(text(1).encode())), "bz2", path="input.txt.bz2"
+)
 input_refused("that is a .gz and holds no gzip", lambda p: p.file("input.txt.gz", text(1)), "gz", path="input.txt.gz")
-input_refused("that is gzip cut in half", lambda p: truncate(p.file("input.txt.gz", gzip.compress(os.urandom(5000)))), "input.txt.gz|end", path="input.txt.gz")
-input_refused("of nothing but white space in JSON Lines", lambda p: p.file("input.jsonl", "\n \n"), "document", path="input.jsonl")
-input_refused("whose lines have another text field", lambda p: p.file("input.jsonl", '{"body": "x"}\n'), "text", path="input.jsonl")
+input_refused(
+    "that is gzip cut in half",
+    lambda p: truncate(p.file("input.txt.gz", gzip.compress(os.urandom(5000)))),
+    "input.txt.gz|end",
+    path="input.txt.gz",
+)
+input_refused(
+    "of nothing but white space in JSON Lines", lambda p: p.file("input.jsonl", "\n \n"), "document", path="input.jsonl"
+)
+input_refused(
+    "whose lines have another text field",
+    lambda p: p.file("input.jsonl", '{"body": "x"}\n'),
+    "text",
+    path="input.jsonl",
+)
 input_refused("with a NUL in its name", lambda p: None, "NUL|null", path="a\0b", point="11")
 input_refused("with a name of 5,000 characters", lambda p: None, path="x" * 5000, point="13")
 
@@ -94,7 +125,14 @@ compressed(".parquet", "input.parquet", lambda: b"PAR1" + bytes(range(256)) + b"
 # --- inputs of which a part is bad: the good part is there, the rest is named
 
 
-def partly(name: str, files: dict[str, str | bytes], good: int, *words: str, inputs: tuple[str, ...] = ("input",), point: str = "") -> None:
+def partly(
+    name: str,
+    files: dict[str, str | bytes],
+    good: int,
+    *words: str,
+    inputs: tuple[str, ...] = ("input",),
+    point: str = "",
+) -> None:
     @fault(ROOM, f"an input {name}", point)
     def _(p: Place) -> None:
         for file, content in files.items():
@@ -123,31 +161,87 @@ def bad_middle() -> bytes:
     return bytes(content)
 
 
-partly("with gzipped JSON Lines whose CRC fails: none of its lines is kept", {"a.jsonl.gz": bad_crc(), "b.txt": text(9)}, 1, "unreadable|skipped", point="7")
-partly("with gzipped JSON Lines damaged in the middle", {"a.jsonl.gz": bad_middle(), "b.txt": text(9)}, 1, "unreadable|skipped", point="7")
-partly("with gzipped text whose CRC fails", {"a.txt.gz": bad_crc(), "b.txt": text(9)}, 1, "unreadable|skipped", point="7")
+partly(
+    "with gzipped JSON Lines whose CRC fails: none of its lines is kept",
+    {"a.jsonl.gz": bad_crc(), "b.txt": text(9)},
+    1,
+    "unreadable|skipped",
+    point="7",
+)
+partly(
+    "with gzipped JSON Lines damaged in the middle",
+    {"a.jsonl.gz": bad_middle(), "b.txt": text(9)},
+    1,
+    "unreadable|skipped",
+    point="7",
+)
+partly(
+    "with gzipped text whose CRC fails", {"a.txt.gz": bad_crc(), "b.txt": text(9)}, 1, "unreadable|skipped", point="7"
+)
 partly("with .JSONL in capitals: a line is a document", {"a.JSONL": lines("one", "two", "three")}, 3, point="7")
 partly("with .Jsonl.GZ in capitals", {"a.Jsonl.GZ": gzip.compress(lines("one", "two", "three"))}, 3, point="7")
 partly("with .TXT and .Md in capitals", {"a.TXT": "one", "b.Md": "two"}, 2)
-partly("with a line nested 100,000 deep", {"a.jsonl": lines("one") + b"[" * 100_000 + b"\n" + lines("two")}, 2, "not JSON|skipped", point="11")
-partly("with a line nested 1,000,000 deep in an object", {"a.jsonl": lines("one") + b'{"text":' * 1_000_000 + b"\n" + lines("two")}, 2, "not JSON|skipped", point="11")
-partly("with a number of 10,000 digits", {"a.jsonl": lines("one") + b'{"text": "x", "n": ' + b"9" * 10_000 + b"}\n"}, 1, "skipped|2")
+partly(
+    "with a line nested 100,000 deep",
+    {"a.jsonl": lines("one") + b"[" * 100_000 + b"\n" + lines("two")},
+    2,
+    "not JSON|skipped",
+    point="11",
+)
+partly(
+    "with a line nested 1,000,000 deep in an object",
+    {"a.jsonl": lines("one") + b'{"text":' * 1_000_000 + b"\n" + lines("two")},
+    2,
+    "not JSON|skipped",
+    point="11",
+)
+partly(
+    "with a number of 10,000 digits",
+    {"a.jsonl": lines("one") + b'{"text": "x", "n": ' + b"9" * 10_000 + b"}\n"},
+    1,
+    "skipped|2",
+)
 partly("with NaN in a line", {"a.jsonl": lines("one") + b'{"text": "x", "n": NaN}\n'}, 2)
-partly("with a half surrogate in a line", {"a.jsonl": lines("one") + b'{"text": "\\ud800"}\n'}, 1, "not Unicode|skipped")
-partly("with a line that is not UTF-8", {"a.jsonl": lines("one") + b'{"text": "\xff"}\n' + lines("two")}, 2, "not UTF-8|skipped")
+partly(
+    "with a half surrogate in a line", {"a.jsonl": lines("one") + b'{"text": "\\ud800"}\n'}, 1, "not Unicode|skipped"
+)
+partly(
+    "with a line that is not UTF-8",
+    {"a.jsonl": lines("one") + b'{"text": "\xff"}\n' + lines("two")},
+    2,
+    "not UTF-8|skipped",
+)
 partly("with a byte order mark before JSON Lines", {"a.jsonl": b"\xef\xbb\xbf" + lines("one", "two")}, 2)
 partly("with JSON Lines in UTF-16", {"a.jsonl": lines("one").decode().encode("utf-16"), "b.txt": "x"}, 1, "skipped")
 partly("with JSON Lines without a line end at the end", {"a.jsonl": lines("one", "two")[:-1]}, 2)
 partly("with JSON Lines ended by Windows", {"a.jsonl": lines("one", "two").replace(b"\n", b"\r\n")}, 2)
 partly("with a line end inside a text (U+2028)", {"a.jsonl": '{"text": "a\u2028b"}\n{"text": "c"}\n'.encode()}, 2)
-partly("with a text that is null, a number, a list", {"a.jsonl": b'{"text": null}\n{"text": 3}\n{"text": []}\n{"text": "x"}\n'}, 1, "without text|skipped")
+partly(
+    "with a text that is null, a number, a list",
+    {"a.jsonl": b'{"text": null}\n{"text": 3}\n{"text": []}\n{"text": "x"}\n'},
+    1,
+    "without text|skipped",
+)
 partly("with a text that stands twice in a line", {"a.jsonl": b'{"text": "a", "text": "b"}\n'}, 1)
 partly("with an empty file", {"a.txt": "", "b.txt": "x"}, 1, "empty|skipped")
-partly("with a file named twice: it is read twice, and that is said or is plain from the count", {"a.txt": "x"}, 2, "2 files", inputs=("input/a.txt", "input/a.txt"))
+partly(
+    "with a file named twice: it is read twice, and that is said or is plain from the count",
+    {"a.txt": "x"},
+    2,
+    "2 files",
+    inputs=("input/a.txt", "input/a.txt"),
+)
 partly("with hidden files", {".hidden.txt": "x", "a.txt": "y"}, 1)
-partly("with two gzip members in one file", {"a.jsonl.gz": gzip.compress(lines("one")) + gzip.compress(lines("two"))}, 2)
+partly(
+    "with two gzip members in one file", {"a.jsonl.gz": gzip.compress(lines("one")) + gzip.compress(lines("two"))}, 2
+)
 partly("with zeros behind a gzip member", {"a.jsonl.gz": gzip.compress(lines("one", "two")) + bytes(100)}, 2)
-partly("with rubbish behind a gzip member", {"a.jsonl.gz": gzip.compress(lines("one")) + b"rubbish", "b.txt": "x"}, 1, "unreadable|skipped")
+partly(
+    "with rubbish behind a gzip member",
+    {"a.jsonl.gz": gzip.compress(lines("one")) + b"rubbish", "b.txt": "x"},
+    1,
+    "unreadable|skipped",
+)
 
 
 @fault(ROOM, "an input with a link to a directory: read, or counted as left out", "7")
@@ -199,7 +293,14 @@ def refuses_bad(p: Place) -> None:
 # --- outputs
 
 
-def output(name: str, arrange: Callable[[Place], object], *words: str, more: tuple[str, ...] = (), codes: tuple[int, ...] = (2,), point: str = "") -> None:
+def output(
+    name: str,
+    arrange: Callable[[Place], object],
+    *words: str,
+    more: tuple[str, ...] = (),
+    codes: tuple[int, ...] = (2,),
+    point: str = "",
+) -> None:
     @fault(ROOM, f"an output {name}", point)
     def _(p: Place) -> None:
         folder(p)
@@ -213,13 +314,20 @@ def output(name: str, arrange: Callable[[Place], object], *words: str, more: tup
 output("that is a file", lambda p: p.file("shards", "x"), "shards")
 output("that holds files of another's", lambda p: p.file("shards/mine.txt", "x"), "shards", "mine.txt")
 output("that is a dangling link", lambda p: (p.dir / "shards").symlink_to("/nonexistent/place"), "shards", codes=(1, 2))
-output("that is a link to itself", lambda p: (p.dir / "shards").symlink_to("shards"), "shards", codes=(1, 2), point="13")
+output(
+    "that is a link to itself", lambda p: (p.dir / "shards").symlink_to("shards"), "shards", codes=(1, 2), point="13"
+)
 output("under a file", lambda p: p.file("file", "x"), "file", more=("--output", "file/shards"), codes=(1, 2))
 output("with a NUL in its name", lambda p: None, "NUL|null|output", more=("--output", "a\0b"), point="11")
 output("with a name of 300 characters", lambda p: None, "name", more=("--output", "x" * 300), codes=(1, 2))
 output("whose plan is damaged", lambda p: p.file("shards/plan.json", "{"), "shards|plan")
 output("whose plan is a list", lambda p: p.file("shards/plan.json", "[]"), "shards|plan")
-output("that was made from other text", lambda p: (done(prepare(p, "text")), p.file("text/99.txt", "x")), "shards", "different")
+output(
+    "that was made from other text",
+    lambda p: (done(prepare(p, "text")), p.file("text/99.txt", "x")),
+    "shards",
+    "different",
+)
 output("that is /dev/null", lambda p: None, "/dev/null", more=("--output", "/dev/null"), codes=(1, 2), point="13")
 
 
@@ -309,7 +417,9 @@ option("verify of a file", "verify", "text/00.txt", words=("00.txt",))
 def tokenizer_under_file(p: Place) -> None:
     folder(p)
     p.file("file", "x")
-    ended = p.command("data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "300", "--output", "file/t.json")
+    ended = p.command(
+        "data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "300", "--output", "file/t.json"
+    )
     refused(ended, "file", code=ended.code if ended.code in (1, 2) else 2)
 
 
@@ -317,8 +427,7 @@ def tokenizer_under_file(p: Place) -> None:
 def tokenizer_over_directory(p: Place) -> None:
     folder(p)
     (p.dir / "t.json").mkdir()
-    ended = p.command("data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "300", "--output", "t.json")
+    ended = p.command(
+        "data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "300", "--output", "t.json"
+    )
     refused(ended, "t.json", code=ended.code if ended.code in (1, 2) else 2)
-
-
-__all__ = ["NotTried", "contextlib"]

@@ -23,7 +23,6 @@ from experiments.faults.harness import (
     done,
     fault,
     last_line,
-    losses,
 )
 
 ROOM = "requests"
@@ -32,7 +31,9 @@ MANY = 3000
 
 def new_process(p: Place, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(p.dir / "cache"), **(env or {})}
-    return subprocess.Popen([sys.executable, *arguments], cwd=p.dir, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=p.dir, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def ended(process: subprocess.Popen) -> Ended:
@@ -120,7 +121,9 @@ def slow(module: str, name: str, wait: float = 1.0) -> Callable[[], None]:
     return before
 
 
-def asked(name: str, module: str, function: str, *settings: str, number: int = signal.SIGTERM, point: str = "", base: str = "") -> None:
+def asked(
+    name: str, module: str, function: str, *settings: str, number: int = signal.SIGTERM, point: str = "", base: str = ""
+) -> None:
     """Asked to stop while in that function: 75, a checkpoint of the last step, and going on gives the same losses."""
 
     @fault(ROOM, f"{signal.Signals(number).name} {name}", point)
@@ -145,7 +148,15 @@ asked("while the program is built", "meshtrain.train", "build", point="12")
 asked("while restoring", "meshtrain.checkpoint.restoring", "_check", base="synthetic", point="12")
 asked("while verifying", "meshtrain.checkpoint.digests", "problems", base="synthetic", point="12")
 asked("in evaluation", "meshtrain.train", "Loop.evaluate", "eval.every=4", "eval.batches=2", point="12")
-asked("in evaluation", "meshtrain.train", "Loop.evaluate", "eval.every=4", "eval.batches=2", number=signal.SIGINT, point="12")
+asked(
+    "in evaluation",
+    "meshtrain.train",
+    "Loop.evaluate",
+    "eval.every=4",
+    "eval.batches=2",
+    number=signal.SIGINT,
+    point="12",
+)
 asked("while saving", "meshtrain.checkpoint.digests", "write")
 asked("while committing", "meshtrain.checkpoint.steps", "commit")
 asked("while removing old steps", "meshtrain.checkpoint.steps", "remove", "checkpoint.keep=1", "checkpoint.keep_best=0")
@@ -225,7 +236,13 @@ def killed(name: str, module: str, function: str, *settings: str, base: str = ""
 killed("before digests are written", "meshtrain.checkpoint.digests", "write", count=2)
 killed("before COMMIT", "meshtrain.checkpoint.steps", "commit", count=2)
 killed("between COMMIT and the rename", "meshtrain.checkpoint.steps", "publish", count=2)
-killed("before an old step is removed", "meshtrain.checkpoint.steps", "remove", "checkpoint.keep=1", "checkpoint.keep_best=0")
+killed(
+    "before an old step is removed",
+    "meshtrain.checkpoint.steps",
+    "remove",
+    "checkpoint.keep=1",
+    "checkpoint.keep_best=0",
+)
 killed("before a damaged step is renamed", "meshtrain.train", "trim_metrics", base="synthetic")
 
 
@@ -357,9 +374,18 @@ def environment(name: str, env: dict[str, str], *words: str) -> None:
 
 address = {"JAX_COORDINATOR_ADDRESS": "localhost:1"}
 environment("lacks the number of processes", address, "JAX_NUM_PROCESSES")
-environment("has a number of processes that is a word", address | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES")
-environment("has a rank beyond the number", address | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID")
+environment(
+    "has a number of processes that is a word",
+    address | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+    "JAX_NUM_PROCESSES",
+)
+environment(
+    "has a rank beyond the number", address | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID"
+)
 environment("has 0 processes", address | {"JAX_NUM_PROCESSES": "0", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES")
-environment("has an address without a port", {"JAX_COORDINATOR_ADDRESS": "localhost", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS")
+environment(
+    "has an address without a port",
+    {"JAX_COORDINATOR_ADDRESS": "localhost", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+    "JAX_COORDINATOR_ADDRESS",
+)
 environment("has SLURM_NTASKS that is a word", {"SLURM_NTASKS": "many"}, "SLURM_NTASKS")
-__all__ = ["losses"]

@@ -2,7 +2,19 @@
 
 import importlib
 
-ROOMS = ("controls", "checkpoints", "run", "sources", "prepare", "config", "planning", "requests", "starved", "surroundings", "numbers")
+ROOMS = (
+    "controls",
+    "checkpoints",
+    "run",
+    "sources",
+    "prepare",
+    "config",
+    "planning",
+    "requests",
+    "starved",
+    "surroundings",
+    "numbers",
+)
 
 
 def load() -> None:

@@ -1,7 +1,5 @@
 """The run directory: rows without checkpoints, files that vanish or change under a run, two runs at once."""
 
-import contextlib
-import json
 import os
 import shutil
 import signal
@@ -10,8 +8,6 @@ from pathlib import Path
 
 from experiments.faults.harness import (
     LAST,
-    STEPS,
-    Crash,
     Place,
     Silent,
     Unclear,
@@ -147,11 +143,23 @@ vanishes("the run directory is deleted", lambda p: shutil.rmtree(p.run), "run", 
 vanishes("the run directory is deleted and made again, empty", lambda p: remake(p.run), "run", point="6")
 vanishes("the run directory is renamed", lambda p: os.rename(p.run, p.dir / "renamed"), "run", point="6")
 vanishes("metrics.jsonl is deleted", lambda p: p.metrics.unlink(), "metrics", point="6")
-vanishes("metrics.jsonl is renamed, as log rotation does", lambda p: os.rename(p.metrics, p.run / "metrics.jsonl.1"), "metrics")
-vanishes("metrics.jsonl is replaced by a copy of itself", lambda p: p.file("run/new", p.metrics.read_bytes()).rename(p.metrics), "metrics")
+vanishes(
+    "metrics.jsonl is renamed, as log rotation does",
+    lambda p: os.rename(p.metrics, p.run / "metrics.jsonl.1"),
+    "metrics",
+)
+vanishes(
+    "metrics.jsonl is replaced by a copy of itself",
+    lambda p: p.file("run/new", p.metrics.read_bytes()).rename(p.metrics),
+    "metrics",
+)
 vanishes("metrics.jsonl is truncated", lambda p: os.truncate(p.metrics, 0), "metrics")
 vanishes("checkpoints/ is deleted", lambda p: shutil.rmtree(p.checkpoints), "checkpoint")
-vanishes("checkpoints/ is replaced by a file", lambda p: (shutil.rmtree(p.checkpoints), p.checkpoints.write_text("x")), "checkpoint")
+vanishes(
+    "checkpoints/ is replaced by a file",
+    lambda p: (shutil.rmtree(p.checkpoints), p.checkpoints.write_text("x")),
+    "checkpoint",
+)
 vanishes("config.yaml is deleted", lambda p: (p.run / "config.yaml").unlink())
 vanishes(".lock is deleted", lambda p: (p.run / ".lock").unlink())
 
@@ -159,12 +167,18 @@ vanishes(".lock is deleted", lambda p: (p.run / ".lock").unlink())
 @fault(ROOM, "while running: the working directory is deleted")
 def working_directory(p: Place) -> None:
     (p.dir / "here").mkdir()
-    running = begun(p, f"run.directory={p.run}", "train.steps=60", "checkpoint.every=20", config=p.config(), before=lambda: os.chdir("here"))
+    running = begun(
+        p,
+        f"run.directory={p.run}",
+        "train.steps=60",
+        "checkpoint.every=20",
+        config=p.config(),
+        before=lambda: os.chdir("here"),
+    )
     with running.frozen():
         (p.dir / "here").rmdir()
     done(running.end().checked())
     p.intact(20, 40, 60)
-
 
 
 @fault(ROOM, "while running: .lock is deleted, and a second run starts", "")
@@ -268,7 +282,14 @@ def rows_gone(p: Place) -> None:
 # --- the directory itself
 
 
-def place_of_run(name: str, arrange: Callable[[Place], object], *words: str, setting: str = "run", refuses: bool = True, point: str = "") -> None:
+def place_of_run(
+    name: str,
+    arrange: Callable[[Place], object],
+    *words: str,
+    setting: str = "run",
+    refuses: bool = True,
+    point: str = "",
+) -> None:
     @fault(ROOM, f"run.directory {name}", point)
     def _(p: Place) -> None:
         arrange(p)
@@ -420,6 +441,3 @@ def fewer(p: Place) -> None:
     before = p.digests(p.checkpoints, p.metrics)
     done(p.train("train.steps=3"), "nothing is left to do")
     p.survive(before)
-
-
-__all__ = ["STEPS", "Crash", "contextlib", "json"]

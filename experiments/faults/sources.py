@@ -16,11 +16,9 @@ from experiments.faults.harness import (
     Silent,
     done,
     fault,
-    flip,
     refused,
     resumed,
     told_or_done,
-    truncate,
 )
 
 ROOM = "sources"
@@ -127,7 +125,9 @@ def other_tokenizer(p: Place) -> None:
 
 
 def tokenizer(p: Place, size: int, name: str, source: str = "text") -> None:
-    ended = p.command("data.__main__", "train-tokenizer", "--input", source, "--vocab-size", str(size), "--output", name)
+    ended = p.command(
+        "data.__main__", "train-tokenizer", "--input", source, "--vocab-size", str(size), "--output", name
+    )
     if "tokenizers library" in ended.err:
         raise NotTried("the tokenizers library is not installed")
     done(ended)
@@ -161,7 +161,13 @@ def cached(what: str, base: str, find: Callable[[Place], Path], way: str, point:
 
 
 for way in DAMAGE:
-    cached("the cached table of document lengths", "packed", lengths_file, way, "4" if way in ("with a bit flipped", "truncated") else "")
+    cached(
+        "the cached table of document lengths",
+        "packed",
+        lengths_file,
+        way,
+        "4" if way in ("with a bit flipped", "truncated") else "",
+    )
 for way in ("with a bit flipped", "truncated", "removed", "emptied", "become a directory", "become a FIFO"):
     cached("the cached tokens", "text", lambda p: cache_file(p, "train-*.tokens"), way)
 for way in ("with a bit flipped", "truncated", "removed", "emptied"):
@@ -231,7 +237,17 @@ def shard(what: str, pattern: str, way: str) -> None:
         refused(p.command("data.__main__", "verify", "shards"))
 
 
-for way in ("with a bit flipped", "truncated", "emptied", "doubled", "removed", "become a directory", "become a dangling link", "become a FIFO", "become zeros"):
+for way in (
+    "with a bit flipped",
+    "truncated",
+    "emptied",
+    "doubled",
+    "removed",
+    "become a directory",
+    "become a dangling link",
+    "become a FIFO",
+    "become zeros",
+):
     shard("the tokens", "train-*.tokens", way)
 for way in ("with a bit flipped", "truncated", "doubled"):
     shard("the offsets", "train-*.offsets", way)
@@ -269,7 +285,14 @@ manifest("with shards that are null", lambda v: v.update(shards=None))
 # --- what data.source may name
 
 
-def source(name: str, arrange: Callable[[Place], object], *words: str, setting: str = "data.source=source", more: tuple[str, ...] = (), point: str = "") -> None:
+def source(
+    name: str,
+    arrange: Callable[[Place], object],
+    *words: str,
+    setting: str = "data.source=source",
+    more: tuple[str, ...] = (),
+    point: str = "",
+) -> None:
     @fault(ROOM, f"data.source {name}", point)
     def _(p: Place) -> None:
         arrange(p)
@@ -287,18 +310,50 @@ source("is a FIFO", lambda p: os.mkfifo(p.dir / "source"), "source")
 source("is /dev/null", lambda p: None, "/dev/null", setting="data.source=/dev/null", point="13")
 source("is /dev/zero", lambda p: None, "/dev/zero", setting="data.source=/dev/zero")
 source("has a NUL in it", lambda p: None, "data.source", setting='data.source="a\\0b"', point="11")
-source("has half of a surrogate pair in it", lambda p: None, "data.source", setting='data.source="a\\ud800"', point="11")
+source(
+    "has half of a surrogate pair in it", lambda p: None, "data.source", setting='data.source="a\\ud800"', point="11"
+)
 source("is a name of 300 characters", lambda p: None, "data.source|source", setting="data.source=" + "x" * 300)
-source("is a path of 5,000 characters", lambda p: None, "data.source|source", setting="data.source=" + "x/" * 2500, point="13")
+source(
+    "is a path of 5,000 characters",
+    lambda p: None,
+    "data.source|source",
+    setting="data.source=" + "x/" * 2500,
+    point="13",
+)
 source("is a file of bytes that are not UTF-8", lambda p: p.file("source", os.urandom(3000)), "source")
 source("holds less than a sequence", lambda p: p.file("source/a.txt", "short"), "source")
 source("is text in UTF-16", lambda p: p.file("source/a.txt", text(1).encode("utf-16")), "source", "UTF-8")
 source("is a preparation that was not finished", lambda p: p.file("source/plan.json", "{}"), "not finished")
 source("is a mixture that names nothing", lambda p: None, "mixture", setting="data.source=mixture")
-source("is a mixture whose second source is not there", folder, "gone", setting="data.source=mixture", more=("data.mixture=[text, gone]", "data.weights=[1, 1]"))
-source("needs a tokenizer that is not there", folder, "tokenizer", setting="data.source=text", more=("data.tokenizer=gone.json",))
-source("has held-out text that is not there", folder, "gone", setting="data.source=text", more=("data.validation_source=gone",))
-source("has no held-out text though eval.every asks for it", lambda p: p.file("text/a.txt", text(1)), "eval.every", setting="data.source=text", more=("eval.every=2",))
+source(
+    "is a mixture whose second source is not there",
+    folder,
+    "gone",
+    setting="data.source=mixture",
+    more=("data.mixture=[text, gone]", "data.weights=[1, 1]"),
+)
+source(
+    "needs a tokenizer that is not there",
+    folder,
+    "tokenizer",
+    setting="data.source=text",
+    more=("data.tokenizer=gone.json",),
+)
+source(
+    "has held-out text that is not there",
+    folder,
+    "gone",
+    setting="data.source=text",
+    more=("data.validation_source=gone",),
+)
+source(
+    "has no held-out text though eval.every asks for it",
+    lambda p: p.file("text/a.txt", text(1)),
+    "eval.every",
+    setting="data.source=text",
+    more=("eval.every=2",),
+)
 
 
 def read_anyway(name: str, arrange: Callable[[Place], object], *words: str) -> None:
@@ -312,9 +367,15 @@ def read_anyway(name: str, arrange: Callable[[Place], object], *words: str) -> N
         done(ended)
 
 
-read_anyway("has a file name that is not UTF-8", lambda p: Path(os.fsdecode(os.fsencode(p.dir) + b"/text/\xff.txt")).write_text(text(50)))
+read_anyway(
+    "has a file name that is not UTF-8",
+    lambda p: Path(os.fsdecode(os.fsencode(p.dir) + b"/text/\xff.txt")).write_text(text(50)),
+)
 read_anyway("has a file name with a line end in it", lambda p: p.file("text/a\nb.txt", text(50)))
-read_anyway("has text with a byte order mark, NULs and Windows line ends", lambda p: p.file("text/x.txt", b"\xef\xbb\xbfa\0b\r\n" * 50))
+read_anyway(
+    "has text with a byte order mark, NULs and Windows line ends",
+    lambda p: p.file("text/x.txt", b"\xef\xbb\xbfa\0b\r\n" * 50),
+)
 read_anyway("has a FIFO with a name like text", lambda p: os.mkfifo(p.dir / "text/z.txt"))
 read_anyway("has a link to its own folder", lambda p: (p.dir / "text/self").symlink_to("."))
 read_anyway("has a dangling link", lambda p: (p.dir / "text/z.txt").symlink_to("gone"))
@@ -341,8 +402,12 @@ tokenizer_file("that is null", "null")
 tokenizer_file("without a model", "{}")
 tokenizer_file("nested 100,000 deep", "[" * 100_000)
 tokenizer_file("with an id below zero", json.dumps({"version": "1.0", "model": {**MODEL, "vocab": {"a": -1}}}))
-tokenizer_file("with an id of 4 billion", json.dumps({"version": "1.0", "model": {**MODEL, "vocab": {"a": 4294967295}}}))
-tokenizer_file("with merges of what is not in it", json.dumps({"version": "1.0", "model": {**MODEL, "merges": ["x y"]}}))
+tokenizer_file(
+    "with an id of 4 billion", json.dumps({"version": "1.0", "model": {**MODEL, "vocab": {"a": 4294967295}}})
+)
+tokenizer_file(
+    "with merges of what is not in it", json.dumps({"version": "1.0", "model": {**MODEL, "merges": ["x y"]}})
+)
 
 
 @fault(ROOM, "a tokenizer.json with an empty vocabulary")
@@ -371,5 +436,10 @@ for name, arrange in (
     ("is a link to itself", lambda p: (p.dir / "t.json").symlink_to("t.json")),
     ("is a dangling link", lambda p: (p.dir / "t.json").symlink_to("gone")),
 ):
-    source(f"has a tokenizer that {name}", lambda p, arrange=arrange: (folder(p), arrange(p)), "tokenizer", setting="data.source=text", more=("data.tokenizer=t.json",))
-__all__ = ["truncate"]
+    source(
+        f"has a tokenizer that {name}",
+        lambda p, arrange=arrange: (folder(p), arrange(p)),
+        "tokenizer",
+        setting="data.source=text",
+        more=("data.tokenizer=t.json",),
+    )

@@ -1,6 +1,5 @@
 """Full disks, no inodes, read-only disks, and files of another user: at each kind of file that a run writes."""
 
-import errno
 import os
 import shutil
 import stat
@@ -207,7 +206,12 @@ def remount(path: Path) -> None:
 def read_only_reading(p: Place) -> None:
     p.base()
     p.remount_read_only(p.run)
-    for arguments in (["ls", "run"], ["show", "run"], ["verify", "run"], ["diff", "run/checkpoints/4", "run/checkpoints/4"]):
+    for arguments in (
+        ["ls", "run"],
+        ["show", "run"],
+        ["verify", "run"],
+        ["diff", "run/checkpoints/4", "run/checkpoints/4"],
+    ):
         done(p.command("checkpoint.__main__", *arguments))
 
 
@@ -301,7 +305,9 @@ def full_tokenizer(p: Place) -> None:
     folder(p)
     p.mount(p.dir / "disk", "size=256k")
     p.fill(p.dir / "disk", 4096)
-    ended = p.command("data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "400", "--output", "disk/t.json")
+    ended = p.command(
+        "data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "400", "--output", "disk/t.json"
+    )
     if ended.code == 0:
         raise Silent("exit code 0")
     refused(ended, "no space", code=1)
@@ -403,7 +409,14 @@ def open_files(p: Place) -> None:
 # --- permissions, as another user
 
 
-def forbidden(name: str, act: Callable[[Place], object], *words: str, base: str = "synthetic", settings: tuple[str, ...] = (), goes_on: int | None = None) -> None:
+def forbidden(
+    name: str,
+    act: Callable[[Place], object],
+    *words: str,
+    base: str = "synthetic",
+    settings: tuple[str, ...] = (),
+    goes_on: int | None = None,
+) -> None:
     """As nobody. Refused with these words; or, with `goes_on`, the run goes on after this step, having said them."""
 
     @fault(ROOM, f"another user: {name}", "9" if "metrics.jsonl" in name else "10" if "COMMIT" in name else "")
@@ -437,7 +450,12 @@ def roots(path: str, bits: int) -> Callable[[Place], object]:
 forbidden("the config file cannot be read", mode("config.yaml", 0), "config.yaml", "permission")
 forbidden("the run directory cannot be written", mode("run", 0o555), "run.directory", "permission")
 forbidden("the run directory cannot be entered", mode("run", 0o600), "run", "permission")
-forbidden("the run directory's parent cannot be written", lambda p: (shutil.rmtree(p.run), p.dir.chmod(0o555), os.chown(p.dir, 0, 0)), "run.directory", "permission")
+forbidden(
+    "the run directory's parent cannot be written",
+    lambda p: (shutil.rmtree(p.run), p.dir.chmod(0o555), os.chown(p.dir, 0, 0)),
+    "run.directory",
+    "permission",
+)
 forbidden("checkpoints/ cannot be read", mode("run/checkpoints", 0), "checkpoints", "permission")
 forbidden("checkpoints/ cannot be written", mode("run/checkpoints", 0o555), "permission")
 forbidden("metrics.jsonl cannot be written", roots("run/metrics.jsonl", 0o444), "metrics.jsonl", "permission")
@@ -445,13 +463,31 @@ forbidden("metrics.jsonl cannot be read", mode("run/metrics.jsonl", 0), "metrics
 forbidden("config.yaml of the run cannot be written", roots("run/config.yaml", 0o444), goes_on=LAST)
 forbidden(".lock cannot be written", roots("run/.lock", 0o444), "lock|run", "permission")
 forbidden("COMMIT of the newest step cannot be read", mode("run/checkpoints/6/COMMIT", 0), "COMMIT", goes_on=4)
-forbidden("digests.json of the newest step cannot be read", mode("run/checkpoints/6/digests.json", 0), "digests.json", goes_on=4)
-forbidden("manifest.json of the newest step cannot be read", mode("run/checkpoints/6/manifest.json", 0), "manifest.json", goes_on=4)
+forbidden(
+    "digests.json of the newest step cannot be read",
+    mode("run/checkpoints/6/digests.json", 0),
+    "digests.json",
+    goes_on=4,
+)
+forbidden(
+    "manifest.json of the newest step cannot be read",
+    mode("run/checkpoints/6/manifest.json", 0),
+    "manifest.json",
+    goes_on=4,
+)
 forbidden("arrays/ of the newest step cannot be read", mode("run/checkpoints/6/arrays", 0), "arrays", goes_on=4)
 forbidden("the newest step cannot be entered", mode("run/checkpoints/6", 0), "6", goes_on=4)
 forbidden("the text cannot be read", mode("text", 0), "text", "permission", base="text")
-forbidden("the shards' manifest cannot be read", mode("shards/manifest.json", 0), "manifest", "permission", base="shards")
-forbidden("the shards' tokens cannot be read", mode("shards/train-00000.tokens", 0), "train-00000", "permission", base="shards")
+forbidden(
+    "the shards' manifest cannot be read", mode("shards/manifest.json", 0), "manifest", "permission", base="shards"
+)
+forbidden(
+    "the shards' tokens cannot be read",
+    mode("shards/train-00000.tokens", 0),
+    "train-00000",
+    "permission",
+    base="shards",
+)
 forbidden("the cache cannot be read", mode("cache", 0), "cache", "permission", base="text")
 
 
@@ -516,6 +552,3 @@ def one_file(p: Place) -> None:
             raise Silent("a file is left out without a word")
     else:
         refused(ended, "03.txt|text")
-
-
-__all__ = ["errno"]

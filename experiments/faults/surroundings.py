@@ -3,15 +3,34 @@
 import glob
 import os
 import shutil
-from pathlib import Path
 
-from experiments.faults.harness import LAST, REPOSITORY, NotTried, Place, Silent, Unclear, done, fault, last_line, refused, resumed
+from experiments.faults.harness import (
+    LAST,
+    REPOSITORY,
+    NotTried,
+    Place,
+    Silent,
+    Unclear,
+    done,
+    fault,
+    last_line,
+    refused,
+    resumed,
+)
 
 ROOM = "surroundings"
 TRAIN = ("-m", "meshtrain.train", "--config", "config.yaml")
 
 
-def environment(name: str, env: dict[str, str | None], *words: str, refuses: bool = False, point: str = "", quiet: bool = False, base: str = "synthetic") -> None:
+def environment(
+    name: str,
+    env: dict[str, str | None],
+    *words: str,
+    refuses: bool = False,
+    point: str = "",
+    quiet: bool = False,
+    base: str = "synthetic",
+) -> None:
     @fault(ROOM, name, point)
     def _(p: Place) -> None:
         p.base(base)
@@ -45,7 +64,9 @@ environment("JAX_ENABLE_X64=1", {"JAX_ENABLE_X64": "1"})
 environment("JAX_DEBUG_NANS=1", {"JAX_DEBUG_NANS": "1"})
 environment("JAX_TRACEBACK_FILTERING=off", {"JAX_TRACEBACK_FILTERING": "off"})
 environment("JAX_DISABLE_JIT=1", {"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT", refuses=True)
-environment("JAX_PLATFORMS of an accelerator that is not there", {"JAX_PLATFORMS": "cuda"}, "cuda|JAX_PLATFORMS", refuses=True)
+environment(
+    "JAX_PLATFORMS of an accelerator that is not there", {"JAX_PLATFORMS": "cuda"}, "cuda|JAX_PLATFORMS", refuses=True
+)
 environment("JAX_PLATFORMS that is a word", {"JAX_PLATFORMS": "toaster"}, "toaster|JAX_PLATFORMS", refuses=True)
 environment("JAX_COMPILATION_CACHE_DIR that cannot be written", {"JAX_COMPILATION_CACHE_DIR": "/proc/nowhere"})
 environment("XLA_FLAGS that are none", {"XLA_FLAGS": "--xla_no_such_flag=1"}, "XLA_FLAGS", refuses=True)
@@ -96,7 +117,14 @@ def clock(name: str, when: str) -> None:
     @fault(ROOM, f"the clock {name}")
     def _(p: Place) -> None:
         p.base()
-        ended = p.python(*TRAIN, "--set", "checkpoint.keep=2", "--set", "checkpoint.keep_best=0", env={"LD_PRELOAD": faketime(), "FAKETIME": when, "DONT_FAKE_MONOTONIC": "1"})
+        ended = p.python(
+            *TRAIN,
+            "--set",
+            "checkpoint.keep=2",
+            "--set",
+            "checkpoint.keep_best=0",
+            env={"LD_PRELOAD": faketime(), "FAKETIME": when, "DONT_FAKE_MONOTONIC": "1"},
+        )
         done(ended)
         resumed(ended, LAST)
         p.undisturbed()
@@ -177,7 +205,13 @@ def no_directory(p: Place) -> None:
         os.chdir("here")
         os.rmdir("../here")
 
-    ended = p.start("meshtrain.train", "--config", str(p.dir / "config.yaml"), "--set", f"run.directory={p.run}", before=before).end().checked()
+    ended = (
+        p.start(
+            "meshtrain.train", "--config", str(p.dir / "config.yaml"), "--set", f"run.directory={p.run}", before=before
+        )
+        .end()
+        .checked()
+    )
     done(ended)
     resumed(ended, LAST)
     p.undisturbed()
@@ -192,7 +226,10 @@ def no_directory_relative(p: Place) -> None:
         os.chdir("here")
         os.rmdir("../here")
 
-    refused(p.start("meshtrain.train", "--config", str(p.dir / "config.yaml"), before=before).end().checked(), "run.directory|directory")
+    refused(
+        p.start("meshtrain.train", "--config", str(p.dir / "config.yaml"), before=before).end().checked(),
+        "run.directory|directory",
+    )
 
 
 @fault(ROOM, "umask 777: nothing that is made can be read")
@@ -249,6 +286,3 @@ def suspended(p: Place) -> None:
             time.sleep(0.3)
     done(running.end().checked())
     p.undisturbed()
-
-
-__all__ = ["Path"]
