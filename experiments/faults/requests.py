@@ -1,5 +1,6 @@
 """Asked to stop, or killed, at every moment: importing, compiling, training, evaluating, saving, preparing."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from experiments.faults.harness import (
     done,
     fault,
     last_line,
+    told_or_done,
 )
 
 ROOM = "requests"
@@ -101,12 +103,14 @@ def slow(module: str, name: str, wait: float = 1.0) -> Callable[[], None]:
     """Patches a function so that it says where it is, and takes its time before it does its work."""
 
     def before() -> None:
-        import importlib
-
-        target: object = importlib.import_module(module)
         *parents, last = name.split(".")
-        for parent in parents:
-            target = getattr(target, parent)
+        target: object = None
+        for choice in module.split("|"):
+            target = importlib.import_module(choice) if importlib.util.find_spec(choice) else None
+            for parent in parents:
+                target = getattr(target, parent, None)
+            if hasattr(target, last):
+                break
         real = getattr(target, last)
 
         def slowly(*arguments: object, **keywords: object) -> object:
@@ -135,7 +139,7 @@ def asked(
         running.send(number)
         stopped(running.end())
         last = p.last_step()
-        if last:
+        if last and not (base and last == STEPS - 1):  # with a base: nothing was trained
             p.intact(last)
         done(p.train(*settings))
         p.undisturbed(base or "synthetic")
@@ -160,7 +164,7 @@ asked(
 asked("while saving", "meshtrain.checkpoint.digests", "write")
 asked("while committing", "meshtrain.checkpoint.steps", "commit")
 asked("while removing old steps", "meshtrain.checkpoint.steps", "remove", "checkpoint.keep=1", "checkpoint.keep_best=0")
-asked("while metrics are trimmed", "meshtrain.train", "trim_metrics", base="synthetic")
+asked("while metrics are trimmed", "meshtrain.run.record|meshtrain.train", "trim_metrics", base="synthetic")
 
 
 @fault(ROOM, "SIGTERM in the last step")
@@ -243,7 +247,7 @@ killed(
     "checkpoint.keep=1",
     "checkpoint.keep_best=0",
 )
-killed("before a damaged step is renamed", "meshtrain.train", "trim_metrics", base="synthetic")
+killed("before a damaged step is renamed", "meshtrain.run.record|meshtrain.train", "trim_metrics", base="synthetic")
 
 
 @fault(ROOM, "SIGKILL while the text of a run is prepared")
@@ -343,7 +347,10 @@ def one_of_two(name: str, victim: int, number: int) -> None:
         results = [process.end(150) for process in both]
         if number == signal.SIGTERM:
             for result in results:
-                stopped(result)
+                if result.checked().code != 75:
+                    raise Unclear(f"exit code {result.code}: {last_line(result.said)}")
+            if not any("stopp" in result.said for result in results):
+                raise Silent("neither says that it stopped")
         else:
             survivor = results[1 - victim]
             for sign in ("Traceback", "Fatal Python error"):
@@ -388,4 +395,10 @@ environment(
     {"JAX_COORDINATOR_ADDRESS": "localhost", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
     "JAX_COORDINATOR_ADDRESS",
 )
-environment("has SLURM_NTASKS that is a word", {"SLURM_NTASKS": "many"}, "SLURM_NTASKS")
+
+
+@fault(ROOM, "SLURM_NTASKS is a word")
+def ntasks(p: Place) -> None:
+    ended = p.training(env={"SLURM_NTASKS": "many"}).end().checked()
+    if told_or_done(ended, "SLURM_NTASKS"):
+        p.undisturbed()

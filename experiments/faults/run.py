@@ -153,7 +153,6 @@ vanishes(
     lambda p: p.file("run/new", p.metrics.read_bytes()).rename(p.metrics),
     "metrics",
 )
-vanishes("metrics.jsonl is truncated", lambda p: os.truncate(p.metrics, 0), "metrics")
 vanishes("checkpoints/ is deleted", lambda p: shutil.rmtree(p.checkpoints), "checkpoint")
 vanishes(
     "checkpoints/ is replaced by a file",
@@ -183,17 +182,30 @@ def working_directory(p: Place) -> None:
 
 @fault(ROOM, "while running: .lock is deleted, and a second run starts", "")
 def stolen_lock(p: Place) -> None:
-    first = begun(p, "train.steps=400")
+    first = begun(p, "train.steps=100", "checkpoint.every=50")
     with first.frozen():
         (p.run / ".lock").unlink()
-        second = p.train("train.steps=20")
+        second = p.train("train.steps=20", "checkpoint.every=50")
     result = first.end().checked()
     if second.code == 0 and result.code == 0:
-        raise Silent("two runs wrote into one directory")
+        if [row["step"] for row in p.rows()] != list(range(1, 101)):
+            raise Silent("two runs wrote into one directory")
+        return
     if second.code:
         refused(second, "in use")
     else:
         refused(result, "lock|another", code=1)
+
+
+@fault(ROOM, "while running: metrics.jsonl is copied and truncated, as log rotation does")
+def copied_and_truncated(p: Place) -> None:
+    running = begun(p, "train.steps=60", "checkpoint.every=20")
+    with running.frozen():
+        seen = [row["step"] for row in p.rows()]
+        os.truncate(p.metrics, 0)
+    done(running.end().checked())
+    if seen + [row["step"] for row in p.rows()] != list(range(1, 61)):
+        raise Silent("rows are lost between the copy and the file")
 
 
 # --- metrics.jsonl, found damaged at a resume
@@ -334,7 +346,7 @@ def config_directory(p: Place) -> None:
     p.base()
     (p.run / "config.yaml").unlink()
     (p.run / "config.yaml").mkdir()
-    before = p.digests(p.checkpoints, p.metrics)
+    before = p.digests(p.checkpoints)
     refused(p.train(), "config.yaml")
     p.survive(before)
 

@@ -14,6 +14,7 @@ from experiments.faults.harness import (
     Place,
     Silent,
     Unclear,
+    contains,
     done,
     fault,
     last_line,
@@ -417,22 +418,27 @@ def forbidden(
     settings: tuple[str, ...] = (),
     goes_on: int | None = None,
 ) -> None:
-    """As nobody. Refused with these words; or, with `goes_on`, the run goes on after this step, having said them."""
+    """As nobody. Told with these words, nothing is lost; or the run goes on after step `goes_on` (6: it could), having said them."""
 
     @fault(ROOM, f"another user: {name}", "9" if "metrics.jsonl" in name else "10" if "COMMIT" in name else "")
     def _(p: Place) -> None:
         p.base(base)
         user = p.give_to(NOBODY)
-        before = p.digests(p.run)
         act(p)
+        before = p.digests(p.checkpoints)
         ended = p.train(*settings, user=user)
-        if goes_on is None:
-            refused(ended, *words, code=ended.code if ended.code == 1 else 2)
-            p.survive(before)
-        else:
-            done(ended, *words)
-            resumed(ended, goes_on)
+        if ended.code == 0:
+            resumed(ended, LAST if goes_on is None else goes_on)
+            if goes_on is not None:
+                done(ended, *words)
             p.undisturbed(base)
+        else:
+            if any(not line.startswith("meshtrain: ") for line in ended.sentences):
+                raise Unclear(last_line(ended.err))
+            contains(ended.err, *words)
+            if [row["step"] for row in p.rows()][:LAST] != list(range(1, LAST + 1)) and p.metrics.exists():
+                raise Silent("rows are lost")
+        p.survive(before)
 
 
 def mode(path: str, bits: int) -> Callable[[Place], object]:
