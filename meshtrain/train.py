@@ -14,7 +14,7 @@ import numpy as np
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
-from meshtrain.cli import DONE, FAILED, STOPPED, USAGE, Parser, command
+from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, say
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.mesh import join_cluster, own_rows, platform
@@ -42,14 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return DONE
         return train(config)
-    except ConfigError as error:
-        print(f"meshtrain: {error}", file=sys.stderr)
-        return USAGE
     except (CheckpointError, FloatingPointError, RunFailure) as error:
-        print(f"meshtrain: {error}", file=sys.stderr)
+        say(error)
         return FAILED
     except KeyboardInterrupt as request:
-        print(f"meshtrain: {request or 'SIGINT: stopped before the first step; nothing is lost.'}", file=sys.stderr)
+        say(request or "SIGINT: stopped before the first step; nothing is lost.")
         return STOPPED
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from meshtrain.checkpoint import arrays, changes, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.cli import USAGE, Parser, command
-from meshtrain.config import ConfigError, refusal
+from meshtrain.cli import USAGE, Parser, command, say
+from meshtrain.config import ConfigError, refusal, short
 
 INTACT, DAMAGED = 0, 1  # diff: the same, different
 UNREADABLE = (steps.Damaged, steps.NewerFormat)
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = {"ls": ls, "show": show, "verify": verify, "diff": diff}[options.command]
     try:
         return run(options)
-    except ConfigError as error:
-        print(f"meshtrain: {error}", file=sys.stderr)
-        return USAGE
-    except OSError as error:  # no permission; or a run that goes on has just removed the step
-        print(f"meshtrain: {error.filename or 'the checkpoint'} cannot be read: {refusal(error)}.", file=sys.stderr)
+    except OSError as error:
+        if not error.filename:
+            raise
+        # No permission; or a run that goes on has just removed the step.
+        say(f"{short(error.filename)} cannot be read: {refusal(error)}.")
         return USAGE
 
 
