@@ -1,6 +1,5 @@
 """Batches that are planned ahead: the same whoever asks in whatever order, and as quick as copying what they hold."""
 
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -90,39 +89,3 @@ def test_rows_are_filled_up_behind_their_stretches_and_empty_stretches_dropped()
     assert rows.edges.tolist() == [0, 3, 4, 5]
     assert (rows[1:].first.tolist(), rows[1:].edges.tolist()) == ([PADDING, 30], [0, 1, 2])
     assert rows[3:].edges.tolist() == [0]
-
-
-@pytest.mark.parametrize("batching", ["window", "packed"])
-def test_a_batch_costs_at_most_three_times_a_bare_memory_map(batching: str, shards: Path) -> None:
-    """Against tokens and labels alone, copied by a loop over the same stretches: see experiments/bench_data.py, floor."""
-    settings = config(shards, length=1024, batch=32, batching=batching, verify=False)
-    train, _ = open_data(settings)
-    batches = 60
-    source = train.batches.source  # type: ignore[attr-defined]
-    plan = source.plan(np.arange(32 * batches))
-    tokens, first, lengths = stream(shards).astype("<u2"), plan.first.tolist(), plan.lengths.tolist()
-
-    def bare() -> None:
-        at = 1 << 15
-        for begin, n in zip(first, lengths, strict=True):
-            if at == 1 << 15:
-                inputs, labels, at = np.zeros(1 << 15, np.int32), np.zeros(1 << 15, np.int32), 0
-            if begin != PADDING:
-                inputs[at : at + n] = tokens[begin : begin + n]
-                labels[at : at + n] = tokens[begin + 1 : begin + n + 1]
-            at += n
-
-    def ours() -> None:
-        for k in range(batches):
-            train.batch(k)
-
-    spent = np.array([[seconds(bare), seconds(ours)] for _ in range(5)]).min(0)
-    assert spent[1] <= 3 * spent[0]
-
-
-def seconds(function) -> float:  # type: ignore[no-untyped-def]
-    """Of the processor, user and system."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    function()
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
