@@ -3,6 +3,11 @@
 next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► evaluate, save, stop where due
 """
 
+if __name__ == "__main__":
+    from meshtrain.run import early
+
+    early.hear()
+
 import sys
 import time
 from collections.abc import Sequence

@@ -120,6 +120,19 @@ def test_a_float16_run_that_only_skips_ends_with_exit_code_1(tmp_path, capsys):
 # --- asked to stop where no step is being taken
 
 
+def test_a_signal_in_the_imports_is_one_sentence_and_code_75(tmp_path):
+    hearing = "import meshtrain.run.early as early, os, sys; early.hear(); os.kill(os.getpid(), int(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", hearing, "15"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (75, "meshtrain: SIGTERM: stopped; nothing is lost, run again to go on.\n")
+
+
+def test_the_command_hears_of_signals_before_its_imports():
+    heard = "import runpy, signal, sys; sys.modules['argparse'] = None\ntry: runpy.run_module('meshtrain.train', run_name='__main__')\n"
+    heard += "except ImportError: print(signal.getsignal(signal.SIGTERM).__module__)"
+    done = subprocess.run([sys.executable, "-c", heard], capture_output=True, text=True, check=False)
+    assert done.stdout == "meshtrain.run.early\n", done.stderr
+
+
 def interrupted(monkeypatch, owner, name, number=signal.SIGTERM):
     """Sends this process a signal when `name` is first called."""
     function, sent = getattr(owner, name), []

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("a+b", buffering=0)
+        self._size = self._bytes()
         self._waiting = b""
         self.refused: OSError | None = None  # what the system said when it took no rows
 
@@ -49,11 +51,22 @@ class MetricsFile:
         try:
             if not self.is_there():
                 self._write_again()
+            self._tell_if_shorter()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._size = self._bytes()
             self.refused = None
         except OSError as error:
             self.refused = error
+
+    def _bytes(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _tell_if_shorter(self) -> None:
+        """Rows that somebody cut off while the run goes on are nowhere any longer; what comes is appended to what is left."""
+        if (lost := self._size - self._bytes()) > 0:
+            print(f"meshtrain: {lost} bytes of rows were cut off {self.path} while the run goes on.", file=sys.stderr)
+            self._size -= lost
 
     def _write_again(self) -> None:
         """The file under its name, with the rows of the one that is there no longer; what took its place is set aside."""
@@ -70,6 +83,7 @@ class MetricsFile:
         write_atomically(self.path, rows)
         self._file.close()
         self._file = self.path.open("a+b", buffering=0)
+        self._size = self._bytes()
 
 
 def trim_metrics(path: Path, step: int) -> None:
@@ -91,7 +105,7 @@ def _step(line: bytes) -> int | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = row.get("step") if isinstance(row, dict) else None
     return step if isinstance(step, int) else None

@@ -1,7 +1,7 @@
 """Stopping on request: the first SIGTERM, SIGINT or SIGHUP asks for an end, a second one ends the process at once.
 
-    imports │ data, restoring, compiling                     │ steps, evaluation, saves
-    default │ given up at once: nothing is lost              │ the step is finished and saved
+    imports (`early`), data, restoring, compiling      │ steps, evaluation, saves
+    given up at once: nothing is lost                  │ the step is finished and saved
 
 Python looks at signals between two instructions of its own: what XLA compiles meanwhile is finished first.
 """
@@ -17,7 +17,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+from meshtrain.run.early import SIGNALS
 
 
 class Stopped(KeyboardInterrupt):
@@ -75,6 +75,8 @@ class StopSignals:
         if not self._reached:
             self._asked += 1
             self._reached = multihost_utils.reached_preemption_sync_point(self._asked)
+            if self._reached and not self._signalled:
+                _tell("a process of this run was asked to stop: all of them stop after this step.")
         return self._reached
 
     def _handle(self, number: int, _: FrameType | None) -> None:

@@ -70,6 +70,7 @@ def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, 
     file = MetricsFile(path)
     with monkeypatch.context() as patch:
         patch.setattr(file, "is_there", lambda: True)
+        patch.setattr(file, "_bytes", lambda: 0)
         patch.setattr(file, "_file", Full())
         file.write({"step": 1})
         file.write({"step": 2})
@@ -121,6 +122,17 @@ def test_a_file_in_its_place_is_set_aside(path):
     assert (path.parent / "earlier-1" / "metrics.jsonl").read_text() == "somebody's\n"
 
 
+def test_rows_that_somebody_cuts_off_are_told_once(path, capsys):
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    path.write_bytes(b"")
+    for step in (2, 3):
+        file.write({"step": step})
+    file.close()
+    assert read(path) == [2, 3]
+    assert capsys.readouterr().err == f"meshtrain: 12 bytes of rows were cut off {path} while the run goes on.\n"
+
+
 # --- before a resume
 
 
@@ -131,7 +143,14 @@ def test_rows_after_the_step_are_dropped(path):
 
 
 def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
-    for tail in (b'{"step": 3, "lo', b'{"step": 3}', b'{"step": 3, "x"}\n', b"\x00\x00\n", b'{"step": "3"}\n', b"[]\n"):
+    for tail in (
+        b'{"step": 3, "lo',
+        b'{"step": 3}',
+        b'{"step": 3, "x"}\n',
+        b"\x00\x00\n",
+        b'{"step": "3"}\n',
+        b"[" * 100000 + b"\n",
+    ):
         write(path, [1, 2], tail)
         trim_metrics(path, 9)
         assert read(path) == [1, 2]

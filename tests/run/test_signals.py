@@ -2,6 +2,7 @@ import os
 import pty
 import signal
 import threading
+import time
 
 import jax
 import pytest
@@ -83,7 +84,9 @@ def test_words_for_a_terminal_that_was_closed_end_nothing():
             with StopSignals() as stop:
                 stop.finish_steps()
                 os.write(1, b"ready\n")
-                signal.pause()
+                deadline = time.monotonic() + 30
+                while not stop.requested and time.monotonic() < deadline:
+                    time.sleep(0.01)
                 os.write(1, b"to nobody\n")
                 code = 75 if stop.requested else 2
         finally:

@@ -1,0 +1,24 @@
+"""Requests to stop while a command still imports what it needs, which takes seconds. Nothing has begun, so nothing is lost."""
+
+import os
+import signal
+from types import FrameType
+
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def hear() -> None:
+    """From here on a request ends the process, until something else listens: `StopSignals`."""
+    for number in SIGNALS:
+        # Under nohup a closed terminal is to be ignored.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    try:
+        os.write(
+            2, f"meshtrain: {signal.Signals(number).name}: stopped; nothing is lost, run again to go on.\n".encode()
+        )
+    finally:
+        os._exit(75)
