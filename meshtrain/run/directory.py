@@ -26,6 +26,8 @@ def run_directory(config: Config) -> Path:
         raise ConfigError(f"run.directory {directory} cannot be written: {refusal(error)}; {elsewhere}.") from None
     if problem := _unwritable(directory / METRICS):
         raise ConfigError(f"{directory / METRICS} {problem}; mend that, or {elsewhere}.")
+    if (directory / CONFIG).is_dir():
+        raise ConfigError(f"{directory / CONFIG} is a directory; remove it, or {elsewhere}.")
     return directory
 
 

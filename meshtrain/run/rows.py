@@ -94,7 +94,9 @@ def trim_metrics(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step(line) is not None and _step(line) <= step]  # type: ignore[operator]
+    # By step, since somebody may have put a file together from two.
+    rows = {taken: line for line in lines if (taken := _step(line)) is not None and taken <= step}
+    kept = list(rows.values())
     if len(kept) < len(lines):
         write_atomically(path.resolve(), b"".join(kept))
 

@@ -38,6 +38,12 @@ def test_metrics_that_are_no_file_are_refused(make, says, tmp_path):
     assert str(refused.value).startswith(f"{tmp_path}/metrics.jsonl {says}; ")
 
 
+def test_a_directory_in_place_of_the_config_is_refused(tmp_path):
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.yaml is a directory; remove it, or give another"):
+        entered(tmp_path)
+
+
 def test_metrics_of_another_user_are_refused():
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "metrics.jsonl"

@@ -142,6 +142,12 @@ def test_rows_after_the_step_are_dropped(path):
     assert read(path) == [1, 2, 3, 4, 5]
 
 
+def test_a_step_that_stands_there_twice_is_kept_once(path):
+    write(path, [1, 2, 3, 1, 2])
+    trim_metrics(path, 5)
+    assert read(path) == [1, 2, 3]
+
+
 def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
     for tail in (
         b'{"step": 3, "lo',
