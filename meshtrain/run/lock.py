@@ -27,7 +27,12 @@ class RunLock:
         return not self._file.closed and still_names(self._directory / LOCK, self._file)
 
     def take_again(self) -> None:
-        """Takes the lock of a directory that is no longer there, or no longer the same; ConfigError if another run has it by now."""
+        """Takes the lock of a directory that was removed, or no longer is the same; ConfigError if another run has begun there since."""
+        if os.path.lexists(self._directory / LOCK):
+            owner = (self._directory / LOCK).read_text(errors="replace")[:200].strip() or "another process"
+            raise ConfigError(
+                f"{owner} has begun another run in {self._directory}; give one of them another run.directory."
+            )
         self.release()
         self._directory.mkdir(parents=True, exist_ok=True)
         self._take()

@@ -69,10 +69,8 @@ class RunRecord:
                 self._lock.take_again()
             if CONFIG in missing:
                 write_atomically(self.directory / CONFIG, self._config)
-        except ConfigError as in_use:
-            raise RunFailure(
-                f"{self.directory} was removed or renamed while this run wrote there, and now {in_use}"
-            ) from None
+        except ConfigError as another:
+            raise RunFailure(f"this run no longer has its directory to itself: {another}") from None
         except OSError as error:
             return error
         return None
