@@ -48,6 +48,8 @@ class MetricsFile:
             )
 
     def _write_waiting(self) -> None:
+        if not self._waiting:
+            return
         try:
             if not self.is_there():
                 self._write_again()

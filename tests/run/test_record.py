@@ -72,7 +72,8 @@ def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
         RunFailure, match="no longer has its directory to itself: process 7 on elsewhere has begun another"
     ):
         record.write({"step": 2})
-    assert not (directory / "metrics.jsonl").exists()
+    record.close()
+    assert [path.name for path in directory.iterdir()] == [".lock"]
 
 
 def test_a_directory_that_cannot_be_made_again_is_told_and_its_rows_wait(directory, record, capsys):
