@@ -5,6 +5,9 @@ state ──canonical──► Orbax ──► 12.writing/ ──digests, manife
 """
 
 from meshtrain.checkpoint.checkpointer import Checkpointer
+from meshtrain.checkpoint.quiet import without_tracebacks
 from meshtrain.checkpoint.saving import CheckpointError
+
+without_tracebacks()
 
 __all__ = ["CheckpointError", "Checkpointer"]

@@ -1,11 +1,15 @@
 """What a person sees while a run goes on: a bar on a terminal, one plain line a logged step elsewhere."""
 
+import contextlib
+import os
 import sys
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshtrain.config import refusal
 
 
 class Reporter:
@@ -31,7 +35,20 @@ class Reporter:
             self.bar.stop()
 
     def write(self, sentence: str) -> None:
-        self.console.print(sentence, markup=False)
+        """Prints a sentence; a reader that has gone, or a disk that is full, ends no run: from then on nothing is shown."""
+        try:
+            self.console.print(sentence, markup=False)
+            self.console.file.flush()
+        except (OSError, ValueError, SystemExit) as error:
+            self._lose(error)
+
+    def _lose(self, error: BaseException) -> None:
+        why = refusal(error) if isinstance(error, OSError) else "its reader has gone"
+        print(f"meshtrain: standard output cannot be written: {why}; training goes on without it.", file=sys.stderr)
+        self.console.quiet = True
+        # What waits in its buffer would fail once more at the end of the process.
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.console.file.fileno())
 
     def step(self, row: dict[str, Any], show: bool) -> None:
         """One step's metrics; `show` false only moves the bar."""

@@ -1,5 +1,8 @@
 """A person sees where a run is and how long it still takes."""
 
+import errno
+import io
+
 import pytest
 
 from meshtrain.telemetry.progress import Reporter, duration
@@ -31,3 +34,17 @@ def test_other_processes_of_a_run_say_nothing(capsys):
         report.step(ROW, show=True)
         report.write("a sentence")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_a_standard_output_that_takes_nothing_is_told_once_and_training_goes_on(number, capsys):
+    class Refuses(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, "no")
+
+    report = Reporter(10, 0)
+    report.console.file = Refuses()
+    for step in (1, 2, 3):
+        report.step(ROW | {"step": step}, show=True)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.startswith("meshtrain: standard output cannot be written: ")
