@@ -54,8 +54,13 @@ def set_aside(directory: Path, names: Sequence[str]) -> Path:
         k += 1
     earlier.mkdir()
     for name in names:
-        if os.path.lexists(directory / name):
-            os.rename(directory / name, earlier / name)
+        path = directory / name
+        if path.is_symlink():
+            # A relative link would lead elsewhere from there.
+            (earlier / name).symlink_to(path.resolve())
+            path.unlink()
+        elif path.exists():
+            os.rename(path, earlier / name)
     sync(earlier)
     sync(directory)
     return earlier

@@ -73,6 +73,15 @@ def test_what_is_set_aside_never_meets_what_was_before(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_link_that_is_set_aside_leads_where_it_led(tmp_path):
+    run, volume = tmp_path / "run", tmp_path / "volume"
+    run.mkdir()
+    volume.mkdir()
+    (run / "checkpoints").symlink_to("../volume")
+    earlier = set_aside(run, ["checkpoints"])
+    assert (earlier / "checkpoints").samefile(volume) and not os.path.lexists(run / "checkpoints")
+
+
 def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_tell_of_it(tmp_path):
     assert noted_checkpoint(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
