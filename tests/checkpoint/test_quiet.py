@@ -1,9 +1,11 @@
 """What is printed when a save fails is our sentence alone."""
 
 import logging
+import subprocess
 import sys
+from types import SimpleNamespace
 
-import meshtrain.checkpoint  # noqa: F401
+from meshtrain.checkpoint import quiet
 
 
 def record(path: str, error: bool) -> logging.LogRecord:
@@ -18,8 +20,18 @@ def test_orbax_logs_no_traceback_and_all_else_is_logged():
     assert logger.filter(record("/x/mine.py", error=True))
 
 
-def test_a_closed_event_loop_is_not_told_and_every_other_error_is(capsys):
-    sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
-    assert not capsys.readouterr().err
-    sys.excepthook(RuntimeError, RuntimeError("something else"), None)
-    assert "something else" in capsys.readouterr().err
+def test_a_closed_event_loop_is_not_told_and_every_other_error_is(monkeypatch):
+    told = []
+    monkeypatch.setattr(quiet, "_before", told.append)
+    for error in (
+        RuntimeError("Event loop is closed"),
+        RuntimeError("something else"),
+        OSError("Event loop is closed"),
+    ):
+        quiet._tell(SimpleNamespace(exc_type=type(error), exc_value=error))
+    assert [str(u.exc_value) for u in told] == ["something else", "Event loop is closed"]
+
+
+def test_the_hook_is_there_as_soon_as_checkpoints_are_imported():
+    command = "import sys, meshtrain.checkpoint.quiet as q; assert sys.unraisablehook is q._tell"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
