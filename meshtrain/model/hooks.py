@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.compat import varying
-from meshtrain.config import Config, ConfigError
+from meshtrain.config import Config, ConfigError, short
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives, Dropout
 from meshtrain.model.layers import Block, Sequence
@@ -135,7 +135,7 @@ class Parts:
 def _check_call(kind: str, hook: Any, names: list[str]) -> None:
     wanted = f"it is called with ({', '.join(names)})"
     if not callable(hook):
-        raise ConfigError(f"the {kind} hook is {_short(repr(hook))}; it must be a function, and {wanted}.")
+        raise ConfigError(f"the {kind} hook is {short(repr(hook))}; it must be a function, and {wanted}.")
     try:
         signature = inspect.signature(hook)
     except ValueError:
@@ -144,7 +144,7 @@ def _check_call(kind: str, hook: Any, names: list[str]) -> None:
     try:
         signature.bind(*names)
     except TypeError:
-        raise ConfigError(f"the {kind} hook {_name(hook)} takes {_short(str(signature))}, but {wanted}.") from None
+        raise ConfigError(f"the {kind} hook {_name(hook)} takes {short(str(signature))}, but {wanted}.") from None
 
 
 def _check_result(
@@ -172,7 +172,3 @@ def _name(hook: Any) -> str:
     while isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
-
-
-def _short(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
