@@ -52,20 +52,25 @@ def interrupted(p: Place) -> None:
     p.survive(before)
 
 
-@fault(ROOM, "a run restored from a patched copy: one weight in the arrays changed under a new seal")
+@fault(ROOM, "a run that goes on with a patched state: every parameter a millionth larger")
 def silently_other(p: Place) -> None:
-    """A step that was tampered with and vouches for itself: no program can know, but the judge of losses must."""
-    from experiments.faults.harness import resign
+    """No program can know, but the judge of losses must."""
+
+    def before() -> None:
+        import jax
+
+        from meshtrain.checkpoint.canonical import Canonical
+
+        real = Canonical.state
+
+        def other(self, *arguments):
+            state = real(self, *arguments)
+            return state._replace(params=jax.tree.map(lambda x: x * (1 + 1e-6), state.params))
+
+        Canonical.state = other
 
     p.base()
-    step = p.checkpoints / str(LAST)
-    file = max((f for f in (step / "arrays").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
-    content = bytearray(file.read_bytes())
-    for at in range(len(content) // 4, len(content) * 3 // 4, 16):
-        content[at] ^= 0x10
-    file.write_bytes(content)
-    resign(step)
-    done(p.train())
+    done(p.train(before=before))
     found_out(Silent, p.undisturbed)
 
 
