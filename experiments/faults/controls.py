@@ -52,7 +52,7 @@ def interrupted(p: Place) -> None:
     p.survive(before)
 
 
-@fault(ROOM, "a run that goes on with a patched state: every parameter a millionth larger")
+@fault(ROOM, "a run that goes on with a patched state: every parameter a hundredth larger")
 def silently_other(p: Place) -> None:
     """No program can know, but the judge of losses must."""
 
@@ -65,7 +65,7 @@ def silently_other(p: Place) -> None:
 
         def other(self, *arguments):
             state = real(self, *arguments)
-            return state._replace(params=jax.tree.map(lambda x: x * (1 + 1e-6), state.params))
+            return state._replace(params=jax.tree.map(lambda x: x * (1.01), state.params))
 
         Canonical.state = other
 
