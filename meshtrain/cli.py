@@ -50,6 +50,9 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 def _output_is_written() -> bool:
     """Hands on what is left of the output; if that is refused it goes nowhere, or the interpreter would try once more at its end."""
+    # Started with its standard output closed, a process has none.
+    if sys.stdout is None:
+        return True
     try:
         sys.stdout.flush()
         return True
@@ -71,7 +74,7 @@ def _reader_is_gone() -> bool:
     """Who reads the output, such as `head`, has had enough."""
     try:
         number = sys.stdout.fileno()
-    except io.UnsupportedOperation:
+    except (AttributeError, io.UnsupportedOperation):
         return False
     poll = select.poll()
     poll.register(number, 0)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from meshtrain.cli import Parser, command, say, whole_number
 from meshtrain.config import Config, ConfigError, load, notes, refusal, short, to_yaml
+from meshtrain.files import write_atomically
 from meshtrain.modules import callable_as
 from meshtrain.parallel.pipeline import draw
 from meshtrain.planner import advice, estimate, html, report, scaling
@@ -154,10 +155,18 @@ def _gantt(planned: Plan, target: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
+    target = Path(path)
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        # What takes a file's place would end /dev/stdout.
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(target.resolve(), text.encode())
     except OSError as error:
         raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
+    # A NUL, or half a surrogate pair.
+    except ValueError:
+        raise ConfigError(f"{short(path)} is no path that a file can have.") from None
     say(f"wrote {path}")
 
 

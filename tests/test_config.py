@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain.cli import USAGE
 from meshtrain.config import Config, ConfigError, describe, load, notes, to_yaml
-from meshtrain.train import USAGE, main
+from meshtrain.train import main
 
 GOOD = (
     "model: {layers: 4, d_model: 32, heads: 4, vocab_size: 257}\ntrain: {global_batch_size: 8, sequence_length: 32}\n"
@@ -193,6 +194,15 @@ def test_what_is_no_plain_file_is_refused_without_waiting(what, tmp_path, capsys
     said = capsys.readouterr().err
     assert_sentence(said, says)
     assert "did you mean" not in said
+
+
+def test_what_a_shells_command_writes_to_a_pipe_is_a_config(capsys):
+    reading, writing = os.pipe()
+    os.write(writing, b"model: {layers: 3}\n")
+    os.close(writing)
+    assert main(["--config", f"/dev/fd/{reading}", "--print-config"]) == 0
+    os.close(reading)
+    assert "layers: 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ BAD = {
     ("--compile", "h100x4"): "the mesh has 8 devices",
     ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
     ("--gantt", "/nowhere/at/all.svg"): "cannot be written",
+    ("--html", "a\0b.html"): "a\\x00b.html is no path that a file can have",
     ("--search", "--devices", "7"): "no layout of 7 devices is legal",
 }
 

@@ -16,9 +16,13 @@ from meshtrain.data.shards import read_manifest
 ROOT = Path(__file__).parents[2]
 
 
-def test_prepare_then_verify_then_damage(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("validation", ["0.1", "0"])
+def test_prepare_then_verify_then_damage(
+    validation: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "shards"
-    assert main(["prepare", "--input", str(text), "--output", str(out), "--workers", "1", "--validation", "0.1"]) == 0
+    arguments = ["prepare", "--input", str(text), "--output", str(out), "--workers", "1", "--validation", validation]
+    assert main(arguments) == 0
     said = capsys.readouterr().out
     manifest = read_manifest(out)
     assert f"train: {manifest.count('train', 'documents')} documents" in said and manifest.digest[:16] in said
