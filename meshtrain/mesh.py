@@ -89,9 +89,12 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         asked = fake_cpu_devices(fakes) if fakes else True
         try:
             devices = jax.devices()
-        except RuntimeError as error:
+        # An assertion where JAX_PLATFORMS names what this machine has not.
+        except (RuntimeError, AssertionError) as error:
+            asked_for = os.environ.get("JAX_PLATFORMS", "any")
+            said = str(error).partition("\n")[0] or f"JAX_PLATFORMS is {asked_for}, which is not there"
             raise ConfigError(
-                f"JAX finds no devices to run on: {short(str(error).splitlines()[0])}; JAX_PLATFORMS=cpu runs on fake CPU devices."
+                f"JAX finds no devices to run on: {short(said)}; JAX_PLATFORMS=cpu runs on fake CPU devices."
             ) from None
     if len(devices) < needed:
         kind = devices[0].platform

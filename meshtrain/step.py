@@ -63,6 +63,8 @@ class Program:
         attention: AttentionHook | None = None,
         loss: LossHook | None = None,
     ) -> None:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            raise ConfigError("JAX_DISABLE_JIT is set, but a step is one compiled program; unset it.")
         mesh = make_mesh(config) if mesh is None else mesh
         if dict(mesh.shape) != vars(config.mesh):
             given, asked = (

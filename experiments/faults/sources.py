@@ -324,7 +324,14 @@ source(
 source("is a file of bytes that are not UTF-8", lambda p: p.file("source", os.urandom(3000)), "source")
 source("holds less than a sequence", lambda p: p.file("source/a.txt", "short"), "source")
 source("is text in UTF-16", lambda p: p.file("source/a.txt", text(1).encode("utf-16")), "source", "UTF-8")
-source("is a preparation that was not finished", lambda p: p.file("source/plan.json", "{}"), "not finished")
+
+
+def half_prepared(p: Place) -> None:
+    p.file("source/plan.json", "{}")
+    (p.dir / "source/units").mkdir()
+
+
+source("is a preparation that was not finished", half_prepared, "not finished")
 source("is a mixture that names nothing", lambda p: None, "mixture", setting="data.source=mixture")
 source(
     "is a mixture whose second source is not there",

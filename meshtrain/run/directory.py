@@ -15,9 +15,10 @@ NEWEST = ".newest-checkpoint"
 
 def run_directory(config: Config) -> Path:
     """The run directory, made; ConfigError if it, or the metrics in it, cannot be written."""
-    directory = Path(config.run.directory).absolute()
+    directory = Path(config.run.directory)
     elsewhere = "give another with --set run.directory=PATH"
     try:
+        directory = directory.absolute()
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()

@@ -36,7 +36,7 @@ def first_decides(decide: Callable[[], Any]) -> Any:
         except OSError as error:
             message = {
                 "refused": f"{error.filename or 'the run directory'} cannot be used: {refusal(error)}; "
-                "it must be a directory that can be read and written, or give another."
+                "it must be a directory that can be read and written, or give another run.directory."
             }
     message = gathered(message)[0]
     if "refused" in message:
