@@ -2,8 +2,9 @@ import dataclasses
 import json
 
 import pytest
-from checkpoint_runs import config
+from checkpoint_runs import config, program
 
+from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.changes import check_keys, compare, compare_data
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import ConfigError
@@ -122,7 +123,7 @@ def test_what_cannot_be_asked_for_is_refused(keys, sentence):
 
 def of_data(new, digest, was, python="3.11.0", **old):
     """What `compare_data` says where a checkpoint of the sections `old` read `was`, and `new` reads `digest`."""
-    manifest = Manifest.of(2, 1.0, None, config(**old), [], was)
+    manifest = Manifest.of(2, 1.0, None, config(**old), Canonical(program()), was)
     manifest.versions["python"] = python
     return compare_data(manifest, new, digest, "checkpoint x")
 

@@ -8,6 +8,7 @@ import pytest
 from checkpoint_runs import program, saved
 
 from meshtrain.checkpoint import digests, steps
+from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.manifest import Manifest
 
 LEAF = "params.head.weight"
@@ -98,7 +99,7 @@ def test_a_missing_key_is_named_and_one_of_a_later_version_is_passed_over(step):
 
 def test_a_loss_of_another_type_is_saved_as_a_number(step):
     for loss in (7, np.float32(7)):
-        manifest = Manifest.of(1, loss, None, program().config, [])
+        manifest = Manifest.of(1, loss, None, program().config, Canonical(program()), {})
         manifest.write(step)
         vouch(step)
         assert Manifest.read(step).loss == 7.0
