@@ -23,7 +23,7 @@ def test_a_file_named_itself_is_read_whatever_its_suffix(tmp_path: Path) -> None
 
 
 def test_gzipped_text_reads_as_the_text_itself(tmp_path: Path) -> None:
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("zipped ü".encode()))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("zipped ü".encode(), mtime=0))
     assert read_file(tmp_path / "a.txt.gz") == [Document("a.txt.gz", "zipped ü")]
 
 
@@ -36,7 +36,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
 def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path: Path, zipped: bool) -> None:
     lines = b'{"body": "one"}\n\n{"body": "two\\nlines"}\n{"body": "last"}'
     path = tmp_path / ("a.jsonl.gz" if zipped else "a.jsonl")
-    path.write_bytes(gzip.compress(lines) if zipped else lines)
+    path.write_bytes(gzip.compress(lines, mtime=0) if zipped else lines)
     assert [(d.name, d.text) for d in read_file(path, "body")] == [
         (f"{path.name}#0", "one"),
         (f"{path.name}#17", "two\nlines"),
@@ -50,8 +50,8 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path: Pa
         ("a.txt", b"good \xff bad", "not UTF-8"),
         ("a.txt", b"", "empty"),
         ("a.txt.gz", b"not gzip", "unreadable"),
-        ("a.txt.gz", gzip.compress(b"cut off" * 99)[:-9], "unreadable"),
-        ("a.txt.gz", gzip.compress(b"altered" * 99)[:12] + b"\xff" * 9, "unreadable"),
+        ("a.txt.gz", gzip.compress(b"cut off" * 99, mtime=0)[:-9], "unreadable"),
+        ("a.txt.gz", gzip.compress(b"altered" * 99, mtime=0)[:12] + b"\xff" * 9, "unreadable"),
         ("a.jsonl", b"{broken", "not JSON"),
         ("a.jsonl", b'{"text": "\xff"}', "not UTF-8"),
         ("a.jsonl", b'{"content": "x"}', "without text"),
@@ -128,7 +128,7 @@ def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path: Path, ending: s
 
 
 def test_a_long_look_for_damage_can_be_stopped(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 300_000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 300_000, mtime=0))
     calls = []
 
     def check() -> None:
@@ -152,7 +152,7 @@ def test_compressed_files_in_several_pieces_are_read_whole(tmp_path: Path, endin
 
 def compress(ending: str, data: bytes) -> bytes:
     if ending == ".gz":
-        return gzip.compress(data)
+        return gzip.compress(data, mtime=0)
     return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(data)
 
 

@@ -262,7 +262,7 @@ def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(
 ) -> None:
     folder = tmp_path / "mixed"
     shutil.copytree(text, folder)
-    data = gzip.compress("".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode())
+    data = gzip.compress("".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode(), mtime=0)
     (folder / "0050.jsonl.gz").write_bytes(data[: len(data) // 2])
     (folder / "0051.jsonl").write_text("[" * 100_000 + '\n{"text": "good"}\n')
     manifest = run(folder, tmp_path / "one", validation=0.2)
