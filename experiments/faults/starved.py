@@ -1,8 +1,11 @@
 """Full disks, no inodes, read-only disks, and files of another user: at each kind of file that a run writes."""
 
+import fcntl
 import os
 import shutil
 import stat
+import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from experiments.faults.harness import (
     LAST,
     NOBODY,
     STEPS,
+    NotTried,
     Place,
     Silent,
     Unclear,
@@ -176,31 +180,32 @@ def read_only_checkpoints(p: Place) -> None:
     rows_are_right(p)
 
 
-@fault(ROOM, "the run directory is remounted read-only while training")
-def read_only_later(p: Place) -> None:
-    p.mount(p.run, "size=8m")
+@fault(ROOM, "the disk fails while training: every read and write is an error")
+def disk_fails(p: Place) -> None:
+    """A real file system, which a remount could not make read-only under open files; shut down, it refuses all."""
+    image = p.dir / "disk"
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    if not shutil.which("mkfs.ext4") or subprocess.run(["mkfs.ext4", "-q", image]).returncode:
+        raise NotTried("mkfs.ext4 is not installed (Debian: apt install e2fsprogs)")
+    p.mount(p.run, "size=8k")
+    if subprocess.run(["mount", "-o", "loop", image, p.run], stderr=subprocess.DEVNULL).returncode:
+        raise NotTried("a loop device may not be mounted here")
     running = p.training("train.steps=60", "checkpoint.every=20")
     running.until(lambda: p.last_step() >= 5)
-    with running.frozen():
-        remount(p.run)
+    descriptor = os.open(p.run, os.O_RDONLY)
+    try:
+        # EXT4_IOC_SHUTDOWN, without writing the journal.
+        fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 2))
+    finally:
+        os.close(descriptor)
     ended = running.end().checked()
     if ended.code != 1:
         raise Silent(f"exit code {ended.code}")
     if any(not line.startswith("meshtrain: ") for line in ended.sentences) or not ended.sentences:
         raise Unclear(last_line(ended.err))
-    if "read-only" not in ended.err:
+    if "input/output error" not in ended.err:
         raise Unclear(last_line(ended.err))
-
-
-def remount(path: Path) -> None:
-    """The file system itself, so that open files feel it too; files open for writing keep it from that, so they are few."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"none", str(path).encode(), b"tmpfs", 32 | 1, None):
-        from experiments.faults.harness import NotTried
-
-        raise NotTried(f"a file system in use cannot be made read-only: {os.strerror(ctypes.get_errno())}")
 
 
 @fault(ROOM, "reading checkpoints from a read-only disk: ls, show, verify, diff")
