@@ -1,9 +1,11 @@
-"""Pairwise covering: a few cells of a product in which every two levels of every two factors still meet."""
+"""Which cases a run takes. Pairwise covering: a few cells of a product in which every two levels of every two factors still meet."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
+
+import pytest
 
 Cell = tuple[Any, ...]  # one level of each factor
 
@@ -24,3 +26,8 @@ def covering(cells: Sequence[Cell]) -> list[Cell]:
         missing &= ~masks[best]
         chosen.append(cells[best])
     return chosen
+
+
+def thorough_but(cases: Iterable[Any], now: Callable[[Any], bool]) -> list[Any]:
+    """The cases as parameters of a test, those marked thorough that are not wanted `now`."""
+    return [pytest.param(case, marks=() if now(case) else pytest.mark.thorough) for case in cases]

@@ -115,6 +115,7 @@ def test_plan_is_the_planners_estimate_on_a_cluster_of_any_name():
 # --- several in one process, and JAX started before
 
 
+@pytest.mark.thorough
 def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tmp_path):
     settings = [small(tmp_path / "a"), small(tmp_path / "b", mesh={"tensor": 2})]
     for first_step in (0, 1):
@@ -163,6 +164,7 @@ def test_a_mesh_larger_than_what_jax_has_started_with_is_told_with_the_way_out()
 # --- whole runs
 
 
+@pytest.mark.thorough
 def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
     def doubled(logits, labels, vocabulary):
         return 2 * (vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels))

@@ -218,6 +218,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(line, capture_output=True, text=True, env=kept | environment, timeout=120, check=False)
 
 
+@pytest.mark.thorough
 def test_python_that_takes_every_warning_for_an_error_has_none_to_take(tmp_path):
     """From the first import to the last save; in other runs pytest sees to what is deprecated (pyproject.toml)."""
     saves = {"checkpoint": {"every": 1}, "eval": {"every": 1, "batches": 1}}

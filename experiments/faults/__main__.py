@@ -1,7 +1,7 @@
 """Injects every fault that was found or thought of, and prints what became of each: python -m experiments.faults
 
 Prints per room and in sum how many were tried, named, unclear, silent and traceback (the words: `harness.py`), and each that was
-not named with its reason. Exit code 0 if none is silent or a traceback. Full disks and read-only ones are mounts that the fault's
+not named with its reason. Exit code 0 if none is silent or a traceback, and every control was judged rightly. Full disks and read-only ones are mounts that the fault's
 processes alone see, another user is nobody: both need root, and are counted as not tried without.
 """
 
@@ -101,7 +101,8 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
         for room, counts in sums.items():
             print(f"{room:<14}{counts['tried']:>7}" + "".join(f"{counts[v]:>11}" for v in VERDICTS))
         print(f"{seconds:.0f} s, {options.jobs} at a time")
-    return 1 if sums["all"]["silent"] or sums["all"]["traceback"] else 0
+    controls = sums.get("controls", Counter())
+    return int(bool(sums["all"]["silent"] or sums["all"]["traceback"] or controls["tried"] > controls["named"]))
 
 
 def _sums(found: list[dict]) -> dict[str, dict[str, int]]:

@@ -33,7 +33,7 @@ from meshtrain.checkpoint import digests, steps
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
-PATIENCE = 40.0  # seconds that a process may take
+PATIENCE = 120.0  # seconds that a process may take, on a machine with much else to do
 STEPS, EVERY, LAST = 8, 2, 6  # of a run; of its checkpoints; the newest checkpoint of an interrupted one
 TINY: dict[str, dict[str, Any]] = {
     "run": {"directory": "run"},

@@ -128,6 +128,7 @@ def two_processes(directory):
     return run, trainers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_is_told_by_the_other_in_one_sentence(victim, tmp_path):
     run, trainers = two_processes(tmp_path)
@@ -140,6 +141,7 @@ def test_a_process_that_is_killed_is_told_by_the_other_in_one_sentence(victim, t
     assert "Traceback" not in survivor.log.read_text()
 
 
+@pytest.mark.thorough
 def test_a_preemption_notice_to_one_of_two_processes_stops_both_with_a_checkpoint_and_code_75(tmp_path):
     run, trainers = two_processes(tmp_path)
     os.kill(trainers[1].process.pid, signal.SIGTERM)
@@ -150,6 +152,7 @@ def test_a_preemption_notice_to_one_of_two_processes_stops_both_with_a_checkpoin
     assert [row["step"] for row in rows(run)] == list(range(1, last + 4))
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_a_run_at_once_and_leaves_the_last_checkpoint_intact(tmp_path, undisturbed):
     config = settings(tmp_path, STEPS, EVERY)
     trainer = Trainer(config)

@@ -65,6 +65,7 @@ def hear(process):
     return next((json.loads(line) for line in process.stdout if line.startswith("{")), {})  # gloo talks as well
 
 
+@pytest.mark.thorough
 def test_two_processes_go_on_from_the_checkpoint_of_one(two):
     _, after, told = two
     for words in told:
@@ -72,6 +73,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(two):
         assert abs(words["losses"][0] - after) <= 2e-6 * after
 
 
+@pytest.mark.thorough
 def test_one_process_goes_on_from_the_checkpoint_of_two(two):
     program, _, told = two
     assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [2, 3]
@@ -83,6 +85,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(two):
     assert abs(loss - told[0]["losses"][1]) <= 2e-6 * loss
 
 
+@pytest.mark.thorough
 def test_a_notice_to_one_process_stops_both_at_the_same_step(two):
     asked = [words["asked"] for words in two[2]]
     assert asked[0] == asked[1] < 1000

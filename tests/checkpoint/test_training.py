@@ -26,6 +26,7 @@ def train(directory, count, every, layout=ONE, **sections):
     return directory / "run"
 
 
+@pytest.mark.thorough
 def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, capsys):
     run = train(tmp_path, 9, 2, log={"every": 4}, checkpoint={"every": 2, "keep": 9})
     told = sum(row.get("checkpoint_bytes", 0) for row in rows(run))
@@ -39,6 +40,7 @@ def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, cap
     assert all(0 < row["checkpoint_blocked_seconds"] <= row["checkpoint_seconds"] for row in logged)
 
 
+@pytest.mark.thorough
 def test_the_last_the_best_and_every_nth_checkpoint_stay(tmp_path):
     keys = {"keep": 2, "keep_best": 1, "keep_every": 4}
     evaluates = {"every": 2, "batches": 1}
@@ -49,6 +51,7 @@ def test_the_last_the_best_and_every_nth_checkpoint_stay(tmp_path):
     assert steps.committed_in(run / "checkpoints") == sorted({best, 4, 8, 12, 14})
 
 
+@pytest.mark.thorough
 def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_loss_scale_that_moves(tmp_path):
     """The random numbers, the data and the loss scale with its count of good steps go on where they were."""
     sections = {
