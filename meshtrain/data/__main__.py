@@ -3,6 +3,11 @@
 Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while running; 75 stopped early (run again to go on).
 """
 
+if __name__ == "__main__":
+    from meshtrain.run import early
+
+    early.hear()
+
 import argparse
 import errno
 import os
@@ -15,6 +20,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+
+# Not when it is needed: Python ends by SIGINT, whatever is caught, if a request to stop meets the definition of a dataclass.
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, say, whole_number
 from meshtrain.config import ConfigError, short
@@ -33,7 +42,8 @@ class Failed(Exception):
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
         chosen.run(chosen)
     except KeyboardInterrupt:
@@ -160,9 +170,6 @@ def _prepare(chosen: argparse.Namespace) -> None:
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
