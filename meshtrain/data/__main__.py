@@ -21,10 +21,6 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-# Not when it is needed: Python ends by SIGINT, whatever is caught, if a request to stop meets the definition of a dataclass.
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, say, whole_number
 from meshtrain.config import ConfigError, short
 from meshtrain.data.documents import read, units
@@ -33,17 +29,22 @@ from meshtrain.data.prepare import SKIPPED, describe_skipped, prepare, refusal_a
 from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
 from meshtrain.data.tokenizer import train_bpe
 from meshtrain.data.unit import Options
+from meshtrain.run.early import Stopped
 
 
 class Failed(Exception):
     """What failed while it ran, in one sentence."""
 
 
+def _stop(*_: object) -> None:
+    raise Stopped
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _stop)
     try:
         chosen.run(chosen)
     except KeyboardInterrupt:
@@ -170,6 +171,9 @@ def _prepare(chosen: argparse.Namespace) -> None:
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -7,6 +7,14 @@ from types import FrameType
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
+class Stopped(KeyboardInterrupt):
+    """A request to stop, in a sentence if it has one.
+
+    A class of its own: `python -m` ends by SIGINT, whatever was caught, if a bare KeyboardInterrupt comes while a text is executed,
+    such as the definition of a dataclass in an import.
+    """
+
+
 def hear() -> None:
     """From here on a request ends the process, until something else listens: `StopSignals`."""
     for number in SIGNALS:

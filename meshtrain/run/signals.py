@@ -17,11 +17,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-from meshtrain.run.early import SIGNALS
-
-
-class Stopped(KeyboardInterrupt):
-    """A request to stop before the first step, in a sentence."""
+from meshtrain.run.early import SIGNALS, Stopped
 
 
 class StopSignals:
