@@ -1,14 +1,12 @@
 """python -m meshtrain.checkpoint ls | show | verify | diff: what a run has saved, whether it is intact, what differs."""
 
 import argparse
-import io
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import jax
 import numpy as np
@@ -204,6 +202,4 @@ def _size(n: int) -> str:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # reading a checkpoint takes no accelerator
-    # A path need not be UTF-8, nor the terminal.
-    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
     sys.exit(main())
