@@ -265,40 +265,44 @@ def killed_preparing(p: Place) -> None:
 # --- preparing
 
 
-@fault(ROOM, "SIGTERM while preparing: run again, it goes on to the same shards")
-def prepare_stopped(p: Place) -> None:
+PREPARE = ("prepare", "--input", "text", "--output", "shards", "--workers", "1")
+
+
+def prepared_undisturbed(p: Place) -> None:
+    """The shards that must come out, as whole/."""
     for k in range(12):
         p.file(f"text/{k:02d}.txt", text(k))
-    arguments = ("prepare", "--input", "text", "--output", "shards", "--workers", "1")
-    done(p.command("data.__main__", *arguments))
+    done(p.command("data.__main__", *PREPARE))
     os.rename(p.dir / "shards", p.dir / "whole")
-    running = p.start("meshtrain.data.__main__", *arguments, before=slow("meshtrain.data.prepare", "read_note", 0.5))
+
+
+def goes_on_to_the_same_shards(p: Place) -> None:
+    done(p.command("data.__main__", *PREPARE))
+    for name in ("manifest.json", "train-00000.tokens"):
+        if (p.dir / "shards" / name).read_bytes() != (p.dir / "whole" / name).read_bytes():
+            raise Silent(f"{name} differs")
+
+
+@fault(ROOM, "SIGTERM while preparing: run again, it goes on to the same shards")
+def prepare_stopped(p: Place) -> None:
+    prepared_undisturbed(p)
+    running = p.start("meshtrain.data.__main__", *PREPARE, before=slow("meshtrain.data.prepare", "read_note", 0.5))
     running.until(lambda: "<read_note>" in running.out)
     running.send(signal.SIGTERM)
     result = running.end().checked()
     if result.code != 75:
         raise Unclear(f"exit code {result.code}: {last_line(result.err)}")
-    done(p.command("data.__main__", *arguments))
-    for name in ("manifest.json", "train-00000.tokens"):
-        if (p.dir / "shards" / name).read_bytes() != (p.dir / "whole" / name).read_bytes():
-            raise Silent(f"{name} differs")
+    goes_on_to_the_same_shards(p)
 
 
 @fault(ROOM, "SIGKILL while preparing: run again, it goes on to the same shards")
 def prepare_killed(p: Place) -> None:
-    for k in range(12):
-        p.file(f"text/{k:02d}.txt", text(k))
-    arguments = ("prepare", "--input", "text", "--output", "shards", "--workers", "1")
-    done(p.command("data.__main__", *arguments))
-    os.rename(p.dir / "shards", p.dir / "whole")
-    running = p.start("meshtrain.data.__main__", *arguments, before=slow("meshtrain.data.prepare", "_finish", 5))
+    prepared_undisturbed(p)
+    running = p.start("meshtrain.data.__main__", *PREPARE, before=slow("meshtrain.data.prepare", "_finish", 5))
     running.until(lambda: "<_finish>" in running.out)
     running.send(signal.SIGKILL)
     running.end()
-    done(p.command("data.__main__", *arguments))
-    for name in ("manifest.json", "train-00000.tokens"):
-        if (p.dir / "shards" / name).read_bytes() != (p.dir / "whole" / name).read_bytes():
-            raise Silent(f"{name} differs")
+    goes_on_to_the_same_shards(p)
 
 
 def early_command(module: str, *arguments: str, seconds: float) -> None:
