@@ -31,10 +31,10 @@ from meshtrain.config import Config, decode
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.parallel.forward import Forward
 from meshtrain.parallel.pipeline.execute import Executor
-from meshtrain.parallel.pipeline.generators import SCHEDULES, legal_chunks
-from meshtrain.parallel.pipeline.loops import loops, work_per_tick
-from meshtrain.parallel.pipeline.simulate import Durations, simulate
-from meshtrain.planner.compile import _described
+from meshtrain.plan.compiled import _described
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks
+from meshtrain.schedule.segments import loops, work_per_tick
+from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.step import Program, build
 
 SMALL = {"layers": 8, "d_model": 64, "heads": 4, "d_ff": 128, "vocab_size": 512}

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from meshtrain.config import decode, to_yaml
-from meshtrain.planner import calibrate, named
-from meshtrain.planner.accelerators import ACCELERATORS
-from meshtrain.planner.published import FITTED, HELD_OUT
-from meshtrain.planner.search import search
+from meshtrain.plan import named
+from meshtrain.plan.cluster.accelerators import ACCELERATORS
+from meshtrain.plan.fit import calibrate
+from meshtrain.plan.fit.published import FITTED, HELD_OUT
+from meshtrain.plan.search import search
 
 MODELS = {
     "gpt 125M": {"family": "gpt2", "layers": 12, "d_model": 768, "heads": 12, "vocab_size": 50257},

@@ -8,10 +8,10 @@ The unit of time is the forward of one microbatch through a whole stage; I and W
 import argparse
 import time
 
-from meshtrain.parallel.pipeline.buffers import allocate
-from meshtrain.parallel.pipeline.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.parallel.pipeline.loops import loops
-from meshtrain.parallel.pipeline.simulate import Durations, simulate
+from meshtrain.schedule.buffers import allocate
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.segments import loops
+from meshtrain.schedule.simulate import Durations, simulate
 
 
 def compare(stages: int, microbatches: int, chunks: int, message: float) -> None:

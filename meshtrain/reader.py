@@ -20,12 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
-from meshtrain.checkpoint import changes, steps
+from meshtrain.checkpoint import compatible, steps
 from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint.finding import problems
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.restoring import read_weights
-from meshtrain.checkpoint.source import problems
 from meshtrain.config import Config, ConfigError, MeshConfig, ParallelConfig, check, decode
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
@@ -187,7 +187,7 @@ def _unchanged(directory: Path, before: list[int] | None) -> bool:
 def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
     manifest = Manifest.read(directory)
     program = Program(_config(manifest, mesh), mesh, **hooks)
-    changes.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
+    compatible.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
     with freed_blocks_returned():
         params = read_weights(Canonical(program), directory, manifest)
     return Model(program, params, manifest.step, directory)

@@ -17,7 +17,7 @@ COMMANDS = {
     name: importlib.import_module(module).main
     for name, module in {
         "train": "meshtrain.train",
-        "plan": "meshtrain.plan",
+        "plan": "meshtrain.plan.__main__",
         "data": "meshtrain.data.__main__",
         "checkpoint": "meshtrain.checkpoint.__main__",
     }.items()

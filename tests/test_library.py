@@ -16,7 +16,7 @@ from checkpoint_runs import config as small
 from checkpoint_runs import take
 
 import meshtrain as mt
-from meshtrain.planner.estimate import Plan
+from meshtrain.plan.estimate import Plan
 
 ROOT = Path(__file__).parents[1]
 NAMES = {
@@ -92,7 +92,7 @@ except mt.ConfigError as error:
     print(error)
 """
     first, second = python(script).splitlines()
-    assert first == "1 config block attention loss config cluster"
+    assert first == "1 config block attention loss config cluster practice"
     assert "run.directory /proc/nowhere cannot be written" in second
 
 

@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from meshtrain.config import Config, decode
-from meshtrain.inspect import Collective, collectives
+from meshtrain.hlo import Collective, collectives
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Leaf
 from meshtrain.step import Program, build

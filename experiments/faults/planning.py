@@ -82,7 +82,7 @@ cluster_path("../../etc/passwd", lambda p: None, "../../../../etc/passwd", "pass
 
 def legal_table(p: Place) -> str:
     """A table that the program itself writes, for 2 stages and 2 microbatches."""
-    from meshtrain.parallel.pipeline import generators
+    from meshtrain.schedule import generators
 
     return generators.make_table("1f1b", 2, 2).to_csv()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain.checkpoint import arrays, changes, digests, steps
+from meshtrain.checkpoint import arrays, compatible, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.cli import USAGE, Parser, command, say
 from meshtrain.config import ConfigError, refusal, short
@@ -140,7 +140,7 @@ def _differences(first: Path, a: Manifest, second: Path, b: Manifest, values: bo
     for name in ("digest", "validation_digest"):
         if a.data.get(name) != b.data.get(name):
             yield f"data {name}: {a.data.get(name)} | {b.data.get(name)}"
-    for name, old, new in changes.differences(a.config, b.config):
+    for name, old, new in compatible.differences(a.config, b.config):
         yield f"config {name}: {old} | {new}"
     for name in sorted(a.versions.keys() | b.versions.keys()):
         if a.versions.get(name) != b.versions.get(name):

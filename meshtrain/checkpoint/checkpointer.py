@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from meshtrain.checkpoint import anew, changes, steps
+from meshtrain.checkpoint import anew, compatible, steps
 from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint.finding import Source, find
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.restoring import restore, start_from_weights
 from meshtrain.checkpoint.saving import Saver
-from meshtrain.checkpoint.source import Source, find
 from meshtrain.config import Config, ConfigError
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first
@@ -38,7 +38,7 @@ class Checkpointer:
         self._speak = say or (lambda sentence: print(f"meshtrain: {sentence}", file=sys.stderr, flush=True))
         self._saver = Saver(config, self._canonical, self._root, self._say, self._read)
         self.lock: RunLock | None = None  # on the first process
-        changes.check_keys(config)
+        compatible.check_keys(config)
         try:
             first_decides(self._enter)
         except BaseException:
@@ -78,9 +78,9 @@ class Checkpointer:
     def _changes(self, source: Source, where: str, weights_only: bool) -> list[str]:
         """What changed since and may, a sentence each; ConfigError with what may not."""
         manifest = source.manifest
-        told = changes.compare(manifest.config, self.config, where, weights_only)
-        told += changes.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
-        return told if weights_only else told + changes.compare_data(manifest, self.config, self._read, where)
+        told = compatible.compare(manifest.config, self.config, where, weights_only)
+        told += compatible.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
+        return told if weights_only else told + compatible.compare_data(manifest, self.config, self._read, where)
 
     def due(self, step: int) -> bool:
         """Whether checkpoint.every asks for a save after `step`."""

@@ -8,8 +8,8 @@ import jax
 
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.canonical import Canonical, Entry
+from meshtrain.checkpoint.finding import Source
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.source import Source
 from meshtrain.config import ConfigError
 from meshtrain.step import State
 

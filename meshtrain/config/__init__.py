@@ -1,7 +1,6 @@
 """The configuration: `schema` names every key, `load` reads YAML strictly, `check` refuses what cannot run before a device is touched."""
 
 from meshtrain.config.check import check, notes
-from meshtrain.config.errors import ConfigError, refusal, short
 from meshtrain.config.load import decode, load, to_yaml
 from meshtrain.config.schema import (
     CheckpointConfig,
@@ -18,6 +17,7 @@ from meshtrain.config.schema import (
     TrainConfig,
     describe,
 )
+from meshtrain.errors import ConfigError, refusal, short
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",

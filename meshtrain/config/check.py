@@ -4,9 +4,9 @@ import dataclasses
 import math
 import os
 
-from meshtrain.config.errors import ConfigError, short
 from meshtrain.config.schema import Config
 from meshtrain.config.values import nearest
+from meshtrain.errors import ConfigError, short
 
 # Pipeline schedules, and how many chunks a stage has under each (None: as many as asked for). The tables themselves are made by
 # parallel.pipeline.generators, whose list this must equal; a config is checked without it.

@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 
 from meshtrain.config.check import check, resolve
-from meshtrain.config.errors import ConfigError, short
 from meshtrain.config.schema import Config
-from meshtrain.config.text import read_text
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
 from meshtrain.config.values import nearest, value
+from meshtrain.errors import ConfigError, short
+from meshtrain.text import read_text
 
 MOST_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
 GIVEN = "the given values"

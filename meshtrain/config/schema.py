@@ -77,6 +77,10 @@ class MeshConfig:
     tensor: int = key(1, "tensor-parallel ranks: heads, d_ff and vocabulary are split over this axis", least=1)
     pipeline: int = key(1, "pipeline stages: layers are split over this axis", least=1)
 
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

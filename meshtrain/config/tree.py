@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from meshtrain.config.errors import short
+from meshtrain.errors import short
 
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 DEEPEST = 8  # a config is 4 deep: section, key, list, entry

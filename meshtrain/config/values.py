@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import yaml
 
-from meshtrain.config.errors import ConfigError, short
 from meshtrain.config.schema import LARGEST, TINIEST
 from meshtrain.config.tree import BOOL, NULL, shape
+from meshtrain.errors import ConfigError, short
 
 TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import NO_DROPOUT, Dropout
 
 # Off the GPU, BLOCK queries at a time, or more where that would make more than BLOCKS blocks: code grows with their number.
 BLOCK, BLOCKS = 128, 8

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain.config import ModelConfig
-from meshtrain.model.collectives import NO_DROPOUT, Collectives, Dropout
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import NO_DROPOUT, Dropout
 from meshtrain.model.layers import Block, Norm, Sequence, parameter, rotary
 
 EMBEDDING_SITE = 1 << 20  # a dropout site that no layer has

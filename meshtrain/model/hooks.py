@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.model.attention import attend
-from meshtrain.model.collectives import Collectives, Dropout
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block, Sequence
 from meshtrain.model.loss import Vocabulary, cross_entropy
 

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.config import ModelConfig
 from meshtrain.model.attention import attend
-from meshtrain.model.collectives import Collectives, Dropout
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import Dropout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import DATA, PIPELINE
-from meshtrain.model.collectives import Dropout
 from meshtrain.model.decoder import rotary_table
+from meshtrain.model.dropout import Dropout
 from meshtrain.model.hooks import Hooks, Parts
 from meshtrain.model.layers import Sequence
 from meshtrain.parallel.layout import Layout

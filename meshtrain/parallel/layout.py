@@ -22,10 +22,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshtrain.config import Config
 from meshtrain.mesh import DATA, rules
 from meshtrain.model.decoder import Decoder
-from meshtrain.parallel.pipeline.closed_form import bubble, makespan
-from meshtrain.parallel.pipeline.generators import SCHEDULES, make_table
-from meshtrain.parallel.pipeline.simulate import Durations, simulate
-from meshtrain.parallel.pipeline.table import Table
+from meshtrain.schedule.closed_form import bubble, makespan
+from meshtrain.schedule.generators import SCHEDULES, make_table
+from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.table import Table
 
 Tree = Any
 

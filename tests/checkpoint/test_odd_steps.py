@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoint_runs import config, numbered, program, same, saved
 
-from meshtrain.checkpoint import Checkpointer, source, steps
+from meshtrain.checkpoint import Checkpointer, finding, steps
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import ConfigError
 
@@ -71,8 +71,8 @@ def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
     checkpointer.wait()
     checkpointer.close()
     assert names(run) == ["2", "3", "4", "4.damaged"]
-    assert source.problems(root / "4") == [] and Manifest.read(root / "4").step == 4
-    assert source.problems(root / "4.damaged") == [] and Manifest.read(root / "4.damaged").step == 1
+    assert finding.problems(root / "4") == [] and Manifest.read(root / "4").step == 4
+    assert finding.problems(root / "4.damaged") == [] and Manifest.read(root / "4.damaged").step == 1
 
 
 def test_checkpoints_that_are_a_link_to_another_disk_are_as_good_as_a_directory(run):

@@ -9,7 +9,8 @@ import pytest
 
 from meshtrain.model import attention
 from meshtrain.model.attention import BLOCK, BLOCKS
-from meshtrain.model.collectives import Collectives, Dropout
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import Dropout
 
 
 def attend(q: jax.Array, *others: Any) -> jax.Array:

@@ -10,8 +10,8 @@ from short_runs import canonical_numbers, place, train
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout, Leaf
-from meshtrain.parallel.pipeline.generators import make_table
-from meshtrain.parallel.pipeline.simulate import Durations, simulate
+from meshtrain.schedule.generators import make_table
+from meshtrain.schedule.simulate import Durations, simulate
 
 
 def configuration(mesh: tuple[int, int, int], family: str = "gpt2", zero: int = 1, **sections: dict) -> Config:

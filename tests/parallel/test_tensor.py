@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config, decode
-from meshtrain.inspect import collectives
+from meshtrain.hlo import collectives
 from meshtrain.mesh import make_mesh
 from meshtrain.model.loss import Vocabulary, cross_entropy
 from meshtrain.parallel.tensor import MeshCollectives

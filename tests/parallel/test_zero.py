@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec
 from short_runs import place
 
 from meshtrain.config import Config, decode
-from meshtrain.inspect import live_bytes
+from meshtrain.hlo import live_bytes
 from meshtrain.mesh import AXES, make_mesh
-from meshtrain.parallel import accumulate, zero
+from meshtrain.parallel import one_stage, zero
 from meshtrain.parallel.layout import Layout, Leaf
 from meshtrain.step import Program, build
 
@@ -55,7 +55,7 @@ def held_in_step(program: Program) -> dict[str, int]:
     def pieces(masters: Any, batch: Any) -> tuple[Any, Any]:
         opened = program.zero.open(masters)
         batches, tokens = program._microbatches(batch)
-        _, gradients = accumulate.accumulate(program.forward, opened, batches, None, 1 / tokens + zeros)
+        _, gradients = one_stage.accumulate(program.forward, opened, batches, None, 1 / tokens + zeros)
         read = opened.differentiated if opened.constant is None else opened.constant
         return jax.tree.map(lambda x: x[None], (read, gradients))
 

@@ -29,12 +29,12 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.mesh import AXES, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
-from meshtrain.parallel.pipeline.buffers import Buffers, allocate
-from meshtrain.parallel.pipeline.loops import Loop, Work, loops, work_per_tick
-from meshtrain.parallel.pipeline.rings import read, ring, write
 from meshtrain.parallel.pipeline.stage import Stage
-from meshtrain.parallel.pipeline.table import Table
+from meshtrain.parallel.pipeline.storage import read, ring, write
 from meshtrain.parallel.zero import Weights
+from meshtrain.schedule.buffers import Buffers, allocate
+from meshtrain.schedule.segments import Loop, Work, loops, work_per_tick
+from meshtrain.schedule.table import Table
 
 Tree = Any
 Row = dict[str, jax.Array]  # this stage's entry of every array of Buffers, for one tick

@@ -10,7 +10,7 @@ from jax import lax
 from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.mesh import DATA, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
-from meshtrain.parallel.pipeline.split import Split, split_backward
+from meshtrain.parallel.pipeline.split_backward import Split, split_backward
 from meshtrain.parallel.zero import Weights
 
 Tree = Any

@@ -27,10 +27,10 @@ from meshtrain.mesh import make_mesh
 from meshtrain.parallel.forward import Forward
 from meshtrain.parallel.layout import Layout, Leaf
 from meshtrain.parallel.pipeline.execute import Executor
-from meshtrain.parallel.pipeline.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.parallel.pipeline.simulate import Durations, simulate
-from meshtrain.parallel.pipeline.table import B, F, Table, W
-from meshtrain.parallel.pipeline.validate import validate
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.table import B, F, Table, W
+from meshtrain.schedule.validate import validate
 from meshtrain.step import Program, build
 
 Tree = Any

@@ -24,7 +24,7 @@ COMPILE = """
 import sys
 from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
-from meshtrain.planner.compile import _described
+from meshtrain.plan.compiled import _described
 from meshtrain.step import build
 
 schedule, chunks, *mesh = sys.argv[1:]

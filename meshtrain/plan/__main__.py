@@ -1,0 +1,178 @@
+"""python -m meshtrain.plan: what each device will hold, send and wait for, before anything runs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from meshtrain.cli import Parser, command, say, whole_number
+from meshtrain.config import Config, ConfigError, load, notes, refusal, short, to_yaml
+from meshtrain.files import write_atomically
+from meshtrain.plan import advice, page, report, scaling
+from meshtrain.plan.cluster.cluster import Cluster, named
+from meshtrain.plan.compiled import Compiled, compile_step, parse_target
+from meshtrain.plan.estimate import Plan, estimate, large_enough, usual_cluster
+from meshtrain.plan.failures import faults
+from meshtrain.plan.search import Found, search
+from meshtrain.schedule import draw
+
+DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.config and not options.measure:
+        parser.error("--config FILE is needed: the YAML file of the run")
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.measure:
+        return _measure(options)
+    config = load(options.config, options.set)
+    cluster = _cluster(config, options)
+    if options.search:
+        return _search(config, cluster, options)
+    return _plan(config, cluster, options)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m meshtrain.plan", description=DESCRIPTION)
+    parser.add_config(required=False)
+    parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file, one of configs/clusters, or an accelerator; default: cpu with run.fake_devices, else h100")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
+    parser.add_argument("--search", action="store_true", help="ranks every legal layout of the cluster's devices")
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="devices to search layouts for; default: all of the cluster's, else the mesh's")  # fmt: skip
+    parser.add_argument("--write", metavar="FILE", help="where --search writes the best layout's config; default: CONFIG-best.yaml")  # fmt: skip
+    parser.add_argument("--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text")
+    parser.add_argument("--html", metavar="FILE", help="writes the whole report as one page with pictures")
+    parser.add_argument("--compile", metavar="TARGET[xN]", help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares")  # fmt: skip
+    parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
+    return parser
+
+
+def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
+    needed = max(config.mesh.devices, options.devices or 0) if options.search else config.mesh.devices
+    usual = usual_cluster(config)
+    if options.compile:
+        target = parse_target(options.compile, config.mesh.devices)
+        usual = {"a100": "a100-80"}.get(target, target)
+    cluster = named(options.cluster or usual, needed)
+    if options.search and cluster.devices < (options.devices or 0):
+        raise ConfigError(f"--devices {options.devices} is more than the {cluster.devices} devices of cluster {cluster.name}.")  # fmt: skip
+    return cluster if options.search else large_enough(cluster, config)
+
+
+def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
+    planned = estimate(config, cluster)
+    changes = [] if planned.fits else advice.cheapest(planned)
+    found = planned.as_json() | {"faults": report.faults_json(faults(planned))}
+    found["changes"] = [list(change.settings) for change in changes]
+    compiled = compile_step(config, options.compile) if options.compile else None
+    if compiled:
+        found["compiled"] = compiled.as_json()
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        _print(planned, compiled)
+    if options.gantt:
+        _gantt(planned, options.gantt)
+    if options.html:
+        points = scaling.strong(config, cluster), scaling.weak(config, cluster)
+        _write(options.html, page.page(planned, *points, _notes(config)))
+    if not planned.fits:
+        say(advice.sentence(planned, changes))
+    return 0
+
+
+def _print(planned: Plan, compiled: Compiled | None) -> None:
+    console = Console(highlight=False)
+    console.print(report.render(planned))
+    if compiled:
+        console.print(report.compared(planned, compiled))
+    for note in _notes(planned.config):
+        console.print(f"note: {note}", style="yellow")
+
+
+def _notes(config: Config) -> list[str]:
+    """What a run of this config would log before its first step: what is padded, replicated or cannot be sharded, and its cost."""
+    # Imported here: a plan in numbers alone needs no JAX, and is there in a third of a second.
+    from jax.sharding import AbstractMesh
+
+    from meshtrain.mesh import AXES
+    from meshtrain.parallel.layout import Layout
+
+    mesh = config.mesh
+    layout = Layout(config, AbstractMesh((mesh.data, mesh.tensor, mesh.pipeline), AXES))
+    return [*notes(config), *layout.notes()]
+
+
+def _gantt(planned: Plan, target: str) -> None:
+    if planned.timeline is None:
+        raise ConfigError("--gantt draws a pipeline's schedule, but mesh.pipeline is 1; give it at least 2 stages.")
+    if target == "-":
+        print(draw.gantt_text(planned.timeline))
+    else:
+        _write(target, draw.gantt_svg(planned.timeline))
+
+
+def _write(path: str, text: str) -> None:
+    target = Path(path)
+    try:
+        # What takes a file's place would end /dev/stdout.
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(target.resolve(), text.encode())
+    except OSError as error:
+        raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
+    # A NUL, or half a surrogate pair.
+    except ValueError:
+        raise ConfigError(f"{short(path)} is no path that a file can have.") from None
+    say(f"wrote {path}")
+
+
+def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
+    given = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
+    devices = options.devices or (cluster.devices if given else config.mesh.devices)
+    found = search(config, cluster, devices)
+    if not found.plans:
+        smallest = estimate(found.smallest.config, cluster)
+        raise ConfigError(
+            f"none of {found.legal:,} layouts fits: the smallest holds {report.size(smallest.bytes)} a device, and {cluster.accelerator.name} "
+            f"has {report.size(cluster.accelerator.usable_bytes)}; take more devices, or a smaller batch or model."
+        )
+    if options.json:
+        print(json.dumps(_found_json(found, devices), indent=2))
+    else:
+        Console(highlight=False).print(report.ranking(found, devices))
+    target = options.write or f"{Path(options.config).stem}-best.yaml"
+    _write(target, to_yaml(found.plans[0].config))
+    return 0
+
+
+def _found_json(found: Found, devices: int) -> dict:
+    best = [
+        {"settings": report.settings(p.config), "step_seconds": p.seconds, "total_bytes": int(p.bytes), "mfu": p.mfu}
+        for p in found.plans
+    ]
+    return {"devices": devices, "legal": found.legal, "fitting": found.fitting, "seconds": found.seconds, "best": best}
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from meshtrain.plan.measure import measure
+
+    measured = measure()
+    print(measured.to_text(), file=sys.stderr)
+    print(measured.to_yaml(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

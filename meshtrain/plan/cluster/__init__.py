@@ -1,0 +1,1 @@
+"""Described machines: accelerators, links, and what a collective costs over them."""

@@ -1,0 +1,244 @@
+"""A described cluster: nodes of devices, the links between them by level, and what fails how often.
+
+spine   ┌───────────────┴──────────────┐         a level joins blocks of `devices` devices;
+rail    ├──────────┐        ├──────────┐         a message goes over the lowest level whose
+node   [12345678] [12345678] ...                 block holds both ends
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from meshtrain.config import ConfigError, MeshConfig, short
+from meshtrain.config.load import read_section
+from meshtrain.config.schema import key
+from meshtrain.plan.cluster.accelerators import ACCELERATORS, Accelerator, Peak, complete
+
+DIRECTORY = Path(__file__).parent / "known"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network, seen from one device."""
+
+    devices: int = key(0, "devices in a block of this level; 0: there is no such level", least=0)
+    latency: float = key(0.0, "seconds for the first byte", least=0.0)
+    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.0)
+
+
+@dataclass(frozen=True)
+class Links:
+    island: Link = field(default_factory=Link)
+    node: Link = field(default_factory=Link)
+    rail: Link = field(default_factory=Link)
+    spine: Link = field(default_factory=Link)
+
+
+EXAMPLE = "it needs at least 'accelerator: {name: h100}' and 'links: {node: {devices: 8, bandwidth: 450}}'"
+LEVELS = ("island", "node", "rail", "spine")
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A level as a group of devices meets it: `fan` blocks of the level below (or devices) meet in one block here."""
+
+    level: str
+    fan: int
+    latency: float
+    bytes_per_second: float
+    members: int  # devices of the group in one of the blocks that meet: they share the work of crossing
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Devices that talk to each other, and the levels they cross, lowest first. Equal groups of a cluster are one object."""
+
+    size: int
+    hops: tuple[Hop, ...]
+    topology: str = "fat_tree"
+
+    @functools.cached_property
+    def latency(self) -> float:
+        return max((h.latency for h in self.hops), default=0.0)
+
+    @functools.cached_property
+    def bytes_per_second(self) -> float:
+        """What one device can send when all of the group send at once, members of a block sharing its way out evenly."""
+        return min((h.bytes_per_second * h.members for h in self.hops), default=math.inf)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str = key("", "what the report calls it")
+    nodes: int = key(1, "machines", least=1)
+    devices_per_node: int = key(8, "accelerators in a machine", least=1)
+    shared: bool = key(
+        False, "fake devices: all devices are one machine, and the accelerator's figures are of all of them together"
+    )
+    topology: Literal["fat_tree", "torus", "dragonfly", "flat"] = key("fat_tree", "shape of the network between nodes")
+    failures_per_device_hour: float = key(
+        2e-5,
+        "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
+        least=0.0,
+    )
+    restart_seconds: float = key(300.0, "from a failure to the first step after the restart", least=0.0)
+    storage_bandwidth: float = key(1.0, "GB/s that one node writes to the checkpoint store", above=0.0)
+    host_bandwidth: float = key(20.0, "GB/s at which one device copies to its host", above=0.0)
+    price_per_device_hour: float = key(0.0, "price of one device for an hour, in any currency", least=0.0)
+    accelerator: Accelerator = field(default_factory=Accelerator)
+    links: Links = field(default_factory=Links)
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def cpu(self) -> bool:
+        """Whether the devices are CPUs, where the program skips idle work and attention runs in blocks."""
+        return self.accelerator.name == "cpu"
+
+    def levels(self) -> tuple[tuple[str, Link], ...]:
+        """The levels that there are, innermost first."""
+        return tuple((name, getattr(self.links, name)) for name in LEVELS if getattr(self.links, name).devices)
+
+    def group(self, size: int, stride: int) -> Group:
+        """The group of `size` devices that stand `stride` apart in the numbering."""
+        return _group(self.levels(), self.accelerator.efficiency.link, self.topology, size, stride)
+
+    def axis(self, name: str, mesh: MeshConfig) -> Group:
+        """The group of a mesh axis; devices are numbered with pipeline outermost, then data, tensor innermost."""
+        stride = {"tensor": 1, "data": mesh.tensor, "pipeline": mesh.tensor * mesh.data}[name]
+        return self.group(getattr(mesh, name), stride)
+
+
+@functools.lru_cache(maxsize=4096)
+def _group(levels: tuple[tuple[str, Link], ...], reached: float, topology: str, size: int, stride: int) -> Group:
+    hops, inside = [], 1
+    for name, link in levels:
+        members = max(1, min(size, link.devices // stride))
+        if members > inside:
+            fan = math.ceil(members / inside)
+            hops.append(Hop(name, fan, link.latency, link.bandwidth * 1e9 * reached, inside))
+            inside = members
+    return Group(size, tuple(hops), topology)
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """The checked cluster of a YAML file; ConfigError (one sentence) otherwise."""
+    return checked(read_section(Cluster, path, "cluster description", "--cluster", EXAMPLE), short(path))
+
+
+def checked(cluster: Cluster, source: str) -> Cluster:
+    """The cluster with its accelerator's data sheet filled in; ConfigError where a figure is missing or makes no sense."""
+    accelerator = complete(cluster.accelerator)
+    missing = [n for n in ("memory", "bandwidth") if not getattr(accelerator, n)]
+    missing += [] if accelerator.peak.float32 else ["peak.float32"]
+    if missing:
+        near = difflib.get_close_matches(accelerator.name, ACCELERATORS, n=1)
+        raise ConfigError(
+            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}"
+            + (
+                f"; did you mean {near[0]}?"
+                if near
+                else f"; a new one needs accelerator.{', accelerator.'.join(missing)}."
+            )
+        )
+    if accelerator.reserved >= accelerator.memory:
+        raise ConfigError(
+            f"{source}: accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of {accelerator.memory:g} GiB."
+        )
+    filled = dataclasses.replace(cluster, name=cluster.name or Path(source).stem, accelerator=accelerator)
+    levels = filled.levels()
+    before: tuple[str, Link] | None = None
+    for name, link in levels:
+        if not link.bandwidth:
+            raise ConfigError(
+                f"{source}: links.{name}.bandwidth is 0; give the GB/s that one device can send over this level."
+            )
+        if before and link.devices <= before[1].devices:
+            raise ConfigError(
+                f"{source}: links.{name}.devices {link.devices} is not more than links.{before[0]}.devices {before[1].devices}; levels must grow from island to spine."
+            )
+        before = name, link
+    reach = levels[-1][1].devices if levels else 1
+    if not filled.shared and reach < filled.devices:
+        top = "rail or spine" if filled.nodes > 1 else "node"
+        raise ConfigError(
+            f"{source}: no link joins all {filled.devices} devices ({filled.nodes} nodes of {filled.devices_per_node}): the widest level given "
+            f"reaches {reach}; add links.{top} with devices: {filled.devices}."
+        )
+    return filled
+
+
+def resized(cluster: Cluster, devices: int) -> Cluster:
+    """The same kind of cluster with at least this many devices, its highest level stretched to join them."""
+    if cluster.shared:
+        return _divided(cluster, devices)
+    per_node = cluster.devices_per_node
+    nodes = math.ceil(devices / per_node)
+    if devices < per_node:
+        nodes, per_node = 1, devices
+    levels = dict(cluster.levels())
+    if levels and nodes > cluster.nodes:
+        top = list(levels)[-1]
+        levels[top] = dataclasses.replace(levels[top], devices=max(levels[top].devices, nodes * per_node))
+    return dataclasses.replace(
+        cluster, nodes=nodes, devices_per_node=per_node, links=dataclasses.replace(cluster.links, **levels)
+    )
+
+
+def _divided(cluster: Cluster, devices: int) -> Cluster:
+    """One machine faked to be several devices: each has its part of memory, bandwidth and arithmetic."""
+    whole = cluster.accelerator
+    part = dataclasses.replace(
+        whole,
+        memory=whole.memory / devices,
+        reserved=whole.reserved / devices,
+        bandwidth=whole.bandwidth / devices,
+        peak=Peak(*(rate / devices for rate in dataclasses.astuple(whole.peak))),
+    )
+    node = dataclasses.replace(cluster.links.node, devices=max(devices, 1))
+    return dataclasses.replace(
+        cluster, nodes=1, devices_per_node=devices, accelerator=part, shared=False, links=Links(node=node)
+    )
+
+
+def named(name: str, devices: int) -> Cluster:
+    """A known cluster (`known/NAME.yaml`), an accelerator's name alone, or a path; sized for `devices`.
+
+    A file keeps its own size; a bare name is as large as the mesh needs.
+    """
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        cluster = load_cluster(name)
+        return resized(cluster, devices) if cluster.shared else cluster
+    shipped = {path.stem: path for path in DIRECTORY.glob("*.yaml")}
+    if name in shipped:
+        return resized(load_cluster(shipped[name]), devices)
+    if name in ACCELERATORS:
+        return resized(default(name), devices)
+    near = difflib.get_close_matches(name, ACCELERATORS, n=1)
+    raise ConfigError(
+        f"--cluster {short(name)}: there is no such file or accelerator; give a YAML file or one of {', '.join(ACCELERATORS)}"
+        + (f"; did you mean {near[0]}?" if near else ".")
+    )
+
+
+# NVLink and network of the machines that these accelerators are sold in: (GB/s in the node, GB/s between nodes), one way.
+_USUAL_LINKS = {
+    "a100-40": (300, 25), "a100-80": (300, 25), "h100": (450, 50), "h100-96": (450, 50), "h200": (450, 50),
+    "b200": (900, 50), "v100": (150, 12.5), "tpu-v5p": (600, 600), "cpu": (5, 5),
+}  # fmt: skip
+
+
+def default(accelerator: str) -> Cluster:
+    """Nodes of eight of an accelerator, joined as they usually are."""
+    node, network = _USUAL_LINKS[accelerator]
+    links = Links(node=Link(8, 3e-6, node), rail=Link(2**20, 8e-6, network))
+    cluster = Cluster(
+        name=accelerator, shared=accelerator == "cpu", accelerator=Accelerator(name=accelerator), links=links
+    )
+    return checked(cluster, accelerator)

@@ -1,0 +1,203 @@
+"""The real compiler run for described devices, and its bytes beside the planner's.
+
+XLA's GPU compiler needs no GPU: a target description says what it would find. Memory comes from the executable's buffer
+assignment, traffic from the collectives in its HLO.
+"""
+
+import os
+import time as clock
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshtrain.config import Config, ConfigError, short
+from meshtrain.plan import ticks, traffic
+from meshtrain.plan.estimate import Plan
+
+# Streaming multiprocessors, clock in GHz, L2 and shared memory in bytes, compute capability, memory and its bandwidth:
+# NVIDIA A100, H100, H200 and B200 data sheets and the CUDA C++ Programming Guide, section "Compute Capabilities".
+GPUS: dict[str, dict[str, Any]] = {
+    "a100": dict(cores=108, clock=1.41, l2=41943040, shared=167936, capability=(8, 0), memory=85_000_000_000, bandwidth=2039e9),
+    "h100": dict(cores=132, clock=1.98, l2=52428800, shared=233472, capability=(9, 0), memory=85_500_000_000, bandwidth=3350e9),
+    "h200": dict(cores=132, clock=1.98, l2=62914560, shared=233472, capability=(9, 0), memory=150_000_000_000, bandwidth=4800e9),
+    "b200": dict(cores=148, clock=1.96, l2=132644864, shared=233472, capability=(10, 0), memory=191_000_000_000, bandwidth=7700e9),
+}  # fmt: skip
+SMALLEST = 1024  # bytes: metrics and the gradient's norm are not worth a line
+CUDNN = (9, 8, 0)  # of the described GPUs
+PACKAGES = "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 (pip install 'meshtrain[compile]')"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one device's step. `total_bytes` is what is alive at the fullest moment."""
+
+    target: str
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    compile_seconds: float
+    collectives: list[dict[str, Any]]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    def sent(self) -> dict[str, float]:
+        """Bytes that one device sends in a step, by mesh axis."""
+        axes = sorted({c["axis"] for c in self.collectives})
+        return {axis: sum(c["sent_bytes"] for c in self.collectives if c["axis"] == axis) for axis in axes}
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("target", "argument_bytes", "temp_bytes", "output_bytes", "alias_bytes", "total_bytes", "compile_seconds", "collectives")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+def parse_target(target: str, devices: int) -> str:
+    """The name in TARGET or TARGETxN; ConfigError for an unknown one or another number of devices than the mesh has."""
+    name, cross, count = target.lower().partition("x")
+    if name not in ("cpu", *GPUS):
+        raise ConfigError(f"--compile {short(target)}: the target must be one of cpu, {', '.join(GPUS)}, as in --compile h100x{devices}.")  # fmt: skip
+    if cross and (not count.isdigit() or int(count) != devices):
+        raise ConfigError(
+            f"--compile {short(target)}: the mesh has {devices} devices, so write {name} or {name}x{devices}."
+        )
+    return name
+
+
+def compile_step(config: Config, target: str) -> Compiled:
+    """Compiles the train step of a config for `cpu` or a GPU of `GPUS`, which need not be there.
+
+    Must run before JAX has started a backend, since it chooses which. Raises ConfigError where the compiler is not installed.
+    """
+    mesh = config.mesh
+    devices = mesh.data * mesh.tensor * mesh.pipeline
+    name = parse_target(target, devices)
+    found = _described(name, devices) if name != "cpu" else _fake(devices)
+    # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
+    from meshtrain.hlo import collectives
+    from meshtrain.mesh import make_mesh
+    from meshtrain.step import build
+
+    jax_mesh = make_mesh(config, found)
+    lowered = build(config, jax_mesh).lower()
+    start = clock.perf_counter()
+    executable = lowered.compile()
+    seconds = clock.perf_counter() - start
+    memory = executable.memory_analysis()
+    assert memory is not None, "XLA's CPU and GPU compilers both tell what they allocate"
+    # On CPU idle work stands in conditionals, taken as often as the table has work for a stage.
+    share = _busy(config) if name == "cpu" else 1.0
+    return Compiled(
+        target=f"{name}x{devices}",
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        compile_seconds=seconds,
+        collectives=[_row(c, share) for c in collectives(executable, jax_mesh)],
+    )
+
+
+def _busy(config: Config) -> float:
+    """Share of a pipeline's ticks in which a stage has work."""
+    if config.mesh.pipeline == 1:
+        return 1.0
+    table = ticks.table(config)
+    return table.microbatches * table.chunks / table.ticks
+
+
+def _row(collective: Any, share: float) -> dict[str, Any]:
+    trips = round(collective.trips * (share if collective.conditionals else 1.0))
+    return {
+        "kind": collective.kind,
+        "axis": collective.axis,
+        "bytes": collective.bytes,
+        "ranks": collective.ranks,
+        "trip_count": trips,
+        "sent_bytes": collective.sent * trips,
+        "source": collective.source,
+    }
+
+
+def _fake(devices: int) -> Sequence[Any]:
+    import jax
+
+    from meshtrain.mesh import fake_cpu_devices
+
+    jax.config.update("jax_platforms", "cpu")
+    fake_cpu_devices(devices)
+    return jax.devices("cpu")
+
+
+def _described(name: str, devices: int) -> Sequence[Any]:
+    """Described GPUs, eight to a host."""
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import jax
+    from jax.experimental import topologies
+
+    jax.config.update("jax_platforms", "cpu,cuda")
+    _describe_cudnn()
+    shape = f"1x{-(-devices // 8)}x{min(8, devices)}"
+    try:
+        described = topologies.get_topology_desc(platform="cuda", target_config=target_config(name), topology=shape)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--compile {name} needs XLA's CUDA compiler, though no GPU: install {PACKAGES} ({reason}).") from None  # fmt: skip
+    return described.devices
+
+
+def _describe_cudnn() -> None:
+    """Has JAX take the described cuDNN's version instead of asking the installed one before it writes a call to it.
+
+    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    major, minor, patch = CUDNN
+    fused_attention_stablehlo.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
+
+
+def target_config(name: str) -> str:
+    """XLA's description of a GPU (a GpuTargetConfigProto as text)."""
+    gpu = GPUS[name]
+    major, minor = gpu["capability"]
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu["shared"]}
+  threads_per_core_limit: 2048
+  core_count: {gpu["cores"]}
+  fpus_per_core: {64 if name == "a100" else 128}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(gpu["bandwidth"])}
+  l2_cache_size: {gpu["l2"]}
+  clock_rate_ghz: {gpu["clock"]}
+  device_memory_size: {gpu["memory"]}
+  shared_memory_per_block_optin: {gpu["shared"] - 1024}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} patch: {CUDNN[2]} }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "NVIDIA {name.upper()}"
+"""
+
+
+def comparison(plan: Plan, compiled: Compiled) -> list[tuple[str, float, float]]:
+    """(what, planner's bytes, compiler's bytes), line by line."""
+    between = sum(item.nbytes for item in plan.memory if item.between_steps)
+    rows = [
+        ("state between steps (arguments)", between, float(compiled.argument_bytes)),
+        ("needed during the step (temporaries)", plan.bytes - between, float(compiled.temp_bytes)),
+        ("held in all", plan.bytes, float(compiled.total_bytes)),
+    ]
+    planned, found = traffic.by_axis(plan.flows), compiled.sent()
+    rows += [(f"sent over {axis}", planned.get(axis, 0.0), found.get(axis, 0.0)) for axis in sorted({*planned, *found})]
+    return [row for row in rows if max(row[1:]) >= SMALLEST]

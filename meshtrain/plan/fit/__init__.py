@@ -1,0 +1,1 @@
+"""Published runs, and the efficiency numbers that are fitted on them."""

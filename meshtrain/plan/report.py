@@ -1,0 +1,198 @@
+"""A plan as tables for people: what a device holds, sends and takes, with bars."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshtrain.config import Config
+from meshtrain.plan import search, shapes, traffic
+from meshtrain.plan.compiled import Compiled, comparison
+from meshtrain.plan.estimate import PART_NAMES, Plan
+from meshtrain.plan.failures import Faults, faults
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 3 digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.3g} TiB" if nbytes < 1000 else f"{nbytes:,.0f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 3 digits and a unit."""
+    for unit, factor in (("ns", 1e9), ("µs", 1e6), ("ms", 1e3)):
+        if abs(seconds) * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    if seconds < 1000:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 3600:.3g} h" if seconds < 86400 * 3 else f"{seconds / 86400:.3g} days"
+
+
+def count(number: float) -> str:
+    """A large number for people: 8.03 B."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def render(plan: Plan) -> RenderableType:
+    """The whole report for a `rich` console."""
+    return Group(_headline(plan), _memory(plan), _traffic(plan), _time(plan))
+
+
+def headline(plan: Plan) -> str:
+    """The answer in a few lines: fits or not, seconds, what bounds it."""
+    mesh, device = plan.config.mesh, plan.cluster.accelerator
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines = [
+        f"{count(plan.parameters)} parameters on {plan.devices} x {device.name}: data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline}",
+        f"memory  {size(plan.bytes)} of {size(device.usable_bytes)} a device: {verdict}",
+        f"layers  {layers(plan)}",
+        f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, {plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
+        f"MFU {plan.mfu:.1%}; bound by {plan.time.bound}",
+    ]
+    if plan.timeline is not None:
+        lines.append(
+            f"pipeline {plan.config.parallel.schedule}, {plan.ticks} ticks, at most {plan.peak_in_flight} microbatches in flight, "
+            f"{plan.bubble_fraction:.1%} of the time idle"
+        )
+    lines.append(f"faults  {faults_text(faults(plan))}")
+    if plan.cost:
+        lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps")
+    return "\n".join(lines)
+
+
+def _headline(plan: Plan) -> Text:
+    text = Text(headline(plan))
+    text.stylize("bold", 0, len(headline(plan).splitlines()[0]))
+    if not plan.fits:
+        text.highlight_words(["DOES NOT FIT"], "bold red")
+    return text
+
+
+def bar(share: float, width: int = 24) -> str:
+    return "█" * round(share * width)
+
+
+def layers(plan: Plan) -> str:
+    """Which layers a device has room for, in words: all stages run one program, so the longest decides."""
+    stage, stages = shapes.stage(plan.config), plan.config.mesh.pipeline
+    if stages == 1:
+        return f"all {stage.layers} layers"
+    if len(set(stage.split)) == 1:
+        return f"{stage.layers} layers, as every stage"
+    kind = "stage" if stage.chunks == 1 else "virtual stage"
+    return (
+        f"room for {stage.layers} layers: {kind} {stage.split.index(stage.longest)} is the longest with {stage.longest}"
+    )
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(title="each device holds", title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("bytes", "right"), ("share", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for item in sorted(plan.memory, key=lambda i: -i.nbytes):
+        share = item.nbytes / plan.bytes
+        table.add_row(item.name, size(item.nbytes), f"{share:.1%}", bar(share))
+    table.add_row("total", size(plan.bytes), "100%", "", style="bold")
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    table = Table(title="each device sends in a step", title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("axis", "left"), ("what", "left"), ("kind", "left"), ("times", "right"), ("size", "right"), ("sent", "right")):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for flow in plan.flows:
+        table.add_row(flow.axis, flow.what, flow.kind, f"{flow.count:,}", size(flow.nbytes), size(flow.sent))
+    for axis, sent in traffic.by_axis(plan.flows).items():
+        if sent:
+            table.add_row(axis, "total", "", "", "", size(sent), style="bold")
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    table = Table(title="a step takes", title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("time", "right"), ("share", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    done = 0.0
+    for name, seconds in plan.time.parts():
+        if seconds:
+            share = seconds / plan.seconds
+            table.add_row(
+                PART_NAMES[name], duration(seconds), f"{share:.1%}", " " * round(done * 40) + (bar(share, 40) or "▏")
+            )
+            done += share
+    table.add_row("total", duration(plan.seconds), "100%", "", style="bold")
+    return table
+
+
+def faults_text(found: Faults) -> str:
+    """Failures in a line."""
+    if not found.interval_steps:
+        return "none expected"
+    return (
+        f"one in {duration(found.between)}; a checkpoint every {found.interval_steps:,} steps leaves {found.goodput:.1%} of the time "
+        f"for training; {found.spares} spare nodes last a day with 99%"
+    )
+
+
+def faults_json(found: Faults) -> dict:
+    """`plan --json`'s faults."""
+    return {
+        "mean_seconds_between_failures": found.between if found.interval_steps else None,
+        "checkpoint_every_steps": found.interval_steps,
+        "goodput": found.goodput,
+        "goodput_as_configured": found.configured_goodput,
+        "spare_nodes_for_a_day": found.spares,
+    }
+
+
+def settings(config: Config) -> dict[str, object]:
+    """The keys that a search decides."""
+    mesh, parallel = config.mesh, config.parallel
+    found: dict[str, object] = {"mesh.data": mesh.data, "mesh.tensor": mesh.tensor, "mesh.pipeline": mesh.pipeline}
+    names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab")  # fmt: skip
+    return found | {f"parallel.{name}": getattr(parallel, name) for name in names}
+
+
+def compared(plan: Plan, compiled: Compiled) -> Table:
+    """The planner's bytes beside the compiler's."""
+    title = f"compiled for {compiled.target} in {compiled.compile_seconds:.1f} s"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("planned", "right"), ("compiled", "right"), ("off by", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for what, planned, found in comparison(plan, compiled):
+        table.add_row(what, size(planned), size(found), f"{planned / found - 1:+.1%}" if found else "")
+    return table
+
+
+def layout(config: Config) -> str:
+    """A layout in a line."""
+    mesh, parallel = config.mesh, config.parallel
+    words = [f"data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline}"]
+    if mesh.pipeline > 1:
+        chunks = f" x {parallel.virtual_stages} chunks" if parallel.virtual_stages > 1 else ""
+        words.append(f"{parallel.schedule}{chunks}")
+        words.append(f"vocabulary {'spread' if parallel.vocab == 'spread' else 'on the edge'}")
+    words.append(f"{parallel.microbatches} microbatches" if parallel.microbatches > 1 else "1 microbatch")
+    words.append(f"ZeRO-{parallel.zero_stage}{' held' if parallel.zero_hold else ''}")
+    words.append(f"remat {parallel.remat}")
+    if parallel.sequence_parallel:
+        words.append("sequence parallel")
+    return ", ".join(words)
+
+
+def ranking(found: search.Found, devices: int) -> RenderableType:
+    """The best layouts of a search, with the reasons."""
+    lines = Text()
+    lines.append(
+        f"{found.legal:,} legal layouts on {devices:,} devices, {found.fitting:,} fit; searched in {found.seconds:.1f} s\n",
+        "bold",
+    )
+    for place, plan in enumerate(found.plans, 1):
+        lines.append(f"{place:2}  {duration(plan.seconds):>8}  {size(plan.bytes):>9}  MFU {plan.mfu:.1%}  ", "bold")
+        lines.append(f"{layout(plan.config)}\n    {search.reason(plan, found.plans[0])}\n")
+    return lines

@@ -1,0 +1,81 @@
+"""How a layout scales: the same batch on more devices (strong), or a batch that grows with them (weak).
+
+Tensor and pipeline stay as they are and the data axis grows, which is how a run is made larger. Amdahl's law (1967) knows only
+the part that does not shrink; here every term has its own law: compute falls with the share of the batch, the bubble stays
+where microbatches run out, collectives over data grow with the number of hops.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshtrain.config import Config, ConfigError, check
+from meshtrain.plan.cluster.cluster import Cluster, resized
+from meshtrain.plan.estimate import Plan, estimate
+from meshtrain.plan.shapes import replaced
+
+MOST_DEVICES = 16384
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A size of the run; `efficiency` is throughput a device over that of the smallest size."""
+
+    devices: int
+    plan: Plan
+    efficiency: float
+
+    @property
+    def serial(self) -> float:
+        """Share of the step that a smaller share of the batch does not shorten: Amdahl's serial part."""
+        spent = self.plan.time
+        return (spent.data + spent.bubble + spent.optimizer + spent.checkpoint) / spent.total
+
+
+def strong(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
+    """The config's batch on more and more devices, until the data axis has no sequence left to share."""
+    return _points(_stronger(config, most), cluster)
+
+
+def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
+    """The config's share of the batch on every data rank, on more and more devices."""
+    return _points(_weaker(config, most), cluster)
+
+
+def _stronger(config: Config, most: int) -> Iterator[Config]:
+    model_ways = config.mesh.tensor * config.mesh.pipeline
+    batch, data = config.train.global_batch_size, config.mesh.data
+    size = batch // data // config.parallel.microbatches  # sequences of a microbatch: kept as long as it can be
+    while data * model_ways <= most and batch % data == 0:
+        microbatches = max(1, batch // data // size)
+        if batch // data % microbatches == 0:
+            yield replaced(config, mesh={"data": data}, parallel={"microbatches": microbatches})
+        data *= 2
+
+
+def _weaker(config: Config, most: int) -> Iterator[Config]:
+    model_ways, data = config.mesh.tensor * config.mesh.pipeline, config.mesh.data
+    share = config.train.global_batch_size // data
+    while data * model_ways <= most:
+        yield replaced(config, mesh={"data": data}, train={"global_batch_size": share * data})
+        data *= 2
+
+
+def _points(configs: Iterator[Config], cluster: Cluster) -> list[Point]:
+    points: list[Point] = []
+    for config in configs:
+        devices = config.mesh.data * config.mesh.tensor * config.mesh.pipeline
+        # A schedule's own table has one number of microbatches, which not every size of the run has.
+        try:
+            check(config)
+            planned = estimate(config, grown(cluster, devices))
+        except ConfigError:
+            continue
+        each = planned.tokens_per_second / devices
+        first = points[0].plan.tokens_per_second / points[0].devices if points else each
+        points.append(Point(devices, planned, each / first))
+    return points
+
+
+def grown(cluster: Cluster, devices: int) -> Cluster:
+    """The cluster with more nodes of the same kind if it has fewer devices."""
+    return cluster if cluster.devices >= devices else resized(cluster, devices)

@@ -1,0 +1,209 @@
+"""Every legal layout for a number of devices, those that fit ranked by the time of a step.
+
+The loops are nested so that what a choice does not change is computed once: compute by (tensor, microbatch, recomputation),
+the bubble by schedule, the state's bytes and the traffic over data by ZeRO stage.
+"""
+
+import functools
+import itertools
+import math
+import time as clock
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshtrain.config import Config, ConfigError
+from meshtrain.config.check import CHUNKED
+from meshtrain.config.check import SCHEDULES as LEGAL
+from meshtrain.plan import memory, shapes, ticks
+from meshtrain.plan.cluster.cluster import Cluster
+from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
+from meshtrain.plan.seconds import Pieces, pieces_of
+from meshtrain.plan.shapes import replaced
+from meshtrain.schedule.generators import SCHEDULES
+
+MOST_CHUNKS = 8
+REMAT = ("none", "dots", "full")
+
+
+class Candidate(NamedTuple):
+    """A layout with its predicted seconds and bytes, by formula; `zero` is its (stage, hold).
+
+    Where it does not fit the bytes may be only those that show it, and the seconds infinite.
+    """
+
+    seconds: float
+    nbytes: float
+    base: Config
+    zero: tuple[int, bool | None]
+
+    @property
+    def config(self) -> Config:
+        return _with_zero(self.base, self.zero)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: the best layouts, simulated, fastest first."""
+
+    plans: list[Plan]
+    legal: int
+    fitting: int
+    smallest: Candidate  # the layout that holds least, fitting or not
+    seconds: float  # that the search took
+
+
+def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> Found:
+    """The `best` layouts of a config's model and batch on `devices` devices of a cluster.
+
+    Only mesh and parallel keys are changed. Raises ConfigError where no layout is legal.
+    """
+    began = clock.perf_counter()
+    legal, fitting = 0, []
+    smallest: Candidate | None = None
+    usable = cluster.accelerator.usable_bytes
+    for candidate in candidates(config, cluster, devices):
+        legal += 1
+        if smallest is None or candidate.nbytes < smallest.nbytes:
+            smallest = candidate
+        if candidate.nbytes <= usable:
+            fitting.append(candidate)
+    if smallest is None:
+        raise ConfigError(
+            f"no layout of {devices} devices is legal for train.global_batch_size {config.train.global_batch_size}, model.heads "
+            f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must divide the first, mesh.tensor the second, and "
+            f"mesh.pipeline be at most the third."
+        )
+    fitting.sort(key=lambda c: c[:2])
+    plans = [estimate(c.config, cluster) for c in _distinct(fitting, 2 * best)]
+    plans = sorted((p for p in plans if p.fits), key=lambda p: (p.seconds, p.bytes))[:best]
+    return Found(plans, legal, len(fitting), smallest, clock.perf_counter() - began)
+
+
+def _distinct(ranked: list[Candidate], count: int) -> list[Candidate]:
+    """The first of each mesh, schedule and recomputation: the rest differ in details that hardly cost time."""
+    seen, found = set(), []
+    for candidate in ranked:
+        parallel = candidate.base.parallel
+        key = (candidate.base.mesh, parallel.schedule, parallel.virtual_stages, parallel.remat)
+        if key not in seen:
+            seen.add(key)
+            found.append(candidate)
+        if len(found) == count:
+            break
+    return found
+
+
+def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
+    """Every (data, tensor, pipeline) that the model, the batch and the number of devices allow."""
+    for tensor in divisors(devices):
+        if config.model.heads % tensor:
+            continue
+        for stages in divisors(devices // tensor):
+            data = devices // tensor // stages
+            if stages <= config.model.layers and config.train.global_batch_size % data == 0:
+                yield data, tensor, stages
+
+
+@functools.lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(small + [n // d for d in reversed(small) if d * d != n])
+
+
+def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
+    """Every (schedule, virtual stages) for a number of stages."""
+    if stages == 1:
+        return [("1f1b", 1)]
+    names = [name for name in SCHEDULES if name in LEGAL]
+    found = [(name, 1) for name in names if name not in CHUNKED and not name.startswith(("v_", "zb_v"))]
+    chunks = range(2, min(MOST_CHUNKS, layers // stages) + 1)
+    found += [(name, v) for name in names if name in CHUNKED for v in chunks]
+    return found + [(name, 2) for name in names if name.startswith(("v_", "zb_v")) and 2 * stages <= layers]
+
+
+def candidates(config: Config, cluster: Cluster, devices: int) -> Iterator[Candidate]:
+    """Every legal layout with its bytes and seconds by formula."""
+    base = replaced(config, parallel={"layer_split": None, "zero_hold": None})
+    if base.parallel.remat == "names":
+        base = replaced(base, parallel={"remat": "none", "remat_keep": (), "remat_offload": ()})
+    for data, tensor, stages in meshes(base, devices):
+        mesh = replaced(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
+        splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
+        vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
+        microbatches = divisors(base.train.global_batch_size // data)
+        for vocab, m in itertools.product(vocabularies, microbatches):
+            cut = replaced(mesh, parallel={"vocab": vocab, "microbatches": m})
+            outside: dict[int, list[_Zero]] = {}
+            for split, remat in itertools.product(splits, REMAT):
+                keys = {"sequence_parallel": split, "remat": remat}
+                yield from _scheduled(replaced(cut, parallel=keys), cluster, outside)
+
+
+class _Zero(NamedTuple):
+    """What a ZeRO stage (and hold) decides."""
+
+    zero: tuple[int, bool | None]
+    seconds: float  # outside the microbatches
+    nbytes: float  # of state
+    at_use: tuple[bool, bool]  # whether weights are gathered, gradients scattered, layer by layer
+
+
+def _scheduled(config: Config, cluster: Cluster, outside: dict[int, list[_Zero]]) -> Iterator[Candidate]:
+    """All schedules and ZeRO stages of a layout. What follows from the layers of a stage alone is computed once for each number
+    of them: the pieces here, what ZeRO decides in `outside`. Time is computed where one of the ZeRO stages fits, since most don't.
+    """
+    usable = cluster.accelerator.usable_bytes
+    pieces: dict[int, Pieces] = {}
+    for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
+        scheduled = replaced(config, parallel={"schedule": schedule, "virtual_stages": chunks})
+        stage = shapes.stage(scheduled)
+        if stage.layers not in outside:
+            outside[stage.layers] = list(_zeros(scheduled, cluster))
+        held = memory.total(memory.kept(scheduled, ticks.quick_depths(scheduled), cluster.cpu))
+        seconds, passing = math.inf, dict[tuple[bool, bool], float]()
+        for zero in outside[stage.layers]:
+            nbytes = held + zero.nbytes
+            if nbytes <= usable:
+                if zero.at_use not in passing:
+                    moments = memory.passing(_with_zero(scheduled, zero.zero), cluster.cpu)
+                    passing[zero.at_use] = max(map(memory.total, moments.values()))
+                nbytes += passing[zero.at_use]
+            if nbytes <= usable and seconds == math.inf:
+                if stage.longest not in pieces:
+                    pieces[stage.longest] = pieces_of(scheduled, cluster)
+                seconds = ticks.quick(scheduled, pieces[stage.longest]).total
+            yield Candidate(seconds + zero.seconds, nbytes, scheduled, zero.zero)
+
+
+def _with_zero(config: Config, zero: tuple[int, bool | None]) -> Config:
+    return replaced(config, parallel={"zero_stage": zero[0], "zero_hold": zero[1]})
+
+
+def _zeros(config: Config, cluster: Cluster) -> Iterator[_Zero]:
+    """ZeRO stages with and without holding, where that makes a difference: for stages 2 and 3 with several microbatches."""
+    several = config.parallel.microbatches > 1 or config.mesh.pipeline > 1
+    holds = (False, True) if several else (False,)
+    choices: list[tuple[int, bool | None]] = [(0, None)]
+    if config.mesh.data > 1:
+        choices += [(1, None), *itertools.product((2, 3), holds)]
+    for stage, hold in choices:
+        chosen = _with_zero(config, (stage, hold))
+        nbytes = sum(item.nbytes for item in memory.state(chosen))
+        at_use = shapes.gathers_at_use(chosen), shapes.scatters_at_use(chosen)
+        yield _Zero((stage, hold), outside_seconds(chosen, cluster), nbytes, at_use)
+
+
+def reason(found: Plan, fastest: Plan) -> str:
+    """Why a layout stands where it stands, in a few words."""
+    total = found.seconds
+    if found is fastest:
+        largest = sorted(found.time.parts(), key=lambda p: -p[1])[:3]
+        return "fastest: " + ", ".join(f"{PART_NAMES[name]} {seconds / total:.0%}" for name, seconds in largest)
+    slower = {name: seconds - dict(fastest.time.parts())[name] for name, seconds in found.time.parts()}
+    most = max(slower, key=lambda name: slower[name])
+    less = min(slower, key=lambda name: slower[name])
+    text = f"+{total / fastest.seconds - 1:.1%}: {PART_NAMES[most]} +{slower[most] / fastest.seconds:.1%}"
+    if slower[less] < -0.001 * total:
+        text += f", {PART_NAMES[less]} {slower[less] / fastest.seconds:.1%}"
+    return text

@@ -1,0 +1,171 @@
+"""How long a step takes, and what for: compute by shape, communication by the cheapest collective, the pipeline by its table."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from meshtrain.config import Config
+from meshtrain.plan import compute, shapes
+from meshtrain.plan.cluster import algorithms
+from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from meshtrain.plan.cluster.cluster import Cluster, Group
+from meshtrain.plan.compute import OURS, Practice, Seconds
+from meshtrain.plan.traffic import BOTH, edge_flows, layer_flows
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Seconds of one microbatch on one device, the parts from which a step is put together.
+
+    `forward` and `backward` are of one layer; `*_sends` their collectives over tensor as they delay the device.
+    """
+
+    forward: Seconds
+    backward: Seconds  # recomputation counted
+    again: Seconds  # the recomputation alone
+    forward_sends: float
+    backward_sends: float
+    head: Seconds  # forward and backward, on one device
+    head_sends: float  # its sums over tensor
+    vocab_sends: float  # its sums over the stages that share the vocabulary
+    message: float  # one hop to the next stage, while the stages work on
+    waits: float  # the same where the stages wait for it
+    layers: int  # of the longest virtual stage
+
+    @property
+    def head_total(self) -> float:
+        """The loss head of one microbatch on one device, with its collectives."""
+        return self.head.total + self.head_sends + self.vocab_sends
+
+    @property
+    def chunk_forward(self) -> float:
+        """One microbatch through one model chunk, forward."""
+        return self.layers * (self.forward.total + self.forward_sends) + self.waits
+
+    @property
+    def chunk_backward(self) -> float:
+        return self.layers * (self.backward.total + self.backward_sends) + self.waits
+
+    @property
+    def chunk_weight_grad(self) -> float:
+        """The half of the backward's products that only the weights need."""
+        return self.layers * (self.backward.matmul - self.again.matmul) / 2
+
+
+def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pieces:
+    """What one microbatch costs on one device of a cluster."""
+    device, mesh, parallel = cluster.accelerator, config.mesh, config.parallel
+    dtype, stage = config.precision.compute, shapes.stage(config)
+    forward = compute.layer_forward(
+        config.model,
+        device,
+        dtype,
+        shapes.sequences(config),
+        config.train.sequence_length,
+        mesh.tensor,
+        parallel.sequence_parallel,
+        practice,
+    )
+    again = compute.recomputed(config, forward, practice)
+    backward = compute.layer_backward(forward, practice.flash) + again
+    tensor = cluster.axis("tensor", mesh)
+    hidden = device.efficiency.exposed if practice.overlap_tensor else 1.0
+    pipeline = cluster.axis("pipeline", mesh)
+    groups = {"tensor": tensor, "pipeline": pipeline, BOTH: cluster.group(mesh.tensor * mesh.pipeline, 1)}
+    sends = {"forward": 0.0, "backward": 0.0}
+    for moment, f in layer_flows(config):
+        sends[moment] += f.count * algorithms.best(f.kind, tensor, f.nbytes).seconds * hidden / stage.longest
+    edges = {axis: 0.0 for axis in groups}
+    for _, f in edge_flows(config):
+        edges[f.axis] += f.count * algorithms.best(f.kind, groups[f.axis], f.nbytes).seconds
+    head = compute.head(config.model, device, dtype, shapes.tokens(config), stage.vocab_ways, practice)
+    stream = shapes.stream(config) * shapes.itemsize(dtype)
+    message = 0.0
+    if mesh.pipeline > 1:
+        shared = 1 if not practice.scatter_messages or parallel.sequence_parallel else mesh.tensor
+        message = algorithms.best(PERMUTE, pipeline, stream / shared).seconds
+        message += algorithms.best(ALL_GATHER, tensor, stream).seconds if shared > 1 else 0.0
+    return Pieces(
+        forward,
+        backward,
+        again,
+        sends["forward"],
+        sends["backward"],
+        head,
+        edges["tensor"],
+        edges["pipeline"] + edges[BOTH],
+        message if practice.overlap_pipeline else 0.0,
+        0.0 if practice.overlap_pipeline else message,
+        stage.longest,
+    )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what they are spent on; the device waits in `tensor`, `pipeline`, `data` and `bubble`."""
+
+    matmul: float
+    attention: float
+    memory: float
+    recompute: float
+    head: float
+    tensor: float
+    pipeline: float
+    data: float
+    bubble: float
+    optimizer: float
+    checkpoint: float
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+    def parts(self) -> list[tuple[str, float]]:
+        return list(dataclasses.asdict(self).items())
+
+    @property
+    def bound(self) -> str:
+        """What takes the largest share: compute, memory, communication or bubble."""
+        groups = {
+            "compute": self.matmul + self.attention + self.recompute + self.head,
+            "memory": self.memory + self.optimizer + self.checkpoint,
+            "communication": self.tensor + self.pipeline + self.data,
+            "bubble": self.bubble,
+        }
+        return max(groups, key=lambda name: groups[name])
+
+
+def data_seconds(config: Config, group: Group, practice: Practice = OURS) -> float:
+    """Gathers and reductions over data of one step, before any of it hides behind compute."""
+    if group.size == 1:
+        return 0.0
+    stage, zero = shapes.stage(config), config.parallel.zero_stage
+    block, outer, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    weight = shapes.itemsize(config.precision.compute)
+    reduce = shapes.itemsize(config.precision.reduce) if practice is OURS else practice.gradient_bytes
+    if not zero:
+        return algorithms.best(ALL_REDUCE, group, (block.whole * stage.layers + outer.whole) * reduce).seconds
+    m, seconds = config.parallel.microbatches, 0.0
+    for kind, size, at_use, times in (
+        (ALL_GATHER, weight, shapes.gathers_at_use(config), 2),
+        (REDUCE_SCATTER, reduce, shapes.scatters_at_use(config), 1),
+    ):
+        if at_use:  # layer by layer, so the steps of each collective count every time
+            layer = algorithms.best(kind, group, block.shard * group.size * size).seconds
+            seconds += times * m * (stage.layers * layer)
+            seconds += times * m * algorithms.best(kind, group, outer.shard * group.size * size).seconds
+        else:
+            seconds += algorithms.best(
+                kind, group, (block.shard * stage.layers + outer.shard) * group.size * size
+            ).seconds
+    return seconds
+
+
+def checkpoint_seconds(config: Config, cluster: Cluster, held_bytes: float, step: float) -> float:
+    """Seconds a step for which checkpoints stop training: the copy of `held_bytes` a device to the host, and what of the
+    write is not done when the next one is due (`step` seconds a step)."""
+    every = config.checkpoint.every
+    if not every:
+        return 0.0
+    copy = held_bytes / (cluster.host_bandwidth * 1e9)
+    write = held_bytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
+    return (copy + max(0.0, write - every * step)) / every

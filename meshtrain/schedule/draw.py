@@ -1,0 +1,195 @@
+"""Pictures of a timeline: a Gantt chart as SVG for a browser, and as text for a terminal."""
+
+from collections.abc import Iterator
+from html import escape
+
+import numpy as np
+
+from meshtrain.schedule.simulate import HEAD, OPTIMIZER, Timeline
+from meshtrain.schedule.table import B, F, W
+
+# Colours that stand on white and on black alike; the text on cells is dark, all other text is a middle grey.
+_FILL = {F: "#79aef2", B: "#5fc4a3", W: "#f0c25a", HEAD: "#c79cf0", OPTIMIZER: "#b4bcc6"}
+_INK, _GREY = "#132231", "#7d8590"
+_ROW, _CELL, _LEFT, _RIGHT, _CURVE = 30, 26, 64, 150, 110  # heights of a row, a cell; margins; height of the curve
+
+
+def figures(timeline: Timeline) -> list[str]:
+    """The figures under a picture, one sentence each."""
+    table = timeline.table
+    fullest = int(np.argmax(timeline.peak_in_flight))
+    kept = "kept for the backward" if table.chunks == 1 else f"of 1/{table.chunks} stage each kept for the backward"
+    return [
+        f"{table.name}: {_count(table.stages, 'stage')}, {_count(table.microbatches, 'microbatch', 'es')}, {_count(table.chunks, 'chunk')} a stage, {timeline.clock} clock",
+        f"makespan {timeline.makespan:.6g}; idle {timeline.bubble_fraction:.1%} of the stages' time",
+        f"peak in flight {_count(timeline.peak_in_flight[fullest], 'entr', 'ies', 'y')} {kept}, on stage {fullest}",
+    ]
+
+
+def _count(number: int, word: str, many: str = "s", one: str = "") -> str:
+    return f"{number} {word}{one if number == 1 else many}"
+
+
+def _words(timeline: Timeline) -> dict[int, str]:
+    backward = "input gradient (I)" if timeline.table.split else "backward (B)"
+    words = {F: "forward (F)", B: backward, W: "weight gradient (W)", HEAD: "loss head (H)", OPTIMIZER: "optimizer (O)"}
+    worked = set(timeline.kind[timeline.end > timeline.start].tolist())
+    return {kind: word for kind, word in words.items() if kind in worked}
+
+
+def _label(timeline: Timeline, i: int) -> str:
+    if timeline.kind[i] == OPTIMIZER:
+        return ""
+    chunk = f".{timeline.chunk[i]}" if timeline.table.chunks > 1 else ""
+    return f"{timeline.microbatch[i]}{chunk}"
+
+
+def _usual(timeline: Timeline) -> float:
+    """Length that nearly all cells have at least."""
+    took = (timeline.end - timeline.start)[timeline.kind < HEAD]
+    return float(np.quantile(took[took > 0], 0.1)) if (took > 0).any() else timeline.makespan or 1.0
+
+
+def gantt_svg(timeline: Timeline) -> str:
+    """A self-contained SVG: a row for each stage, idle time hatched, and beneath it how many entries are in flight.
+
+    It is as wide as it takes to read the microbatch in most cells. Pointing at a cell shows its figures.
+    """
+    table = timeline.table
+    makespan = timeline.makespan or 1.0
+    letters = len(str(table.microbatches - 1)) + (2 if table.chunks > 1 else 0)
+    plot = float(np.clip(makespan / _usual(timeline) * (4 + 6 * letters), 700, 12000))
+    scale = plot / makespan
+    top = 76
+    bottom = top + table.stages * _ROW
+    width, height = _LEFT + plot + _RIGHT, bottom + 60 + _CURVE + 20
+
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}" '
+        f'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="{_GREY}">',
+        '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{_GREY}" stroke-opacity="0.35" stroke-width="1.5"/></pattern></defs>',
+    ]
+    title, *rest = figures(timeline)
+    out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(title)}</text>')
+    out.append(f'<text x="12" y="42">{escape("; ".join(rest))}</text>')
+    out += _legend(timeline)
+    for stage in range(table.stages):
+        y = top + stage * _ROW
+        out.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">stage {stage}</text>')
+        out.append(f'<rect x="{_LEFT}" y="{y}" width="{plot:.2f}" height="{_CELL}" fill="url(#idle)"/>')
+        idle = f"idle {timeline.idle[stage] / makespan:.1%}, peak {timeline.peak_in_flight[stage]}"
+        out.append(f'<text x="{_LEFT + plot + 8:.2f}" y="{y + 17}">{idle}</text>')
+    out += _cells(timeline, scale, top)
+    out += _curve(timeline, scale, bottom + 50)
+    out.append("</svg>")
+    return "\n".join(out) + "\n"
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    x = 12
+    for kind, word in _words(timeline).items():
+        yield f'<rect x="{x}" y="52" width="12" height="12" rx="2" fill="{_FILL[kind]}"/><text x="{x + 17}" y="62">{word}</text>'
+        x += 30 + 7 * len(word)
+    yield f'<rect x="{x}" y="52" width="12" height="12" fill="url(#idle)" stroke="{_GREY}" stroke-width="0.5"/>'
+    yield f'<text x="{x + 17}" y="62">idle</text>'
+    if timeline.clock == "asynchronous":
+        yield f'<rect x="{x + 52}" y="61" width="12" height="3" fill="{_INK}" stroke="{_GREY}" stroke-width="0.5"/>'
+        yield f'<text x="{x + 69}" y="62">critical path</text>'
+
+
+def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
+    """A rectangle for each span, the first chunks lighter than the last."""
+    critical = set(timeline.critical_path()) if timeline.clock == "asynchronous" else set()
+    words = _words(timeline)
+    chunks = timeline.table.chunks
+    yield f'<g text-anchor="middle" font-size="10" stroke="{_INK}" stroke-width="0">'
+    for i in range(len(timeline.kind)):
+        kind, stage, chunk = int(timeline.kind[i]), int(timeline.stage[i]), int(timeline.chunk[i])
+        start, end = float(timeline.start[i]), float(timeline.end[i])
+        x, y, w = _LEFT + start * scale, top + stage * _ROW, (end - start) * scale
+        if w <= 0:
+            continue
+        label = _label(timeline, i)
+        pale = 0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0.0
+        place = f"stage {stage}, tick {timeline.tick[i]}: {start:.6g} to {end:.6g}"
+        yield (
+            f'<g><title>{words[kind]} {label}, {place}</title><rect x="{x + 0.25:.2f}" y="{y}" width="{max(w - 0.5, 0.3):.2f}" '
+            f'height="{_CELL}" rx="1.5" fill="{_lighter(_FILL[kind], pale)}"/>'
+        )
+        if label and w >= 3 + 5.6 * len(label):
+            yield f'<text x="{x + w / 2:.2f}" y="{y + 17}" fill="{_INK}">{label}</text>'
+        if i in critical:
+            yield f'<rect x="{x + 0.25:.2f}" y="{y + _CELL - 3}" width="{max(w - 0.5, 0.3):.2f}" height="3" fill="{_INK}"/>'
+        yield "</g>"
+    yield "</g>"
+
+
+def _lighter(colour: str, part: float) -> str:
+    """The colour mixed with this part of white."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
+
+
+def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
+    """Entries in flight over time: a step line for each stage, from blue (the first) to red (the last)."""
+    highest = int(timeline.peak_in_flight.max())
+    yield f'<text x="{_LEFT}" y="{top - 8}">in flight: entries kept for the backward, by stage</text>'
+    for entries in sorted({0, (highest + 1) // 2, highest}):
+        level = top + _CURVE * (1 - entries / highest)
+        end = _LEFT + timeline.makespan * scale
+        yield f'<path d="M{_LEFT} {level:.2f}H{end:.2f}" stroke="{_GREY}" stroke-opacity="0.3"/>'
+        yield f'<text x="{_LEFT - 8}" y="{level + 4:.2f}" text-anchor="end">{entries}</text>'
+    stages = timeline.table.stages
+    for stage in range(stages):
+        times, counts = timeline.in_flight(stage)
+        across, down = _LEFT + times * scale, top + _CURVE * (1 - counts / highest)
+        steps = "".join(f"H{x:.2f}V{y:.2f}" for x, y in zip(across.tolist(), down.tolist(), strict=True))
+        hue = f"hsl({215 + 145 * stage / max(stages - 1, 1):.0f}, 65%, 58%)"
+        yield f'<path d="M{_LEFT} {top + _CURVE}{steps}" fill="none" stroke="{hue}" stroke-width="1.5">'
+        yield f"<title>stage {stage}, at most {timeline.peak_in_flight[stage]}</title></path>"
+        if stages <= 8:
+            y_key = top + 12 + 14 * stage
+            yield f'<text x="{_LEFT + timeline.makespan * scale + 8:.2f}" y="{y_key}" style="fill: {hue}">stage {stage}</text>'
+
+
+def gantt_text(timeline: Timeline, width: int = 120) -> str:
+    """The same for a terminal, `width` characters wide: a row for each stage, '.' where it is idle.
+
+    A cell is its letter and microbatch where there is room, otherwise its letter; '-' fills it up. Where there is too
+    much to tell cells apart, beginning and end are shown, and the middle is left out.
+    """
+    rows = [f"stage {stage} " for stage in range(timeline.table.stages)]
+    left = max(len(row) for row in [*rows, "in flight "])
+    columns = max(width - left, 10)
+    scale = max(columns, timeline.makespan / _usual(timeline) * 3) / (timeline.makespan or 1.0)
+    letters = {F: "F", B: timeline.table.letters[1], W: "W", HEAD: "H", OPTIMIZER: "O"}
+    lines = [["."] * round(timeline.makespan * scale) for _ in rows]
+    for i in np.argsort(timeline.start, kind="stable").tolist():
+        first, end = round(timeline.start[i] * scale), round(timeline.end[i] * scale)
+        letter = letters[int(timeline.kind[i])]
+        word = letter + _label(timeline, i)
+        if len(word) > end - first:
+            word = letter
+        lines[int(timeline.stage[i])][first:end] = word[: end - first].ljust(end - first, "-")
+    out = [row.ljust(left) + _fit("".join(line), columns) for row, line in zip(rows, lines, strict=True)]
+    out.append("in flight ".ljust(left) + _fit(_sparkline(timeline, len(lines[0])), columns))
+    return "\n".join([*out, "", *figures(timeline), "; ".join(_words(timeline).values()) + "; . idle"]) + "\n"
+
+
+def _fit(line: str, columns: int) -> str:
+    half = (columns - 3) // 2
+    return line if len(line) <= columns else f"{line[: columns - 3 - half]} … {line[-half:]}"
+
+
+def _sparkline(timeline: Timeline, columns: int) -> str:
+    """Entries in flight on the fullest stage: the most in each column, in eighths of the peak."""
+    fullest = int(np.argmax(timeline.peak_in_flight))
+    times, counts = timeline.in_flight(fullest)
+    edges = np.linspace(0, timeline.makespan, columns + 1)
+    first = np.searchsorted(times, edges[:-1], side="right")  # number of events up to where a column begins
+    end = np.searchsorted(times, edges[1:], side="left")  # and before it ends
+    bars = " ▁▂▃▄▅▆▇█"
+    counts = np.append(0, counts)
+    most = [int(counts[a : b + 1].max()) for a, b in zip(first, end, strict=True)]
+    return "".join(bars[int(np.ceil(8 * count / counts.max()))] for count in most)

@@ -1,0 +1,285 @@
+"""When everything happens, and how long it takes, if each kind of work takes the time it is said to take.
+
+Two clocks:
+
+    asynchronous  each stage does its ops in the table's order, each as soon as its input has arrived. The model of the
+                  papers, and of frameworks with one program per stage.
+    lockstep      one program for all stages: every tick costs the sum of the slots that *any* stage uses in it (see
+                  `loops`), on the stage where it takes longest. What this framework's executor does on accelerators.
+
+Messages travel while stages work on. In lockstep a message leaves when its slot ends, and the next tick's slot of the
+same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshtrain.schedule.segments import loops, work_per_tick
+from meshtrain.schedule.table import B, F, Table, W
+
+HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
+CLOCKS = ("asynchronous", "lockstep")
+_IN_TICK = np.array([0, 2, 3, 1])  # order of F, B, W, HEAD in a tick
+
+PerChunk = float | np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Durations:
+    """How long things take, all in one unit of time (seconds, or the time of one forward).
+
+    `forward`, `input_grad` and `weight_grad` are of one microbatch and one model chunk: a number, or an array over the
+    virtual stages. Where the table does not split the backward it takes input_grad + weight_grad.
+    """
+
+    forward: PerChunk = 1.0
+    input_grad: PerChunk = 1.0
+    weight_grad: PerChunk = 1.0
+    message: float = 0.0  # one hop of an activation or cotangent to another stage
+    head: float = 0.0  # the whole loss head, forward and backward, of one microbatch
+    head_spread: bool = (
+        False  # each stage does 1/stages of every head; otherwise the last virtual stage's stage does it
+    )
+    optimizer: float = 0.0  # on every stage, after everything else
+
+    def work(self, table: Table) -> np.ndarray:
+        """float [3, virtual stages]: duration of F, B and W as the table's slots have them."""
+        forward, input_grad, weight_grad = (
+            _per_virtual_stage(table, name, getattr(self, name)) for name in ("forward", "input_grad", "weight_grad")
+        )
+        if table.split:
+            return np.stack([forward, input_grad, weight_grad])
+        return np.stack([forward, input_grad + weight_grad, np.zeros_like(forward)])
+
+
+def _per_virtual_stage(table: Table, name: str, value: PerChunk) -> np.ndarray:
+    if np.ndim(value) > 0 and np.shape(value) != (table.virtual_stages,):
+        raise ValueError(
+            f"{name} has {np.size(value)} entries, and must be a number or have one for each of the "
+            f"{table.virtual_stages} virtual stages"
+        )
+    return np.broadcast_to(np.asarray(value, float), table.virtual_stages)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What `simulate` found. Spans are arrays of one length, in the order (tick, place in the tick, stage).
+
+    `kind` is F, B, W, HEAD or OPTIMIZER; `microbatch` and `chunk` are -1 for OPTIMIZER. `cause[i]` is the span
+    that span i waited for, -1 for none.
+    """
+
+    table: Table
+    clock: str
+    kind: np.ndarray
+    stage: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    tick: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    cause: np.ndarray
+    stash_bytes: np.ndarray  # [virtual stages]
+
+    @cached_property
+    def makespan(self) -> float:
+        return float(self.end.max())
+
+    @cached_property
+    def busy(self) -> np.ndarray:
+        """Time that each stage works, [stages]."""
+        return np.bincount(self.stage, self.end - self.start, self.table.stages)
+
+    @property
+    def idle(self) -> np.ndarray:
+        """Time that each stage waits, [stages]."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the stages' time, taken together, in which they wait."""
+        return float(self.idle.mean() / self.makespan) if self.makespan else 0.0
+
+    @cached_property
+    def peak_in_flight(self) -> np.ndarray:
+        """Most entries (microbatches of one chunk) stashed at once, [stages]. The table's order alone decides it."""
+        return _peak(self.table, np.ones(self.table.virtual_stages)).astype(int)
+
+    @cached_property
+    def peak_bytes(self) -> np.ndarray:
+        """Most bytes stashed at once, [stages]."""
+        return _peak(self.table, self.stash_bytes)
+
+    def in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
+        """(times, entries stashed from then on) for a stage: a step function that ends with 0."""
+        mine = self.stage == stage
+        begin = self.start[mine & (self.kind == F)]
+        done = self.end[mine & (self.kind == (W if self.table.split else B))]
+        times, place = np.unique(np.concatenate([done, begin]), return_inverse=True)
+        steps = np.bincount(place, np.concatenate([-np.ones(len(done)), np.ones(len(begin))]))
+        return times, np.cumsum(steps).astype(int)
+
+    def critical_path(self) -> list[int]:
+        """Spans, first to last, each of which began when the one before allowed it: what to shorten to gain time."""
+        optimizers = len(self.kind) - self.table.stages
+        path = [optimizers + int(self.stage[self.cause[optimizers]])]  # on the stage that was done last
+        while self.cause[path[-1]] >= 0:
+            path.append(int(self.cause[path[-1]]))
+        return path[::-1]
+
+
+def simulate(table: Table, durations: Durations, clock: str = "lockstep", stash_bytes: PerChunk = 1.0) -> Timeline:
+    """Runs a legal table by `clock` ('lockstep' or 'asynchronous').
+
+    `stash_bytes` is the size of what F leaves for the backward of one microbatch of one chunk: a number, or an array over
+    the virtual stages. Raises ValueError for another clock, and for arrays of another length.
+    """
+    if clock not in CLOCKS:
+        raise ValueError(f"clock '{clock}' is not one of {', '.join(CLOCKS)}")
+    spans = _spans(table, durations)
+    start, cause = (_asynchronous if clock == "asynchronous" else _lockstep)(table, durations, spans)
+    end = start + spans.work
+    last = int(np.argmax(end))
+    stages = np.arange(table.stages)
+    none = np.full(table.stages, -1)
+    return Timeline(
+        table=table,
+        clock=clock,
+        kind=np.append(spans.kind, none + 1 + OPTIMIZER),
+        stage=np.append(spans.stage, stages),
+        microbatch=np.append(spans.microbatch, none),
+        chunk=np.append(spans.chunk, none),
+        tick=np.append(spans.tick, none + 1 + table.ticks),
+        start=np.append(start, np.full(table.stages, end[last])),
+        end=np.append(end, np.full(table.stages, end[last] + durations.optimizer)),
+        cause=np.append(cause, none + 1 + last),
+        stash_bytes=_per_virtual_stage(table, "stash_bytes", stash_bytes),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """The ops of a table and the loss heads between them, in an order in which they can be done."""
+
+    kind: np.ndarray
+    stage: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    tick: np.ndarray
+    virtual: np.ndarray
+    work: np.ndarray
+
+
+def _spans(table: Table, durations: Durations) -> _Spans:
+    tick, stage, kind = np.nonzero(table.cells[..., 0] >= 0)
+    microbatch, chunk = table.cells[tick, stage, kind].T
+    virtual = table.virtual(stage, chunk)
+    work = durations.work(table)[kind, virtual]
+    if durations.head:
+        last = table.virtual_stages - 1
+        on = np.arange(table.stages) if durations.head_spread else np.array([table.stage_of(last)])
+        heads = len(on) * table.microbatches
+        tick = np.append(tick, np.repeat(table.when()[F, last], len(on)))
+        microbatch = np.append(microbatch, np.repeat(np.arange(table.microbatches), len(on)))
+        stage = np.append(stage, np.tile(on, table.microbatches))
+        kind = np.append(kind, np.full(heads, HEAD))
+        chunk = np.append(chunk, np.full(heads, table.chunk_of(last)))
+        virtual = np.append(virtual, np.full(heads, last))
+        work = np.append(work, np.full(heads, durations.head / len(on)))
+    order = np.lexsort((stage, _IN_TICK[kind], tick))
+    return _Spans(*(column[order] for column in (kind, stage, microbatch, chunk, tick, virtual, work)))
+
+
+def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np.ndarray, np.ndarray]:
+    """Start and cause of each span when every stage goes on as soon as it can."""
+    last = table.virtual_stages - 1
+    # Each value that a span can wait for has a number: the inputs of F and of B, and of the loss head, by virtual stage
+    # and microbatch. `wants` is what a span waits for, `gives` what it makes ready, `hop` how long that travels.
+    values = table.virtual_stages * table.microbatches
+    place = spans.virtual * table.microbatches + spans.microbatch
+    nothing = 4 * values
+    wants = np.where(spans.kind == W, nothing + 1, spans.kind * values + place)
+    is_f, is_b, is_head = spans.kind == F, spans.kind == B, spans.kind == HEAD
+    turn = HEAD if durations.head else B  # who waits for the last virtual stage's output
+    gives = np.full(len(place), nothing)
+    gives[is_f] = np.where(spans.virtual == last, turn * values + place, F * values + place + table.microbatches)[is_f]
+    gives[is_b] = np.where(spans.virtual == 0, nothing, B * values + place - table.microbatches)[is_b]
+    gives[is_head] = (B * values + place)[is_head]
+
+    onward = spans.virtual + np.where(is_f, 1, np.where(is_b, -1, 0))
+    hop = np.where(table.stage_of(np.clip(onward, 0, last)) != spans.stage, durations.message, 0.0)
+    if durations.head and durations.head_spread and table.stages > 1:  # all stages get the output, and send a part back
+        hop[is_head | (is_f & (spans.virtual == last))] = durations.message
+
+    ready = [0.0] * (nothing + 2)
+    giver = [-1] * (nothing + 2)
+    free = [0.0] * table.stages
+    before = [-1] * table.stages
+    starts, causes = [], []
+    columns = (spans.stage, spans.work, wants, gives, hop)
+    for i, (s, work, wanted, given, travel) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        start, cause = free[s], before[s]
+        if ready[wanted] > start:
+            start, cause = ready[wanted], giver[wanted]
+        starts.append(start)
+        causes.append(cause)
+        free[s] = end = start + work
+        before[s] = i
+        if end + travel > ready[given]:
+            ready[given], giver[given] = end + travel, i
+    return np.array(starts), np.array(causes)
+
+
+def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.ndarray, np.ndarray]:
+    """Start and cause of each span when all stages run one program."""
+    f, b, w = durations.work(table).max(axis=1).tolist()
+    head = durations.head / (table.stages if durations.head_spread else 1)
+    message = durations.message if table.stages > 1 else 0.0
+    begin = np.zeros((table.ticks, 4))  # when F, B, W, HEAD begin in each tick
+    clock = f_arrives = b_arrives = 0.0
+    for tick, (does_f, does_head, does_b, does_w) in enumerate(work_per_tick(loops(table)).tolist()):
+        if does_f:
+            begin[tick, F] = clock = max(clock, f_arrives)
+            clock += f
+            f_arrives = clock + message
+        if does_head and head:
+            begin[tick, HEAD] = clock
+            clock += head
+        if does_b:
+            begin[tick, B] = clock = max(clock, b_arrives)
+            clock += b
+            b_arrives = clock + message
+        if does_w:
+            begin[tick, W] = clock
+            clock += w
+    # A span waits for the longest span of the slot before it: spans stand in this order already.
+    cause = np.full(len(spans.kind), -1)
+    longest = -1
+    for slot in _slots(spans):
+        cause[slot] = longest
+        longest = slot.start + int(np.argmax(spans.work[slot]))
+    return begin[spans.tick, spans.kind], cause
+
+
+def _slots(spans: _Spans) -> Iterator[slice]:
+    """Runs of spans that are in the same slot of the same tick."""
+    change = (np.diff(spans.tick) != 0) | (np.diff(spans.kind) != 0)
+    edges = [0, *(np.flatnonzero(change) + 1).tolist(), len(spans.kind)]
+    for first, end in itertools.pairwise(edges):
+        yield slice(first, end)
+
+
+def _peak(table: Table, weight: np.ndarray) -> np.ndarray:
+    """Most weight stashed at once, [stages]: taken by F, given back after the last slot of the tick that needs it."""
+    stage = np.arange(table.stages)[None, :]
+    flow = {}
+    for slot in (F, W if table.split else B):
+        active = table.cells[:, :, slot, 0] >= 0
+        virtual = table.virtual(stage, np.where(active, table.cells[:, :, slot, 1], 0))
+        flow[slot] = np.where(active, weight[virtual], 0.0)
+    taken, given = flow.values()
+    return (np.cumsum(taken, axis=0) - np.cumsum(given, axis=0) + given).max(axis=0)

@@ -1,0 +1,288 @@
+"""A pipeline schedule as data: which stage does what, of which microbatch and chunk, in which tick.
+
+A tick has three slots, and every stage runs them in this order: F (forward), B (backward), W (weight gradient).
+What a slot of tick t sends to a neighbour, the neighbour can read from tick t + 1 on.
+
+        tick   0    1    2     3     4     5         1F1B, 3 stages, 2 microbatches
+    stage 0    F0   F1               B0    B1
+    stage 1         F0   F1    B0    B1
+    stage 2              F0 B0 F1 B1
+
+With `split=True` the B slot computes the gradient of the stage's *input* only and is written I; the gradient of its
+weights is left to the W slot, which nobody waits for and which may therefore fill holes
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
+
+A stage holds `chunks` pieces of the model. Counted in the order of the data flow these are the *virtual stages*
+k = 0 .. stages * chunks - 1, dealt out to the stages by `placement`:
+
+    loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)
+    v       0 1 2 3 | 7 6 5 4        stage 0 holds 0 and 7   (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtrain.config.check import MOST_WORK
+from meshtrain.errors import ConfigError, short
+from meshtrain.text import read_text
+
+F, B, W = 0, 1, 2
+PLACEMENTS = ("loop", "v")
+
+
+class IllegalTable(ConfigError):
+    """A schedule that cannot be run; the message names the place and the reason."""
+
+
+class Op(NamedTuple):
+    tick: int
+    stage: int
+    slot: int
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A schedule. `cells[tick, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle."""
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    split: bool
+    placement: str
+    cells: np.ndarray
+
+    def __post_init__(self) -> None:
+        if len(self.name.split()) != 1:
+            raise IllegalTable(f"a schedule's name must be one word, and '{self.name}' is not")
+        for key in ("stages", "microbatches", "chunks"):
+            if getattr(self, key) < 1:
+                raise IllegalTable(f"schedule {self.name}: {key} is {getattr(self, key)}, and must be at least 1")
+        if self.placement not in PLACEMENTS:
+            raise IllegalTable(
+                f"schedule {self.name}: placement is '{self.placement}', and must be one of {', '.join(PLACEMENTS)}"
+            )
+        cells = np.array(self.cells, np.int32)
+        if cells.ndim != 4 or cells.shape[1:] != (self.stages, 3, 2):
+            raise IllegalTable(
+                f"schedule {self.name}: cells have shape {cells.shape}, and must have (ticks, {self.stages}, 3, 2)"
+            )
+        cells.setflags(write=False)
+        object.__setattr__(self, "cells", cells)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Table):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple:
+        return (
+            self.name,
+            self.stages,
+            self.microbatches,
+            self.chunks,
+            self.split,
+            self.placement,
+            self.cells.tobytes(),
+        )
+
+    @property
+    def ticks(self) -> int:
+        return self.cells.shape[0]
+
+    @property
+    def virtual_stages(self) -> int:
+        return self.stages * self.chunks
+
+    @property
+    def letters(self) -> str:
+        """How the three slots are written."""
+        return "FIW" if self.split else "FB"
+
+    def chunk_of(self, virtual):
+        """Chunk that virtual stage `virtual` (an integer or an integer array) is on its stage."""
+        return virtual // self.stages
+
+    def stage_of(self, virtual):
+        """Stage that holds virtual stage `virtual` (an integer or an integer array)."""
+        return self._turn(self.chunk_of(virtual), virtual % self.stages)
+
+    def virtual(self, stage, chunk):
+        """Virtual stage that is chunk `chunk` of stage `stage` (integers or integer arrays)."""
+        return chunk * self.stages + self._turn(chunk, stage)
+
+    def _turn(self, chunk, stage):
+        # In a V every odd chunk runs backwards over the stages. The map is its own inverse.
+        if self.placement == "loop":
+            return stage
+        return stage + (chunk % 2) * (self.stages - 1 - 2 * stage)
+
+    def ops(self) -> Iterator[Op]:
+        """Everything that is done, in the order (tick, slot, stage), which is an order in which it can be done."""
+        for tick, slot, stage in np.argwhere(self.cells[..., 0].transpose(0, 2, 1) >= 0).tolist():
+            microbatch, chunk = self.cells[tick, stage, slot].tolist()
+            yield Op(tick, stage, slot, microbatch, chunk)
+
+    def when(self) -> np.ndarray:
+        """Tick of each op, int32 [slot, virtual stage, microbatch]; -1 for what is not in the table."""
+        ticks = np.full((3, self.virtual_stages, self.microbatches), -1, np.int32)
+        tick, stage, slot = np.nonzero(self.cells[..., 0] >= 0)
+        microbatch, chunk = self.cells[tick, stage, slot].T
+        ticks[slot, self.virtual(stage, chunk), microbatch] = tick
+        return ticks
+
+    @staticmethod
+    def at(
+        when: np.ndarray, *, name: str, stages: int, chunks: int = 1, split: bool = False, placement: str = "loop"
+    ) -> "Table":
+        """The table that does each op at the tick given by `when`: the inverse of `Table.when`.
+
+        Raises IllegalTable where two ops would share a slot.
+        """
+        ticks = int(when.max()) + 1
+        empty = Table(name, stages, when.shape[2], chunks, split, placement, np.full((ticks, stages, 3, 2), -1))
+        slot, virtual, microbatch = np.nonzero(when >= 0)
+        tick, stage, chunk = when[slot, virtual, microbatch], empty.stage_of(virtual), empty.chunk_of(virtual)
+        place = np.ravel_multi_index((tick, stage, slot), (ticks, stages, 3))
+        if np.bincount(place).max() > 1:
+            raise IllegalTable(f"schedule {name}: two ops share one slot of one tick and stage")
+        cells = empty.cells.copy()
+        cells[tick, stage, slot] = np.stack([microbatch, chunk], axis=-1)
+        return Table(name, stages, when.shape[2], chunks, split, placement, cells)
+
+    def cell_text(self, tick: int, stage: int) -> str:
+        """What a stage does in a tick, as it is written in CSV: 'F3 B1', with chunks 'F3.1 I2.0 W1.0', '' when idle."""
+        words = []
+        for slot, letter in enumerate(self.letters):
+            microbatch, chunk = self.cells[tick, stage, slot]
+            if microbatch >= 0:
+                words.append(f"{letter}{microbatch}" + (f".{chunk}" if self.chunks > 1 else ""))
+        return " ".join(words)
+
+    def to_csv(self) -> str:
+        """The table as CSV for people: a line of facts, a line of stage names, then one row a tick.
+
+        # schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop
+        stage 0,stage 1
+        F0,
+        F1,F0 B0
+        B0,F1 B1
+        B1,
+        """
+        facts = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
+        lines = [f"{facts} split={'yes' if self.split else 'no'} placement={self.placement}"]
+        lines.append(",".join(f"stage {s}" for s in range(self.stages)))
+        lines += [",".join(self.cell_text(t, s) for s in range(self.stages)) for t in range(self.ticks)]
+        return "\n".join(lines) + "\n"
+
+
+_WORD = re.compile(r"([A-Z])([0-9]{1,18})(?:\.([0-9]{1,18}))?")
+_NUMBER = re.compile("[0-9]{1,9}")
+_FACTS = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
+_FACTS_EXAMPLE = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
+_MOST_BYTES = 32 * MOST_WORK
+
+
+def read_csv(path: str | Path) -> Table:
+    """Reads what `Table.to_csv` wrote or a person edited. Raises IllegalTable naming file, row, column and what is legal."""
+    takes = "parallel.schedule takes a CSV file"
+    return parse_csv(read_text(path, "schedule's table", takes, (".csv",), _MOST_BYTES), source=short(path))
+
+
+def parse_csv(text: str, source: str = "csv") -> Table:
+    """Like `read_csv`, from a string; `source` stands for the file in messages. Rows are counted from 1, as editors do."""
+    lines = text.rstrip().splitlines()
+    facts = _read_facts(lines[0].strip('", ') if lines else "", source)
+    stages = facts["stages"]
+    if len(lines) > 1:
+        _check_rows(len(lines) - 2, facts, source)
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(lines)]
+    except csv.Error as error:
+        raise IllegalTable(f"{source} is not CSV: {error}") from None
+    if len(rows) < 2 or len(rows[1]) != stages:
+        raise IllegalTable(f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}")
+    table = Table(cells=np.full((len(rows) - 2, stages, 3, 2), -1), **facts)
+    cells = table.cells.copy()
+    for tick, row in enumerate(rows[2:]):
+        if row and len(row) != stages:  # an empty row is a tick in which all are idle
+            raise IllegalTable(
+                f"{source}, row {tick + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
+            )
+        for stage, cell in enumerate(row):
+            try:
+                cells[tick, stage] = _read_cell(cell, table)
+            except IllegalTable as error:
+                raise IllegalTable(f"{source}, row {tick + 3}, column {stage + 1} (stage {stage}): {error}") from None
+    return Table(cells=cells, **facts)
+
+
+def _check_rows(ticks: int, facts: dict, source: str) -> None:
+    """A stage has one forward a tick; and in more ticks than there are ops, some have none."""
+    least = facts["microbatches"] * facts["chunks"]
+    most = min(least * facts["stages"] * (3 if facts["split"] else 2), MOST_WORK // facts["stages"])
+    if not least <= ticks <= most:
+        raise IllegalTable(
+            f"{source}: {ticks} rows after the first two, one a tick; for these microbatches, chunks and stages legal are {least} to {most}"
+            if least <= most
+            else f"{source}, row 1: so many microbatches, chunks and stages make more than the {MOST_WORK} cells that a table can have"
+        )
+
+
+def _read_facts(line: str, source: str) -> dict:
+    words = dict(word.split("=", 1) for word in line.lstrip("#").split() if "=" in word)
+    if not line.startswith("#") or set(words) - set(_FACTS) or not {"stages", "microbatches"} <= set(words):
+        raise IllegalTable(f"{source}, row 1: must say what the table is for, as in '{_FACTS_EXAMPLE}'")
+    facts: dict = {
+        "name": short(words.get("schedule") or "_".join(Path(source).stem.split())),
+        "placement": words.get("placement", "loop"),
+    }
+    for key in ("stages", "microbatches", "chunks"):
+        value = words.get(key, "1")
+        if not _NUMBER.fullmatch(value) or int(value) < 1:
+            raise IllegalTable(
+                f"{source}, row 1: {key}={short(value)}, and must be a whole number, at least 1 and below a billion"
+            )
+        facts[key] = int(value)
+    split = words.get("split", "no")
+    if split not in ("yes", "no"):
+        raise IllegalTable(f"{source}, row 1: split={short(split)}, and must be yes or no")
+    if facts["placement"] not in PLACEMENTS:
+        raise IllegalTable(
+            f"{source}, row 1: placement={short(facts['placement'])}, and must be {' or '.join(PLACEMENTS)}"
+        )
+    return facts | {"split": split == "yes"}
+
+
+def _read_cell(text: str, table: Table) -> np.ndarray:
+    cell = np.full((3, 2), -1, np.int32)
+    done = -1
+    for word in text.split():
+        match = _WORD.fullmatch(word)
+        if match is None or match[1] not in table.letters:
+            example = "F3" if table.chunks == 1 else "F3.1"
+            raise IllegalTable(
+                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}'"
+            )
+        slot, microbatch, chunk = table.letters.index(match[1]), int(match[2]), int(match[3] or 0)
+        if match[3] is None and table.chunks > 1:
+            raise IllegalTable(f"'{word}' must name its chunk too, as '{word}.0', because chunks={table.chunks}")
+        if microbatch >= table.microbatches:
+            raise IllegalTable(f"'{word}': microbatches are 0 to {table.microbatches - 1}")
+        if chunk >= table.chunks:
+            raise IllegalTable(f"'{word}': chunks are 0 to {table.chunks - 1}")
+        if slot <= done:
+            raise IllegalTable(f"'{short(text)}' must have each letter once, in the order {' '.join(table.letters)}")
+        cell[slot], done = (microbatch, chunk), slot
+    return cell

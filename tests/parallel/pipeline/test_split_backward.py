@@ -1,0 +1,190 @@
+"""I and W together are B: the same numbers, each matrix product once, and W is left only what it needs."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Jaxpr
+from jax.sharding import PartitionSpec
+
+from meshtrain.config import decode
+from meshtrain.mesh import make_mesh
+from meshtrain.parallel.pipeline.split_backward import Split, split_backward
+from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.step import build
+
+LAYERS, BATCH, WIDTH, HIDDEN = 3, 5, 7, 11
+
+
+def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    scale, up, down = weights
+    normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * scale
+    return x + jax.nn.silu(normed @ up) @ down
+
+
+def stack(weights: Any, x: jax.Array, remat: bool = False) -> jax.Array:
+    body = jax.checkpoint(layer) if remat else layer
+    return lax.scan(lambda x, w: (body(x, w), None), x, weights)[0]
+
+
+def arguments() -> tuple[Any, jax.Array, jax.Array]:
+    """Weights, input and cotangent."""
+    random = np.random.default_rng(0)
+    shapes = [(LAYERS, WIDTH), (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH), (BATCH, WIDTH), (BATCH, WIDTH)]
+    scale, up, down, x, cotangent = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes)
+    return (scale, up, down), x, cotangent
+
+
+def backward(remat: bool) -> Any:
+    """(x, residuals, cotangent) -> (input gradient, weight gradients), over residuals as the executor stashes them."""
+    weights, x, _ = arguments()
+    _, vjp = jax.vjp(lambda w, x: stack(w, x, remat), weights, x)
+    kept, tree = jax.tree.flatten(vjp)
+
+    def run(kept: list[jax.Array], cotangent: jax.Array) -> tuple[jax.Array, Any]:
+        gradient, gx = jax.tree.unflatten(tree, kept)(cotangent)
+        return gx, gradient
+
+    return run, kept
+
+
+def products(jaxpr: Jaxpr, times: int = 1) -> Counter:
+    """Matrix products by their shapes, each as often as it is done: a scan's as often as it turns."""
+    found: Counter = Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found[(*sorted(str(v.aval) for v in eqn.invars), str(eqn.outvars[0].aval))] += times
+        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+            if hasattr(value, "jaxpr"):
+                value = value.jaxpr
+            if hasattr(value, "eqns"):
+                found += products(value, times * turns)
+    return found
+
+
+def total(counted: Counter) -> int:
+    return sum(counted.values())
+
+
+def split(remat: bool) -> tuple[Any, list[jax.Array], jax.Array, Split]:
+    run, kept = backward(remat)
+    cotangent = arguments()[2]
+    return run, kept, cotangent, split_backward(run, (False, True), kept, cotangent)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_two_halves_give_the_gradients_of_the_whole(remat):
+    run, kept, cotangent, halves = split(remat)
+    (gx,), stash = halves.first(kept, cotangent)
+    weights = halves.second(stash, kept, None)
+    right_gx, right = run(kept, cotangent)
+    np.testing.assert_allclose(gx, right_gx, rtol=1e-6)
+    for ours, theirs in zip(weights, jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_no_matrix_product_is_done_twice():
+    run, kept, cotangent, halves = split(remat=False)
+    stash = jax.eval_shape(halves.first, kept, cotangent)[1]
+    whole = products(jax.make_jaxpr(run)(kept, cotangent).jaxpr)
+    first = products(jax.make_jaxpr(halves.first)(kept, cotangent).jaxpr)
+    second = products(jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr)
+    assert first + second == whole
+    assert total(whole) == 4 * LAYERS  # two layers' products, each with a gradient of its input and one of its weight
+    assert total(first) == total(second) == 2 * LAYERS
+
+
+def test_with_remat_the_forward_is_recomputed_for_the_input_gradient_only():
+    """What W needs of it is in the stash: recomputing it once more would cost as much as it saves."""
+    run, kept, cotangent, halves = split(remat=True)
+    stash = jax.eval_shape(halves.first, kept, cotangent)[1]
+    whole = products(jax.make_jaxpr(run)(kept, cotangent).jaxpr)
+    first = products(jax.make_jaxpr(halves.first)(kept, cotangent).jaxpr)
+    second = products(jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr)
+    assert total(second) == 2 * LAYERS
+    assert first + second == whole
+
+
+def test_the_stash_holds_only_what_w_reads_of_i():
+    _, kept, cotangent, halves = split(remat=False)
+    stash = jax.eval_shape(halves.first, kept, cotangent)[1]
+    second = jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr
+    read = {v for eqn in second.eqns for v in eqn.invars if not hasattr(v, "val")} | set(second.outvars)
+    assert all(v in read for v in second.invars[: len(stash)])
+    elements = sum(np.prod(s.shape) for s in stash)
+    # the output cotangent of each product (HIDDEN and WIDTH), and what the norm's scale needs (WIDTH)
+    assert elements <= LAYERS * BATCH * (HIDDEN + 2 * WIDTH)
+
+
+def test_the_second_half_runs_without_what_is_lost():
+    _, kept, cotangent, halves = split(remat=False)
+    _, stash = halves.first(kept, cotangent)
+    assert all(np.isfinite(leaf).all() for leaf in halves.second(stash, kept, None))
+
+
+def test_a_function_without_scans_is_split_too():
+    w, x, cotangent = jnp.ones((WIDTH, WIDTH)), jnp.arange(float(WIDTH)), jnp.ones(WIDTH)
+
+    def run(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        _, vjp = jax.vjp(lambda w, x: jnp.tanh(x @ w), w, x)
+        gradient, gx = vjp(cotangent)
+        return gx, gradient
+
+    halves = split_backward(run, (False, True), x, cotangent)
+    (gx,), stash = halves.first(x, cotangent)
+    (gradient,) = halves.second(stash, x, None)
+    right_gx, right = run(x, cotangent)
+    np.testing.assert_allclose(gx, right_gx)
+    np.testing.assert_allclose(gradient, right)
+
+
+# --- the model's own layers, inside the executor
+
+
+def slots_products(**parallel: Any) -> list[Counter]:
+    """Matrix products of one B, one I and one W of a stage of 3 llama layers."""
+    mesh = {"data": 2, "tensor": 2, "pipeline": 2}
+    model = {"layers": 6, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 37}
+    schedule = {"schedule": "zb_h1", "microbatches": 2, **parallel}
+    train = {"global_batch_size": 4, "sequence_length": 8}
+    config = decode({"model": model, "mesh": mesh, "parallel": schedule, "train": train})
+    program = build(config, make_mesh(config))
+    counted: list[Counter] = []
+
+    def local(masters: Any, batch: Any) -> jax.Array:
+        batches, _ = program._microbatches(batch)
+        stage = Stage(program.forward, 1, program.zero.open(masters), batches, None)
+        x, zero = stage.zeros(), jnp.int32(0)
+        kept = stage.forward(x, zero, zero)[1]
+
+        def both(x: jax.Array, kept: Any, cotangent: jax.Array) -> Any:
+            return stage.backward(x, kept, zero, zero)(cotangent), ()
+
+        whole = split_backward(both, (False, False, False), x, kept, x)  # less what nothing depends on
+        halves = stage.split(x, kept, x, zero, zero)
+        stash = jax.eval_shape(halves.first, x, kept, x)[1]
+        for function, *given in (
+            (whole.first, x, kept, x),
+            (halves.first, x, kept, x),
+            (lambda stash, x, kept: halves.second(stash, x, kept, None), stash, x, kept),
+        ):
+            counted.append(products(jax.make_jaxpr(function)(*given).jaxpr))
+        return jnp.zeros(())
+
+    specs = (program.layout.shards, PartitionSpec("data"))
+    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec())
+    jax.eval_shape(mapped, program.layout.masters, program.batch_shapes())
+    return counted
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_of_a_stage_i_and_w_together_do_the_products_of_b(zero, remat):
+    whole, first, second = slots_products(zero_stage=zero, remat=remat)
+    assert total(second) == 3 * 7  # the weights: q, k, v, out, gate, up, down
+    assert first + second == whole

@@ -1,0 +1,180 @@
+import dataclasses
+import itertools
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from meshtrain.compat import residuals, vary, varying
+from meshtrain.config import decode
+from meshtrain.mesh import AXES, DATA, make_mesh
+from meshtrain.parallel.layout import Layout
+from meshtrain.plan import memory, named, plan, shapes, ticks
+from meshtrain.plan.memory import Depths, zero_state
+from meshtrain.step import build
+
+
+@pytest.mark.parametrize(
+    "data, expected", [(4, {1: 52.5, 2: 41.3, 3: 30.0}), (64, {1: 31.4, 2: 16.6, 3: 1.88})], ids=["4 ranks", "64 ranks"]
+)
+def test_the_zero_papers_table_comes_out(data, expected):
+    for stage, gigabytes in expected.items():
+        assert zero_state(7.5e9, stage, data) / 1e9 == pytest.approx(gigabytes, abs=0.051)
+
+
+def odd(family, mesh, **parallel):
+    """A model whose sizes divide by nothing, on a mesh (data, tensor, pipeline)."""
+    data, tensor, stages = mesh
+    return decode(
+        {
+            "model": {
+                "family": family, "layers": 5, "d_model": 84, "heads": 6, "kv_heads": 3, "d_ff": 190, "vocab_size": 257,
+            },
+            "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
+            "parallel": parallel,
+            "train": {"global_batch_size": 4, "sequence_length": 40},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 6, 1), (2, 2, 2), (1, 3, 2), (4, 1, 2)], ids=str)
+def test_elements_on_a_device_are_those_of_the_layout(family, mesh):
+    for stage, vocab in itertools.product((0, 1, 3), ("spread", "edge")):
+        config = odd(family, mesh, zero_stage=stage, vocab=vocab)
+        layout = Layout(config, make_mesh(config))
+        shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(layout.masters)]
+        held = memory.between_steps(config)[0]
+        assert held.name == "float32 masters"
+        assert held.nbytes == sum(4 * jnp.prod(jnp.array(shape)).item() for shape in shards)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_optimizer_state_on_a_device_is_that_of_the_program(name, mesh, family):
+    config = odd(family, mesh)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
+    state = build(config, make_mesh(config)).state_shapes.optimizer
+    found = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
+    assert memory.between_steps(config)[1].nbytes == pytest.approx(found, rel=0.005)
+
+
+def test_parameters_are_counted_without_padding():
+    for family in ("llama", "gpt2"):
+        config = odd(family, (1, 1, 1))
+        whole = Layout(config, make_mesh(config)).masters
+        assert shapes.parameters(config.model) == sum(x.size for x in jax.tree.leaves(whole))
+
+
+def traced_residuals(config) -> float:
+    """Bytes a token that one layer of the real model keeps, from its traced vjp."""
+    program = build(config, make_mesh(config))
+    found: list[int] = []
+
+    def local(masters, tokens):
+        weights = program.zero.open(masters).differentiated
+        batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(tokens.shape[0])}
+        x = program.forward.embed(weights, None, batch, None)
+        stack = program.forward.layers(batch, None, jnp.asarray(program.forward.slots[0, 0]), config.parallel.remat)
+        y, vjp = jax.vjp(stack, weights["blocks"], None, x)
+        layers = config.model.layers
+        found.extend(
+            r.size * r.dtype.itemsize for r in residuals(vjp) if r.shape[:1] == (layers,) and DATA in varying(r)
+        )
+        return vary(jnp.sum(y.astype(jnp.float32)), AXES)[None]
+
+    shape = (config.train.global_batch_size, config.train.sequence_length)
+    specs = (program.layout.shards, PartitionSpec(DATA))
+    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec(AXES))
+    jax.eval_shape(mapped, program.layout.masters, jax.ShapeDtypeStruct(shape, jnp.int32))
+    return sum(found) / config.model.layers / (shape[0] * shape[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "sequence parallel"])
+def test_activations_of_a_layer_are_what_the_traced_model_keeps(family, remat, split):
+    # One block of queries, so that the blockwise attention of CPUs keeps the scores as one array
+    config = decode(
+        {
+            "model": {
+                "family": family,
+                "layers": 7,
+                "d_model": 96,
+                "heads": 8,
+                "kv_heads": 4,
+                "d_ff": 320,
+                "vocab_size": 64,
+            },
+            "mesh": {"tensor": 2},
+            "parallel": {"sequence_parallel": split, "remat": remat},
+            "train": {"global_batch_size": 3, "sequence_length": 60},
+        }
+    )
+    planned = memory.residuals(config.model, 2, split, remat, 4, 60, "blocks")
+    assert planned == pytest.approx(traced_residuals(config), rel=0.03)
+
+
+SMALL = {
+    "model": {"layers": 8, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 512},
+    "train": {"global_batch_size": 16, "sequence_length": 256},
+}
+ON_CPU = [
+    ((1, 1, 1), {"microbatches": 4, "remat": "full"}),
+    ((4, 1, 1), {"microbatches": 2, "zero_stage": 3, "remat": "full"}),
+    ((2, 2, 1), {"microbatches": 4, "remat": "dots", "sequence_parallel": True}),
+    ((2, 2, 2), {"microbatches": 4}),
+    ((2, 1, 4), {"microbatches": 8, "schedule": "zb_h1"}),
+]
+
+
+@pytest.mark.parametrize("mesh, parallel", ON_CPU, ids=str)
+def test_what_a_step_holds_is_what_xlas_cpu_program_holds(mesh, parallel):
+    config = decode(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
+    compiled = build(config, make_mesh(config)).lower().compile().memory_analysis()
+    held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+    planned = memory.total(memory.items(config, ticks.depths(config), cpu=True))
+    assert 0.95 < planned / (held + compiled.temp_size_in_bytes) < 1.08
+
+
+def test_every_byte_has_a_name_and_a_kind(llama_8b):
+    found = plan(llama_8b(), named("h100", 16))
+    assert sum(memory.by_kind(found.memory).values()) == pytest.approx(found.bytes)
+    assert not [name for name, count in Counter(item.name for item in found.memory).items() if count > 1]
+
+
+def test_memory_falls_with_zero_stage_recomputation_and_sequence_parallelism(llama_8b):
+    cluster = named("h100", 16)
+
+    def size(mesh=None, **parallel):
+        return plan(llama_8b(mesh, microbatches=2, **parallel), cluster).bytes
+
+    mesh = {"data": 16}
+    stages = [size(mesh, zero_stage=stage, zero_hold=False) for stage in (0, 1, 2, 3)]
+    assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
+    assert size(remat="none") > size(remat="dots") > size(remat="full")
+    assert size(remat="full", sequence_parallel=False) > size(remat="full", sequence_parallel=True)
+
+
+def test_more_microbatches_hold_more_with_gpipe_and_no_more_with_1f1b(llama_8b):
+    cluster = named("h100", 16)
+
+    def kept(schedule, microbatches):
+        train = {"global_batch_size": 2 * microbatches}
+        config = llama_8b(None, train, schedule=schedule, microbatches=microbatches)
+        return next(i.nbytes for i in plan(config, cluster).memory if i.name.startswith("activations kept"))
+
+    assert kept("1f1b", 64) == kept("1f1b", 8)
+    assert kept("gpipe", 64) == 8 * kept("gpipe", 8)
+
+
+def test_the_fullest_moment_is_what_counts(llama_8b):
+    config = llama_8b({"data": 16}, zero_stage=3, microbatches=1, remat="full")
+    name, held = memory.fullest(config, Depths(1))
+    passing = {moment: memory.total(items) for moment, items in memory.passing(config).items()}
+    assert passing[name] == max(passing.values())
+    assert memory.total(held) == memory.total([*memory.state(config), *memory.kept(config, Depths(1))]) + passing[name]

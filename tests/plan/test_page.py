@@ -1,0 +1,50 @@
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from meshtrain.plan import named, plan, scaling
+from meshtrain.plan import page as html
+
+
+class Checker(HTMLParser):
+    """Notes unclosed elements and whatever would be fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("#")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def page(llama_8b):
+    config = llama_8b()
+    cluster = named("h100", 16)
+    return html.page(plan(config, cluster), scaling.strong(config, cluster), scaling.weak(config, cluster), ["a < b"])
+
+
+def test_the_page_is_well_formed_and_fetches_nothing(page):
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == [] and checker.fetched == [] and "<script" not in page
+    assert "a &lt; b" in page
+
+
+def test_the_page_has_its_pictures_and_fits_a_phone(page):
+    labels = re.findall(r'aria-label="([^"]+)"', page)
+    assert {"memory of one device by item", "time of a step by part", "efficiency by number of devices"} <= set(labels)
+    assert 'name="viewport"' in page and "stage 3" in page
+    for box in re.findall(r'<svg viewBox="0 0 (\d+)', page):
+        assert int(box) <= 400
+
+
+def test_a_layout_that_does_not_fit_says_so(llama_8b):
+    config = llama_8b({"data": 1}, microbatches=1, remat="none")
+    assert "does not fit" in html.page(plan(config, named("h100", 1)), [], [])

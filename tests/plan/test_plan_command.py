@@ -1,0 +1,261 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from meshtrain.plan.__main__ import main
+from meshtrain.schedule.generators import make_table
+
+CONFIG = {
+    "run": {"fake_devices": 8},
+    "model": {"layers": 4, "d_model": 128, "heads": 4, "kv_heads": 2, "d_ff": 352, "vocab_size": 260},
+    "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
+    "parallel": {"microbatches": 4, "sequence_parallel": True},
+    "train": {"global_batch_size": 16, "sequence_length": 128},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def planned(capsys, *arguments):
+    assert main([str(a) for a in arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_promised_fields(config, capsys):
+    found = planned(capsys, "--config", config, "--json")
+    assert found["parameters"] > 0 and found["devices"] == 8
+    held = found["per_device_bytes"]
+    parts = ("parameters", "gradients", "optimizer_state", "activations")
+    assert held["total"] == pytest.approx(sum(held[part] for part in parts), abs=4)
+    assert {"data", "tensor", "pipeline"} <= set(found["traffic_bytes_per_step"])
+    assert set(found["pipeline"]) == {"bubble_fraction", "peak_in_flight", "ticks"}
+    assert found["pipeline"]["ticks"] == 6 and found["pipeline"]["peak_in_flight"] == 3
+    assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1
+
+
+def test_set_and_cluster_change_the_plan(config, capsys):
+    on_cpu = planned(capsys, "--config", config, "--json")
+    on_gpu = planned(capsys, "--config", config, "--json", "--cluster", "h100", "--set", "mesh.pipeline=1")
+    assert on_gpu["devices"] == 4 and on_gpu["step_seconds"] < on_cpu["step_seconds"]
+
+
+def test_the_table_says_whether_it_fits_and_what_bounds_it(config, capsys):
+    assert main(["--config", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert "fits" in out and "bound" in out and "each device holds" in out and "each device sends" in out
+
+
+def test_the_longest_stage_is_named(config, capsys):
+    assert main(["--config", str(config), "--set", "model.layers=5", "--set", "parallel.layer_split=[2,3]"]) == 0
+    assert "room for 3 layers: stage 1 is the longest with 3" in capsys.readouterr().out
+
+
+BAD = {
+    ("--set", "mesh.dta=2"): "did you mean data",
+    ("--set", "mesh.tensor=3"): "does not divide",
+    ("--cluster", "h1000"): "did you mean h100",
+    ("--cluster", "nowhere.yaml"): "there is no cluster description",
+    ("--compile", "h300"): "must be one of cpu, a100, h100, h200, b200",
+    ("--compile", "h100x4"): "the mesh has 8 devices",
+    ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
+    ("--gantt", "/nowhere/at/all.svg"): "cannot be written",
+    ("--html", "a\0b.html"): "a\\x00b.html is no path that a file can have",
+    ("--search", "--devices", "7"): "no layout of 7 devices is legal",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=" ".join)
+def test_bad_input_is_one_sentence_and_code_2(config, capsys, arguments):
+    assert main(["--config", str(config), *arguments]) == 2
+    caught = capsys.readouterr()
+    assert BAD[arguments] in caught.err and caught.err.count("\n") == 1
+
+
+ILLEGAL = """# stages=2 microbatches=4
+stage 0,stage 1
+F0,
+F1 B0,F0 B0
+F2,F1 B1
+F3,F2 B2
+B3,F3 B3
+B1,
+B2,
+"""
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--json"], ["--gantt", "-"], ["--html", "page.html"], ["--compile", "cpu"]], ids=str
+)
+def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypatch, capsys, more):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.csv").write_text(ILLEGAL)
+    assert main(["--config", str(config), "--set", "parallel.schedule=mine.csv", *more]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == "" and caught.err.count("\n") == 1 and caught.err.startswith("meshtrain: ")
+    assert "parallel.schedule cannot run: mine.csv: " in caught.err
+    assert "tick 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err and caught.err.endswith(".\n")
+
+
+def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
+    (tmp_path / "mine.csv").write_text(ILLEGAL)
+    arguments = [
+        "--set",
+        f"parallel.schedule={tmp_path / 'mine.csv'}",
+        "--search",
+        "--write",
+        str(tmp_path / "best.yaml"),
+    ]
+    assert main(["--config", str(config), *arguments]) == 0
+    assert "mine.csv" not in (tmp_path / "best.yaml").read_text()
+
+
+def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp_path, capsys):
+    (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
+    keys = ["--set", f"parallel.schedule={tmp_path / 'mine.csv'}", "--set", "train.global_batch_size=24"]
+    assert main(["--config", str(config), *keys, "--html", str(tmp_path / "page.html")]) == 0
+    assert "</html>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, tmp_path, capsys):
+    """Advice that asks for other microbatches than the table's is no advice."""
+    (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
+    keys = [
+        "--set",
+        f"parallel.schedule={tmp_path / 'mine.csv'}",
+        "--set",
+        "model.d_model=8192",
+        "--set",
+        "model.layers=80",
+    ]
+    assert main(["--config", str(config), *keys, "--cluster", "v100"]) == 0
+    assert "more than" in capsys.readouterr().err
+
+
+def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):
+    cluster = tmp_path / "tiny.yaml"
+    links = {"node": {"devices": 2, "bandwidth": 450}}
+    cluster.write_text(yaml.safe_dump({"devices_per_node": 2, "accelerator": {"name": "h100"}, "links": links}))
+    assert main(["--config", str(config), "--cluster", str(cluster)]) == 2
+    assert "needs 8 devices, but cluster tiny has 2" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
+    big = [
+        "--set",
+        "model.d_model=8192",
+        "--set",
+        "model.heads=64",
+        "--set",
+        "model.d_ff=28672",
+        "--set",
+        "model.layers=16",
+    ]
+    big += [
+        "--set",
+        "model.kv_heads=8",
+        "--set",
+        "train.sequence_length=4096",
+        "--cluster",
+        "h100",
+        "--set",
+        "precision.compute=bfloat16",
+    ]
+    assert main(["--config", str(config), *big, "--json"]) == 0
+    caught = capsys.readouterr()
+    found = json.loads(caught.out)
+    assert not found["fits"] and len(found["changes"]) == 3
+    assert "GiB more than" in caught.err and caught.err.count("\n") == 1
+    for settings in found["changes"]:
+        again = planned(capsys, "--config", config, *big, *[x for s in settings for x in ("--set", s)], "--json")
+        assert again["fits"]
+
+
+@pytest.mark.parametrize("more", [[], ["--gantt", "-"], ["--json"]], ids=str)
+def test_a_reader_that_has_had_enough_gets_no_traceback(config, more):
+    command = [sys.executable, "-m", "meshtrain.plan", "--config", str(config), *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+def test_search_prints_ten_with_reasons_and_writes_a_config_that_plans(config, tmp_path, capsys):
+    best = tmp_path / "best.yaml"
+    arguments = ["--config", str(config), "--cluster", "h100", "--search", "--write", str(best)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "fastest:" in out and "10  " in out
+    found = planned(capsys, "--config", best, "--cluster", "h100", "--json")
+    assert found["devices"] == 8 and found["fits"]
+    given = planned(capsys, "--config", config, "--cluster", "h100", "--json")
+    assert found["step_seconds"] <= given["step_seconds"]
+
+
+def test_pictures_are_written(config, tmp_path, capsys):
+    gantt, page = tmp_path / "gantt.svg", tmp_path / "plan.html"
+    assert main(["--config", str(config), "--gantt", str(gantt), "--html", str(page)]) == 0
+    assert gantt.read_text().startswith("<svg") and "</html>" in page.read_text()
+    assert main(["--config", str(config), "--gantt", "-"]) == 0
+    assert "stage 1" in capsys.readouterr().out
+
+
+def test_compile_sets_the_compilers_bytes_beside_the_plans(config, capsys):
+    found = planned(capsys, "--config", config, "--json", "--compile", "cpux8")
+    compiled = found["compiled"]
+    assert {"argument_bytes", "temp_bytes", "output_bytes", "compile_seconds", "collectives"} <= set(compiled)
+    state = found["memory_items"]["float32 masters"] + found["memory_items"]["adamw state"]
+    assert compiled["argument_bytes"] == pytest.approx(state, rel=0.02)
+    assert {c["axis"] for c in compiled["collectives"]} >= {"data", "tensor", "pipeline"}
+
+
+def test_measure_describes_this_machine_as_a_cluster(tmp_path):
+    """In a process of its own, with two fake devices."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "meshtrain.plan", "--measure"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    path = tmp_path / "mine.yaml"
+    path.write_text(found.stdout)
+    from meshtrain.plan import load_cluster
+
+    cluster = load_cluster(path)
+    assert cluster.devices == 2 and cluster.accelerator.flops("float32") > 1e8
+    assert "bandwidth in GB/s" in found.stderr
+
+
+@pytest.mark.parametrize("flag", ["--help"])
+def test_help_names_every_flag(flag, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([flag])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for name in ("--config", "--set", "--cluster", "--json", "--search", "--compile", "--gantt", "--html", "--measure"):
+        assert name in out
+
+
+def test_what_zero_pads_is_said_with_its_cost_as_in_the_log_of_a_run(config, capsys):
+    assert (
+        main(
+            [
+                "--config",
+                str(config),
+                "--set",
+                "mesh.data=7",
+                "--set",
+                "run.fake_devices=28",
+                "--set",
+                "train.global_batch_size=28",
+            ]
+        )
+        == 0
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: embedding.tokens (260, 128) is padded to (260, 133) so that data 7 divides it: 3.9% more." in said

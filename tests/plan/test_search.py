@@ -1,0 +1,96 @@
+import dataclasses
+import itertools
+
+import pytest
+
+from meshtrain.config import ConfigError, check, decode
+from meshtrain.plan import named, plan, ticks
+from meshtrain.plan.search import candidates, meshes, reason, search
+from meshtrain.plan.shapes import replaced
+from meshtrain.schedule.buffers import allocate
+from meshtrain.schedule.generators import SCHEDULES, make_table
+
+
+@pytest.fixture
+def small():
+    return decode(
+        {
+            "model": {"layers": 6, "d_model": 512, "heads": 8, "vocab_size": 1000},
+            "precision": {"compute": "bfloat16"},
+            "train": {"global_batch_size": 8, "sequence_length": 512},
+        }
+    )
+
+
+def test_every_candidate_is_legal_and_none_comes_twice(small):
+    seen = set()
+    for candidate in candidates(small, named("h100", 8), 8):
+        check(candidate.config)
+        mesh = candidate.config.mesh
+        assert mesh.data * mesh.tensor * mesh.pipeline == 8
+        seen.add((mesh, candidate.config.parallel))
+    assert len(seen) == len(list(candidates(small, named("h100", 8), 8))) > 500
+
+
+def test_no_legal_mesh_is_left_out(small):
+    found = set(meshes(small, 8))
+    for mesh in itertools.product((1, 2, 4, 8), repeat=3):
+        if mesh[0] * mesh[1] * mesh[2] != 8:
+            continue
+        config = replaced(small, mesh=dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)))
+        try:
+            check(config)
+        except ConfigError:
+            assert mesh not in found
+        else:
+            assert mesh in found
+
+
+def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
+    cluster = named("h100", 8)
+    for candidate in itertools.islice(candidates(small, cluster, 8), 0, None, 37):
+        planned = plan(candidate.config, cluster)
+        even = small.model.layers % (candidate.config.mesh.pipeline * candidate.config.parallel.virtual_stages) == 0
+        if even:
+            assert candidate.seconds == pytest.approx(planned.seconds, rel=0.03)
+        assert candidate.nbytes == pytest.approx(planned.bytes, rel=0.1)
+        assert candidate.nbytes >= 0.999 * planned.bytes
+
+
+def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
+    found = search(small, named("h100", 8), 8)
+    seconds = [p.seconds for p in found.plans]
+    assert seconds == sorted(seconds) and len(seconds) == 10
+    assert all(p.fits for p in found.plans) and found.fitting <= found.legal
+    assert reason(found.plans[0], found.plans[0]).startswith("fastest")
+    assert reason(found.plans[5], found.plans[0]).startswith("+")
+
+
+def test_nothing_that_does_not_fit_is_proposed(small):
+    cluster = named("h100", 8)
+    tiny = dataclasses.replace(cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=2.2, reserved=2.0))
+    found = search(small, tiny, 8)
+    assert found.fitting < found.legal
+    assert all(p.bytes <= tiny.accelerator.usable_bytes for p in found.plans)
+
+
+def test_a_number_of_devices_that_nothing_divides_is_refused_with_what_must_divide(small):
+    with pytest.raises(ConfigError, match=r"mesh.data must divide"):
+        search(small, named("h100", 13), 13)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_buffer_depths_by_formula_are_never_too_small(schedule):
+    for stages, microbatches, chunks in itertools.product((2, 4, 5), (1, 2, 4, 7, 8, 13), (1, 2, 3)):
+        try:
+            table = make_table(schedule, stages, microbatches, chunks)
+        except ValueError:
+            continue  # a number of chunks that the schedule cannot have
+        config = decode({"model": {"layers": 30}, "train": {"global_batch_size": microbatches}})
+        keys = {"schedule": schedule, "microbatches": microbatches, "virtual_stages": chunks}
+        quick = ticks.quick_depths(replaced(config, mesh={"pipeline": stages}, parallel=keys))
+        real = allocate(table)
+        for name in ("stash", "f_inbox", "b_inbox", "cot"):
+            assert getattr(quick, name) >= getattr(real, name), (name, stages, microbatches, chunks)
+        if microbatches % stages == 0 and not schedule.startswith("v_"):
+            assert quick.stash == real.stash

@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+
+from meshtrain.schedule.buffers import allocate
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.table import B, F, IllegalTable, W
+from meshtrain.schedule.validate import validate
+
+SPLIT = ("zb_h1", "zb_interleaved")
+LOOPED = [name for name in SCHEDULES if legal_chunks(name) is None]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_legal_for_any_number_of_microbatches_and_chunks(schedule, stages):
+    for chunks in [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 3]:
+        for microbatches in {1, 2, stages - 1, stages, stages + 1, 2 * stages + 1, 3 * stages} - {0}:
+            table = make_table(schedule, stages, microbatches, chunks)
+            assert (table.name, table.stages, table.microbatches, table.chunks) == (
+                schedule,
+                stages,
+                microbatches,
+                chunks,
+            )
+            validate(table)
+
+
+def test_1f1b_does_forward_s_ticks_after_the_first_stage_and_backward_in_mirror_image():
+    stages, microbatches = 4, 9
+    when = make_table("1f1b", stages, microbatches).when()
+    for s in range(stages):
+        for m in range(microbatches):
+            assert when[F, s, m] == m + s
+            assert when[B, s, m] == m + 2 * (stages - 1) - s
+
+
+def test_the_last_stage_turns_a_microbatch_around_in_one_tick():
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 3), ("zb_interleaved", 2), ("v_1f1b", 2)):
+        when = make_table(schedule, 4, 8, chunks).when()
+        assert (when[F, -1] == when[B, -1]).all(), schedule
+
+
+def test_with_one_chunk_interleaved_is_1f1b_and_looped_bfs_is_gpipe():
+    for looped, plain in (("interleaved", "1f1b"), ("looped_bfs", "gpipe"), ("zb_interleaved", "zb_h1")):
+        assert (make_table(looped, 3, 7).cells == make_table(plain, 3, 7).cells).all()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "looped_bfs"])
+def test_no_backward_before_the_last_forward_has_begun(schedule):
+    when = make_table(schedule, 3, 5, legal_chunks(schedule) or 2).when()
+    assert when[F].max() <= when[B].min()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_entries_in_flight_are_those_of_the_docstring(schedule):
+    p, m = 4, 16
+    for v in [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 4]:
+        expected = {
+            "gpipe": m, "looped_bfs": v * m, "1f1b": 2 * p - 1, "zb_h1": 2 * p - 1, "interleaved": (v + 1) * p - 1,
+            "zb_interleaved": (v + 1) * p - 1, "v_1f1b": 2 * p,
+        }[schedule]  # fmt: skip
+        assert allocate(make_table(schedule, p, m, v)).stash == expected
+
+
+def test_1f1b_holds_an_odd_number_less_by_two_on_each_stage():
+    assert simulate(make_table("1f1b", 4, 16), Durations()).peak_in_flight.tolist() == [7, 5, 3, 1]
+
+
+def test_v_1f1b_holds_the_same_on_every_stage():
+    assert simulate(make_table("v_1f1b", 4, 16, 2), Durations()).peak_in_flight.tolist() == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("p, m, v", [(4, 5, 2), (4, 7, 3), (3, 11, 2)])
+def test_uneven_groups_cost_memory_as_the_docstring_says(p, m, v):
+    largest = -(-m // (m // p))
+    assert allocate(make_table("interleaved", p, m, v)).stash == min((v - 1) * largest + 2 * p - 1, m * v)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_only_gpipe_and_looped_bfs_need_memory_that_grows_with_the_microbatches(schedule):
+    few, many = (allocate(make_table(schedule, 4, m, legal_chunks(schedule) or 2)) for m in (8, 64))
+    depths = [(b.f_inbox, b.b_inbox, b.stash, b.cot) for b in (few, many)]
+    assert (depths[0] == depths[1]) == (schedule not in ("gpipe", "looped_bfs"))
+
+
+@pytest.mark.parametrize("schedule", LOOPED)
+@pytest.mark.parametrize("p, m, v", [(4, 4, 2), (4, 5, 3), (4, 7, 2), (3, 13, 4), (1, 3, 2), (5, 2, 1)])
+def test_forward_and_backward_take_the_fewest_ticks_possible(schedule, p, m, v):
+    when = make_table(schedule, p, m, v).when()
+    assert len(np.unique(when[F])) == len(np.unique(when[B])) == m * v + p - 1
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_all_stages_do_w_in_the_same_ticks(schedule):
+    p, m, v = 4, 10, legal_chunks(schedule) or 3
+    table = make_table(schedule, p, m, v)
+    assert len(np.unique(table.when()[W])) == m * v
+    assert ((table.cells[:, :, W, 0] >= 0).sum(axis=1) % p == 0).all()
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_splitting_the_backward_takes_no_more_memory(schedule):
+    whole = "1f1b" if schedule == "zb_h1" else "interleaved"
+    chunks = legal_chunks(schedule) or 3
+    assert allocate(make_table(schedule, 4, 12, chunks)).stash == allocate(make_table(whole, 4, 12, chunks)).stash
+
+
+def test_an_unknown_schedule_is_refused_with_the_nearest_name():
+    with pytest.raises(
+        ValueError, match=r"schedule '1f1B' is not one of gpipe, .* or a path ending in .csv; did you mean '1f1b'"
+    ):
+        make_table("1f1B", 2, 2)
+
+
+def test_a_wrong_number_of_chunks_is_refused_with_those_that_can():
+    with pytest.raises(
+        ValueError, match="1f1b has 1 model chunk a stage, and 2 asked for; with 2 there are interleaved, looped_bfs"
+    ):
+        make_table("1f1b", 2, 2, 2)
+    with pytest.raises(ValueError, match="v_1f1b has 2 model chunks a stage, and 1 asked for; with 1 there are gpipe"):
+        make_table("v_1f1b", 2, 2)
+
+
+@pytest.mark.parametrize("numbers, what", [((0, 1, 1), "stages"), ((1, 0, 1), "microbatches"), ((1, 1, 0), "chunks")])
+def test_numbers_below_one_are_refused(numbers, what):
+    with pytest.raises(ValueError, match=f"{what} is 0, and must be at least 1"):
+        make_table("interleaved", *numbers)
+
+
+def test_a_csv_file_is_a_schedule(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(make_table("interleaved", 2, 4, 2).to_csv())
+    assert make_table(str(path), 2, 4, 2) == make_table("interleaved", 2, 4, 2)
+    with pytest.raises(ValueError, match=r"mine.csv is for microbatches=4, and microbatches=8 is asked for"):
+        make_table(str(path), 2, 8, 2)
+
+
+def test_an_illegal_csv_file_is_refused(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(make_table("1f1b", 2, 2).to_csv().replace("F1,F0 B0\nB0,", "F1 B0,F0 B0\n,"))
+    with pytest.raises(
+        IllegalTable, match=r"mine.csv: schedule 1f1b: tick 1 \(CSV row 4\), stage 0, cell 'F1 B0': B0 is too"
+    ):
+        make_table(str(path), 2, 2)

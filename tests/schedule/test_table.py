@@ -1,0 +1,187 @@
+import os
+
+import numpy as np
+import pytest
+
+from meshtrain.config import ConfigError
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.table import B, F, IllegalTable, Op, Table, W, parse_csv, read_csv
+
+ONE_F_ONE_B = """\
+# schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop
+stage 0,stage 1
+F0,
+F1,F0 B0
+B0,F1 B1
+B1,
+"""
+
+
+def empty(stages=4, microbatches=2, chunks=2, split=False, placement="loop"):
+    return Table("empty", stages, microbatches, chunks, split, placement, np.full((1, stages, 3, 2), -1))
+
+
+def test_loop_deals_virtual_stages_out_round_robin():
+    table = empty(placement="loop")
+    assert [(table.stage_of(k), table.chunk_of(k)) for k in range(8)] == [(k % 4, k // 4) for k in range(8)]
+
+
+def test_v_runs_odd_chunks_backwards_over_the_stages():
+    assert empty(chunks=3, placement="v").stage_of(np.arange(12)).tolist() == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_virtual_is_the_inverse_of_stage_and_chunk(placement):
+    table, k = empty(chunks=3, placement=placement), np.arange(12)
+    assert (table.virtual(table.stage_of(k), table.chunk_of(k)) == k).all()
+
+
+def test_csv_is_what_a_person_would_write():
+    assert make_table("1f1b", 2, 2).to_csv() == ONE_F_ONE_B
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages, microbatches", [(1, 1), (1, 5), (3, 2), (4, 11)])
+def test_csv_round_trips(schedule, stages, microbatches):
+    table = make_table(schedule, stages, microbatches, legal_chunks(schedule) or 3)
+    assert parse_csv(table.to_csv()) == table
+
+
+def test_csv_as_a_spreadsheet_saves_it_is_read_the_same():
+    first, names, *rows = ONE_F_ONE_B.splitlines()
+    saved = "\r\n".join([f"{first},", names, *(",".join(f'" {c}"' for c in row.split(",")) for row in rows), "", ""])
+    assert parse_csv(saved) == parse_csv(ONE_F_ONE_B)
+
+
+def test_tables_are_equal_by_content_and_hash_alike():
+    a, b = make_table("1f1b", 3, 4), make_table("1f1b", 3, 4)
+    assert a == b and hash(a) == hash(b) and a is not b
+    assert a != make_table("1f1b", 3, 5)
+    assert a != make_table("gpipe", 3, 4)
+
+
+def test_cells_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        make_table("1f1b", 2, 2).cells[0, 0, 0] = 1
+
+
+def test_ops_come_in_an_order_in_which_they_can_be_done():
+    ops = list(make_table("1f1b", 2, 2).ops())
+    assert ops[:4] == [Op(0, 0, F, 0, 0), Op(1, 0, F, 1, 0), Op(1, 1, F, 0, 0), Op(1, 1, B, 0, 0)]
+    assert [(op.tick, op.slot, op.stage) for op in ops] == sorted((op.tick, op.slot, op.stage) for op in ops)
+    assert len(ops) == 8
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_at_is_the_inverse_of_when(schedule):
+    table = make_table(schedule, 3, 5, legal_chunks(schedule) or 2)
+    again = Table.at(
+        table.when(), name=schedule, stages=3, chunks=table.chunks, split=table.split, placement=table.placement
+    )
+    assert again == table
+
+
+def test_two_ops_in_one_slot_are_refused():
+    when = make_table("1f1b", 2, 2).when().copy()
+    when[F, 0] = 0
+    with pytest.raises(IllegalTable, match="share one slot"):
+        Table.at(when, name="double", stages=2)
+
+
+def test_a_table_without_split_has_no_w():
+    assert (make_table("1f1b", 2, 2).when()[W] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("F0 B0", "F0 W0", "row 4, column 2 .stage 1.: 'W0' must be one of the letters F, B"),
+        ("F0 B0", "B0 F0", "row 4, column 2 .stage 1.: 'B0 F0' must have each letter once, in the order F B"),
+        ("F0 B0", "F0 F1", "row 4, column 2 .stage 1.: 'F0 F1' must have each letter once"),
+        ("F0 B0", "F0 B2", "row 4, column 2 .stage 1.: 'B2': microbatches are 0 to 1"),
+        ("F0 B0", "F0 B0.1", "row 4, column 2 .stage 1.: 'B0.1': chunks are 0 to 0"),
+        ("F0 B0", "f0", "row 4, column 2 .stage 1.: 'f0' must be one of the letters"),
+        ("F1,F0 B0", "F1", "row 4: 1 columns, and there must be 2"),
+        ("F1,F0 B0", "F1,,F0 B0", "row 4: 3 columns, and there must be 2"),
+        ("stage 0,stage 1", "stage 0", "row 2: there must be 2 comma-separated stage names"),
+        ("F0 B0", "F" + "9" * 5000, "row 4, column 2 .stage 1.: 'F999.*…999.*' must be one of the letters"),
+        ("F0 B0", "F" + "9" * 17, "row 4, column 2 .stage 1.: 'F99999999999999999': microbatches are 0 to 1"),
+        ("F0 B0", "F0.5 B0", "row 4, column 2 .stage 1.: 'F0.5': chunks are 0 to 0"),
+        ("F0 B0", "F-1", "row 4, column 2 .stage 1.: 'F-1' must be one of the letters"),
+        ("F0 B0", "F\u0663", "row 4, column 2 .stage 1.: 'F\u0663' must be one of the letters"),
+        ("microbatches=2", "microbatches=" + "9" * 5000, "row 1: microbatches=999.*…999.*, and must be a whole number"),
+        ("microbatches=2", "microbatches=999999999", "row 1: so many microbatches"),
+        (
+            "microbatches=2",
+            "microbatches=9000",
+            "4 rows after the first two, one a tick; for .* legal are 9000 to 36000",
+        ),
+        ("F0 B0", "x" * 200_000, " ?is not CSV: field larger"),
+        ("stages=2", "stages=two", "row 1: stages=two, and must be a whole number, at least 1"),
+        ("stages=2", "stages=0", "row 1: stages=0, and must be a whole number, at least 1"),
+        ("split=no", "split=maybe", "row 1: split=maybe, and must be yes or no"),
+        ("placement=loop", "placement=w", "row 1: placement=w, and must be loop or v"),
+        ("stages=2 ", "", "row 1: must say what the table is for, as in '# schedule=mine stages=2"),
+        ("microbatches=2", "microbatch=2", "row 1: must say what the table is for"),
+        ("# schedule", "schedule", "row 1: must say what the table is for"),
+    ],
+)
+def test_csv_errors_name_row_column_and_what_is_legal(old, new, message, tmp_path):
+    assert old in ONE_F_ONE_B
+    path = tmp_path / "mine.csv"
+    path.write_text(ONE_F_ONE_B.replace(old, new, 1))
+    with pytest.raises(IllegalTable, match=f"mine.csv[,:]? ?{message}"):
+        read_csv(path)
+
+
+def test_with_chunks_a_cell_must_name_its_chunk():
+    text = make_table("interleaved", 2, 2, 2).to_csv()
+    with pytest.raises(
+        IllegalTable, match=r"row 3, column 1 .stage 0.: 'F0' must name its chunk too, as 'F0.0', because chunks=2"
+    ):
+        parse_csv(text.replace("F0.0", "F0", 1))
+
+
+def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
+    path = tmp_path / "my own.csv"
+    path.write_text(ONE_F_ONE_B.replace("schedule=1f1b ", ""))
+    assert read_csv(path).name == "my_own"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "there is no schedule's table .*mine.csv"),
+        (lambda path: path.mkdir(), "mine.csv is a directory; parallel.schedule takes a CSV file"),
+        (os.mkfifo, "mine.csv is a pipe"),
+        (lambda path: path.touch(), "mine.csv, row 1: must say what the table is for"),
+        (lambda path: path.write_text("\n\n"), "mine.csv, row 1: must say what the table is for"),
+        (lambda path: path.write_bytes(b"\x89PNG\r\n\xff"), "mine.csv is not text"),
+        (lambda path: path.write_bytes(ONE_F_ONE_B.encode("utf-16")), "mine.csv is UTF-16"),
+        (lambda path: path.write_text(ONE_F_ONE_B.replace("\nF1,", "\n" * 10**6 + "F1,")), "1000003 rows after .* legal are 2 to 8"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_one_sentence(make, says, tmp_path):
+    make(tmp_path / "mine.csv")
+    with pytest.raises(ConfigError, match=says):
+        read_csv(tmp_path / "mine.csv")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path):
+    (tmp_path / "mine.csv").write_text(ONE_F_ONE_B, encoding="utf-8-sig")
+    assert read_csv(tmp_path / "mine.csv") == parse_csv(ONE_F_ONE_B)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"stages": 0}, "stages is 0"),
+        ({"placement": "w"}, "placement is 'w', and must be one of loop, v"),
+        ({"stages": 3}, r"cells have shape .1, 2, 3, 2., and must have .ticks, 3, 3, 2."),
+        ({"name": "two words"}, "name must be one word"),
+    ],
+)
+def test_facts_that_contradict_the_cells_are_refused(change, message):
+    facts = {"name": "x", "stages": 2, "microbatches": 1, "chunks": 1, "split": False, "placement": "loop"} | change
+    with pytest.raises(IllegalTable, match=message):
+        Table(**facts, cells=np.full((1, 2, 3, 2), -1))

@@ -1,0 +1,197 @@
+import dataclasses
+import random
+import re
+
+import numpy as np
+import pytest
+
+from meshtrain.schedule.buffers import Buffers, allocate
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.table import B, F, IllegalTable, W, parse_csv
+from meshtrain.schedule.validate import replay, validate
+
+
+def changed(table, tick, stage, slot, value):
+    cells = table.cells.copy()
+    cells[tick, stage, slot] = value
+    return dataclasses.replace(table, cells=cells)
+
+
+def test_a_missing_op_is_named():
+    table = changed(make_table("1f1b", 2, 2), 3, 0, B, -1)
+    with pytest.raises(IllegalTable, match="stage 0 never does B1, and each op must stand once"):
+        validate(table)
+
+
+def test_a_missing_weight_gradient_is_named():
+    table = make_table("zb_interleaved", 2, 2, 2)
+    tick, stage, slot = np.argwhere(table.cells[:, :, W:, 0] >= 0)[-1]
+    with pytest.raises(IllegalTable, match=f"stage {stage} never does W1.0"):
+        validate(changed(table, tick, stage, slot + W, -1))
+
+
+def test_an_op_that_stands_twice_is_named():
+    table = changed(make_table("1f1b", 2, 2), 3, 0, F, (1, 0))
+    with pytest.raises(IllegalTable, match=r"tick 3 \(CSV row 6\), stage 0, cell 'F1 B1': F1 stands in tick 1 already"):
+        validate(table)
+
+
+@pytest.mark.parametrize("value", [(2, 0), (0, 1), (-1, 0), (0, -1), (-2, -2)])
+def test_a_microbatch_or_chunk_that_does_not_exist_is_named(value):
+    table = changed(make_table("1f1b", 2, 2), 1, 1, F, value)
+    with pytest.raises(
+        IllegalTable, match=r"tick 1, stage 1, F slot: microbatch .*; microbatches are 0 to 1, chunks 0 to 0"
+    ):
+        validate(table)
+
+
+def test_a_w_in_a_table_that_does_not_split_the_backward_is_named():
+    with pytest.raises(IllegalTable, match="tick 3, stage 1: a W, which only a split table can have"):
+        validate(changed(make_table("1f1b", 2, 2), 3, 1, W, (0, 0)))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "# stages=2 microbatches=1\na,b\nF0,F0 B0\nB0,\n",
+            "tick 0 (CSV row 3), stage 1, cell 'F0 B0': F0 is too early: it reads what F0 of stage 0 sends in tick 0, "
+            "and that is there from tick 1 on",
+        ),
+        (
+            "# stages=2 microbatches=1\na,b\nF0,\nB0,F0 B0\n",
+            "tick 1 (CSV row 4), stage 0, cell 'B0': B0 is too early: it reads what B0 of stage 1 sends in tick 1, "
+            "and that is there from tick 2 on",
+        ),
+        (
+            "# stages=1 microbatches=2\na\nF0 B1\nF1 B0\n",
+            "cell 'F0 B1': B1 is too early: it needs the loss of F1, which is done in tick 1",
+        ),
+        (
+            "# stages=1 microbatches=2 split=yes\na\nF0 I0 W1\nF1 I1 W0\n",
+            "cell 'F0 I0 W1': W1 is too early: it needs what I1 leaves, which is done in tick 1",
+        ),
+        (
+            "# stages=2 microbatches=1 chunks=2\na,b\nF0.0,\nF0.1,F0.0\n,F0.1 B0.1\nB0.1,\n,B0.0\nB0.0,\n",
+            "tick 1 (CSV row 4), stage 0, cell 'F0.1': F0.1 is too early: it reads what F0.0 of stage 1 sends in tick 1",
+        ),
+    ],
+)
+def test_what_comes_before_its_input_is_named_with_the_tick_from_which_it_could(text, message):
+    with pytest.raises(IllegalTable, match=re.escape(message)):
+        validate(parse_csv(text))
+
+
+def is_legal(table):
+    """The rules once more, as plainly as they can be said."""
+    when = {}
+    for op in table.ops():
+        key = (op.slot, int(table.virtual(op.stage, op.chunk)), op.microbatch)
+        if key in when:
+            return False
+        when[key] = op.tick
+    last = table.virtual_stages - 1
+    for m in range(table.microbatches):
+        for k in range(last + 1):
+            f, b, w = (when.get((slot, k, m)) for slot in (F, B, W))
+            if f is None or b is None or (w is None) == table.split:
+                return False
+            if k > 0 and f <= when.get((F, k - 1, m), f):
+                return False
+            if b < f if k == last else b <= when.get((B, k + 1, m), b):
+                return False
+            if w is not None and w < b:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules(schedule):
+    rng = random.Random(schedule)
+    verdicts = []
+    for _ in range(150):
+        table = make_table(schedule, rng.randint(1, 3), rng.randint(1, 4), legal_chunks(schedule) or rng.randint(1, 2))
+        # Room at both ends, and a swap within one stage and slot: a change that may well leave the table legal.
+        room = np.full((1, table.stages, 3, 2), -1)
+        cells = np.concatenate([room, table.cells, room])
+        stage, slot = rng.randrange(table.stages), rng.choice([F, B, W] if table.split else [F, B])
+        a, b = rng.randrange(len(cells)), rng.randrange(len(cells))
+        cells[[a, b], stage, slot] = cells[[b, a], stage, slot]
+        table = dataclasses.replace(table, cells=cells)
+        try:
+            validate(table)
+            verdicts.append(True)
+        except IllegalTable:
+            verdicts.append(False)
+        assert verdicts[-1] == is_legal(table), table.to_csv()
+    assert 10 < sum(verdicts) < 140  # both verdicts were put to the test
+
+
+DEPTHS = ("f_inbox", "b_inbox", "stash", "cot")
+ARRAYS = [field.name for field in dataclasses.fields(Buffers) if field.name not in DEPTHS]
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
+    if re.match("recv_._(up|down|local)", name):
+        table = make_table("v_1f1b", 3, 5, 2)
+    else:
+        table = make_table("zb_interleaved", 3, 7, 2)
+    buffers = allocate(table)
+    array = getattr(buffers, name)
+    letter = name[0] if name[:2] in ("f_", "b_", "w_") else None
+    if array.dtype == bool:
+        places = np.argwhere(array)
+    elif letter:
+        places = np.argwhere(getattr(buffers, f"{letter}_active") & ~(buffers.first if name == "f_in" else False))
+    elif name.startswith("recv"):
+        places = np.argwhere(getattr(buffers, f"{name}_active"))
+    else:
+        places = np.argwhere(array >= 0)
+    assert len(places)
+    for place in random.Random(name).sample(places.tolist(), 4):
+        wrong = array.copy()
+        wrong[tuple(place)] = ~array[tuple(place)] if array.dtype == bool else array[tuple(place)] + 1
+        with pytest.raises(IllegalTable):
+            replay(table, dataclasses.replace(buffers, **{name: wrong}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in ARRAYS if name.endswith("active")] + ["first", "last", "enter", "exit", "head_out", "leave"],
+)
+def test_replay_finds_an_entry_where_nothing_is_done(name):
+    table = make_table("zb_interleaved", 3, 7, 2)
+    buffers = allocate(table)
+    array = getattr(buffers, name)
+    for place in random.Random(name).sample(np.argwhere(array == (array.dtype == bool) - 1).tolist(), 4):
+        wrong = array.copy()
+        wrong[tuple(place)] += 1
+        with pytest.raises(IllegalTable):
+            replay(table, dataclasses.replace(buffers, **{name: wrong}))
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_replay_finds_a_buffer_that_is_too_shallow(name):
+    table = make_table("zb_interleaved", 3, 7, 2)
+    buffers = allocate(table)
+    with pytest.raises(IllegalTable, match=f"slot .* of the {name}, which has"):
+        replay(table, dataclasses.replace(buffers, **{name: getattr(buffers, name) - 1}))
+
+
+def test_replay_finds_a_slot_that_is_overwritten_while_it_is_needed():
+    table = make_table("1f1b", 3, 6)
+    buffers = allocate(table)
+    wrong = buffers.f_stash.copy()
+    wrong[1, 0] = wrong[0, 0]
+    with pytest.raises(
+        IllegalTable, match=r"tick 1 \(CSV row 4\), stage 0, cell 'F1': slot 0 of the stash still holds \(0, 0\)"
+    ):
+        replay(table, dataclasses.replace(buffers, f_stash=wrong))
+
+
+def test_a_table_with_idle_ticks_is_legal():
+    table = make_table("1f1b", 2, 2)
+    spread = np.full((2 * table.ticks, 2, 3, 2), -1)
+    spread[::2] = table.cells
+    validate(dataclasses.replace(table, cells=spread))
