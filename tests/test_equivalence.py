@@ -1,4 +1,4 @@
-"""A mesh is only a placement: every layout gives the losses and gradients of one device (tests/reference.py).
+"""A mesh is only a placement: every layout gives the losses and gradients of one device (tests/helpers/reference.py).
 
 The product has 10 meshes x 4 ZeRO stages x sequence parallelism x remat x 2 schedules x 2 families x 2 sizes = 1280 cells. 256 of
 them the config must refuse (6 heads over tensor 4 or 8, 5 layers over pipeline 8); the other 1024 must all pass, and are 448

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from trainer import EVERY, STEPS, losses_of
+from training_processes import EVERY, STEPS, losses_of
 
 
 @pytest.fixture(scope="session")

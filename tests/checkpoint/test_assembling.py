@@ -1,4 +1,4 @@
-"""Canonical arrays put together on the host, against the placement written out in tests/short_runs.py and against the devices' way."""
+"""Canonical arrays put together on the host, against the placement written out in tests/helpers/short_runs.py and against the devices' way."""
 
 import threading
 import weakref

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from trainer import EVERY, STEPS, Trainer, assert_undisturbed, committed, newest_is_intact, rows, settings
+from training_processes import EVERY, STEPS, Trainer, assert_undisturbed, committed, newest_is_intact, rows, settings
 
 from meshtrain.checkpoint import steps
 

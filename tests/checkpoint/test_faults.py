@@ -8,7 +8,17 @@ from functools import partial
 
 import pytest
 from free_port import free_port
-from trainer import EVERY, STEPS, Trainer, assert_undisturbed, committed, losses_of, newest_is_intact, rows, settings
+from training_processes import (
+    EVERY,
+    STEPS,
+    Trainer,
+    assert_undisturbed,
+    committed,
+    losses_of,
+    newest_is_intact,
+    rows,
+    settings,
+)
 
 from meshtrain.checkpoint import steps
 

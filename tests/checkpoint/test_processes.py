@@ -11,11 +11,11 @@ import jax
 import pytest
 from checkpoint_runs import build_for, take
 from free_port import free_port
-from one_of_two import settings
+from process_of_two import settings
 
 from meshtrain.checkpoint import Checkpointer, steps
 
-WORKER = Path(__file__).with_name("one_of_two.py")
+WORKER = Path(__file__).parents[1] / "helpers" / "process_of_two.py"
 
 
 @pytest.fixture(scope="module")

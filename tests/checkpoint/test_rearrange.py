@@ -1,4 +1,4 @@
-"""Live to canonical and back, leaf by leaf, against the placement written out in tests/short_runs.py."""
+"""Live to canonical and back, leaf by leaf, against the placement written out in tests/helpers/short_runs.py."""
 
 import re
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from mounts import BIND, READ_ONLY, REMOUNT, may_mount, mount, own_mounts
-from trainer import EVERY, STEPS, Trainer, assert_undisturbed, committed, newest_is_intact, rows, settings
+from training_processes import EVERY, STEPS, Trainer, assert_undisturbed, committed, newest_is_intact, rows, settings
 
 from meshtrain.checkpoint import steps
 

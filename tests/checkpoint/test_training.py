@@ -5,7 +5,7 @@ import time
 
 import pytest
 from checkpoint_runs import LAYOUTS
-from trainer import rows, settings
+from training_processes import rows, settings
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import Manifest

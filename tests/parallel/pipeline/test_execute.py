@@ -1,4 +1,4 @@
-"""The executor computes the gradients of one device (tests/reference.py), whatever the schedule, the stages and the microbatches.
+"""The executor computes the gradients of one device (tests/helpers/reference.py), whatever the schedule, the stages and the microbatches.
 
 Its two ways are both tried on CPU: idle slots skipped (lax.cond), and computed but masked as on accelerators. Every continuous run
 takes a handful of cells by hand, `pytest -m slow` a pairwise covering of all that is legal.

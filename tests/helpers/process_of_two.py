@@ -1,4 +1,4 @@
-"""One process of two, a CPU device each: python one_of_two.py RANK PORT RUN_DIRECTORY. tests/checkpoint/test_processes.py starts both.
+"""One process of two, a CPU device each: python process_of_two.py RANK PORT RUN_DIRECTORY. tests/checkpoint/test_processes.py starts both.
 
 Goes on from the run's checkpoint for a step, saves, takes one more, then waits to be told to stop.
 """
