@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from meshtrain.config import ConfigError, refusal, short
 from meshtrain.config.schema import LARGEST
-from meshtrain.config.values import nearest
+from meshtrain.errors import nearest
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
 

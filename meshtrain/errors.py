@@ -1,5 +1,8 @@
 """The one error that a user's input may cause: a sentence, not a traceback; and what goes into such a sentence."""
 
+import difflib
+from collections.abc import Iterable
+
 LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeats, and how many of them are its last
 
 
@@ -18,3 +21,9 @@ def short(value: object) -> str:
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - ENDING]}…{text[-ENDING:]}"
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def nearest(word: str, legal: Iterable[str]) -> str:
+    """How a sentence ends on the right spelling that is nearest to a wrong one; nothing if none is near."""
+    near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

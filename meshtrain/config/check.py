@@ -5,8 +5,7 @@ import math
 import os
 
 from meshtrain.config.schema import Config
-from meshtrain.config.values import nearest
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, nearest, short
 
 # Pipeline schedules, and how many chunks a stage has under each (None: as many as asked for). The tables themselves are made by
 # parallel.pipeline.generators, whose list this must equal; a config is checked without it.

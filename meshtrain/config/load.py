@@ -16,8 +16,8 @@ import yaml
 from meshtrain.config.check import check, resolve
 from meshtrain.config.schema import Config
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
-from meshtrain.config.values import nearest, value
-from meshtrain.errors import ConfigError, short
+from meshtrain.config.values import value
+from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.text import read_text
 
 MOST_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds

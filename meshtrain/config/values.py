@@ -4,19 +4,18 @@ YAML readers disagree about 1e-3 (a text, or 0.001), 010 (8, or 10), 1:30 (90, o
 decides where there is one way to read a value, and what has two is refused with both.
 """
 
-import difflib
 import re
 import types
 import typing
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import yaml
 
 from meshtrain.config.schema import LARGEST, TINIEST
 from meshtrain.config.tree import BOOL, NULL, shape
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, nearest, short
 
 TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
@@ -57,12 +56,6 @@ def value(hint: Any, bounds: Mapping[str, float | None], node: yaml.Node, where:
             return text.lower() in TRUE
         raise ConfigError(f"{wrong}.")
     return _text(node, where, wrong) if hint is str else _number(hint, bounds, text, where, wrong)
-
-
-def nearest(word: str, legal: Iterable[str]) -> str:
-    """How a sentence ends on the right spelling that is nearest to a wrong one; nothing if none is near."""
-    near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:

@@ -1,0 +1,37 @@
+"""Things of one kind that a key of the config names: those of the package, and those that somebody registers from outside.
+
+@SCHEDULES.register / FAMILIES.register(Family("mine", ...))        from then on `model.family: mine` is legal
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol, TypeVar
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=Named)
+
+
+class Registry(Mapping[str, Entry]):
+    """Entries by name, in the order in which they were registered."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+
+    def register(self, entry: Entry) -> Entry:
+        """Adds an entry; ValueError if another one has its name."""
+        if self._entries.setdefault(entry.name, entry) is not entry:
+            raise ValueError(f"{entry.name} is registered already")
+        return entry
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
