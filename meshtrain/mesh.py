@@ -1,4 +1,4 @@
-"""The device mesh: three axes, the devices they are built from, and which named dimension of a weight lies on which axis.
+"""The device mesh: three axes, and the devices they are built from.
 
        tensor →          innermost: ranks that talk in every layer are neighbours
      ┌────┬────┐
@@ -20,10 +20,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from meshtrain.config import Config, ConfigError, short
+from meshtrain.config.schema import AXES as AXES
+from meshtrain.config.schema import DATA as DATA
 from meshtrain.config.schema import MOST_FAKE_DEVICES
-
-DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
-AXES = (DATA, TENSOR, PIPELINE)
+from meshtrain.config.schema import PIPELINE as PIPELINE
+from meshtrain.config.schema import TENSOR as TENSOR
 
 THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
 
@@ -82,8 +83,7 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
     Raises ConfigError when there are fewer devices than the mesh has places.
     """
-    shape = config.mesh
-    needed, asked = shape.data * shape.tensor * shape.pipeline, True
+    shape, needed, asked = config.mesh, config.mesh.devices, True
     if devices is None:
         fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
         asked = fake_cpu_devices(fakes) if fakes else True
@@ -119,19 +119,6 @@ def platform(mesh: Mesh) -> str:
     """cpu, gpu or tpu, from the mesh's own devices."""
     kind = mesh.devices.flat[0].platform
     return "gpu" if kind in ("cuda", "rocm") else kind
-
-
-def rules(config: Config) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which each named dimension of a weight is split (names not listed are whole everywhere)."""
-    spread = config.parallel.vocab == "spread"
-    kv_heads = config.model.kv_heads or config.model.heads
-    return {
-        "layers": (PIPELINE,),
-        "heads": (TENSOR,),
-        "kv_heads": (TENSOR,) if kv_heads % config.mesh.tensor == 0 else (),
-        "mlp": (TENSOR,),
-        "vocab": (PIPELINE, TENSOR) if spread else (TENSOR,),
-    }
 
 
 def own_rows(sharding: NamedSharding, rows: int) -> slice:

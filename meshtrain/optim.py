@@ -1,6 +1,5 @@
 """The optimizer: an Optax chain from the config, unmodified on sharded state."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
 from meshtrain.mesh import PIPELINE
-from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.optimizers import OPTIMIZERS
+from meshtrain.parallel.layout import Layout, shard_spec
+from meshtrain.parallel.placement import Placed, part
 
 Tree = Any
 
@@ -48,31 +49,16 @@ def updates_made(state: Tree) -> jax.Array:
 def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformation:
     """Clipping by the global norm, then the optimizer with decoupled weight decay on matrices (on all with `decay_norms`)."""
     o, rate = config.optimizer, learning_rate(config)
+    kind = OPTIMIZERS[o.name]
     mask = layout.map(lambda leaf: o.decay_norms or leaf.decayed)
 
-    def adafactor(part: Tree) -> optax.GradientTransformation:
-        return optax.adafactor(rate, weight_decay_rate=None, min_dim_size_to_factor=32)
+    def make(weights: Tree) -> optax.GradientTransformation:
+        return kind.make(o, rate, mask, weights)
 
-    def muon(part: Tree) -> optax.GradientTransformation:
-        return optax.contrib.muon(
-            rate,
-            beta=o.beta1,
-            eps=o.eps,
-            adam_b1=o.beta1,
-            adam_b2=o.beta2,
-            muon_weight_dimension_numbers=jax.tree.map(_matrix, part, is_leaf=_is_leaf),
-        )
-
-    if o.name == "adamw":
-        optimizer = optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=mask)
-    elif o.name == "lion":
-        optimizer = optax.lion(rate, o.beta1, o.beta2, weight_decay=o.weight_decay, mask=mask)
-    else:
-        inner = optax.sgd(rate, o.beta1 or None)
-        if o.name in ("adafactor", "muon"):
-            inner = per_matrix(adafactor if o.name == "adafactor" else muon, layout)
-        # theirs differ in what the rate multiplies: here decay is w -= rate * weight_decay * w for all three, as in AdamW
-        optimizer = optax.chain(inner, _decay(rate, o.weight_decay, mask))
+    optimizer = per_matrix(make, layout) if kind.by_matrix else make(layout.weights)
+    if not kind.decays:
+        # Theirs differ in what the rate multiplies: here it is w -= rate * weight_decay * w for all, as in AdamW.
+        optimizer = optax.chain(optimizer, _decay(rate, o.weight_decay, mask))
     return optax.chain(optax.clip_by_global_norm(o.grad_clip), optimizer) if o.grad_clip else optimizer
 
 
@@ -89,15 +75,15 @@ def _decay(rate: optax.Schedule, weight_decay: float, mask: Tree) -> optax.Gradi
 def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Layout) -> optax.GradientTransformation:
     """An optimizer whose update of one number depends on others of its matrix, on whole unpadded matrices of one layer each.
 
-    So its updates are the same on every mesh, whatever is padded there. `make` gets the tree of Leaf that its part consists of.
+    So its updates are the same on every mesh, whatever is padded there. `make` gets the tree of Placed that its part consists of.
     """
-    edge = {name: part for name, part in layout.leaves.items() if name != "blocks"}
-    on_edge, on_layer = make(edge), make({"blocks": layout.leaves["blocks"]})
+    edge = {name: part for name, part in layout.weights.items() if name != "blocks"}
+    on_edge, on_layer = make(edge), make({"blocks": layout.weights["blocks"]})
 
-    def cut(leaf: Leaf, x: jax.Array) -> jax.Array:
-        return x[tuple(slice(n) for n in _cut_shape(leaf))]
+    def cut(leaf: Placed, x: jax.Array) -> jax.Array:
+        return x[tuple(slice(n) for n in leaf.unpadded)]
 
-    def pad(leaf: Leaf, x: jax.Array) -> jax.Array:
+    def pad(leaf: Placed, x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, leaf.padded, strict=True)])
 
     def parts(tree: Tree) -> tuple[Tree, Tree]:
@@ -124,73 +110,41 @@ def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Lay
     return optax.GradientTransformation(init, update)
 
 
-def _matrix(leaf: Leaf) -> optax.contrib.MuonDimensionNumbers | None:
-    """How Muon sees one layer's leaf as a matrix (input dimensions, output dimensions); None: Adam is used."""
-    if not leaf.stacked or not leaf.decayed:
-        return None  # embedding and head, norms and biases
-    inputs = tuple(range(len(leaf.axes) - 2)) if leaf.axes[-1] == "embed" else (0,)
-    return optax.contrib.MuonDimensionNumbers(inputs, tuple(range(len(inputs), len(leaf.axes) - 1)))
-
-
-def _cut_shape(leaf: Leaf) -> tuple[int, ...]:
-    """The leaf's shape without padding, in the live order of layers."""
-    return (leaf.padded[0], *leaf.shape[1:]) if leaf.stacked else leaf.shape
-
-
 def state_shardings(layout: Layout, mesh: Mesh, state: Tree) -> Tree:
     """Shardings of an optimizer state: leaves that mirror a parameter lie as it does, the rest is on every device."""
     mirrored = mirrored_leaves(layout, state)
-    specs = [PartitionSpec() if leaf is None else leaf.shard_spec for leaf in mirrored]
+    specs = [PartitionSpec() if leaf is None else shard_spec(leaf) for leaf in mirrored]
     return jax.tree.unflatten(jax.tree.structure(state), [NamedSharding(mesh, spec) for spec in specs])
 
 
-def mirrored_leaves(layout: Layout, state: Tree) -> list[Leaf | None]:
+def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
     """For each leaf of an optimizer state, in `jax.tree` order: the parameter whose shape and place it shares, if any.
 
-    A factored moment (Adafactor) shares all dimensions but one; it gets a Leaf of those.
+    A factored moment (Adafactor) shares all dimensions but one; it gets a Placed of those. Optax's own `tree.map_params` would tell
+    parameters apart too, but asks the transformation anew with placeholders, which have no matrices for `per_matrix` to cut.
     """
-    leaves = {_keys(path): leaf for path, leaf in _flat(layout.leaves)}
+    weights = {tuple(weight.name.split(".")): weight for weight in layout.flat}
 
-    def mirrored(path: tuple, value: jax.ShapeDtypeStruct) -> Leaf | None:
-        keys = _keys(path)
-        leaf = next((leaves[keys[i:]] for i in range(len(keys)) if keys[i:] in leaves), None)
-        if leaf is None and "layers" in keys and value.ndim:  # not a moment, but each layer's own: Muon's coefficients
-            shape, rest = (layout.config.model.layers, *value.shape[1:]), value.ndim - 1
-            axes, split = ("layers", *("one",) * rest), ((PIPELINE,), *((),) * rest)
-            return Leaf(".".join(keys), axes, shape, value.shape, value.shape, split, None)
-        if leaf is None or value.shape == leaf.padded:
-            return leaf
-        cut, rank = _cut_shape(leaf), len(leaf.axes)
-        choices = [[d for d in range(rank) if d != dropped] for dropped in (rank, *range(leaf.stacked, rank))]
-        kept = next((k for k in choices if tuple(cut[d] for d in k) == value.shape), None)
+    def mirrored(path: tuple, value: jax.ShapeDtypeStruct) -> Placed | None:
+        keys = tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
+        weight = next((weights[keys[i:]] for i in range(len(keys)) if keys[i:] in weights), None)
+        if weight is None:
+            return _of_layers(layout, ".".join(keys), value) if "layers" in keys and value.ndim else None
+        if value.shape == weight.padded:
+            return weight
+        rank = len(weight.axes)
+        choices = [[d for d in range(rank) if d != dropped] for dropped in (rank, *range(weight.stacked, rank))]
+        kept = next((k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape), None)
         if kept is not None:
-            return _part(layout, leaf, kept, value.shape)
-        return _part(layout, leaf, [0], value.shape) if leaf.stacked else None  # not factored: one number a layer
+            return part(weight, kept, layout.data)
+        # Not factored: one number a layer.
+        return part(weight, [0], layout.data, more=value.ndim - 1) if weight.stacked else None
 
     return [mirrored(path, value) for path, value in jax.tree_util.tree_flatten_with_path(state)[0]]
 
 
-def _part(layout: Layout, leaf: Leaf, kept: list[int], live: tuple[int, ...]) -> Leaf:
-    """The Leaf of an array that has only the dimensions `kept` of a parameter, unpadded, and is split like it where it divides."""
-    more = len(live) - len(kept)  # dimensions of size 1
-    split = [leaf.split[d] for d in kept] + [()] * more
-    ways = [math.prod(layout.mesh.shape[a] for a in over) for over in split]
-    split = [over if n % w == 0 else () for over, n, w in zip(split, live, ways, strict=True)]
-    zero_dim = kept.index(leaf.zero_dim) if leaf.zero_dim in kept else None
-    if zero_dim is not None and live[zero_dim] % (ways[zero_dim] * layout.data):
-        zero_dim = None
-    shape = (leaf.shape[0], *live[1:]) if leaf.stacked else live
-    axes = tuple(leaf.axes[d] for d in kept) + ("one",) * more
-    return Leaf(leaf.name, axes, shape, live, live, tuple(split), zero_dim)
-
-
-def _flat(leaves: Tree) -> list[tuple[tuple, Leaf]]:
-    return jax.tree_util.tree_flatten_with_path(leaves, is_leaf=_is_leaf)[0]
-
-
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, Leaf)
-
-
-def _keys(path: tuple) -> tuple[str, ...]:
-    return tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
+def _of_layers(layout: Layout, name: str, value: jax.ShapeDtypeStruct) -> Placed:
+    """What each layer has of its own though it is no moment: Muon's coefficients."""
+    shape, rest = (layout.config.model.layers, *value.shape[1:]), value.ndim - 1
+    axes, over, ways = ("layers", *("one",) * rest), ((PIPELINE,), *((),) * rest), (layout.pipeline, *(1,) * rest)
+    return Placed(name, axes, shape, value.shape, value.shape, over, ways, None)

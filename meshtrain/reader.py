@@ -29,7 +29,6 @@ from meshtrain.checkpoint.restoring import read_weights
 from meshtrain.config import Config, ConfigError, MeshConfig, ParallelConfig, check, decode
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
-from meshtrain.parallel.layout import Leaf
 from meshtrain.run.processes import first_decides, gathered
 from meshtrain.step import Program
 
@@ -74,9 +73,7 @@ class Model:
     def weights(self) -> dict[str, jax.Array]:
         """The float32 weights by canonical name (blocks.attention.q: all layers in order along the first axis), whole, unpadded."""
         canonical = jax.jit(self.program.layout.canonical)(self.params)
-        is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
-        leaves = jax.tree.leaves(self.program.layout.leaves, is_leaf=is_leaf)
-        return {leaf.name: x for leaf, x in zip(leaves, jax.tree.leaves(canonical), strict=True)}
+        return {leaf.name: x for leaf, x in zip(self.program.layout.flat, jax.tree.leaves(canonical), strict=True)}
 
     def _ids(self, name: str, given: ArrayLike) -> np.ndarray:
         """Ids [B, T] as int32; anything else would be computed with all the same."""

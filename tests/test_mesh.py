@@ -10,7 +10,7 @@ import pytest
 from free_port import free_port
 
 from meshtrain.config import ConfigError, decode
-from meshtrain.mesh import AXES, join_cluster, make_mesh, platform, rules
+from meshtrain.mesh import AXES, join_cluster, make_mesh, platform
 
 
 def test_axes_are_data_tensor_pipeline_in_this_order():
@@ -46,20 +46,6 @@ def test_too_few_devices_are_told_with_the_way_out():
 
 def test_fake_devices_are_platform_cpu():
     assert platform(make_mesh(decode({}))) == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({}, {"kv_heads": ("tensor",), "vocab": ("pipeline", "tensor")}),
-        ({"parallel": {"vocab": "edge"}}, {"kv_heads": ("tensor",), "vocab": ("tensor",)}),
-        ({"model": {"heads": 8, "kv_heads": 2}, "mesh": {"tensor": 4}}, {"kv_heads": ()}),
-    ],
-)
-def test_named_dimensions_lie_on_the_axes_that_divide_them(sections, expected):
-    table = rules(decode(sections))
-    assert {name: table[name] for name in expected} == expected
-    assert (table["layers"], table["heads"], table["mlp"]) == (("pipeline",), ("tensor",), ("tensor",))
 
 
 DEVICES = """

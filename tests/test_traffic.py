@@ -13,13 +13,12 @@ import math
 from collections import defaultdict
 from typing import Any
 
-import jax
 import pytest
 
 from meshtrain.config import Config, decode
 from meshtrain.hlo import Collective, collectives
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.layout import Leaf
+from meshtrain.parallel.placement import Placed
 from meshtrain.step import Program, build
 
 WITHIN = 0.03
@@ -109,13 +108,13 @@ def ticks(program: Program) -> int:
     return program.layout.table.ticks if program.layout.table else program.config.parallel.microbatches
 
 
-def leaves(program: Program) -> list[Leaf]:
-    return jax.tree.leaves(program.layout.leaves, is_leaf=lambda x: isinstance(x, Leaf))
+def leaves(program: Program) -> list[Placed]:
+    return program.layout.flat
 
 
-def held(leaf: Leaf, tensor: int, stages: int) -> float:
+def held(leaf: Placed, tensor: int, stages: int) -> float:
     """Elements of a whole weight on one device."""
-    ways = math.prod({"tensor": tensor, "pipeline": stages}[axis] for over in leaf.split for axis in over)
+    ways = math.prod({"tensor": tensor, "pipeline": stages}[axis] for over in leaf.over for axis in over)
     return math.prod(leaf.shape) / ways
 
 

@@ -26,7 +26,8 @@ from meshtrain.checkpoint import arrays, assembling
 from meshtrain.checkpoint.rearrange import rearrangement
 from meshtrain.mesh import platform
 from meshtrain.optim import mirrored_leaves
-from meshtrain.parallel.layout import Leaf
+from meshtrain.parallel.layout import shard_spec
+from meshtrain.parallel.placement import Placed
 from meshtrain.precision import initial_scale
 from meshtrain.step import Program, State
 
@@ -41,10 +42,10 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     live: jax.ShapeDtypeStruct
-    leaf: Leaf | None  # the parameter that it is, or mirrors
+    leaf: Placed | None  # the parameter that it is, or mirrors
 
     @property
-    def parameter(self) -> Leaf:
+    def parameter(self) -> Placed:
         """The leaf, for an entry that has one."""
         assert self.leaf is not None
         return self.leaf
@@ -143,17 +144,17 @@ class Canonical:
         def merge(live: jax.Array, stored: jax.Array) -> jax.Array:
             return way.to_live(way.to_canonical(live).at[common].set(stored[common]))
 
-        shards = entry.parameter.shard_spec
+        shards = shard_spec(entry.parameter)
         mapped = jax.shard_map(merge, mesh=self.mesh, in_specs=(shards, way.spec), out_specs=shards, check_vma=False)
         return jax.block_until_ready(jax.jit(mapped, donate_argnums=0)(live, stored))
 
     # --- rearranging
 
     @cached_property
-    def _parameters(self) -> list[Leaf]:
-        return jax.tree.leaves(self.layout.leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    def _parameters(self) -> list[Placed]:
+        return self.layout.flat
 
-    def _direct(self, leaf: Leaf) -> bool:
+    def _direct(self, leaf: Placed) -> bool:
         """The live layout is the canonical one."""
         return leaf.padded == leaf.shape and (not leaf.stacked or self.layout.in_order)
 
@@ -180,7 +181,7 @@ class Canonical:
         key = (way, *((e.parameter, e.live.dtype) for e in batch))
         if key not in self._compiled:
             ways = [rearrangement(self.layout, e.parameter, self.mesh) for e in batch]
-            live, canonical = [e.parameter.shard_spec for e in batch], [w.spec for w in ways]
+            live, canonical = [shard_spec(e.parameter) for e in batch], [w.spec for w in ways]
             before, after = (live, canonical) if way == "canonical" else (canonical, live)
 
             def run(arrays: list[jax.Array]) -> list[jax.Array]:

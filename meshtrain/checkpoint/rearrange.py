@@ -15,7 +15,8 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.parallel.layout import Layout, shard_spec
+from meshtrain.parallel.placement import Placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Rearrangement:
     """The way of one leaf; `to_canonical` and `to_live` run inside a shard_map on a device's own blocks."""
 
     layout: Layout
-    leaf: Leaf
+    leaf: Placed
     changing: tuple[int, ...]  # dimensions that differ between live and canonical
     moves: tuple[Move, ...]
     spec: PartitionSpec  # of the canonical array
@@ -55,7 +56,7 @@ class Rearrangement:
                 x = lax.all_to_all(x, move.axis, split_axis=move.source, concat_axis=move.target, tiled=True)
         return x
 
-    def _own(self, block: Sequence[int]) -> Leaf:
+    def _own(self, block: Sequence[int]) -> Placed:
         """The leaf as a device has it here: dimensions that stay have the size of its block."""
         keep = [d not in self.changing for d in range(len(block))]
         shape = tuple(n if k else m for n, m, k in zip(block, self.leaf.shape, keep, strict=True))
@@ -63,12 +64,12 @@ class Rearrangement:
         return dataclasses.replace(self.leaf, shape=shape, padded=padded)
 
 
-def rearrangement(layout: Layout, leaf: Leaf, mesh: Mesh, resized: Sequence[int] = ()) -> Rearrangement:
+def rearrangement(layout: Layout, leaf: Placed, mesh: Mesh, resized: Sequence[int] = ()) -> Rearrangement:
     """How a leaf goes to the canonical layout and back; dimensions in `resized` are made whole as well."""
     changing = [d for d, (n, m) in enumerate(zip(leaf.shape, leaf.padded, strict=True)) if n != m or d in resized]
     if leaf.stacked and not layout.in_order and 0 not in changing:
         changing.append(0)
-    split = [list(_axes(axes)) for axes in leaf.shard_spec]
+    split = [list(_axes(axes)) for axes in shard_spec(leaf)]
     split += [[] for _ in range(len(leaf.shape) - len(split))]
     local = [n // _ways(axes, mesh) for n, axes in zip(leaf.padded, split, strict=True)]
     moves = []

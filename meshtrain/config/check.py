@@ -43,6 +43,9 @@ def resolve(config: Config) -> Config:
     parallel = config.parallel
     if parallel.virtual_stages == 1:
         parallel = dataclasses.replace(parallel, virtual_stages=SCHEDULES.get(parallel.schedule) or 1)
+    if parallel.zero_hold is None:
+        several = parallel.microbatches > 1 or config.mesh.pipeline > 1
+        parallel = dataclasses.replace(parallel, zero_hold=parallel.zero_stage < 3 and several)
     return dataclasses.replace(config, model=model, parallel=parallel)
 
 

@@ -71,6 +71,9 @@ class ModelConfig:
     )
 
 
+DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
+
+
 @dataclass(frozen=True)
 class MeshConfig:
     data: int = key(1, "data-parallel replicas; ZeRO shards state over this axis", least=1)

@@ -1,4 +1,4 @@
-"""The decoder: embedding, a stack of blocks, output head. One class with options serves both families.
+"""The decoder: embedding, a stack of blocks, output head. One class serves every family, by its options (see `families`).
 
 Its weights have one canonical layout, whatever the mesh: a tree of named leaves, in which the blocks' leaves are stacked along
 a first axis `layers`. `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them on different devices.
@@ -9,22 +9,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain.config import ModelConfig
+from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout
-from meshtrain.model.layers import Block, Norm, Sequence, parameter, rotary
+from meshtrain.model.layers import Block, Norm, Sequence, make_parameters, rotary
 
 EMBEDDING_SITE = 1 << 20  # a dropout site that no layer has
 
 
 class Embedding(nnx.Module):
-    """Token embedding, rows split over the vocabulary; gpt2 adds learned positions."""
+    """Token embedding, rows split over the vocabulary; learned positions where the family has them."""
+
+    tokens: nnx.Param
+    positions: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.tokens = parameter(rngs, ("vocab", "embed"), (config.vocab_size, config.d_model), config.init_std)
-        learned = (config.max_positions or 1, config.d_model)
-        self.positions = (
-            parameter(rngs, ("positions", "embed"), learned, config.init_std) if config.family == "gpt2" else None
-        )
+        make_parameters(self, "embedding", config, rngs)
 
     def __call__(
         self, tokens_BT: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout = NO_DROPOUT
@@ -42,13 +42,11 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """Final norm and output projection, columns split over the vocabulary; tied to the embedding when `weight` is None."""
 
+    weight: nnx.Param | None = None
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.vocab_size = config.vocab_size
-        self.norm = Norm(config, rngs)
-        tied = config.tied_head
-        self.weight = (
-            None if tied else parameter(rngs, ("embed", "vocab"), (config.d_model, config.vocab_size), config.init_std)
-        )
+        self.norm = Norm("head.norm", config, rngs)
+        make_parameters(self, "head", config, rngs)
 
     def __call__(self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives) -> jax.Array:
         """This device's share of the logits, [B, T, V share], float32."""
@@ -64,9 +62,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         root = rngs.params()
-        keys = jax.random.split(
-            jax.random.fold_in(root, 0), config.layers
-        )  # a layer's numbers follow from its index alone
+        # A layer's numbers follow from its index alone.
+        keys = jax.random.split(jax.random.fold_in(root, 0), config.layers)
         self.embedding = Embedding(config, nnx.Rngs(params=jax.random.fold_in(root, 1)))
         self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key)), in_axes=0, out_axes=0)(keys)
         self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
@@ -87,5 +84,5 @@ class Decoder(nnx.Module):
 
 
 def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """cos and sin for llama, None for gpt2, whose positions are learned."""
-    return rotary(positions, config.head_dim or 2, config.rope_theta) if config.family == "llama" else None
+    """cos and sin of rotary positions; None where they are learned."""
+    return rotary(positions, config.head_dim, config.rope_theta) if FAMILIES[config.family].rotary else None

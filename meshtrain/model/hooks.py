@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError, short
+from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
@@ -109,7 +110,8 @@ class Parts:
         self.vocabulary = Vocabulary(config.model.vocab_size, collectives)
         train = config.train
         built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
-        self._block, self._loss = hooks.block or Block.__call__, hooks.loss or built_in
+        self._block = hooks.block or FAMILIES[config.model.family].block or Block.__call__
+        self._loss = hooks.loss or built_in
 
     def block(self, block: Block, x_BTD: jax.Array, sequence: Sequence, dropout: Dropout) -> jax.Array:
         block.attention.attend = self.attention

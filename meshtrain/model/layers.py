@@ -1,13 +1,13 @@
 """The parts of a transformer block as Flax NNX modules, written for whatever share of a weight this device holds.
 
-Every parameter names the axes of its dimensions; `mesh.RULES` says over which mesh axis a name is split. Sizes are read off the
-arrays, never off the config, so the same code runs on whole weights and on shards. Suffixes: B batch, T sequence, D d_model,
+`weights` has every parameter's name and shape, `parallel.placement` says how it is split. Sizes are read off the arrays, never off
+the config, so the same code runs on whole weights and on shards. Suffixes: B batch, T sequence, D d_model,
 H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
 """
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +15,31 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.config import ModelConfig
+from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
+from meshtrain.model.weights import weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
     """What a block must know of the sequences besides their activations."""
 
-    rotary_TK: tuple[jax.Array, jax.Array] | None = (
-        None  # cos, sin: [T, K/2], or [B, T, K/2] where positions differ by sequence
-    )
-    segments_BT: jax.Array | None = None  # documents packed in a sequence; attention stays within one
+    # cos, sin: [T, K/2], or [B, T, K/2] where positions differ by sequence
+    rotary_TK: tuple[jax.Array, jax.Array] | None = None
+    # documents packed in a sequence; attention stays within one
+    segments_BT: jax.Array | None = None
 
 
-def parameter(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: float | None) -> nnx.Param:
-    """A float32 parameter with named axes: normal with `std`, zeros for std 0, ones for std None."""
-    if std:
-        value = std * jax.random.normal(rngs.params(), shape)
-    else:
-        value = jnp.ones(shape) if std is None else jnp.zeros(shape)
-    return nnx.Param(value, axes=axes)
+def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    """Gives a module its float32 parameters: those whose names in `weights` begin with the module's own, `name`."""
+    for weight in weights(config):
+        parent, _, attribute = weight.name.rpartition(".")
+        if parent == name:
+            shape = tuple(n for _, n in weight.dims)
+            drawn = weight.std * jax.random.normal(rngs.params(), shape) if weight.std else jnp.full(shape, weight.fill)
+            setattr(module, attribute, nnx.Param(drawn))
 
 
 def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
@@ -72,8 +75,11 @@ def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.A
     return run
 
 
-swiglu = keeping_arguments(lambda gate, up: jax.nn.silu(gate) * up)
-gelu = keeping_arguments(lambda x: jax.nn.gelu(x))
+@cache
+def hidden(activation: str, gated: bool) -> Callable[..., jax.Array]:
+    """The MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else activation(up)."""
+    function = getattr(jax.nn, activation)
+    return keeping_arguments((lambda gate, up: function(gate) * up) if gated else (lambda up: function(up)))
 
 
 def normalised(eps: float, centred: bool, x: jax.Array) -> jax.Array:
@@ -91,10 +97,12 @@ class Norm(nnx.Module):
     whose transpose sums the gradient over the tensor ranks.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    scale: nnx.Param
+    bias: nnx.Param | None = None
+
+    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.eps = config.norm_eps
-        self.scale = parameter(rngs, ("embed",), (config.d_model,), None)
-        self.bias = parameter(rngs, ("embed",), (config.d_model,), 0.0) if config.family == "gpt2" else None
+        make_parameters(self, name, config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = keeping_arguments(partial(normalised, self.eps, self.bias is not None))(x) * self.scale[...]
@@ -104,19 +112,19 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention: q, k, v column-parallel by heads, out row-parallel."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        d, h, g, k = config.d_model, config.heads, config.kv_heads or config.heads, config.head_dim or 1
-        std, biases = config.init_std, config.family == "gpt2"
+    q: nnx.Param
+    k: nnx.Param
+    v: nnx.Param
+    out: nnx.Param
+    q_bias: nnx.Param | None = None
+    k_bias: nnx.Param | None = None
+    v_bias: nnx.Param | None = None
+    out_bias: nnx.Param | None = None
+
+    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.attend: Callable[..., jax.Array] = attend
-        self.group = h // g  # query heads that share a key/value head
-        self.q = parameter(rngs, ("embed", "heads", "head"), (d, h, k), std)
-        self.k = parameter(rngs, ("embed", "kv_heads", "head"), (d, g, k), std)
-        self.v = parameter(rngs, ("embed", "kv_heads", "head"), (d, g, k), std)
-        self.out = parameter(rngs, ("heads", "head", "embed"), (h, k, d), std / (2 * config.layers) ** 0.5)
-        self.q_bias = parameter(rngs, ("heads", "head"), (h, k), 0.0) if biases else None
-        self.k_bias = parameter(rngs, ("kv_heads", "head"), (g, k), 0.0) if biases else None
-        self.v_bias = parameter(rngs, ("kv_heads", "head"), (g, k), 0.0) if biases else None
-        self.out_bias = parameter(rngs, ("embed",), (d,), 0.0) if biases else None
+        self.group = config.heads // config.kv_heads  # query heads that share a key/value head
+        make_parameters(self, name, config, rngs)
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
         rows = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -127,9 +135,8 @@ class Attention(nnx.Module):
         if sequence.rotary_TK is not None:
             q, k = rotate(q, *sequence.rotary_TK), rotate(k, *sequence.rotary_TK)
         heads, groups = q.shape[2], k.shape[2]
-        if (
-            groups * self.group != heads
-        ):  # key/value heads are replicated over tensor: pick those of this rank's query heads
+        # Key/value heads that are replicated over tensor: this rank takes those of its query heads.
+        if groups * self.group != heads:
             mine = (collectives.first_head(heads) + jnp.arange(heads)) // self.group
             k, v = jnp.take(k, mine, axis=2), jnp.take(v, mine, axis=2)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
@@ -141,22 +148,25 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020) or GELU: d_ff split over the ranks, in column-parallel and out row-parallel."""
+    """Two or, gated, three products: d_ff split over the ranks, in column-parallel and out row-parallel."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        d, f, std, gpt2 = config.d_model, config.d_ff or 1, config.init_std, config.family == "gpt2"
-        self.gate = None if gpt2 else parameter(rngs, ("embed", "mlp"), (d, f), std)
-        self.up = parameter(rngs, ("embed", "mlp"), (d, f), std)
-        self.down = parameter(rngs, ("mlp", "embed"), (f, d), std / (2 * config.layers) ** 0.5)
-        self.up_bias = parameter(rngs, ("mlp",), (f,), 0.0) if gpt2 else None
-        self.down_bias = parameter(rngs, ("embed",), (d,), 0.0) if gpt2 else None
+    gate: nnx.Param | None = None
+    up: nnx.Param
+    down: nnx.Param
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
+
+    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.activation = FAMILIES[config.family].activation
+        make_parameters(self, name, config, rngs)
 
     def __call__(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array:
         rows = x_BTD.reshape(-1, x_BTD.shape[-1])
         up = linear(rows, self.up[...])
         if self.up_bias is not None:
             up = up + self.up_bias[...]
-        h = gelu(up) if self.gate is None else swiglu(linear(rows, self.gate[...]), up)
+        branches = (up,) if self.gate is None else (linear(rows, self.gate[...]), up)
+        h = hidden(self.activation, self.gate is not None)(*branches)
         y = linear(checkpoint_name(h, "mlp_hidden"), self.down[...]).reshape(x_BTD.shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
@@ -167,10 +177,10 @@ class Block(nnx.Module):
     """Pre-norm transformer block."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.attention_norm = Norm(config, rngs)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = Norm(config, rngs)
-        self.mlp = MLP(config, rngs)
+        self.attention_norm = Norm("blocks.attention_norm", config, rngs)
+        self.attention = Attention("blocks.attention", config, rngs)
+        self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
+        self.mlp = MLP("blocks.mlp", config, rngs)
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
         first = collectives.first_position(x_BTD.shape[1])
@@ -200,7 +210,8 @@ def _turned(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-rotate = jax.custom_vjp(_turned)  # its transpose turns back: nothing is kept but the angles
+# Its transpose turns back: nothing is kept but the angles.
+rotate = jax.custom_vjp(_turned)
 rotate.defvjp(
     lambda x, cos, sin: (_turned(x, cos, sin), (cos, sin)),
     lambda angles, cotangent: (_turned(cotangent, angles[0], -angles[1]), None, None),

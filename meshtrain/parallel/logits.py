@@ -25,7 +25,7 @@ def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
     first = jnp.zeros((), jnp.int32)
     x = stage.embed(stage.edge, first)
     here = lax.axis_index(PIPELINE) == 0
-    for k in range(layout.stages * layout.chunks):
+    for k in range(len(layout.stages.counts)):
         place, chunk = (layout.table.stage_of(k), layout.table.chunk_of(k)) if layout.table else (0, 0)
         here = lax.axis_index(PIPELINE) == place
 
@@ -34,7 +34,7 @@ def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
 
         y = lax.cond(here, run, lambda x: x, x) if forward.skips and layout.table else run(x)
         x = vary(_only(here, y), forward.stream_axes)
-    shares = forward.logits(stage.edge, weights.constant, x, here)
+    shares = forward.logits(weights, x, here)
     # with parallel.vocab: edge only the last stage's logits are of use, though every stage has computed some
     return shares if PIPELINE in forward.collectives.vocabulary else _only(here, shares)
 

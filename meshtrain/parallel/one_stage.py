@@ -14,12 +14,12 @@ from meshtrain.parallel.zero import Weights
 Tree = Any
 
 
-def loss_sum(forward: Forward, weights: Tree, constant: Tree | None, batch: Batch, key: jax.Array | None) -> jax.Array:
+def loss_sum(forward: Forward, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
     """Summed loss of one microbatch on a mesh without pipeline stages."""
-    x = forward.embed(weights, constant, batch, key)
-    stack = forward.layers(batch, key, jnp.asarray(forward.slots[0, 0]), forward.config.parallel.remat)
-    x = stack(weights["blocks"], None if constant is None else constant["blocks"], x)
-    return forward.loss(weights, constant, x, batch, jnp.array(True))
+    x = forward.embed(weights, batch, key)
+    layer_at = jnp.asarray(forward.layout.layer_at[0, 0])
+    x = forward.layers(batch, key, layer_at, forward.config.parallel.remat)(weights.part("blocks"), x)
+    return forward.loss(weights, x, batch, jnp.array(True))
 
 
 def accumulate(
@@ -28,7 +28,8 @@ def accumulate(
     """Loss summed over the microbatches [M, b, T], and `seed` times its gradient in float32."""
 
     def one(batch: Batch) -> tuple[jax.Array, Tree]:
-        loss, vjp = jax.vjp(lambda w: loss_sum(forward, w, weights.constant, batch, key), weights.differentiated)
+        of = lambda w: loss_sum(forward, weights._replace(differentiated=w), batch, key)  # noqa: E731
+        loss, vjp = jax.vjp(of, weights.differentiated)
         gradients = vjp(vary(seed, varying(loss)))[0]
         return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
@@ -47,5 +48,4 @@ def accumulate(
 
 def evaluate(forward: Forward, weights: Weights, batches: Batch) -> jax.Array:
     """Summed loss of the microbatches, without gradients."""
-    losses = lax.map(lambda batch: loss_sum(forward, weights.differentiated, weights.constant, batch, None), batches)
-    return jnp.sum(losses)
+    return jnp.sum(lax.map(lambda batch: loss_sum(forward, weights, batch, None), batches))

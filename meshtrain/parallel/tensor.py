@@ -14,8 +14,9 @@ from jax import lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
-from meshtrain.mesh import PIPELINE, TENSOR, rules
+from meshtrain.mesh import PIPELINE, TENSOR
 from meshtrain.model.collectives import Collectives
+from meshtrain.parallel.placement import splits
 
 SEQUENCE = 1  # the dimension of [B, T, D] that sequence parallelism splits
 
@@ -27,9 +28,8 @@ class MeshCollectives(Collectives):
         self.platform = platform
         self.ranks = config.mesh.tensor
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
-        self.vocabulary = rules(config)["vocab"]
-        sizes = {TENSOR: config.mesh.tensor, PIPELINE: config.mesh.pipeline}
-        self.vocabulary_ranks = math.prod(sizes[a] for a in self.vocabulary)
+        self.vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
+        self.vocabulary_ranks = math.prod(getattr(config.mesh, axis) for axis in self.vocabulary)
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:

@@ -13,9 +13,7 @@ Between steps every stage from 1 on holds one shard of the float32 masters and o
 `use` a weight where the model needs it, `close` the accumulated gradients into shards.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +21,21 @@ from jax import lax
 
 from meshtrain.compat import vary
 from meshtrain.mesh import AXES, DATA
-from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.parallel.layout import Layout, is_placed
+from meshtrain.parallel.placement import Placed, gathers_at_use, scatters_at_use
 
 Tree = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """What a step differentiates (whole weights, or shards) and what it only reads (stage 2: the gathered weights)."""
 
     differentiated: Tree
     constant: Tree | None
+
+    def part(self, name: str) -> "Weights":
+        """Those of the embedding, the blocks or the head."""
+        return Weights(self.differentiated[name], None if self.constant is None else self.constant[name])
 
 
 class Zero:
@@ -44,12 +46,7 @@ class Zero:
         self.layout = layout
         self.compute = jnp.dtype(config.precision.compute)
         self.reduce = jnp.dtype(config.precision.reduce)
-        stage, hold = config.parallel.zero_stage, config.parallel.zero_hold
-        if hold is None:  # stage 3 was asked for to save memory; stage 2 would pay with traffic for every microbatch
-            hold = stage < 3 and (config.parallel.microbatches > 1 or config.mesh.pipeline > 1)
-        sharded = config.mesh.data > 1
-        self.gathers_at_use = sharded and stage == 3 and not hold
-        self.scatters_at_use = sharded and stage >= 2 and not hold
+        self.gathers_at_use, self.scatters_at_use = gathers_at_use(config), scatters_at_use(config)
 
     def open(self, masters: Tree) -> Weights:
         """Inside shard_map: this device's masters (float32 shards) to what the step computes with."""
@@ -59,29 +56,23 @@ class Zero:
         whole = self.layout.map(gather, shards)
         return Weights(shards, whole) if self.scatters_at_use else Weights(whole, None)
 
-    def use(self, leaves: Tree, differentiated: Tree, constant: Tree | None) -> Tree:
-        """Whole weights for the model from a part of `Weights` (a layer's leaves, unstacked, or the head's).
+    def use(self, part: str, weights: Weights) -> Tree:
+        """Whole weights for the model from a part of `Weights` (of the blocks: a layer's, unstacked).
 
         Their gradient flows to `differentiated`: as it is, or summed and scattered over data.
         """
         if not self.scatters_at_use:
-            return differentiated
-        is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
-        if constant is None:
-            return jax.tree.map(self._gather_at_use, leaves, differentiated, is_leaf=is_leaf)
-        return jax.tree.map(self._scatter_at_use, leaves, differentiated, constant, is_leaf=is_leaf)
-
-    def checkpointed(self, layer: Callable, policy: Callable | None, remat: bool) -> Callable:
-        """`layer` under the remat policy; weights gathered at use are never among what is kept for the backward."""
-        if remat:
-            return jax.checkpoint(layer, policy=policy)
-        return jax.checkpoint(layer, policy=_all_but_gathered) if self.gathers_at_use else layer
+            return weights.differentiated
+        placed = self.layout.weights[part]
+        if weights.constant is None:
+            return jax.tree.map(self._gather_at_use, placed, weights.differentiated, is_leaf=is_placed)
+        return jax.tree.map(self._scatter_at_use, placed, weights.differentiated, weights.constant, is_leaf=is_placed)
 
     def close(self, gradients: Tree) -> Tree:
         """Inside shard_map: accumulated partial gradients to float32 shards, summed over every axis that the weight lacks."""
         return self.layout.map(self._close_leaf, gradients)
 
-    def _close_leaf(self, leaf: Leaf, g: jax.Array) -> jax.Array:
+    def _close_leaf(self, leaf: Placed, g: jax.Array) -> jax.Array:
         if self.scatters_at_use and leaf.zero_dim is not None:
             shard = g  # summed over data where it was made
         elif leaf.zero_dim is not None:
@@ -90,7 +81,7 @@ class Zero:
             shard = lax.psum(g.astype(self.reduce), DATA)
         return lax.psum(shard.astype(jnp.float32), leaf.replicated) if leaf.replicated else shard.astype(jnp.float32)
 
-    def _gather_at_use(self, leaf: Leaf, shard: jax.Array) -> jax.Array:
+    def _gather_at_use(self, leaf: Placed, shard: jax.Array) -> jax.Array:
         if leaf.zero_dim is None:
             return shard
 
@@ -101,7 +92,7 @@ class Zero:
         use.defvjp(lambda shard: (gather(leaf, shard), None), lambda _, g: (self._scatter(leaf, g),))
         return use(shard)
 
-    def _scatter_at_use(self, leaf: Leaf, shard: jax.Array, whole: jax.Array) -> jax.Array:
+    def _scatter_at_use(self, leaf: Placed, shard: jax.Array, whole: jax.Array) -> jax.Array:
         if leaf.zero_dim is None:
             return shard
 
@@ -112,17 +103,11 @@ class Zero:
         use.defvjp(lambda shard, whole: (whole, None), lambda _, g: (self._scatter(leaf, g), jnp.zeros_like(g)))
         return use(shard, whole)
 
-    def _scatter(self, leaf: Leaf, g: jax.Array) -> jax.Array:
+    def _scatter(self, leaf: Placed, g: jax.Array) -> jax.Array:
         return scatter(leaf, g.astype(self.reduce)).astype(g.dtype)
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A remat policy: keep everything, but gather weights again. Nor keep a slice, such as takes the padding off: it is a copy."""
-    over_data = primitive.name == "all_gather" and DATA in parameters["axis_name"]
-    return not over_data and primitive.name != "slice"
-
-
-def gather(leaf: Leaf, shard: jax.Array) -> jax.Array:
+def gather(leaf: Placed, shard: jax.Array) -> jax.Array:
     """All-gather over data along the leaf's ZeRO dimension, padding off. Takes stacked leaves and single layers of them."""
     if leaf.zero_dim is None:
         return shard
@@ -131,7 +116,7 @@ def gather(leaf: Leaf, shard: jax.Array) -> jax.Array:
     return lax.slice_in_dim(whole, 0, leaf.whole[leaf.zero_dim], axis=dim) if leaf.padded != leaf.whole else whole
 
 
-def scatter(leaf: Leaf, g: jax.Array) -> jax.Array:
+def scatter(leaf: Placed, g: jax.Array) -> jax.Array:
     """The transpose of `gather`: padding on, summed over data, each rank keeping its part."""
     if leaf.zero_dim is None:
         return g
@@ -142,6 +127,7 @@ def scatter(leaf: Leaf, g: jax.Array) -> jax.Array:
     return lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
 
 
-def _dimension(leaf: Leaf, x: jax.Array) -> int:
+def _dimension(leaf: Placed, x: jax.Array) -> int:
+    """The ZeRO dimension in `x`: a single layer lacks the first axis."""
     assert leaf.zero_dim is not None
-    return leaf.zero_dim - (len(leaf.axes) - x.ndim)  # a single layer lacks the first axis
+    return leaf.zero_dim - (len(leaf.axes) - x.ndim)

@@ -7,7 +7,8 @@ import functools
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
-from meshtrain.plan import moments, shapes
+from meshtrain.parallel.placement import stages
+from meshtrain.plan import shapes
 from meshtrain.plan.cluster.accelerators import Accelerator
 
 
@@ -127,5 +128,5 @@ def head(
 
 def optimizer(config: Config, accelerator: Accelerator, elements: float) -> float:
     """Seconds to read gradient, master and state of this device's share of `elements`, and write master and state."""
-    moved = 4 * (3 * elements + 2 * moments.elements(config))
+    moved = 4 * (3 * elements + 2 * shapes.optimizer_state(config, stages(config).on_device))
     return moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory)

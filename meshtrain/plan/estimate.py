@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 
 from meshtrain.config import Config, ConfigError
+from meshtrain.model.weights import parameters
+from meshtrain.parallel.placement import stages
 from meshtrain.plan import compute, memory, shapes, ticks, traffic
 from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.plan.compute import OURS, Practice
@@ -147,7 +149,7 @@ def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pla
     return Plan(
         config=config,
         cluster=cluster,
-        parameters=shapes.parameters(config.model),
+        parameters=parameters(config.model),
         memory=held,
         flows=traffic.flows(config, ticks.trips(config, skips=cluster.cpu)),
         pieces=pieces,
@@ -162,7 +164,7 @@ def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pla
 
 def stage_seconds(config: Config, pieces: Pieces) -> float:
     """One microbatch through all chunks of the longest stage, forward, head and backward."""
-    return shapes.stage(config).chunks * (pieces.chunk_forward + pieces.chunk_backward) + pieces.head_total
+    return stages(config).chunks * (pieces.chunk_forward + pieces.chunk_backward) + pieces.head_total
 
 
 def outside_seconds(config: Config, cluster: Cluster, practice: Practice = OURS) -> float:
@@ -171,19 +173,19 @@ def outside_seconds(config: Config, cluster: Cluster, practice: Practice = OURS)
 
 
 def _outside(config: Config, cluster: Cluster, practice: Practice) -> tuple[float, float]:
-    stage, device = shapes.stage(config), cluster.accelerator
-    block, outer, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    stage, device = stages(config), cluster.accelerator
+    held = shapes.held(config)
     data = data_seconds(config, cluster.axis("data", config.mesh), practice)
     data *= device.efficiency.exposed if practice.overlap_data else 1.0
-    return data, compute.optimizer(config, device, block.shard * stage.layers + outer.shard)
+    return data, compute.optimizer(config, device, (held.block * stage.on_device + held.outer).shard)
 
 
 def assemble(
     config: Config, cluster: Cluster, pieces: Pieces, microbatches: float, practice: Practice = OURS
 ) -> StepTime:
     """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage."""
-    stage, m = shapes.stage(config), config.parallel.microbatches
-    layers = m * stage.layers
+    stage, m = stages(config), config.parallel.microbatches
+    layers = m * stage.on_device
     useful = pieces.forward + pieces.backward + pieces.again * -1.0
     data, optimizer = _outside(config, cluster, practice)
     return StepTime(

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
-from meshtrain.plan import moments, shapes
+from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages, zero_ways
+from meshtrain.plan import shapes
 from meshtrain.plan.shapes import Held
 
 
@@ -72,7 +73,7 @@ def state(config: Config) -> list[Item]:
 
 def between_steps(config: Config) -> list[Item]:
     """Masters and optimizer state."""
-    state = 0 if config.parallel.offload_optimizer else 4 * moments.elements(config)
+    state = 0 if config.parallel.offload_optimizer else 4 * shapes.optimizer_state(config, stages(config).on_device)
     return [
         Item("float32 masters", "parameters", 4 * _elements(config).shard, True),
         Item(f"{config.optimizer.name} state", "optimizer_state", state, True),
@@ -81,19 +82,19 @@ def between_steps(config: Config) -> list[Item]:
 
 def _elements(config: Config) -> Held:
     """All weights on one device."""
-    stage = shapes.stage(config)
-    block, outer, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
-    return block * stage.layers + outer
+    stage = stages(config)
+    held = shapes.held(config)
+    return held.block * stage.on_device + held.outer
 
 
 def _weights(config: Config) -> list[Item]:
     held, size = _elements(config), shapes.itemsize(config.precision.compute)
-    if shapes.gathers_at_use(config):
+    if gathers_at_use(config):
         return [Item("weights in compute dtype, sharded", "parameters", size * held.shard if size < 4 else 0)]
     found = []
-    if size < 4 or shapes.zero_ways(config) > 1:
+    if size < 4 or zero_ways(config) > 1:
         found.append(Item("weights in compute dtype", "parameters", size * held.whole))
-    if shapes.scatters_at_use(config) and size < 4:
+    if scatters_at_use(config) and size < 4:
         found.append(Item("weights in compute dtype, sharded", "parameters", size * held.shard))
     return found
 
@@ -103,7 +104,7 @@ def _sums(config: Config) -> list[Item]:
     if config.parallel.microbatches == 1 and config.mesh.pipeline == 1:
         return []
     held = _elements(config)
-    if shapes.scatters_at_use(config):
+    if scatters_at_use(config):
         return [Item("float32 gradient sums, sharded", "gradients", 4 * held.shard)]
     return [Item("float32 gradient sums", "gradients", 4 * held.whole)]
 
@@ -161,11 +162,11 @@ def _layer(config: Config, remat: str, cpu: bool) -> float:
 
 def kept(config: Config, depths: Depths, cpu: bool = False) -> list[Item]:
     """What the microbatches in flight keep for their backward, and what waits between stages."""
-    stage, parallel = shapes.stage(config), config.parallel
+    stage, parallel = stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer = _layer(config, parallel.remat, cpu)
     if config.mesh.pipeline == 1:
-        return [Item("activations kept for the backward", "activations", stage.layers * layer)]
+        return [Item("activations kept for the backward", "activations", stage.on_device * layer)]
     entry = stage.longest * layer if parallel.remat != "full" else 0.0
     return [
         Item("activations kept for the backward", "activations", depths.stash * (stream + entry)),
@@ -193,9 +194,9 @@ def _of_one_stage(config: Config, cpu: bool) -> dict[str, list[Item]]:
     the logits' cotangent, are held through the backward. In a loop over microbatches it does so only where collectives stand between.
     """
     size, tensor, several = _itemsize(config), config.mesh.tensor, config.parallel.microbatches > 1
-    gathers, scatters = shapes.gathers_at_use(config), shapes.scatters_at_use(config)
-    stage = shapes.stage(config)
-    block, _, vocabulary = shapes.held(config.model, tensor, stage.vocab_ways, shapes.zero_ways(config))
+    gathers, scatters = gathers_at_use(config), scatters_at_use(config)
+    held = shapes.held(config)
+    block, vocabulary = held.block, held.vocabulary
     waits = gathers or not several
     head = [
         Item("logits", "activations", _logits(config)),
@@ -224,10 +225,10 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
 
     A stashed microbatch is made as a whole and read as a whole, and XLA reads one before the other is written: two beside the stash.
     """
-    size, parallel, stage = _itemsize(config), config.parallel, shapes.stage(config)
-    gathers, scatters = shapes.gathers_at_use(config), shapes.scatters_at_use(config)
-    block, _, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
-    sizes = shapes.edge(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    size, parallel, stage = _itemsize(config), config.parallel, stages(config)
+    gathers, scatters = gathers_at_use(config), scatters_at_use(config)
+    held = shapes.held(config)
+    block = held.block
     # On CPU idle work is skipped by conditionals, whose branches share nothing and which leave the weights where they are.
     alone, beside = (0, 0) if cpu else _unrolled(config)
     chunk = size * block.whole * stage.longest
@@ -245,7 +246,7 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
     always = [
         Item("copies of a chunk's weights", "parameters", chunk * weights),
         Item("new gradients of the layers", "gradients", _new_gradients(config) * (1 + alone + beside)),
-        Item("new gradients of the vocabulary", "gradients", size * sizes["tokens"].whole),
+        Item("new gradients of the vocabulary", "gradients", size * held.tokens.whole),
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
     ]
@@ -266,7 +267,7 @@ def _itemsize(config: Config) -> int:
 
 
 def _logits(config: Config) -> float:
-    return 4 * shapes.tokens(config) * shapes.stage(config).vocab_rows
+    return 4 * shapes.tokens(config) * shapes.vocabulary_rows(config)
 
 
 def _hidden(config: Config) -> float:
@@ -276,9 +277,9 @@ def _hidden(config: Config) -> float:
 
 def _new_gradients(config: Config) -> float:
     """One microbatch's gradients of a chunk's layers, stacked."""
-    stage = shapes.stage(config)
-    block, _, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
-    return _itemsize(config) * (block.shard if shapes.scatters_at_use(config) else block.whole) * stage.longest
+    stage = stages(config)
+    block = shapes.held(config).block
+    return _itemsize(config) * (block.shard if scatters_at_use(config) else block.whole) * stage.longest
 
 
 def _unrolled(config: Config) -> tuple[int, int]:

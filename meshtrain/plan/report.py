@@ -5,7 +5,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtrain.config import Config
-from meshtrain.plan import search, shapes, traffic
+from meshtrain.parallel.placement import stages
+from meshtrain.plan import search, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.failures import Faults, faults
@@ -79,15 +80,13 @@ def bar(share: float, width: int = 24) -> str:
 
 def layers(plan: Plan) -> str:
     """Which layers a device has room for, in words: all stages run one program, so the longest decides."""
-    stage, stages = shapes.stage(plan.config), plan.config.mesh.pipeline
-    if stages == 1:
-        return f"all {stage.layers} layers"
-    if len(set(stage.split)) == 1:
-        return f"{stage.layers} layers, as every stage"
+    stage, pipeline = stages(plan.config), plan.config.mesh.pipeline
+    if pipeline == 1:
+        return f"all {stage.on_device} layers"
+    if len(set(stage.counts)) == 1:
+        return f"{stage.on_device} layers, as every stage"
     kind = "stage" if stage.chunks == 1 else "virtual stage"
-    return (
-        f"room for {stage.layers} layers: {kind} {stage.split.index(stage.longest)} is the longest with {stage.longest}"
-    )
+    return f"room for {stage.on_device} layers: {kind} {stage.counts.index(stage.longest)} is the longest with {stage.longest}"
 
 
 def _memory(plan: Plan) -> Table:

@@ -15,7 +15,9 @@ from typing import NamedTuple
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import CHUNKED
 from meshtrain.config.check import SCHEDULES as LEGAL
-from meshtrain.plan import memory, shapes, ticks
+from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
+from meshtrain.parallel.placement import stages as stages_of
+from meshtrain.plan import memory, ticks
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import Pieces, pieces_of
@@ -157,12 +159,12 @@ def _scheduled(config: Config, cluster: Cluster, outside: dict[int, list[_Zero]]
     pieces: dict[int, Pieces] = {}
     for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
         scheduled = replaced(config, parallel={"schedule": schedule, "virtual_stages": chunks})
-        stage = shapes.stage(scheduled)
-        if stage.layers not in outside:
-            outside[stage.layers] = list(_zeros(scheduled, cluster))
+        stage = stages_of(scheduled)
+        if stage.on_device not in outside:
+            outside[stage.on_device] = list(_zeros(scheduled, cluster))
         held = memory.total(memory.kept(scheduled, ticks.quick_depths(scheduled), cluster.cpu))
         seconds, passing = math.inf, dict[tuple[bool, bool], float]()
-        for zero in outside[stage.layers]:
+        for zero in outside[stage.on_device]:
             nbytes = held + zero.nbytes
             if nbytes <= usable:
                 if zero.at_use not in passing:
@@ -190,7 +192,7 @@ def _zeros(config: Config, cluster: Cluster) -> Iterator[_Zero]:
     for stage, hold in choices:
         chosen = _with_zero(config, (stage, hold))
         nbytes = sum(item.nbytes for item in memory.state(chosen))
-        at_use = shapes.gathers_at_use(chosen), shapes.scatters_at_use(chosen)
+        at_use = gathers_at_use(chosen), scatters_at_use(chosen)
         yield _Zero((stage, hold), outside_seconds(chosen, cluster), nbytes, at_use)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from meshtrain.config import Config
+from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages
 from meshtrain.plan import compute, shapes
 from meshtrain.plan.cluster import algorithms
 from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
@@ -54,7 +55,7 @@ class Pieces:
 def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pieces:
     """What one microbatch costs on one device of a cluster."""
     device, mesh, parallel = cluster.accelerator, config.mesh, config.parallel
-    dtype, stage = config.precision.compute, shapes.stage(config)
+    dtype, stage = config.precision.compute, stages(config)
     forward = compute.layer_forward(
         config.model,
         device,
@@ -77,7 +78,7 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
     edges = {axis: 0.0 for axis in groups}
     for _, f in edge_flows(config):
         edges[f.axis] += f.count * algorithms.best(f.kind, groups[f.axis], f.nbytes).seconds
-    head = compute.head(config.model, device, dtype, shapes.tokens(config), stage.vocab_ways, practice)
+    head = compute.head(config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config), practice)
     stream = shapes.stream(config) * shapes.itemsize(dtype)
     message = 0.0
     if mesh.pipeline > 1:
@@ -138,24 +139,25 @@ def data_seconds(config: Config, group: Group, practice: Practice = OURS) -> flo
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
     if group.size == 1:
         return 0.0
-    stage, zero = shapes.stage(config), config.parallel.zero_stage
-    block, outer, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    stage, zero = stages(config), config.parallel.zero_stage
+    held = shapes.held(config)
+    block, outer = held.block, held.outer
     weight = shapes.itemsize(config.precision.compute)
     reduce = shapes.itemsize(config.precision.reduce) if practice is OURS else practice.gradient_bytes
     if not zero:
-        return algorithms.best(ALL_REDUCE, group, (block.whole * stage.layers + outer.whole) * reduce).seconds
+        return algorithms.best(ALL_REDUCE, group, (block.whole * stage.on_device + outer.whole) * reduce).seconds
     m, seconds = config.parallel.microbatches, 0.0
     for kind, size, at_use, times in (
-        (ALL_GATHER, weight, shapes.gathers_at_use(config), 2),
-        (REDUCE_SCATTER, reduce, shapes.scatters_at_use(config), 1),
+        (ALL_GATHER, weight, gathers_at_use(config), 2),
+        (REDUCE_SCATTER, reduce, scatters_at_use(config), 1),
     ):
         if at_use:  # layer by layer, so the steps of each collective count every time
             layer = algorithms.best(kind, group, block.shard * group.size * size).seconds
-            seconds += times * m * (stage.layers * layer)
+            seconds += times * m * (stage.on_device * layer)
             seconds += times * m * algorithms.best(kind, group, outer.shard * group.size * size).seconds
         else:
             seconds += algorithms.best(
-                kind, group, (block.shard * stage.layers + outer.shard) * group.size * size
+                kind, group, (block.shard * stage.on_device + outer.shard) * group.size * size
             ).seconds
     return seconds
 

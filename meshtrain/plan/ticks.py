@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.plan import shapes
+from meshtrain.parallel.placement import stages
 from meshtrain.plan.compute import OURS, Practice
 from meshtrain.plan.memory import ONE_STAGE, Depths
 from meshtrain.plan.seconds import Pieces
@@ -27,7 +27,7 @@ def _table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
 
 def table(config: Config) -> Table:
     """The table of a config's schedule."""
-    return _table(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks)  # fmt: skip
+    return _table(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=512)
@@ -40,12 +40,12 @@ def depths(config: Config) -> Depths:
     """Entries of each buffer, from the table itself."""
     if config.mesh.pipeline == 1:
         return ONE_STAGE
-    return _depths(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks)  # fmt: skip
+    return _depths(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks)  # fmt: skip
 
 
 def quick_depths(config: Config) -> Depths:
     """Buffer depths by formula, for searches: exact where stages divide microbatches, never too small for the stash."""
-    p, m, v = config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
     schedule = config.parallel.schedule
     if p == 1:
         return ONE_STAGE
@@ -67,7 +67,7 @@ def _group(p: int, m: int) -> int:
 def trips(config: Config, skips: bool = False) -> Trips:
     """How often a device computes each slot of the table, idly or not; where the program `skips` idle work (on CPU), only
     when it has work. Messages go in every tick all the same."""
-    p, m, v = config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
     if p == 1:
         return Trips(m, m, m)
     if skips:
@@ -110,10 +110,10 @@ def _trips(schedule: str, stages: int, microbatches: int, chunks: int) -> Trips:
 
 def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Durations:
     """The simulator's durations from one microbatch's pieces. Layers of each virtual stage as the split has them."""
-    stage = shapes.stage(config)
+    stage = stages(config)
     share: PerChunk = 1.0  # of the longest virtual stage's layers
-    if len(set(stage.split)) > 1:
-        share = np.array(stage.split) / stage.longest
+    if len(set(stage.counts)) > 1:
+        share = np.array(stage.counts) / stage.longest
     forward, backward, weight = (
         pieces.chunk_forward * share,
         pieces.chunk_backward * share,
@@ -152,7 +152,7 @@ class PipelineTime:
 
 def quick(config: Config, pieces: Pieces) -> PipelineTime:
     """By formula (`schedule.closed_form`), for searches: lockstep, all stages as long as the longest."""
-    p, m, v = config.mesh.pipeline, config.parallel.microbatches, shapes.stage(config).chunks
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
     weight = pieces.chunk_weight_grad
     each = Durations(pieces.chunk_forward, pieces.chunk_backward - weight, weight)
     busy = m * (v * (pieces.chunk_forward + pieces.chunk_backward) + pieces.head_total)

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtrain.config import Config
+from meshtrain.config.schema import AXES
+from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, sent
 
-AXES = ("data", "tensor", "pipeline")
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
 
 
@@ -88,7 +89,7 @@ def _whole(config: Config) -> int:
 def layer_flows(config: Config) -> list[Moment]:
     """Collectives over tensor of a chunk's layers, in one pass."""
     parallel, ranks, whole = config.parallel, config.mesh.tensor, _whole(config)
-    layers = shapes.stage(config).longest
+    layers = stages(config).longest
     # Where several layers are recomputed together each also sums what it passes to the next; one alone does not need that.
     again = 0 if parallel.remat == "none" else 2 if whole_stage(config) and layers > 1 else 1
 
@@ -150,16 +151,17 @@ def edge_flows(config: Config) -> Iterator[Moment]:
 def _data(config: Config, trips: Trips) -> list[Flow]:
     ranks, zero = config.mesh.data, config.parallel.zero_stage
     weight, reduce = shapes.itemsize(config.precision.compute), shapes.itemsize(config.precision.reduce)
-    stage = shapes.stage(config)
-    block, outer, _ = shapes.held(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
+    stage = stages(config)
+    held = shapes.held(config)
+    block, outer = held.block, held.outer
     if not zero:
-        summed = block.whole * stage.layers + outer.whole - sum(_partial(config).values())
+        summed = block.whole * stage.on_device + outer.whole - sum(_partial(config).values())
         return [Flow("data", ALL_REDUCE, "gradients summed", summed * reduce, 1, ranks)]
     layers, edge = block.shard * ranks, outer.shard * ranks
-    everything = layers * stage.layers + edge
+    everything = layers * stage.on_device + edge
     found: list[Flow] = []
     elements: float
-    if shapes.gathers_at_use(config):
+    if gathers_at_use(config):
         # A stage that is computed again as a whole is gathered for that, and once more layer by layer.
         passes = stage.longest * (trips.forward + (1 + whole_stage(config)) * trips.backward)
         found.append(Flow("data", ALL_GATHER, "weights of a layer gathered", layers * weight, passes, ranks))
@@ -168,7 +170,7 @@ def _data(config: Config, trips: Trips) -> list[Flow]:
             found.append(Flow("data", ALL_GATHER, f"weights of the {moment} gathered", elements * weight, times, ranks))
     else:
         found.append(Flow("data", ALL_GATHER, "weights gathered", everything * weight, 1, ranks))
-    if shapes.scatters_at_use(config):
+    if scatters_at_use(config):
         passes = stage.longest * trips.backward
         found.append(Flow("data", REDUCE_SCATTER, "gradients of a layer scattered", layers * reduce, passes, ranks))
         for moment, elements in edge_uses(config, scattered=True):
@@ -182,11 +184,10 @@ def _data(config: Config, trips: Trips) -> list[Flow]:
 def edge_uses(config: Config, scattered: bool = False) -> list[tuple[str, float]]:
     """(embedding or head, elements) that are gathered or scattered where they are used. A tied weight is used twice: without
     stages it is gathered once for both uses, but its gradients are scattered one by one."""
-    stage, ranks = shapes.stage(config), config.mesh.data
-    sizes = shapes.edge(config.model, config.mesh.tensor, stage.vocab_ways, shapes.zero_ways(config))
-    embedding, head = sizes["embedding"].shard * ranks, sizes["head"].shard * ranks
+    held, ranks = shapes.held(config), config.mesh.data
+    embedding, head = held.embedding.shard * ranks, held.head.shard * ranks
     if config.model.tied_head and (scattered or config.mesh.pipeline > 1):
-        head += sizes["tokens"].shard * ranks
+        head += held.tokens.shard * ranks
     return [("embedding", embedding), ("head", head)]
 
 
@@ -212,5 +213,4 @@ def _replicated(config: Config) -> list[Flow]:
 
 def _partial(config: Config) -> dict[tuple[str, int], int]:
     """Elements of those weights on one device, by (axes, devices of the group)."""
-    mesh = config.mesh
-    return shapes.replicated(config.model, mesh.tensor, mesh.pipeline, shapes.stage(config), shapes.zero_ways(config))
+    return shapes.replicated(config, stages(config).on_device)

@@ -11,13 +11,12 @@ from short_runs import canonical_numbers, place
 
 from meshtrain.checkpoint import Checkpointer, assembling
 from meshtrain.checkpoint.canonical import Canonical
-from meshtrain.parallel.layout import Leaf
 
 INTERLEAVED = "data 2, pipeline 2, interleaved, ZeRO-1"
 
 
 def leaves(built):
-    return jax.tree.leaves(built.layout.leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    return built.layout.flat
 
 
 def together(canonical, entries, live):

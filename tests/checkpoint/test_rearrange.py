@@ -10,7 +10,7 @@ from short_runs import canonical_numbers, place
 
 from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.rearrange import rearrangement
-from meshtrain.parallel.layout import Leaf
+from meshtrain.parallel.layout import shard_spec
 
 
 def batches(built):
@@ -53,8 +53,8 @@ def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
     )  # 24 wide: every axis finds a place
     way = rearrangement(built.layout, leaf, built.mesh)
     assert all(move.target is not None for move in way.moves)
-    mapped = jax.shard_map(way.to_canonical, mesh=built.mesh, in_specs=leaf.shard_spec, out_specs=way.spec)
-    live = jax.ShapeDtypeStruct(leaf.padded, np.float32, sharding=jax.NamedSharding(built.mesh, leaf.shard_spec))
+    mapped = jax.shard_map(way.to_canonical, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec)
+    live = jax.ShapeDtypeStruct(leaf.padded, np.float32, sharding=jax.NamedSharding(built.mesh, shard_spec(leaf)))
     text = jax.jit(mapped).lower(live).compile().as_text()
     assert "all-gather" not in text and "all-to-all" in text
     share = np.prod(live.sharding.shard_shape(live.shape))
@@ -63,4 +63,4 @@ def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
 
 
 def leaves(built):
-    return jax.tree.leaves(built.layout.leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    return built.layout.flat

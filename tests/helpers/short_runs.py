@@ -7,7 +7,8 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.parallel.layout import Layout, shard_spec
+from meshtrain.parallel.placement import Placed
 from meshtrain.step import Program, State, build
 
 Tree = Any
@@ -17,7 +18,7 @@ def canonical_numbers(layout: Layout, seed: int = 0) -> Tree:
     """A canonical parameter tree with no special numbers in it: no zero bias, no unit scale, scores far from uniform."""
     random = np.random.default_rng(seed)
 
-    def draw(leaf: Leaf) -> np.ndarray:
+    def draw(leaf: Placed) -> np.ndarray:
         x = random.standard_normal(leaf.shape, np.float32)
         if leaf.name.endswith("scale"):
             return 1 + np.float32(0.2) * x
@@ -29,15 +30,15 @@ def canonical_numbers(layout: Layout, seed: int = 0) -> Tree:
 def place(layout: Layout, canonical: Tree) -> Tree:
     """The live tree on the devices, laid out here step by step: each layer to its place, zeros in every padding."""
 
-    def live(leaf: Leaf, x: np.ndarray) -> jax.Array:
+    def live(leaf: Placed, x: np.ndarray) -> jax.Array:
         out = np.zeros(leaf.padded, np.float32)
         if leaf.stacked:
-            for at, layer in enumerate(layout.slots.reshape(-1)):
+            for at, layer in enumerate(layout.layer_at.reshape(-1)):
                 if layer >= 0:
                     out[at][tuple(slice(n) for n in x.shape[1:])] = x[layer]
         else:
             out[tuple(slice(n) for n in x.shape)] = x
-        return jax.device_put(out, jax.NamedSharding(layout.mesh, leaf.shard_spec))
+        return jax.device_put(out, jax.NamedSharding(layout.mesh, shard_spec(leaf)))
 
     return layout.map(live, canonical)
 

@@ -9,7 +9,8 @@ from short_runs import canonical_numbers, place, train
 
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.parallel.layout import Layout, shard_spec, whole_spec
+from meshtrain.parallel.placement import Placed
 from meshtrain.schedule.generators import make_table
 from meshtrain.schedule.simulate import Durations, simulate
 
@@ -31,8 +32,8 @@ def layout(*arguments, **sections) -> Layout:
     return Layout(config, make_mesh(config))
 
 
-def leaves(layout: Layout) -> dict[str, Leaf]:
-    flat = jax.tree.leaves(layout.leaves, is_leaf=lambda x: isinstance(x, Leaf))
+def leaves(layout: Layout) -> dict[str, Placed]:
+    flat = layout.flat
     return {leaf.name: leaf for leaf in flat}
 
 
@@ -67,20 +68,20 @@ def test_canonical_numbers_come_back_from_every_mesh_and_schedule(mesh, parallel
     ],
 )
 def test_layers_lie_where_the_schedule_puts_their_stage(mesh, parallel, places):
-    assert layout(mesh, parallel=parallel).slots.tolist() == places
+    assert layout(mesh, parallel=parallel).layer_at.tolist() == places
 
 
 def test_more_layers_than_stages_divide_go_to_the_first_stages():
-    assert layout((1, 1, 4), model={"layers": 7}).split == (2, 2, 2, 1)
+    assert layout((1, 1, 4), model={"layers": 7}).stages.counts == (2, 2, 2, 1)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_leaf_divides_over_its_axes(mesh):
     there = layout(mesh)
     for leaf in leaves(there).values():
-        shard = jax.NamedSharding(there.mesh, leaf.shard_spec).shard_shape(leaf.padded)  # raises where it does not
+        shard = jax.NamedSharding(there.mesh, shard_spec(leaf)).shard_shape(leaf.padded)  # raises where it does not
         used = mesh[0] if leaf.zero_dim is not None else 1
-        used *= math.prod(there.mesh.shape[axis] for over in leaf.split for axis in over)
+        used *= math.prod(there.mesh.shape[axis] for over in leaf.over for axis in over)
         assert math.prod(shard) * used == math.prod(leaf.padded)
 
 
@@ -122,8 +123,8 @@ def test_without_zero_or_data_ranks_nothing_is_sharded_over_data():
 
 def test_key_value_heads_that_tensor_does_not_divide_are_whole_on_every_rank():
     found = leaves(layout((1, 2, 1), model={"kv_heads": 3}))
-    assert found["blocks.attention.k"].whole_spec == jax.P("pipeline", None, None, None)
-    assert found["blocks.attention.q"].whole_spec == jax.P("pipeline", None, "tensor", None)
+    assert whole_spec(found["blocks.attention.k"]) == jax.P("pipeline", None, None, None)
+    assert whole_spec(found["blocks.attention.q"]) == jax.P("pipeline", None, "tensor", None)
     assert found["blocks.attention.k"].replicated == ("tensor",)
 
 

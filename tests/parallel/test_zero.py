@@ -25,7 +25,8 @@ from meshtrain.config import Config, decode
 from meshtrain.hlo import live_bytes
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel import one_stage, zero
-from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.parallel.layout import Layout, shard_spec
+from meshtrain.parallel.placement import Placed
 from meshtrain.step import Program, build
 
 WITHIN = 0.02
@@ -123,12 +124,12 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
     padded[tuple(slice(n) for n in shape)] = x
 
     whole = jax.shard_map(
-        lambda s: zero.gather(leaf, s)[None], mesh=mesh, in_specs=leaf.shard_spec, out_specs=STACKED
+        lambda s: zero.gather(leaf, s)[None], mesh=mesh, in_specs=shard_spec(leaf), out_specs=STACKED
     )(padded)  # fmt: skip
     np.testing.assert_array_equal(whole, np.broadcast_to(x, (8, *shape)))
     parts = np.random.default_rng(1).standard_normal((8, *shape)).astype(np.float32)
     summed = jax.shard_map(
-        lambda g: zero.scatter(leaf, g[0]), mesh=mesh, in_specs=STACKED, out_specs=leaf.shard_spec
+        lambda g: zero.scatter(leaf, g[0]), mesh=mesh, in_specs=STACKED, out_specs=shard_spec(leaf)
     )(parts)  # fmt: skip
     np.testing.assert_allclose(summed[tuple(slice(n) for n in shape)], parts.sum(0), rtol=1e-5, atol=1e-6)
     assert summed.sum() == pytest.approx(parts.sum(), rel=1e-4), "nothing lands in the padding"
@@ -167,7 +168,7 @@ def test_gathered_weights_are_never_kept_for_the_backward_pass(mesh, microbatche
     assert temporary[1] - temporary[3] > 0.9 * 2 * psi * (1 - 1 / n)
 
 
-def stacked(leaf: Leaf) -> int:
+def stacked(leaf: Placed) -> int:
     return int(np.prod(leaf.shape)) if leaf.stacked else 0
 
 
@@ -186,5 +187,5 @@ def test_gradients_of_all_stages_are_equal_shard_by_shard():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), shards[1], shards[stage])
 
 
-def draw(random: np.random.Generator, leaf: Leaf) -> np.ndarray:
+def draw(random: np.random.Generator, leaf: Placed) -> np.ndarray:
     return 0.1 * random.standard_normal(leaf.shape).astype(np.float32) + (leaf.name.endswith("scale"))

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec
 from meshtrain.compat import residuals, vary, varying
 from meshtrain.config import decode
 from meshtrain.mesh import AXES, DATA, make_mesh
+from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
-from meshtrain.plan import memory, named, plan, shapes, ticks
+from meshtrain.plan import memory, named, plan, ticks
 from meshtrain.plan.memory import Depths, zero_state
 from meshtrain.step import build
 
@@ -67,7 +68,7 @@ def test_parameters_are_counted_without_padding():
     for family in ("llama", "gpt2"):
         config = odd(family, (1, 1, 1))
         whole = Layout(config, make_mesh(config)).masters
-        assert shapes.parameters(config.model) == sum(x.size for x in jax.tree.leaves(whole))
+        assert parameters(config.model) == sum(x.size for x in jax.tree.leaves(whole))
 
 
 def traced_residuals(config) -> float:
@@ -76,11 +77,13 @@ def traced_residuals(config) -> float:
     found: list[int] = []
 
     def local(masters, tokens):
-        weights = program.zero.open(masters).differentiated
+        weights = program.zero.open(masters)
         batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(tokens.shape[0])}
-        x = program.forward.embed(weights, None, batch, None)
-        stack = program.forward.layers(batch, None, jnp.asarray(program.forward.slots[0, 0]), config.parallel.remat)
-        y, vjp = jax.vjp(stack, weights["blocks"], None, x)
+        x = program.forward.embed(weights, batch, None)
+        stack = program.forward.layers(
+            batch, None, jnp.asarray(program.forward.layout.layer_at[0, 0]), config.parallel.remat
+        )
+        y, vjp = jax.vjp(stack, weights.part("blocks"), x)
         layers = config.model.layers
         found.extend(
             r.size * r.dtype.itemsize for r in residuals(vjp) if r.shape[:1] == (layers,) and DATA in varying(r)

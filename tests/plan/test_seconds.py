@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from meshtrain.model.weights import parameters
 from meshtrain.plan import ACCELERATORS, compute, named, plan, shapes
 from meshtrain.plan.cluster.accelerators import Efficiency
 from meshtrain.plan.shapes import replaced
@@ -17,9 +18,7 @@ def test_the_parts_of_a_step_sum_to_it_and_the_bubble_is_the_simulators(llama_8b
 def test_model_flops_are_those_of_palm_and_megatron(llama_8b):
     config = llama_8b()
     model, train = config.model, config.train
-    per_token = (
-        6 * (shapes.parameters(model) - model.vocab_size * model.d_model) + 12 * 32 * 4096 * train.sequence_length
-    )
+    per_token = 6 * (parameters(model) - model.vocab_size * model.d_model) + 12 * 32 * 4096 * train.sequence_length
     tokens = train.global_batch_size * train.sequence_length
     assert shapes.model_flops(config) == pytest.approx(per_token * tokens, rel=1e-3)
 

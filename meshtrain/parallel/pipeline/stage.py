@@ -23,11 +23,10 @@ class Stage:
         self.model, self.chunks, self.batches, self.key = forward, chunks, batches, key
         self.remat = forward.config.parallel.remat
         self.edge = {part: weights.differentiated[part] for part in ("embedding", "head")}
-        self.blocks = _chunked(weights.differentiated["blocks"], chunks)
         self.constant = weights.constant
-        self.constant_blocks = None if weights.constant is None else _chunked(weights.constant["blocks"], chunks)
-        slots = jnp.asarray(forward.slots)
-        self.slots = lax.dynamic_index_in_dim(slots, lax.axis_index(PIPELINE), 0, keepdims=False)
+        self.blocks, self.constant_blocks = jax.tree.map(lambda a: _chunked(a, chunks), weights.part("blocks"))
+        layer_at = jnp.asarray(forward.layout.layer_at)
+        self.layer_at = lax.dynamic_index_in_dim(layer_at, lax.axis_index(PIPELINE), 0, keepdims=False)
 
     def zeros(self) -> jax.Array:
         """A residual stream of one microbatch, all zeros."""
@@ -37,11 +36,11 @@ class Stage:
         return vary(jnp.zeros(shape, self.model.zero.compute), self.model.stream_axes)
 
     def embed(self, edge: Tree, microbatch: jax.Array) -> jax.Array:
-        return self.model.embed(edge, self.constant, self._batch(microbatch), self.key)
+        return self.model.embed(Weights(edge, self.constant), self._batch(microbatch), self.key)
 
     def loss(self, edge: Tree, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> jax.Array:
         """Loss of what left the last stage, on the stages that share the vocabulary; zero but where `here`."""
-        return self.model.loss(edge, self.constant, y, self._batch(microbatch), here)
+        return self.model.loss(Weights(edge, self.constant), y, self._batch(microbatch), here)
 
     def run(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
         function, weights = self._layers(microbatch, chunk)
@@ -81,9 +80,10 @@ class Stage:
         """The chunk's layers as a function of (differentiated, constant, x), and its weights."""
         pick = lambda a: a[0] if self.chunks == 1 else lax.dynamic_index_in_dim(a, chunk, 0, False)  # noqa: E731
         remat = "none" if self.remat == "full" else self.remat  # full: backward() recomputes the stage as a whole
-        function = self.model.layers(self._batch(microbatch), self.key, pick(self.slots), remat)
+        layers = self.model.layers(self._batch(microbatch), self.key, pick(self.layer_at), remat)
+        function = lambda differentiated, constant, x: layers(Weights(differentiated, constant), x)  # noqa: E731
         return function, (jax.tree.map(pick, self.blocks), jax.tree.map(pick, self.constant_blocks))
 
 
-def _chunked(blocks: Tree, chunks: int) -> Tree:
-    return jax.tree.map(lambda a: a.reshape((chunks, a.shape[0] // chunks, *a.shape[1:])), blocks)
+def _chunked(a: jax.Array, chunks: int) -> jax.Array:
+    return a.reshape((chunks, a.shape[0] // chunks, *a.shape[1:]))

@@ -25,8 +25,9 @@ from meshtrain.config import Config, decode
 from meshtrain.config.check import SCHEDULES as NAMES_IN_CONFIG
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.forward import Forward
-from meshtrain.parallel.layout import Layout, Leaf
+from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.pipeline.execute import Executor
+from meshtrain.parallel.placement import Placed
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import B, F, Table, W
@@ -134,7 +135,7 @@ def parameters_of(layout: Layout) -> Tree:
     scales = {"embedding.tokens": 4.0, "attention.out": layout.config.model.layers**-0.5}
     scales["mlp.down"] = scales["attention.out"]
 
-    def scaled(leaf: Leaf, x: np.ndarray) -> np.ndarray:
+    def scaled(leaf: Placed, x: np.ndarray) -> np.ndarray:
         return x * np.float32(next((s for name, s in scales.items() if leaf.name.endswith(name)), 1.0))
 
     return layout.map(scaled, canonical_numbers(layout))
@@ -167,7 +168,7 @@ def assert_gradients(config: Config, masked: bool) -> None:
     seen = jax.tree.map(np.asarray, program.layout.canonical(jax.tree.map(np.asarray, gradient)))
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(right)))
 
-    def compare(leaf: Leaf, seen: np.ndarray, right: np.ndarray) -> None:
+    def compare(leaf: Placed, seen: np.ndarray, right: np.ndarray) -> None:
         own = norm if leaf.name.endswith("k_bias") else np.linalg.norm(right)  # a key's bias has no gradient in theory
         error = np.linalg.norm(seen - right) / own
         assert error <= TOLERANCE, f"{leaf.name}: gradient off by {error:.1e}"
@@ -225,7 +226,7 @@ def test_layers_lie_where_the_table_places_them(schedule, tmp_path):
     config = configuration(Cell(schedule, (1, 1, 2), 2, 2), tmp_path)
     layout = Layout(config, make_mesh(config))
     placed = [[0, 3], [1, 2]] if schedule != "interleaved" else [[0, 2], [1, 3]]
-    assert layout.slots[:, :, 0].tolist() == placed
+    assert layout.layer_at[:, :, 0].tolist() == placed
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -1,0 +1,125 @@
+"""Optimizers by name: the Optax transformation of each, and what it keeps of a weight, which the planner counts.
+
+    adamw      two moments           Loshchilov & Hutter 2019
+    lion       one                   Chen et al. 2023
+    sgd        one, none at beta1 0
+    adafactor  rows and columns      Shazeer & Stern 2018
+    muon       one of a layer's matrices, Adam's two of the rest        Jordan et al. 2024
+
+One from outside: `OPTIMIZERS.register(Optimizer(name="mine", ...))` before the config is loaded. Optax is imported where one is made,
+so that a plan needs no JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meshtrain.registry import Registry
+
+if TYPE_CHECKING:
+    import optax
+
+    from meshtrain.config.schema import OptimizerConfig
+
+# Adafactor factors a moment whose two largest dimensions have at least as many elements.
+FACTORED_FROM = 32
+
+
+class Matrix(Protocol):
+    """A weight as an optimizer sees it: `model.weights.Weight`, or `parallel.placement.Placed`."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stacked(self) -> bool: ...
+    @property
+    def decayed(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """`make(keys, rate, mask, weights)`: the transformation, for a tree of weights of which `mask` says where decay applies.
+
+    `moments(keys, weight)`: the dimensions of each array that it keeps of a weight, () for a number; layers are not counted.
+    """
+
+    name: str
+    make: Callable[[OptimizerConfig, optax.Schedule, Any, Any], optax.GradientTransformation]
+    moments: Callable[[OptimizerConfig, Matrix], Sequence[Sequence[int]]]
+    # It does the decoupled decay itself; else that comes after it.
+    decays: bool = False
+    # An update of one number depends on others of its matrix, which must therefore be whole, unpadded, and of one layer.
+    by_matrix: bool = False
+
+
+def _all(weight: Matrix) -> list[int]:
+    """All dimensions but that of the layers."""
+    return list(range(weight.stacked, len(weight.axes)))
+
+
+def _adamw(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+    import optax
+
+    return optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=mask)
+
+
+def _lion(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+    import optax
+
+    return optax.lion(rate, o.beta1, o.beta2, weight_decay=o.weight_decay, mask=mask)
+
+
+def _sgd(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+    import optax
+
+    return optax.sgd(rate, o.beta1 or None)
+
+
+def _adafactor(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+    import optax
+
+    return optax.adafactor(rate, weight_decay_rate=None, min_dim_size_to_factor=FACTORED_FROM)
+
+
+def _factors(o: OptimizerConfig, weight: Matrix) -> list[list[int]]:
+    """The second moment less each of its two largest dimensions in turn, with a number in place of the whole; or the other way round."""
+    every = _all(weight)
+    by_size = sorted(every, key=lambda d: weight.shape[d])
+    if len(every) < 2 or weight.shape[by_size[-2]] < FACTORED_FROM:
+        return [every, [], []]
+    return [[], *([d for d in every if d != dropped] for dropped in by_size[-2:])]
+
+
+def _muon(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+    import jax
+    import optax
+
+    def dimensions(weight: Matrix) -> optax.contrib.MuonDimensionNumbers | None:
+        """A layer's weight as a matrix: (input dimensions, output dimensions); None: Adam is used."""
+        if not _orthogonalised(weight):
+            return None
+        inputs = tuple(range(len(weight.axes) - 2)) if weight.axes[-1] == "embed" else (0,)
+        return optax.contrib.MuonDimensionNumbers(inputs, tuple(range(len(inputs), len(weight.axes) - 1)))
+
+    numbers = jax.tree.map(dimensions, weights, is_leaf=lambda x: hasattr(x, "axes"))
+    return optax.contrib.muon(
+        rate, beta=o.beta1, eps=o.eps, adam_b1=o.beta1, adam_b2=o.beta2, muon_weight_dimension_numbers=numbers
+    )
+
+
+def _orthogonalised(weight: Matrix) -> bool:
+    """Muon's own update: not for embedding and head, norms and biases."""
+    return weight.stacked and weight.decayed
+
+
+OPTIMIZERS = Registry(
+    Optimizer("adamw", _adamw, lambda o, weight: [_all(weight)] * 2, decays=True),
+    Optimizer("lion", _lion, lambda o, weight: [_all(weight)], decays=True),
+    Optimizer("sgd", _sgd, lambda o, weight: [_all(weight)] * (o.beta1 > 0)),
+    Optimizer("adafactor", _adafactor, _factors, by_matrix=True),
+    Optimizer("muon", _muon, lambda o, weight: [_all(weight)] * (1 if _orthogonalised(weight) else 2), by_matrix=True),
+)
