@@ -1,13 +1,14 @@
 """The one error that a user's input may cause: a sentence, not a traceback; and what goes into such a sentence."""
 
 import difflib
+import math
 from collections.abc import Iterable
 
 LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeats, and how many of them are its last
 
 
 class ConfigError(ValueError):
-    """Bad input, told in one plain sentence: what, where, what is legal. The commands print it and exit with code 2."""
+    """Bad input, in one plain sentence: what, where, what is legal. The commands print it and exit with code 2."""
 
 
 def refusal(error: OSError) -> str:
@@ -27,3 +28,10 @@ def nearest(word: str, legal: Iterable[str]) -> str:
     """How a sentence ends on the right spelling that is nearest to a wrong one; nothing if none is near."""
     near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def divisors(n: int) -> str:
+    """The divisors of n, for a sentence; of many, the small ones and n itself."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    found = small + [n // d for d in reversed(small) if d * d != n]
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:11], "...", n]))

@@ -7,7 +7,6 @@ No lock is taken, nothing is written, and no optimizer state is read or allocate
 read, and beside a run that goes on.
 """
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Container, Mapping
@@ -26,8 +25,10 @@ from meshtrain.checkpoint.finding import problems
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.restoring import read_weights
-from meshtrain.config import Config, ConfigError, MeshConfig, ParallelConfig, check, decode
-from meshtrain.mesh import AXES, make_mesh
+from meshtrain.config import Config, ConfigError, check, decode, replaced
+from meshtrain.config.schema import known
+from meshtrain.families import FAMILIES
+from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
 from meshtrain.step import Program
@@ -87,7 +88,7 @@ class Model:
 
     def _check_length(self, length: int) -> None:
         model = self.config.model
-        if model.family == "gpt2" and model.max_positions is not None and length > model.max_positions:
+        if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
             raise ConfigError(f"{length} positions are asked for, but the model has learned {model.max_positions}.")
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -192,18 +193,11 @@ def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
 
 def _config(manifest: Manifest, mesh: Mesh) -> Config:
     """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
-    known = {section: set(vars(keys)) for section, keys in vars(Config()).items()}
-    kept = {
-        section: {key: value for key, value in keys.items() if key in known[section]}
-        for section, keys in manifest.config.items()
-        if section in known and section not in ("mesh", "parallel")
-    }
     # weights stay whole on every data rank: gathering them for each call would cost more than it saves
-    parallel = ParallelConfig(zero_stage=0)
-    config, shape = decode(kept), MeshConfig(**mesh.shape)
+    sections = known(manifest.config, Config)
+    run = decode({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # a mesh need not divide the run's batch to read its model
-    rows = math.ceil(config.train.global_batch_size / shape.data) * shape.data
-    train = dataclasses.replace(config.train, global_batch_size=rows)
-    config = dataclasses.replace(config, mesh=shape, parallel=parallel, train=train)
+    rows = math.ceil(run.train.global_batch_size / mesh.shape[DATA]) * mesh.shape[DATA]
+    config = replaced(run, mesh=mesh.shape, parallel={"zero_stage": 0}, train={"global_batch_size": rows})
     check(config)
     return config

@@ -6,7 +6,6 @@ programs, since a key does nothing where its axis has one rank. `pytest` takes a
 all cells.
 """
 
-import dataclasses
 from functools import cache
 from itertools import product
 from typing import Any
@@ -18,8 +17,8 @@ import reference
 from covering import Cell, covering, pairs, thorough_but
 from short_runs import canonical_numbers, first_moment, token_batches, train
 
-from meshtrain.config import Config, ConfigError, MeshConfig, check, decode
-from meshtrain.mesh import make_mesh
+from meshtrain.config import Config, ConfigError, check, decode, replaced
+from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel.layout import Layout
 from meshtrain.step import build
 
@@ -80,8 +79,8 @@ def configuration(cell: Cell, **others: Any) -> Config:
         "microbatches": MICROBATCHES[mesh[0]],
     }
     chosen = {name: value for name, value in keys.items() if value is not None}
-    parallel = dataclasses.replace(config.parallel, **{**chosen, **others})
-    config = dataclasses.replace(config, mesh=MeshConfig(*mesh), parallel=parallel)
+    sizes = dict(zip(AXES, mesh, strict=True))
+    config = replaced(config, mesh=sizes, parallel=chosen | others)
     check(config)
     return config
 

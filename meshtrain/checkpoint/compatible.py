@@ -1,39 +1,22 @@
-"""What may change in the config between two runs that share a checkpoint: refused, or allowed and told."""
+"""What may change in the config between two runs that share a checkpoint: each key's line says whether it is refused or reported."""
 
 import dataclasses
-import difflib
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import Config, ConfigError
+from meshtrain.config import Config, ConfigError, resolve
+from meshtrain.config.follow import followed, value_of
+from meshtrain.config.schema import Resume, keys, known
+from meshtrain.errors import nearest
 
-MODEL = (
-    "family", "layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "tied_head", "rope_theta",
-    "max_positions", "norm_eps",
-)  # fmt: skip
-# What the digest of the data follows from.
-CONTENT = ("source", "mixture", "tokenizer", "validation", "text_field", "bad_documents")
-DATA = (*CONTENT, "weights", "batching", "last", "lengths", "length_multiple", "rows_multiple")
-SHAPES = tuple(f"model.{name}" for name in MODEL)  # what the weights are, and what the model computes with them
-REFUSED = (
-    *SHAPES,
-    "run.seed",
-    *(f"data.{name}" for name in DATA),
-    "train.global_batch_size",
-    "train.sequence_length",
-    "optimizer.name",
-)
-WARM = (*SHAPES, "data.tokenizer")  # what counts when only the weights are taken
-RESIZABLE = ("model.layers", "model.vocab_size")  # a warm start may change these, if asked to
-FREE = (
-    "run.directory",
-    "checkpoint.resume",
-    "checkpoint.weights_only",
-    "checkpoint.allow",
-)  # of the command, not of the run
+# What counts for the weights alone; what of it the checkpoint can never have otherwise; what the digest of the data follows from.
+WEIGHTS = (Resume.SHAPE, Resume.SIZE, Resume.TOKENS)
+SHAPES = (Resume.SHAPE, Resume.SIZE)
+CONTENT = (Resume.CONTENT, Resume.TOKENS)
+REFUSED = (*SHAPES, *CONTENT, Resume.REFUSED)
 
 
 def check_keys(config: Config) -> None:
@@ -44,14 +27,12 @@ def check_keys(config: Config) -> None:
             f"checkpoint.weights_only takes the weights of another run, but checkpoint.resume is {resume}; "
             "give that run's path there, or leave weights_only out."
         )
+    rules = {name: key.resume for name, key in keys(type(config)).items() if key.resume in REFUSED}
     for name in config.checkpoint.allow:
-        if name not in REFUSED:
-            near = difflib.get_close_matches(name, REFUSED, n=1)
-            raise ConfigError(
-                f"checkpoint.allow has {name!r}; legal are {', '.join(REFUSED)}"
-                + (f"; did you mean {near[0]}?" if near else ".")
-            )
-        if name in SHAPES and not (config.checkpoint.weights_only and name in RESIZABLE):
+        if name not in rules:
+            ending = nearest(name, rules) or "."
+            raise ConfigError(f"checkpoint.allow has {name!r}; legal are {', '.join(rules)}{ending}")
+        if rules[name] in SHAPES and not (config.checkpoint.weights_only and rules[name] is Resume.SIZE):
             raise ConfigError(
                 f"checkpoint.allow has {name}, but a checkpoint's model cannot change"
                 + (
@@ -64,21 +45,31 @@ def check_keys(config: Config) -> None:
 
 def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bool) -> list[str]:
     """What changed and may, a sentence each; ConfigError with all that may not. `where` names the checkpoint."""
-    refusable = WARM if weights_only else REFUSED
-    allowed = [name for name in config.checkpoint.allow if weights_only or name not in SHAPES]
-    refused, told = {}, []
-    for name, before, now in differences(old, dataclasses.asdict(config)):
-        if name in FREE or (name == "model.max_positions" and config.model.family == "llama"):
+    rules, before = keys(type(config)), _of_manifest(old, type(config))
+    refusable = WEIGHTS if weights_only else REFUSED
+    refused, reported = dict[str, str](), []
+    for name, was, now in differences(old, dataclasses.asdict(config)):
+        key = rules[name]
+        if key.null and was is None:
+            was = value_of(before, name)
+        follows = key.null and key.resume not in SHAPES and followed(before, name) and followed(config, name)
+        if was == now or follows or key.resume is Resume.FREE or not key.counts(config):
             continue
-        if name in refusable and name not in allowed:
-            refused[name] = f"{name} is {now} but was {before}"
+        allowed = name in config.checkpoint.allow and (weights_only or key.resume not in SHAPES)
+        if key.resume in refusable and not allowed:
+            refused[name] = f"{name} is {now} but was {was}"
         elif not weights_only:
-            told.append(f"{name} was {before} and is {now} from here on.")
+            reported.append(f"{name} was {was} and is {now} from here on.")
     if refused:
-        raise ConfigError(
-            f"{where} does not fit this config: {', '.join(refused.values())}; {_way_out(list(refused), weights_only)}."
-        )
-    return told
+        way_out = _way_out({rules[name].resume for name in refused}, ", ".join(refused), weights_only)
+        raise ConfigError(f"{where} does not fit this config: {', '.join(refused.values())}; {way_out}.")
+    return reported
+
+
+def _of_manifest(old: Mapping[str, Any], kind: type[Config]) -> Config:
+    """The config that a checkpoint keeps, as this version has it: one of before may hold null where a value followed from the others."""
+    sections = known(old, kind)
+    return resolve(kind(**{f.name: f.type(**sections.get(f.name, {})) for f in dataclasses.fields(kind)}))  # type: ignore[operator]
 
 
 def compare_data(manifest: Manifest, config: Config, read: Mapping[str, str], where: str) -> list[str]:
@@ -86,21 +77,21 @@ def compare_data(manifest: Manifest, config: Config, read: Mapping[str, str], wh
 
     `read` is as the manifest's `data`. A digest that one of them lacks (random tokens, an older checkpoint) is not compared.
     """
-    old, told = manifest.data, []
-    keys = {name for name, *_ in differences(manifest.config, dataclasses.asdict(config))}
-    if keys & {f"data.{name}" for name in CONTENT}:
+    old, reported, rules = manifest.data, [], keys(type(config))
+    changed = {name for name, *_ in differences(manifest.config, dataclasses.asdict(config))}
+    if any(rules[name].resume in CONTENT for name in changed):
         return []
     if "digest" in read and old.get("digest", read["digest"]) != read["digest"]:
         sentence = _other_content(manifest, config, read["digest"])
         if "data.source" not in config.checkpoint.allow:
-            way_out = _way_out(["data.source"], weights_only=False)
+            way_out = _way_out({Resume.CONTENT}, "data.source", weights_only=False)
             raise ConfigError(f"{where} does not fit the data: {sentence}; {way_out}.")
-        told.append(f"{sentence}, from here on.")
+        reported.append(f"{sentence}, from here on.")
     held_out, path = "validation_digest", config.data.validation_source
-    changed = held_out in read and old.get(held_out, read[held_out]) != read[held_out]
-    if changed and "data.validation_source" not in keys:
-        told.append(f"data.validation_source {path} holds other tokens than it did, from here on.")
-    return told
+    other = held_out in read and old.get(held_out, read[held_out]) != read[held_out]
+    if other and "data.validation_source" not in changed:
+        reported.append(f"data.validation_source {path} holds other tokens than it did, from here on.")
+    return reported
 
 
 def _other_content(manifest: Manifest, config: Config, digest: str) -> str:
@@ -132,22 +123,21 @@ def compare_hooks(old: Mapping[str, str], now: Mapping[str, str], where: str, we
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(key path, old, new) of the keys that both configs have and that differ."""
-    for section, keys in new.items():
-        for key, now in keys.items():
-            if section in old and key in old[section]:
-                before, now = (
-                    json.loads(json.dumps(v)) for v in (old[section][key], now)
-                )  # tuples and lists are the same
-                if before != now:
-                    yield f"{section}.{key}", before, now
+    for section, name in ((section, name) for section, values in new.items() for name in values):
+        if name in old.get(section, ()):
+            # tuples and lists are the same
+            was, now = (json.loads(json.dumps(config[section][name])) for config in (old, new))
+            if was != now:
+                yield f"{section}.{name}", was, now
 
 
-def _way_out(names: list[str], weights_only: bool) -> str:
-    allow = f"checkpoint.allow: [{', '.join(names)}]"
-    if all(name in RESIZABLE for name in names):
+def _way_out(rules: Collection[Resume], names: str, weights_only: bool) -> str:
+    """What to do where keys of these rules have changed."""
+    allow = f"checkpoint.allow: [{names}]"
+    if all(rule is Resume.SIZE for rule in rules):
         if weights_only:
             return f"{allow} takes what fits and initialises the rest"
         return f"in another run.directory, checkpoint.resume: PATH with checkpoint.weights_only: true and {allow} starts from its weights"
-    if any(name in SHAPES for name in names):
+    if any(rule in SHAPES for rule in rules):
         return "set it back, or give another run.directory"
     return f"set it back, give another run.directory, or go on all the same with {allow}"

@@ -1,6 +1,9 @@
-"""The configuration: `schema` names every key, `load` reads YAML strictly, `check` refuses what cannot run before a device is touched."""
+"""The configuration: `schema` names every key, `load` reads YAML strictly, `follow` fills in what follows from other keys, `check`
+refuses what cannot run before a device is touched.
+"""
 
 from meshtrain.config.check import check, notes
+from meshtrain.config.follow import replaced, resolve
 from meshtrain.config.load import decode, load, to_yaml
 from meshtrain.config.schema import (
     CheckpointConfig,
@@ -15,11 +18,11 @@ from meshtrain.config.schema import (
     PrecisionConfig,
     RunConfig,
     TrainConfig,
-    describe,
 )
 from meshtrain.errors import ConfigError, refusal, short
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "decode", "describe", "load", "notes", "refusal", "short", "to_yaml",
+    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "decode", "load", "notes", "refusal", "replaced", "resolve", "short",
+    "to_yaml",
 ]  # fmt: skip

@@ -1,11 +1,11 @@
 """Cross-checks between keys, made before a device is touched; and notes on what is legal but costs something."""
 
-import dataclasses
 import math
 import os
 
 from meshtrain.config.schema import Config
-from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.errors import ConfigError, divisors, nearest, short
+from meshtrain.families import FAMILIES
 
 # Pipeline schedules, and how many chunks a stage has under each (None: as many as asked for). The tables themselves are made by
 # parallel.pipeline.generators, whose list this must equal; a config is checked without it.
@@ -24,53 +24,21 @@ MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
 
 
-def resolve(config: Config) -> Config:
-    """The config with every null that stands for 'follows from the others' filled in; ConfigError where it does not follow."""
-    model, llama = config.model, config.model.family == "llama"
-    if model.head_dim is None and model.d_model % model.heads:
-        raise ConfigError(
-            f"model.d_model {model.d_model} does not divide into model.heads {model.heads}; give model.head_dim, or heads that divide it: {divisors(model.d_model)}."
-        )
-    d_ff = 32 * math.ceil(8 * model.d_model / 3 / 32) if llama else 4 * model.d_model
-    model = dataclasses.replace(
-        model,
-        kv_heads=model.kv_heads or model.heads,
-        head_dim=model.head_dim or max(1, model.d_model // model.heads),
-        d_ff=model.d_ff or d_ff,
-        tied_head=(not llama) if model.tied_head is None else model.tied_head,
-        max_positions=model.max_positions or config.train.sequence_length,
-    )
-    parallel = config.parallel
-    if parallel.virtual_stages == 1:
-        parallel = dataclasses.replace(parallel, virtual_stages=SCHEDULES.get(parallel.schedule) or 1)
-    if parallel.zero_hold is None:
-        several = parallel.microbatches > 1 or config.mesh.pipeline > 1
-        parallel = dataclasses.replace(parallel, zero_hold=parallel.zero_stage < 3 and several)
-    return dataclasses.replace(config, model=model, parallel=parallel)
-
-
-def divisors(n: int) -> str:
-    """The divisors of n, for a sentence; of many, the small ones and n itself."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    found = small + [n // d for d in reversed(small) if d * d != n]
-    return ", ".join(map(str, found if len(found) <= 12 else [*found[:11], "...", n]))
-
-
 def check(config: Config) -> None:
-    """Raises ConfigError with the first combination of keys that cannot run, and the numbers that could."""
+    """Raises ConfigError with the first combination of keys of a resolved config that cannot run, and the numbers that could."""
     model, mesh, parallel, train = config.model, config.mesh, config.parallel, config.train
-    assert model.kv_heads and model.head_dim and model.d_ff and model.max_positions, "check takes a resolved config"
+    family = FAMILIES[model.family]
     if model.heads % model.kv_heads:
         raise ConfigError(
             f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
         )
-    if model.family == "llama" and model.head_dim % 2:
+    if family.rotary and model.head_dim % 2:
         raise ConfigError(
             f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
         )
-    if model.family == "gpt2" and model.max_positions < train.sequence_length:
+    if family.positions == "learned" and model.max_positions < train.sequence_length:
         raise ConfigError(
-            f"train.sequence_length {train.sequence_length} is longer than model.max_positions {model.max_positions}; gpt2 has learned positions, so give at least as many."
+            f"train.sequence_length {train.sequence_length} is longer than model.max_positions {model.max_positions}; {family.name} has learned positions, so give at least as many."
         )
     if model.heads % mesh.tensor:
         raise ConfigError(
@@ -151,11 +119,7 @@ def _check_data(config: Config) -> None:
             f"with data.batching {data.batching}; give a multiple of {mesh.tensor}."
         )
     pieces = mesh.data * config.parallel.microbatches
-    if (
-        data.batching == "budget"
-        and data.rows_multiple is not None
-        and (data.rows_multiple % pieces or data.rows_multiple > batch)
-    ):
+    if data.batching == "budget" and (data.rows_multiple % pieces or data.rows_multiple > batch):
         raise ConfigError(
             f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches ({pieces}) "
             f"and at most train.global_batch_size {batch}."
@@ -207,7 +171,6 @@ def _check_pipeline(config: Config) -> None:
 def notes(config: Config) -> list[str]:
     """What is legal but costs something, a sentence each."""
     model, mesh, parallel = config.model, config.mesh, config.parallel
-    assert model.kv_heads and model.d_ff
     found = []
     if model.kv_heads % mesh.tensor:
         found.append(

@@ -7,14 +7,15 @@ Values are decoded by the type that `schema` declares, since YAML itself reads `
 import contextlib
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from meshtrain.config.check import check, resolve
-from meshtrain.config.schema import Config
+from meshtrain.config.check import check
+from meshtrain.config.follow import resolve
+from meshtrain.config.schema import Config, keys
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
 from meshtrain.config.values import value
 from meshtrain.errors import ConfigError, nearest, short
@@ -96,9 +97,8 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
             empty = value_node.tag == NULL
             given[name] = section() if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
         else:
-            given[name] = value(
-                hints[name], _bounds(kind, name), value_node, f"{_at(source, value_node)}: {prefix}{name}"
-            )
+            where = f"{_at(source, value_node)}: {prefix}{name}"
+            given[name] = value(hints[name], keys(kind)[name], value_node, where)
     return kind(**given)
 
 
@@ -115,9 +115,8 @@ def _override(config: Config, text: str) -> Config:
     hints = typing.get_type_hints(type(section))
     if name not in hints:
         raise ConfigError(f"{source}: {_unknown(type(section), f'{section_name}.', name)}")
-    decoded = value(
-        hints[name], _bounds(type(section), name), _given(given.strip()), f"{source}: {section_name}.{name}"
-    )
+    where = f"{source}: {section_name}.{name}"
+    decoded = value(hints[name], keys(type(section))[name], _given(given.strip()), where)
     return dataclasses.replace(config, **{section_name: dataclasses.replace(section, **{name: decoded})})
 
 
@@ -135,10 +134,6 @@ def _unknown(kind: type, prefix: str, name: str) -> str:
     what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
     shown = short(name if name.isidentifier() else repr(name))
     return f"there is no {what} {prefix}{shown}" + (nearest(name, hints) or f"; legal are {', '.join(hints)}.")
-
-
-def _bounds(kind: type, name: str) -> Mapping[str, Any]:
-    return next(f.metadata for f in dataclasses.fields(kind) if f.name == name)
 
 
 def _at(source: str, node: yaml.Node) -> str:

@@ -8,12 +8,11 @@ import re
 import types
 import typing
 import unicodedata
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import yaml
 
-from meshtrain.config.schema import LARGEST, TINIEST
+from meshtrain.config.schema import LARGEST, TINIEST, Key
 from meshtrain.config.tree import BOOL, NULL, shape
 from meshtrain.errors import ConfigError, nearest, short
 
@@ -27,27 +26,28 @@ _FRACTION = re.compile(r"[-+]?(?=\.?[0-9])([0-9]+(_[0-9]+)*)?(\.[0-9]*)?([eE][-+
 _LEADING_ZERO = re.compile(r"[-+]?0_?[0-9][0-9_]*")
 
 
-def value(hint: Any, bounds: Mapping[str, float | None], node: yaml.Node, where: str) -> Any:
-    """What a node holds, as a `hint` within `bounds` (see `schema.key`); ConfigError, which begins with `where`, otherwise."""
+def value(hint: Any, key: Key, node: yaml.Node, where: str) -> Any:
+    """What a node holds, as a `hint` that fits the line of its `key`; ConfigError, which begins with `where`, otherwise."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if key.null and node.tag == NULL:
+        return None
     if origin in (typing.Union, types.UnionType):
         if node.tag == NULL:
             return None
-        return value(next(a for a in args if a is not type(None)), bounds, node, where)
+        return value(next(a for a in args if a is not type(None)), key, node, where)
     if origin is tuple:
         if not isinstance(node, yaml.SequenceNode):
             example = "qkv, mlp_out" if args[0] is str else "2, 3"
             raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
-        return tuple(value(args[0], bounds, item, f"{where}[{i}]") for i, item in enumerate(node.value))
-    legal = _legal(hint, bounds)
+        return tuple(value(args[0], key, item, f"{where}[{i}]") for i, item in enumerate(node.value))
+    legal, choices = _legal(hint, key), _choices(hint, key)
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{where} is {shape(node)}; it must be {legal}.")
     text = str(node.value)
-    if node.tag == NULL or (text == "" and hint is not str):
+    if node.tag == NULL or (text == "" and (choices or hint is not str)):
         raise ConfigError(f"{where} has no value; it must be {legal}.")
     wrong = f"{where} is {short(repr(text))}; it must be {legal}"
-    if origin is Literal:
-        choices = {str(choice): choice for choice in args}
+    if choices:
         if text in choices:
             return choices[text]
         raise ConfigError(wrong + (nearest(text, choices) or "."))
@@ -55,7 +55,7 @@ def value(hint: Any, bounds: Mapping[str, float | None], node: yaml.Node, where:
         if text.lower() in TRUE | FALSE:
             return text.lower() in TRUE
         raise ConfigError(f"{wrong}.")
-    return _text(node, where, wrong) if hint is str else _number(hint, bounds, text, where, wrong)
+    return _text(node, where, wrong) if hint is str else _number(hint, key, text, where, wrong)
 
 
 def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
@@ -73,7 +73,7 @@ def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
     return text
 
 
-def _number(hint: type, bounds: Mapping[str, float | None], text: str, where: str, wrong: str) -> int | float:
+def _number(hint: type, key: Key, text: str, where: str, wrong: str) -> int | float:
     if _LEADING_ZERO.fullmatch(text) and len(text) <= MOST_DIGITS:
         raise ConfigError(
             f"{where} is '{text}', which some readers of YAML take for octal; write {_without_zeros(text)}."
@@ -84,10 +84,10 @@ def _number(hint: type, bounds: Mapping[str, float | None], text: str, where: st
     if not abs(number) < float("inf"):
         raise ConfigError(f"{wrong}.")
     if hint is float and 0 < abs(number) < TINIEST:
-        raise ConfigError(f"{where} is {number:g}, which is 0 in float32; it must be {_range(hint, bounds)}.")
-    least, above, most = bounds["least"], bounds["above"], _most(hint, bounds)
+        raise ConfigError(f"{where} is {number:g}, which is 0 in float32; it must be {_range(hint, key)}.")
+    least, above, most = key.least, key.above, _most(hint, key)
     if (least is not None and number < least) or (above is not None and number <= above) or number > most:
-        raise ConfigError(f"{where} is {number}; it must be {_range(hint, bounds)}.")
+        raise ConfigError(f"{where} is {number}; it must be {_range(hint, key)}.")
     return number
 
 
@@ -108,14 +108,21 @@ def _meant(text: str) -> str:
     return f"; did you mean {int(number)}?" if small and number == int(number) else "."
 
 
-def _legal(hint: Any, bounds: Mapping[str, float | None]) -> str:
+def _legal(hint: Any, key: Key) -> str:
     if hint in LARGEST:
-        return f"{NAMES[hint]}, {_range(hint, bounds)}"
-    return NAMES.get(hint) or "one of " + ", ".join(map(str, typing.get_args(hint)))
+        return f"{NAMES[hint]}, {_range(hint, key)}"
+    choices = _choices(hint, key)
+    return f"one of {', '.join(choices)}" if choices else NAMES[hint]
 
 
-def _range(hint: type, bounds: Mapping[str, float | None]) -> str:
-    said = {"at least": bounds["least"], "above": bounds["above"], "at most": _most(hint, bounds)}
+def _choices(hint: Any, key: Key) -> dict[str, Any]:
+    """The legal values by what stands in the YAML, where they are counted out."""
+    listed = typing.get_args(hint) if typing.get_origin(hint) is Literal else key.one_of or ()
+    return {str(choice): choice for choice in listed}
+
+
+def _range(hint: type, key: Key) -> str:
+    said = {"at least": key.least, "above": key.above, "at most": _most(hint, key)}
     parts = [
         f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}"
         for word, bound in said.items()
@@ -124,5 +131,5 @@ def _range(hint: type, bounds: Mapping[str, float | None]) -> str:
     return " and ".join(parts)
 
 
-def _most(hint: type, bounds: Mapping[str, float | None]) -> float:
-    return LARGEST[hint] if bounds["most"] is None else bounds["most"]
+def _most(hint: type, key: Key) -> float:
+    return LARGEST[hint] if key.most is None else key.most

@@ -7,7 +7,8 @@ from checkpoint_runs import config, program
 from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.compatible import check_keys, compare, compare_data
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import ConfigError
+from meshtrain.config import Config, ConfigError
+from meshtrain.config.schema import keys
 
 
 def told(new, weights_only=False, **old):
@@ -78,6 +79,42 @@ def test_a_key_that_the_old_config_did_not_know_is_not_compared():
     before = dataclasses.asdict(config())
     del before["run"]["seed"], before["eval"]
     assert compare(before, config(run={"seed": 1}, eval={"batches": 3}), "x", weights_only=False) == []
+
+
+@pytest.mark.parametrize("layout", ["one device", "data 8, ZeRO-3", "data 2, tensor 2, ZeRO-2"])
+def test_a_checkpoint_that_holds_null_for_what_follows_fits_the_same_config(layout):
+    new = config(layout=layout, model={"kv_heads": None, "d_ff": None})
+    before = dataclasses.asdict(new)
+    for path, key in keys(Config).items():
+        if key.null:
+            section, name = path.split(".")
+            before[section][name] = None
+    assert compare(before, new, "x", weights_only=False) == []
+    before["parallel"]["zero_stage"] = 0
+    assert compare(before, new, "x", weights_only=False) == [
+        f"parallel.zero_stage was 0 and is {new.parallel.zero_stage} from here on."
+    ]
+
+
+def test_what_follows_from_a_key_that_changed_is_no_change_of_its_own():
+    """Neither the rows of a batch nor what ZeRO-2 holds: they were not given, before or now."""
+    new = config(
+        layout="data 2, tensor 2, ZeRO-2",
+        train={"global_batch_size": 16},
+        checkpoint={"allow": ["train.global_batch_size"]},
+    )
+    said = told(new)
+    assert "train.global_batch_size was 8 and is 16 from here on." in said
+    assert not any("rows_multiple" in sentence or "zero_hold" in sentence for sentence in said)
+
+
+def test_what_was_given_and_followed_before_is_a_change():
+    with pytest.raises(ConfigError, match=r"data\.rows_multiple is 4 but was 8"):
+        told(config(data={"rows_multiple": 4}))
+    before = dataclasses.asdict(config())
+    before["data"]["rows_multiple"] = None
+    with pytest.raises(ConfigError, match=r"data\.rows_multiple is 4 but was 8"):
+        compare(before, config(data={"rows_multiple": 4}), "x", weights_only=False)
 
 
 def test_weights_alone_may_go_to_another_run_but_not_to_another_model():

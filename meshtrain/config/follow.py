@@ -1,0 +1,49 @@
+"""Keys that follow from others, as their lines in `schema` say: filled in, and once more where the others change."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from meshtrain.config.schema import Config, keys
+from meshtrain.errors import ConfigError
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def resolve(config: AnyConfig) -> AnyConfig:
+    """The config in which no key is left to follow from the others; ConfigError where one does not follow."""
+    for path, key in keys(type(config)).items():
+        if key.follows and value_of(config, path) == key.default:
+            config = _with(config, path, key.follows(config))
+    return config
+
+
+def replaced(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
+    """The resolved config with other values of some keys, by section; what followed from the others follows from them as they are now."""
+    changed = config
+    for name, values in sections.items():
+        changed = dataclasses.replace(changed, **{name: dataclasses.replace(getattr(changed, name), **values)})  # type: ignore[arg-type]
+    for path, key in keys(type(config)).items():
+        section, _, name = path.partition(".")
+        if name not in sections.get(section, ()) and followed(config, path):
+            changed = _with(changed, path, key.default)
+    return resolve(changed)
+
+
+def followed(config: Config, path: str) -> bool:
+    """Whether the value of a key is the one that follows from the others."""
+    key = keys(type(config))[path]
+    try:
+        return key.follows is not None and value_of(config, path) == key.follows(config)
+    except ConfigError:
+        return False
+
+
+def value_of(config: Config, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _with(config: AnyConfig, path: str, value: Any) -> AnyConfig:
+    section, _, name = path.partition(".")
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})  # type: ignore[arg-type]
