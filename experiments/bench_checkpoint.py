@@ -22,7 +22,7 @@ import jax
 from meshtrain.checkpoint import Checkpointer, digests
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
-from meshtrain.step import Program, build
+from meshtrain.step import Program
 
 WIDTH, D_FF, VOCABULARY = 512, 1024, 4096
 LAYOUTS = {  # name -> (mesh, parallel)
@@ -90,7 +90,7 @@ def program(directory: Path, megabytes: int, layout: str) -> tuple[Config, Progr
             "checkpoint": {"keep": 1},
         }
     )
-    return config, build(config, make_mesh(config))
+    return config, Program(config, make_mesh(config))
 
 
 def save(root: Path, megabytes: int, layout: str, saves: int) -> None:

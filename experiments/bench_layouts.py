@@ -16,7 +16,7 @@ from interleave import HEADER, Stepping, compare
 
 from meshtrain.config import Config, decode
 from meshtrain.mesh import fake_cpu_devices, make_mesh
-from meshtrain.step import build
+from meshtrain.step import Program
 
 MODEL = {"family": "llama", "layers": 8, "d_model": 256, "heads": 8, "d_ff": 1024, "vocab_size": 2048}
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (2, 4, 1), (1, 4, 2), (2, 1, 4), (1, 2, 4), (2, 2, 2)]
@@ -75,7 +75,7 @@ def main() -> None:
     print(f"reference temp {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB", flush=True)
     print(f"{'data,tensor,pipeline':22} {'options':44} {HEADER} {'temp MB':>8}")
     for mesh, parallel in layouts:
-        program = build(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
+        program = Program(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
         state = program.init()
         batch = {
             "tokens": jax.device_put(tokens, program.batch_sharding),

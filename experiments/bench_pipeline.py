@@ -35,7 +35,7 @@ from meshtrain.plan.compiled import _described
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
 from meshtrain.schedule.segments import loops, work_per_tick
 from meshtrain.schedule.simulate import Durations, simulate
-from meshtrain.step import Program, build
+from meshtrain.step import Program
 
 SMALL = {"layers": 8, "d_model": 64, "heads": 4, "d_ff": 128, "vocab_size": 512}
 MEDIUM = {"layers": 8, "d_model": 256, "heads": 8, "d_ff": 1024, "vocab_size": 2048}
@@ -66,7 +66,7 @@ def configuration(
 
 def program_of(config: Config, masked: bool = False) -> Program:
     """A program on fake CPU devices, with idle slots masked as where devices are not CPUs."""
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     if masked:
         assert program.layout.table is not None
         program.forward = Forward(program.layout, program.zero, "accelerator")
@@ -179,7 +179,7 @@ def large() -> None:
     if find_spec("jax_cuda12_plugin"):
         kinds["described GPUs"] = _described("h100", 512)
     for kind, devices in kinds.items():
-        program = build(config, make_mesh(config, devices))
+        program = Program(config, make_mesh(config, devices))
         lower, lowered = cpu_seconds(program.lower)
         seconds, executable = cpu_seconds(lowered.compile)
         analysis = executable.memory_analysis()
@@ -200,7 +200,7 @@ def vocabulary(schedules: list[str]) -> None:
         flops = {}
         for vocab in ("edge", "spread"):
             config = configuration(schedule, 16, LLAMA_8B, (1, 1, 4), 8192, "bfloat16", vocab=vocab)
-            program = build(config, make_mesh(config, _described("h100", 4)))
+            program = Program(config, make_mesh(config, _described("h100", 4)))
             text = program.lower().compile().as_text()
             assert text is not None
             flops[vocab] = product_flops(text) / 1e12

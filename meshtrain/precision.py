@@ -32,9 +32,21 @@ class LossScale(NamedTuple):
     skipped: jax.Array  # int32, steps skipped in the whole run
 
 
-def initial_scale(precision: PrecisionConfig) -> LossScale:
+def initial_scale(precision: PrecisionConfig) -> LossScale | None:
+    """None where gradients need no scale: in float32 and bfloat16."""
+    if precision.compute != "float16":
+        return None
     zero, value = jnp.zeros((), jnp.int32), min(precision.loss_scale, LARGEST_LOSS_SCALE)
     return LossScale(jnp.float32(value), zero, jnp.int32(precision.loss_scale_hysteresis), zero)
+
+
+def factor(scale: LossScale | None) -> jax.Array:
+    """What the loss is multiplied by before it is differentiated."""
+    return jnp.float32(1.0) if scale is None else scale.value
+
+
+def unscaled(gradients: Tree, scale: LossScale | None) -> Tree:
+    return gradients if scale is None else jax.tree.map(lambda g: g / scale.value, gradients)
 
 
 def next_scale(scale: LossScale, finite: jax.Array, precision: PrecisionConfig) -> LossScale:

@@ -28,7 +28,7 @@ from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.logits import logits
 from meshtrain.parallel.pipeline.execute import Executor
 from meshtrain.parallel.zero import Zero
-from meshtrain.precision import LossScale, initial_scale, next_scale, sound, taken_if
+from meshtrain.precision import LossScale, factor, initial_scale, next_scale, sound, taken_if, unscaled
 
 Tree = Any
 
@@ -40,11 +40,6 @@ class State(NamedTuple):
     params: Tree  # float32 masters
     optimizer: Tree
     scale: LossScale | None  # float16 only
-
-
-def build(config: Config, mesh: Mesh) -> "Program":
-    """The compiled programs of a config on a mesh; nothing runs or is allocated yet."""
-    return Program(config, mesh)
 
 
 class Program:
@@ -99,7 +94,7 @@ class Program:
         if self.config.parallel.offload_optimizer:
             shardings = offload.on_host(shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-        scale = jax.eval_shape(lambda: self._initial_scale())
+        scale = jax.eval_shape(lambda: initial_scale(self.config.precision))
         return State(
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
             params=params,
@@ -127,12 +122,11 @@ class Program:
 
         def make() -> State:
             params = self.layout.init(jax.random.key(self.config.run.seed))
-            return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), self._initial_scale())
+            return State(
+                jnp.zeros((), jnp.int32), params, self.optimizer.init(params), initial_scale(self.config.precision)
+            )
 
         return jax.jit(make, out_shardings=self.state_shardings)()
-
-    def _initial_scale(self) -> LossScale | None:
-        return initial_scale(self.config.precision) if self.config.precision.compute == "float16" else None
 
     # --- batches
 
@@ -178,22 +172,23 @@ class Program:
         return cut, jnp.float32(self.config.mesh.data * batch["tokens"].size)
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        scale = jnp.float32(1.0) if state.scale is None else state.scale.value
-        loss, gradients = self.gradients(state.params, batch, state.step, scale)
-        if state.scale is not None:
-            gradients = jax.tree.map(lambda g: g / scale, gradients)
+        loss, gradients = self.gradients(state.params, batch, state.step, factor(state.scale))
+        return self.update(state, loss, gradients)
+
+    def update(self, state: State, loss: jax.Array, gradients: Tree) -> tuple[State, dict[str, jax.Array]]:
+        """The state after a step, and its metrics, from the mean loss and what `gradients` made of it, times the loss scale."""
+        gradients = unscaled(gradients, state.scale)
         norm = optax.tree.norm(gradients)
         before = state.params, self._on_device(state.optimizer)
         updates, optimizer = self.optimizer.update(gradients, before[1], state.params)
         after = optax.apply_updates(state.params, updates), optimizer
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(updates_made(state.optimizer))}
-        new_scale = state.scale
-        if state.scale is not None:
+        scale = state.scale
+        if scale is not None:
             finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-            after = taken_if(finite, after, before)
-            new_scale = next_scale(state.scale, finite, self.config.precision)
-            metrics |= {"loss_scale": new_scale.value, "skipped": new_scale.skipped}
-        return State(state.step + 1, *after, new_scale), metrics
+            after, scale = taken_if(finite, after, before), next_scale(scale, finite, self.config.precision)
+            metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
+        return State(state.step + 1, *after, scale), metrics
 
     def _on_device(self, optimizer: Tree) -> Tree:
         """The optimizer state where it is computed with: inside jit, from the host if it lies there."""

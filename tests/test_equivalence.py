@@ -20,7 +20,7 @@ from short_runs import canonical_numbers, first_moment, token_batches, train
 from meshtrain.config import Config, ConfigError, check, decode, replaced
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel.layout import Layout
-from meshtrain.step import build
+from meshtrain.step import Program
 
 STEPS = 10
 CLIP = 0.5  # below the first gradients' norm, so that clipping is at work
@@ -174,7 +174,7 @@ def test_covering_has_every_pair_of_levels_that_is_legal():
 def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, one, other):
     cell = (mesh, 1, False, "none", "1f1b", "llama", "odd")
     configs = [configuration(cell, **keys) for keys in (one, other)]
-    first, second = (build(config, make_mesh(config)).lower().as_text() for config in configs)
+    first, second = (Program(config, make_mesh(config)).lower().as_text() for config in configs)
     assert first == second
 
 

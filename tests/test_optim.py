@@ -9,7 +9,7 @@ from short_runs import canonical_numbers, place, token_batches
 from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
 from meshtrain.optim import learning_rate, updates_made
-from meshtrain.step import build
+from meshtrain.step import Program
 
 MODEL = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 33, "vocab_size": 67}
 PLACED = {  # layers, d_ff and vocabulary are padded there, layers out of order, state sharded over data
@@ -22,7 +22,7 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
     """Canonical parameters before and after two steps with made-up gradients."""
     optimizer = {"name": name, "learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.1}
     config = decode({"model": MODEL, "optimizer": optimizer, "train": {"global_batch_size": 4}, **layout})
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     before = canonical_numbers(program.layout, 0)
     params = place(program.layout, before)
     state = jax.jit(program.optimizer.init, out_shardings=program.state_shardings.optimizer)(params)
@@ -52,7 +52,7 @@ def test_updates_of_a_layer_are_those_of_optax_on_its_own_matrices(name):
     before, after = updates_of_two_steps(name, {})
     layer = jax.tree.map(lambda x: x[1].reshape(_matrix(x.shape)), before["blocks"])
     config = decode({"model": MODEL, "train": {"global_batch_size": 4}})
-    layout = build(config, make_mesh(config)).layout
+    layout = Program(config, make_mesh(config)).layout
     if name == "adafactor":
         theirs = optax.adafactor(0.01, min_dim_size_to_factor=32)
     else:
@@ -83,7 +83,7 @@ def test_optimizer_state_on_matrices_is_sharded_over_data(name):
             "optimizer": {"name": name},
         }
     )
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     sizes = {True: 0, False: 0}
     for leaf in jax.tree.leaves(program.state_shapes.optimizer):
         sizes["data" in str(leaf.sharding.spec)] += leaf.size
@@ -133,7 +133,7 @@ def test_learning_rate_stays_at_its_last_value_in_a_run_that_is_longer_than_plan
 def test_learning_rate_goes_by_the_updates_that_the_optimizer_has_seen():
     """A float16 run that goes on in float32 has no count of skipped steps, but an optimizer that never saw them."""
     config = decode({"model": MODEL, "train": {"global_batch_size": 4, "sequence_length": 8}})
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     state = program.init()
     state = state._replace(
         step=state.step + 5, optimizer=jax.tree.map(lambda x: x + 3 if x.ndim == 0 else x, state.optimizer)

@@ -6,7 +6,7 @@ from short_runs import train
 
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
-from meshtrain.step import build
+from meshtrain.step import Program
 
 STEPS = 20
 
@@ -42,6 +42,6 @@ def test_twenty_losses_on_2x2x2_are_those_of_one_device(family):
 def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
     def temporary(microbatches: int) -> int:
         config = configuration("llama", (1, 1, 2), microbatches, batch=microbatches)
-        return build(config, make_mesh(config)).lower().compile().memory_analysis().temp_size_in_bytes
+        return Program(config, make_mesh(config)).lower().compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(32) == pytest.approx(temporary(8), rel=0.05)

@@ -19,7 +19,7 @@ from meshtrain.config import Config, decode
 from meshtrain.hlo import Collective, collectives
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.placement import Placed
-from meshtrain.step import Program, build
+from meshtrain.step import Program
 
 WITHIN = 0.03
 
@@ -177,7 +177,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 def test_step_sends_what_theory_says_and_every_other_byte_is_named(case):
     mesh, parallel = CASES[case]
     config = configuration(mesh, **parallel)
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     expected, found = theory(program), measured(program)
     once = found.pop("once a step", 0.0) - replicated(
         program

@@ -398,10 +398,10 @@ def leaked(p: Place) -> None:
         from meshtrain.checkpoint import Checkpointer
         from meshtrain.config import ConfigError, load
         from meshtrain.mesh import make_mesh
-        from meshtrain.step import build
+        from meshtrain.step import Program
 
         config = load("config.yaml")
-        program = build(config, make_mesh(config))
+        program = Program(config, make_mesh(config))
         wrong = load("config.yaml", ["checkpoint.weights_only=true"])
         for _ in range(2):
             try:
@@ -433,10 +433,10 @@ def leaked_again(p: Place) -> None:
         from meshtrain.checkpoint import Checkpointer, steps
         from meshtrain.config import load
         from meshtrain.mesh import make_mesh
-        from meshtrain.step import build
+        from meshtrain.step import Program
 
         config = load("config.yaml")
-        program = build(config, make_mesh(config))
+        program = Program(config, make_mesh(config))
         real = steps.remove_leftovers
 
         def fails(root: Path) -> list[str]:

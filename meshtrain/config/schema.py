@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.families import FAMILIES
+from meshtrain.optimizers import OPTIMIZERS
 
 # Numbers end up as int32 or float32: what these cannot hold is refused, and so is what float32 takes for zero.
 LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4028234663852886e38}
@@ -345,9 +346,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = key(
-        "adamw", "the Optax optimizer", resume=Resume.REFUSED
-    )
+    name: str = key("adamw", "the Optax optimizer", one_of=OPTIMIZERS, resume=Resume.REFUSED)
     learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
     schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the learning rate after the warm-up")
     warmup_steps: int = key(10, "steps of linear warm-up, from the first rung to the peak", least=0)

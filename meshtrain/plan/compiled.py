@@ -77,10 +77,10 @@ def compile_step(config: Config, target: str) -> Compiled:
     # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
     from meshtrain.hlo import collectives
     from meshtrain.mesh import make_mesh
-    from meshtrain.step import build
+    from meshtrain.step import Program
 
     jax_mesh = make_mesh(config, found)
-    lowered = build(config, jax_mesh).lower()
+    lowered = Program(config, jax_mesh).lower()
     start = clock.perf_counter()
     executable = lowered.compile()
     seconds = clock.perf_counter() - start

@@ -10,7 +10,7 @@ import numpy as np
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
-from meshtrain.step import Program, State, build
+from meshtrain.step import Program, State
 
 ODD = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}  # nothing divides
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -48,11 +48,11 @@ def config(directory: Path | str = "unused", layout: str = "one device", **secti
 def program(layout: str = "one device") -> Program:
     """One program a layout: a run's directory is nothing that it knows."""
     settings = config(layout=layout)
-    return build(settings, make_mesh(settings))
+    return Program(settings, make_mesh(settings))
 
 
 def build_for(settings: Config) -> Program:
-    return build(settings, make_mesh(settings))
+    return Program(settings, make_mesh(settings))
 
 
 def numbered(built: Program, seed: int = 0) -> State:

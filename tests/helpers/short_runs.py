@@ -9,7 +9,7 @@ from meshtrain.config import Config
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed
-from meshtrain.step import Program, State, build
+from meshtrain.step import Program, State
 
 Tree = Any
 
@@ -67,7 +67,7 @@ def train(
     config: Config, steps: int, canonical: Tree | None = None
 ) -> tuple[list[dict[str, float]], Program, list[State]]:
     """Metrics of each step of a run on the config's mesh, its program, and the states after the first and the last step."""
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     state = start(program, canonical_numbers(program.layout) if canonical is None else canonical)
     compiled = program.lower().compile()
     metrics, kept = [], []

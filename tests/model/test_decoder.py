@@ -12,7 +12,7 @@ from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
 from meshtrain.model.decoder import Decoder
 from meshtrain.parallel.layout import Layout
-from meshtrain.step import build
+from meshtrain.step import Program
 
 
 def configuration(family: str = "llama", mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict) -> Config:
@@ -51,7 +51,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def initial() -> dict:
-    program = build(configuration("gpt2"), make_mesh(configuration("gpt2")))
+    program = Program(configuration("gpt2"), make_mesh(configuration("gpt2")))
     return jax.tree.map(np.asarray, program.layout.canonical(program.init().params))
 
 
@@ -59,7 +59,7 @@ def initial() -> dict:
 def test_initial_numbers_are_the_same_on_every_mesh(where, initial):
     mesh, parallel = PLACES[where]
     config = configuration("gpt2", mesh, parallel=parallel)
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     there = program.layout.canonical(jax.tree.map(np.asarray, program.init().params))
     jax.tree.map(np.testing.assert_array_equal, there, initial)
 
@@ -119,7 +119,7 @@ def packed_batch(config: Config) -> dict[str, np.ndarray]:
 def test_evaluation_computes_the_references_loss(where, family, packed):
     mesh, parallel = PLACES[where]
     config = configuration(family, mesh, parallel=parallel, model={"dropout": 0.5})  # which evaluation leaves out
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     parameters = canonical_numbers(program.layout)
     batch = packed_batch(config)
     batch = batch if packed else {name: batch[name] for name in ("tokens", "labels")}
@@ -132,7 +132,7 @@ def test_evaluation_computes_the_references_loss(where, family, packed):
 def test_gradient_of_packed_documents_is_the_references(family):
     mesh, parallel = PLACES["all"]
     config = configuration(family, mesh, parallel=parallel)
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     parameters, batch = canonical_numbers(program.layout), packed_batch(config)
     placed = jax.device_put(batch, program.batch_sharding)
     step, scale = jnp.zeros((), jnp.int32), jnp.ones(())

@@ -9,7 +9,7 @@ from short_runs import token_batches
 from meshtrain.config import Config, ConfigError, decode
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel import offload
-from meshtrain.step import State, build
+from meshtrain.step import Program, State
 
 MODEL = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
 
@@ -21,7 +21,7 @@ def configuration(precision: dict[str, object] | None = None, **parallel: object
 
 
 def step(config: Config) -> tuple:
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     tokens, labels = token_batches(config, 1)[0]
     batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
     return program, batch, program.train_step(program.init(), batch)

@@ -27,7 +27,7 @@ from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel import one_stage, zero
 from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed
-from meshtrain.step import Program, build
+from meshtrain.step import Program
 
 WITHIN = 0.02
 STACKED = PartitionSpec(AXES)  # what each device holds for itself, one entry a device
@@ -72,7 +72,7 @@ def held_in_step(program: Program) -> dict[str, int]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_stage_holds_what_the_paper_says(stage, ranks):
     config = configuration((ranks, 1, 1), stage)
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     psi, n = program.layout.parameters, ranks
     expected = {
         "weights": 2 * psi / (n if stage == 3 else 1),
@@ -90,7 +90,7 @@ def state_of_zeros(program: Program) -> Any:
 
 def test_initial_state_is_held_as_its_shapes_say():
     config = configuration((4, 2, 1), 1)
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     state = program.init()
     jax.tree.map(lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s.sharding, x.ndim)), state, program.state_shapes)  # fmt: skip
     assert live_bytes(state) == live_bytes(state_of_zeros(program))
@@ -103,7 +103,7 @@ def test_every_optimizer_keeps_its_state_in_shards(name):
     """Nothing of a weight's size is whole on a data rank."""
     config = configuration((8, 1, 1), 1)
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     for shape in jax.tree.leaves(program.state_shapes.optimizer):
         local = np.prod(shape.sharding.shard_shape(shape.shape))
         assert local <= max(np.prod(shape.shape) / 8, 4 * 257), shape
@@ -162,7 +162,7 @@ def test_gathered_weights_are_never_kept_for_the_backward_pass(mesh, microbatche
     temporary = {}
     for stage in (1, 3):
         config = configuration(mesh, stage, "float32", 4 * mesh[2], microbatches=microbatches)
-        program = build(config, make_mesh(config))
+        program = Program(config, make_mesh(config))
         temporary[stage] = program.lower().compile().memory_analysis().temp_size_in_bytes
     psi, n = 4 * sum(jax.tree.leaves(program.layout.map(stacked))) / mesh[2], mesh[0]
     assert temporary[1] - temporary[3] > 0.9 * 2 * psi * (1 - 1 / n)
@@ -177,7 +177,7 @@ def test_gradients_of_all_stages_are_equal_shard_by_shard():
     shards = {}
     for stage in (1, 2, 3):
         config = configuration((4, 2, 1), stage, "float32")
-        program = build(config, make_mesh(config))
+        program = Program(config, make_mesh(config))
         shape = (config.train.global_batch_size, config.train.sequence_length)
         text = np.random.default_rng(0).integers(0, 257, shape, np.int32)
         params = place(program.layout, program.layout.map(partial(draw, np.random.default_rng(1))))

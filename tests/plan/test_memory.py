@@ -15,7 +15,7 @@ from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
 from meshtrain.plan import memory, named, plan, ticks
 from meshtrain.plan.memory import Depths, zero_state
-from meshtrain.step import build
+from meshtrain.step import Program
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_elements_on_a_device_are_those_of_the_layout(family, mesh):
 def test_optimizer_state_on_a_device_is_that_of_the_program(name, mesh, family):
     config = odd(family, mesh)
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
-    state = build(config, make_mesh(config)).state_shapes.optimizer
+    state = Program(config, make_mesh(config)).state_shapes.optimizer
     found = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
     assert memory.between_steps(config)[1].nbytes == pytest.approx(found, rel=0.005)
 
@@ -73,7 +73,7 @@ def test_parameters_are_counted_without_padding():
 
 def traced_residuals(config) -> float:
     """Bytes a token that one layer of the real model keeps, from its traced vjp."""
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     found: list[int] = []
 
     def local(masters, tokens):
@@ -138,7 +138,7 @@ ON_CPU = [
 @pytest.mark.parametrize("mesh, parallel", ON_CPU, ids=str)
 def test_what_a_step_holds_is_what_xlas_cpu_program_holds(mesh, parallel):
     config = decode(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
-    compiled = build(config, make_mesh(config)).lower().compile().memory_analysis()
+    compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
     held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
     planned = memory.total(memory.items(config, ticks.depths(config), cpu=True))
     assert 0.95 < planned / (held + compiled.temp_size_in_bytes) < 1.08

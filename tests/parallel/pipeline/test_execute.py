@@ -32,7 +32,7 @@ from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import B, F, Table, W
 from meshtrain.schedule.validate import validate
-from meshtrain.step import Program, build
+from meshtrain.step import Program
 
 Tree = Any
 TOLERANCE = 3e-6
@@ -122,7 +122,7 @@ def configuration(cell: Cell, folder: Path, **model: Any) -> Config:
 
 
 def program_of(config: Config, masked: bool) -> Program:
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     if masked:  # as `Forward` and `Executor` find it where devices are not CPUs
         assert program.layout.table is not None
         program.forward = Forward(program.layout, program.zero, "accelerator")

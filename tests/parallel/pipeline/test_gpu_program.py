@@ -25,7 +25,7 @@ import sys
 from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
 from meshtrain.plan.compiled import _described
-from meshtrain.step import build
+from meshtrain.step import Program
 
 schedule, chunks, *mesh = sys.argv[1:]
 data, tensor, pipeline = map(int, mesh)
@@ -36,7 +36,7 @@ config = decode({
     "precision": {"compute": "bfloat16"},
     "train": {"global_batch_size": 16 * data, "sequence_length": 4096},
 })
-print(build(config, make_mesh(config, _described("h100", 8))).lower().compile().as_text())
+print(Program(config, make_mesh(config, _described("h100", 8))).lower().compile().as_text())
 """
 LAYOUTS = [
     ("1f1b", 1, (1, 2, 4)),

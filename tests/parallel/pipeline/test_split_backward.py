@@ -15,7 +15,7 @@ from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.pipeline.split_backward import Split, split_backward
 from meshtrain.parallel.pipeline.stage import Stage
-from meshtrain.step import build
+from meshtrain.step import Program
 
 LAYERS, BATCH, WIDTH, HIDDEN = 3, 5, 7, 11
 
@@ -153,7 +153,7 @@ def slots_products(**parallel: Any) -> list[Counter]:
     schedule = {"schedule": "zb_h1", "microbatches": 2, **parallel}
     train = {"global_batch_size": 4, "sequence_length": 8}
     config = decode({"model": model, "mesh": mesh, "parallel": schedule, "train": train})
-    program = build(config, make_mesh(config))
+    program = Program(config, make_mesh(config))
     counted: list[Counter] = []
 
     def local(masters: Any, batch: Any) -> jax.Array:
