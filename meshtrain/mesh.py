@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from meshtrain.config import Config, ConfigError, short
+from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.schema import AXES as AXES
 from meshtrain.config.schema import DATA as DATA
 from meshtrain.config.schema import MOST_FAKE_DEVICES
@@ -111,14 +112,39 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             f"the mesh data {shape.data} x tensor {shape.tensor} x pipeline {shape.pipeline} needs {needed} devices, "
             f"but there are {len(devices)} ({kind}); {hint}."
         )
-    grid = np.array(devices[:needed]).reshape(shape.pipeline, shape.data, shape.tensor).transpose(1, 2, 0)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(arranged(devices[:needed], shape), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def arranged(devices: Sequence[jax.Device], shape: MeshConfig) -> np.ndarray:
+    """The devices as an array [data, tensor, pipeline], tensor ranks nearest to each other and stages farthest apart.
+
+    In their own order, which on machines with a switch is the order of the links; on a torus by their coordinates, as far as each
+    process then still has neighbouring rows of the batch.
+    """
+    outermost_first = (shape.pipeline, shape.data, shape.tensor)
+    grid = np.array(devices).reshape(outermost_first)
+    if kind_of(devices[0]) == "tpu":
+        on_torus = mesh_utils.create_device_mesh(outermost_first, devices, allow_split_physical_axes=True)
+        if _rows_are_neighbours(on_torus):
+            grid = on_torus
+    return grid.transpose(1, 2, 0)
+
+
+def _rows_are_neighbours(grid: np.ndarray) -> bool:
+    """Whether the data ranks [pipeline, data, tensor] of every process follow one another."""
+    ranks: dict[int, set[int]] = {}
+    for (_, rank, _), device in np.ndenumerate(grid):
+        ranks.setdefault(device.process_index, set()).add(rank)
+    return all(max(held) - min(held) + 1 == len(held) for held in ranks.values())
 
 
 def platform(mesh: Mesh) -> str:
     """cpu, gpu or tpu, from the mesh's own devices."""
-    kind = mesh.devices.flat[0].platform
-    return "gpu" if kind in ("cuda", "rocm") else kind
+    return kind_of(mesh.devices.flat[0])
+
+
+def kind_of(device: jax.Device) -> str:
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
 def own_rows(sharding: NamedSharding, rows: int) -> slice:

@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 import pytest
 from free_port import free_port
 
-from meshtrain.config import ConfigError, decode
-from meshtrain.mesh import AXES, join_cluster, make_mesh, platform
+from meshtrain.config import ConfigError, MeshConfig, decode
+from meshtrain.mesh import AXES, arranged, join_cluster, make_mesh, platform
 
 
 def test_axes_are_data_tensor_pipeline_in_this_order():
@@ -46,6 +47,50 @@ def test_too_few_devices_are_told_with_the_way_out():
 
 def test_fake_devices_are_platform_cpu():
     assert platform(make_mesh(decode({}))) == "cpu"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A device of a described torus, as far as JAX looks at it."""
+
+    id: int
+    coords: tuple[int, int, int]
+    process_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+    core_on_chip: int = 0
+    slice_index: int = 0
+
+
+def torus(x: int, y: int, z: int) -> list[Chip]:
+    """Chips in the order of their hosts, each of which has a square of four."""
+    corners = [(i, j, k) for k in range(z) for j in range(0, y, 2) for i in range(0, x, 2)]
+    places = [(i + a, j + b, k) for i, j, k in corners for b in range(2) for a in range(2)]
+    return [Chip(n, at, n // 4) for n, at in enumerate(places)]
+
+
+# A ring of 4 where the axes are the torus's; else the squares of the hosts, whose rows of the batch would be torn apart.
+@pytest.mark.parametrize(
+    ("data", "tensor", "pipeline", "links"), [(4, 4, 4, 1), (2, 8, 4, 2), (8, 4, 2, 2), (16, 4, 1, 2)]
+)
+def test_on_a_torus_tensor_ranks_are_neighbours(data, tensor, pipeline, links):
+    chips = torus(4, 4, 4)
+    grid = arranged(chips, MeshConfig(data, tensor, pipeline))
+    assert sorted(chip.id for chip in grid.flat) == list(range(64))
+    for rank in range(data):
+        for stage in range(pipeline):
+            at = np.array([chip.coords for chip in grid[rank, :, stage]])
+            steps = np.abs(at - np.roll(at, 1, axis=0))
+            assert np.minimum(steps, 4 - steps).sum(axis=1).max() <= links
+
+
+def test_a_process_has_neighbouring_rows_however_a_torus_is_cut():
+    chips = torus(4, 4, 1)
+    for data, tensor, pipeline in [(16, 1, 1), (4, 2, 2), (2, 2, 4), (8, 2, 1)]:
+        grid = arranged(chips, MeshConfig(data, tensor, pipeline))
+        for process in range(4):
+            rows = sorted({r for (r, _, _), chip in np.ndenumerate(grid) if chip.process_index == process})
+            assert rows == list(range(rows[0], rows[-1] + 1))
 
 
 DEVICES = """
