@@ -13,14 +13,9 @@ from typing import Any, NoReturn
 
 from meshtrain.config import ConfigError, refusal, short
 from meshtrain.config.schema import LARGEST
-from meshtrain.errors import nearest
+from meshtrain.errors import nearest, say
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
-
-
-def say(sentence: object) -> None:
-    """To whoever started the command, about what it did or could not do."""
-    print(f"meshtrain: {sentence}", file=sys.stderr)
 
 
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
@@ -41,7 +36,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             code = STOPPED
         except OSError as error:
             if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
-                say(_told(error))
+                say(_sentence(error))
             code = FAILED
         return code if _output_is_written() else FAILED
 
@@ -58,12 +53,12 @@ def _output_is_written() -> bool:
         return True
     except OSError as error:
         if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
-            say(_told(error))
+            say(_sentence(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
 
 
-def _told(error: OSError) -> str:
+def _sentence(error: OSError) -> str:
     """A sentence; what is refused of a file has its name, so that what is written and has none is the output."""
     writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
     where = short(error.filename) if error.filename else "standard output cannot be written" if writing else ""

@@ -1,9 +1,11 @@
-"""The one error that a user's input may cause: a sentence, not a traceback; and what goes into such a sentence."""
+"""The one error that a user's input may cause: a sentence, not a traceback; what goes into such a sentence, and how it is said."""
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable
 
+PREFIX = "meshtrain: "  # of every sentence on stderr
 LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeats, and how many of them are its last
 
 
@@ -22,6 +24,11 @@ def short(value: object) -> str:
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - ENDING]}…{text[-ENDING:]}"
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def say(sentence: object) -> None:
+    """To whoever started the command, on stderr: what it did or could not do."""
+    print(f"{PREFIX}{sentence}", file=sys.stderr)
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:

@@ -19,9 +19,10 @@ import numpy as np
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
-from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, say
+from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
+from meshtrain.errors import say
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.modules import callable_as

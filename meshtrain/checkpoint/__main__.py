@@ -13,8 +13,9 @@ import numpy as np
 
 from meshtrain.checkpoint import arrays, compatible, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.cli import USAGE, Parser, command, say
+from meshtrain.cli import USAGE, Parser, command
 from meshtrain.config import ConfigError, refusal, short
+from meshtrain.errors import say
 
 INTACT, DAMAGED = 0, 1  # diff: the same, different
 UNREADABLE = (steps.Damaged, steps.NewerFormat)

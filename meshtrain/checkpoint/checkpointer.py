@@ -1,6 +1,5 @@
 """The checkpoints of one run, as the training loop sees them."""
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.restoring import restore, start_from_weights
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import Config, ConfigError
+from meshtrain.errors import say
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first
 from meshtrain.step import Program, State
@@ -29,13 +29,13 @@ class Checkpointer:
         self,
         config: Config,
         program: Program,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = say,
         read: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.program, self._read = config, program, dict(read or {})
         self._canonical = Canonical(program)
         self._root = Path(config.run.directory).absolute() / "checkpoints"
-        self._speak = say or (lambda sentence: print(f"meshtrain: {sentence}", file=sys.stderr, flush=True))
+        self._speak = say
         self._saver = Saver(config, self._canonical, self._root, self._say, self._read)
         self.lock: RunLock | None = None  # on the first process
         compatible.check_keys(config)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, say, whole_number
+from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, whole_number
 from meshtrain.config import ConfigError, short
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import Found, find
@@ -29,6 +29,7 @@ from meshtrain.data.prepare import SKIPPED, describe_skipped, prepare, refusal_a
 from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
 from meshtrain.data.tokenizer import train_bpe
 from meshtrain.data.unit import Options
+from meshtrain.errors import say
 from meshtrain.run.early import Stopped
 
 

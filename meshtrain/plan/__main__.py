@@ -8,8 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshtrain.cli import Parser, command, say, whole_number
+from meshtrain.cli import Parser, command, whole_number
 from meshtrain.config import Config, ConfigError, load, notes, refusal, short, to_yaml
+from meshtrain.errors import say
 from meshtrain.files import write_atomically
 from meshtrain.plan import advice, page, report, scaling
 from meshtrain.plan.cluster.cluster import Cluster, named

@@ -4,6 +4,8 @@ import os
 import signal
 from types import FrameType
 
+from meshtrain.errors import PREFIX
+
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -25,8 +27,7 @@ def hear() -> None:
 
 def _stop(number: int, _: FrameType | None) -> None:
     try:
-        os.write(
-            2, f"meshtrain: {signal.Signals(number).name}: stopped; nothing is lost, run again to go on.\n".encode()
-        )
+        name = signal.Signals(number).name
+        os.write(2, f"{PREFIX}{name}: stopped; nothing is lost, run again to go on.\n".encode())
     finally:
         os._exit(75)

@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import jax
 
+from meshtrain.errors import say
+
 # What the collectives (gloo, NCCL) and JAX's coordination service say when a process is gone. Between processes of one machine it
 # takes a moment, else up to jax.distributed's heartbeat timeout; where the service notices first, it ends the process by SIGABRT,
 # which nothing in Python can meet.
@@ -41,7 +43,7 @@ def explained(error: Exception, newest: int | None) -> Exception:
 def end_at_once(error: Exception, code: int) -> NoReturn:
     """Ends this process after its last words: to close what it holds, or JAX, it would wait for processes that may be gone."""
     if isinstance(error, RunFailure):
-        print(f"meshtrain: {error}", file=sys.stderr)
+        say(error)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()

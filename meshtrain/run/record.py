@@ -1,11 +1,11 @@
 """What a run writes beside its checkpoints, and that it stays there: config.yaml and metrics.jsonl."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config, ConfigError, refusal, to_yaml
+from meshtrain.errors import say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import CONFIG, METRICS
 from meshtrain.run.failures import RunFailure
@@ -17,7 +17,7 @@ from meshtrain.run.rows import MetricsFile, trim_metrics
 class RunRecord:
     """Writes on the first process, and nothing on the others. `start`: the step after which the run goes on.
 
-    A run directory, or a file of these, that is removed, renamed or replaced while the run goes on is made again and told: nothing
+    A run directory, or a file of these, that is removed, renamed or replaced while the run goes on is made again, with a word: nothing
     is written where nobody would find it. ConfigError if it cannot be begun; RunFailure if another run is in the directory by then.
     """
 
@@ -25,7 +25,7 @@ class RunRecord:
         self.directory, self.start, self._lock = directory, start, lock
         self._config = to_yaml(config).encode()
         self._metrics: MetricsFile | None = None
-        self._told: list[str] = []
+        self._said_missing: list[str] = []
         first_decides(self._begin)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -35,16 +35,16 @@ class RunRecord:
         missing = self._missing_files()
         refused = self._make_again(missing) if missing else None
         self._metrics.write(row)
-        if missing and missing != self._told:
-            self._tell(missing, refused or self._metrics.refused)
-        self._told = missing
+        if missing and missing != self._said_missing:
+            self._say_gone(missing, refused or self._metrics.refused)
+        self._said_missing = missing
 
     def is_written(self) -> bool:
         """Whether every row is in the file."""
         return self._metrics is None or self._metrics.refused is None
 
     def close(self) -> None:
-        """Tells if rows are lost."""
+        """Says if rows are lost."""
         if self._metrics is not None:
             self._metrics.close()
 
@@ -75,7 +75,7 @@ class RunRecord:
             return error
         return None
 
-    def _tell(self, missing: list[str], refused: OSError | None) -> None:
+    def _say_gone(self, missing: list[str], refused: OSError | None) -> None:
         gone = f"{' and '.join(missing)} of {self.directory} went away while the run goes on"
         if refused is not None:
             end = f"cannot be made again yet: {refusal(refused)}"
@@ -83,4 +83,4 @@ class RunRecord:
             end = "are made again; checkpoints that went with them are not"
         else:
             end = "are made again"
-        print(f"meshtrain: {gone}, and {end}.", file=sys.stderr, flush=True)
+        say(f"{gone}, and {end}.")

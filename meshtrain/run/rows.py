@@ -3,11 +3,10 @@
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config import refusal
+from meshtrain.errors import refusal, say
 from meshtrain.files import still_names, write_atomically
 from meshtrain.run.directory import set_aside
 
@@ -37,15 +36,12 @@ class MetricsFile:
         return still_names(self.path, self._file)
 
     def close(self) -> None:
-        """Tells if rows are lost."""
+        """Says if rows are lost."""
         self._write_waiting()
         self._file.close()
         if self.refused is not None:
             rows = self._waiting.count(b"\n")
-            print(
-                f"meshtrain: the last {rows} rows of {self.path} cannot be written: {refusal(self.refused)}.",
-                file=sys.stderr,
-            )
+            say(f"the last {rows} rows of {self.path} cannot be written: {refusal(self.refused)}.")
 
     def _write_waiting(self) -> None:
         if not self._waiting:
@@ -53,7 +49,7 @@ class MetricsFile:
         try:
             if not self.is_there():
                 self._write_again()
-            self._tell_if_shorter()
+            self._say_if_shorter()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             self._size = self._bytes()
@@ -64,10 +60,10 @@ class MetricsFile:
     def _bytes(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
-    def _tell_if_shorter(self) -> None:
+    def _say_if_shorter(self) -> None:
         """Rows that somebody cut off while the run goes on are nowhere any longer; what comes is appended to what is left."""
         if (lost := self._size - self._bytes()) > 0:
-            print(f"meshtrain: {lost} bytes of rows were cut off {self.path} while the run goes on.", file=sys.stderr)
+            say(f"{lost} bytes of rows were cut off {self.path} while the run goes on.")
             self._size -= lost
 
     def _write_again(self) -> None:
@@ -78,7 +74,7 @@ class MetricsFile:
         except OSError as error:
             # On NFS, when another machine removed it. What waits and what comes is all there will be.
             rows = b""
-            print(f"meshtrain: the rows in {self.path} until here went with it: {refusal(error)}.", file=sys.stderr)
+            say(f"the rows in {self.path} until here went with it: {refusal(error)}.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             set_aside(self.path.parent, [self.path.name])

@@ -17,6 +17,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
+from meshtrain.errors import PREFIX
 from meshtrain.run.early import SIGNALS, Stopped
 
 
@@ -25,7 +26,7 @@ class StopSignals:
 
     With several processes SIGTERM belongs to JAX's preemption service as soon as they have joined: `requested` becomes true on a
     cluster's notice, and other signals are passed on as SIGTERM. All processes must read it equally often, once a step: it is true on
-    every one of them at the same step, whichever was told first. In a thread there are no signals to hear.
+    every one of them at the same step, whichever was asked first. In a thread there are no signals to hear.
     """
 
     def __init__(self) -> None:
@@ -72,14 +73,14 @@ class StopSignals:
             self._asked += 1
             self._reached = multihost_utils.reached_preemption_sync_point(self._asked)
             if self._reached and not self._signalled:
-                _tell("a process of this run was asked to stop: all of them stop after this step.")
+                _say("a process of this run was asked to stop: all of them stop after this step.")
         return self._reached
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         _leave_if_gone(1)
         if self._signalled:
-            _tell(f"second {name}: stopping at once.")
+            _say(f"second {name}: stopping at once.")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -91,18 +92,18 @@ class StopSignals:
         """The first signal, as the moment asks for."""
         name = self._signalled
         if jax.distributed.is_initialized():
-            _tell(f"{name}: stopping all processes after a step, with a checkpoint.")
+            _say(f"{name}: stopping all processes after a step, with a checkpoint.")
             os.kill(os.getpid(), signal.SIGTERM)
         elif self._stepping:
-            _tell(f"{name}: stopping after this step, with a checkpoint.")
+            _say(f"{name}: stopping after this step, with a checkpoint.")
         else:
             raise Stopped(f"{name}: stopped before the first step; nothing is lost, run again to go on.")
 
 
-def _tell(sentence: str) -> None:
+def _say(sentence: str) -> None:
     """On stderr, past Python's buffer: the signal may have come in the middle of writing to it."""
     _leave_if_gone(2)
-    os.write(2, f"meshtrain: {sentence}\n".encode())
+    os.write(2, f"{PREFIX}{sentence}\n".encode())
 
 
 def _leave_if_gone(descriptor: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshtrain.config import refusal
+from meshtrain.errors import refusal, say
 
 
 class Reporter:
@@ -44,7 +44,7 @@ class Reporter:
 
     def _lose(self, error: BaseException) -> None:
         why = refusal(error) if isinstance(error, OSError) else "its reader has gone"
-        print(f"meshtrain: standard output cannot be written: {why}; training goes on without it.", file=sys.stderr)
+        say(f"standard output cannot be written: {why}; training goes on without it.")
         self.console.quiet = True
         # What waits in its buffer would fail once more at the end of the process.
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
