@@ -43,9 +43,10 @@ from meshtrain.config import Config, decode
 from meshtrain.data import Loader, open_data
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import find
+from meshtrain.data.manifest import Manifest, read_manifest
 from meshtrain.data.prepare import prepare
-from meshtrain.data.shards import Corpus, Manifest, ShardWriter, open_corpus, read_manifest
-from meshtrain.data.sources import stdlib_files
+from meshtrain.data.shards import Corpus, ShardWriter, open_corpus
+from meshtrain.data.stdlib import stdlib_files
 from meshtrain.data.tokenizer import load_tokenizer, train_bpe, use_one_thread
 from meshtrain.data.unit import BATCH_CHARACTERS, Options
 
@@ -128,9 +129,9 @@ def packing(chosen: argparse.Namespace) -> None:
     )
     for length in (256, 1024, 8192):
         train, _ = open_data(config("stdlib", "packed", length, last="pad"))
-        source: Any = train.batches
-        full = source.source.labels / (source.source.count * length)
-        made.add_row(str(length), str(source.source.count), f"{full:.4f}", "0.97" if length == LENGTH else "")
+        rows: Any = train.batches.rows  # type: ignore[attr-defined]
+        full = rows.labels / (rows.count * length)
+        made.add_row(str(length), str(rows.count), f"{full:.4f}", "0.97" if length == LENGTH else "")
     console.print(made)
 
 
@@ -145,14 +146,12 @@ def padding(chosen: argparse.Namespace) -> None:
         "ratio",
     )
     for length in (1024, 8192, 65536):
-        batches: dict[str, Any] = {
-            b: open_data(config("stdlib", b, length, last="pad"))[0].batches for b in ("grouped", "budget")
-        }
-        pieces = batches["grouped"].pieces
+        train = {b: open_data(config("stdlib", b, length, last="pad"))[0] for b in ("grouped", "budget")}
+        pieces = train["grouped"].batches.pieces  # type: ignore[attr-defined]
         shuffled = pieces.lengths(np.random.default_rng(0).permutation(len(pieces.first)))
         drawn = shuffled[: len(shuffled) // ROWS * ROWS].reshape(-1, ROWS)
         at_random = 1 - drawn.sum() / (drawn.max(1) * ROWS).sum()
-        cells = [cell for b in batches.values() for cell in (f"{b.padding:.4f}", f"{b.padding / at_random:.3f}")]
+        cells = [cell for b in train.values() for cell in (f"{b.padding:.4f}", f"{b.padding / at_random:.3f}")]
         made.add_row(str(length), f"{at_random:.4f}", *cells)
     console.print(made)
 
@@ -178,7 +177,7 @@ class GrainDocuments:
 
     def __init__(self, shards: Path) -> None:
         train: Any = open_data(config(str(shards), "packed", verify=False))[0].batches
-        self.corpus, self.pieces = train.source.corpus, train.source.pieces
+        self.corpus, self.pieces = train.rows.corpus, train.rows.pieces
 
     def __len__(self) -> int:
         return len(self.pieces.first)
@@ -375,8 +374,8 @@ def floors(chosen: argparse.Namespace) -> None:
             size = LABELS // length
             values = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch_size=size))
             train, _ = open_data(values)
-            plan = train.batches.source.plan(np.arange(FLOOR_BATCHES * size))  # type: ignore[attr-defined]
-            stretches = [part for part in zip(plan.first.tolist(), plan.lengths.tolist(), strict=True)]
+            places = train.batches.rows.locate(np.arange(FLOOR_BATCHES * size))  # type: ignore[attr-defined]
+            stretches = list(zip(places.first.tolist(), places.lengths.tolist(), strict=True))
             runs = {
                 "two": lambda: mapped_batches(train, stretches, length, False),  # noqa: B023
                 "all": lambda: mapped_batches(train, stretches, length, batching == "packed"),  # noqa: B023
@@ -428,7 +427,7 @@ def drawn(directory: Path, mean: int, sigma: float) -> Path:
 
 def mapped_batches(train: Any, stretches: list[tuple[int, int]], length: int, every: bool) -> None:
     """What a loop over a new memory map needs for the same batches: tokens and labels, or with `every` all five arrays."""
-    corpus = train.batches.source.corpus
+    corpus = train.batches.rows.corpus
     starts = corpus.starts.tolist()
     maps = [np.asarray(np.memmap(file.path, file.dtype, "r")) for file in corpus.tokens]
     counting, at, segment = np.arange(length, dtype=np.int32), LABELS, 0

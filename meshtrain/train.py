@@ -165,7 +165,7 @@ class Loop:
         return DONE
 
     def compiled(self, state: State, batch: dict[str, jax.Array]) -> jax.stages.Compiled:
-        """The train step for this shape of batch; compiling is told, and does not count as a step's time."""
+        """The train step for this shape of batch; compiling is reported, and does not count as a step's time."""
         shape = batch["tokens"].shape
         if shape not in self.steps:
             began = time.perf_counter()
@@ -245,7 +245,7 @@ def opening(program: Program, data: TextBatches, start: int) -> list[str]:
         f"{config.model.family} with {program.layout.parameters:,} parameters on data {mesh.data} x tensor {mesh.tensor} x "
         f"pipeline {mesh.pipeline} ({program.mesh.devices.size} {platform(program.mesh)} devices), "
         f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
-        f"{data.source}: {data.batches_per_epoch:,} batches an epoch of {data.tokens_per_batch:,.0f} tokens",
+        data.describe(),
         *(f"note: {sentence}" for sentence in (*notes(config), *program.layout.notes())),
     ]
     if start >= config.train.steps:

@@ -96,11 +96,11 @@ def compare_data(manifest: Manifest, config: Config, read: Mapping[str, str], wh
 
 def _other_content(manifest: Manifest, config: Config, digest: str) -> str:
     """Which source holds something else than it did."""
-    names = config.data.mixture if config.data.source == "mixture" else (config.data.source,)
+    names = config.data.mixture or (config.data.source,)
     # One part a source, in their order.
     parts = zip(names, manifest.data["digest"].split("+"), digest.split("+"), strict=True)
     changed = {name: f"{now}, was {before}" for name, before, now in parts if now != before}
-    of_mixture = "mixture: " if config.data.source == "mixture" else ""
+    of_mixture = "mixture: " if config.data.mixture else ""
     sentence = of_mixture + " and ".join(f"{n} holds other tokens than it did ({what})" for n, what in changed.items())
     then, here = manifest.versions.get("python"), platform.python_version()
     if "stdlib" in changed and then != here:

@@ -6,6 +6,7 @@ import os
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.families import FAMILIES
+from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
 # Pipeline schedules, and how many chunks a stage has under each (None: as many as asked for). The tables themselves are made by
 # parallel.pipeline.generators, whose list this must equal; a config is checked without it.
@@ -86,7 +87,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     data, mesh, batch = config.data, config.mesh, config.train.global_batch_size
-    if (data.source == "mixture") != bool(data.mixture):
+    if (data.source == MIXTURE) != bool(data.mixture):
         raise ConfigError(
             f"data.source is {short(data.source)}, but data.mixture "
             + (
@@ -99,15 +100,16 @@ def _check_data(config: Config) -> None:
         raise ConfigError(
             f"data.weights has {len(data.weights)} numbers for the {len(data.mixture)} sources of data.mixture; give one each."
         )
-    if unmixable := {"synthetic", "mixture"} & set(data.mixture):
-        raise ConfigError(f"data.mixture names {min(unmixable)}; it takes stdlib, text and prepared shards.")
-    if data.source == "synthetic" and data.validation_source is not None:
+    if unmixable := [name for name in data.mixture if name == MIXTURE or not has_documents(name)]:
+        words = ", ".join(filter(has_documents, SOURCES))
+        raise ConfigError(f"data.mixture names {min(unmixable)}; it takes {words}, text and prepared shards.")
+    if not has_documents(data.source) and data.validation_source is not None:
         raise ConfigError(
-            "data.validation_source is given, but with data.source synthetic the held-out tokens are drawn too; leave it out."
+            f"data.validation_source is given, but with data.source {data.source} the held-out tokens are drawn too; leave it out."
         )
-    if data.source == "synthetic" and data.batching != "window":
+    if not has_documents(data.source) and data.batching != "window":
         raise ConfigError(
-            f"data.batching is {data.batching}, but synthetic tokens form no documents; set it to window."
+            f"data.batching is {data.batching}, but {data.source} tokens form no documents; set it to window."
         )
     if (
         data.batching in ("grouped", "budget")

@@ -22,14 +22,14 @@ from itertools import chain
 from pathlib import Path
 
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, whole_number
-from meshtrain.config import ConfigError, short
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import Found, find
+from meshtrain.data.manifest import SPLITS, read_manifest
 from meshtrain.data.prepare import SKIPPED, describe_skipped, prepare, refusal_at
-from meshtrain.data.shards import SPLITS, open_corpus, read_manifest
+from meshtrain.data.shards import open_corpus
 from meshtrain.data.tokenizer import train_bpe
 from meshtrain.data.unit import Options
-from meshtrain.errors import say
+from meshtrain.errors import ConfigError, say, short
 from meshtrain.run.early import Stopped
 
 

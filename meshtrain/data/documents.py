@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from meshtrain.config import refusal, short
 from meshtrain.data.formats import DAMAGE, HEAD, no_text, open_plain, parquet_column
 from meshtrain.data.inputs import File
+from meshtrain.errors import refusal, short
 
 RULES = 2  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
 COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
-from meshtrain.config import ConfigError
+from meshtrain.errors import ConfigError
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"

@@ -11,7 +11,6 @@ are drawn anew each epoch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -110,10 +109,8 @@ class Grouped:
         return labels * taken / int(counts.sum()) / self.batches_per_epoch
 
     @property
-    def padding(self) -> float:
-        """The share of an epoch's places that hold no label."""
-        places = sum(group.length * group.rows * group.batches for group in self.groups)
-        return 1 - self.tokens_per_batch * self.batches_per_epoch / places
+    def places_per_batch(self) -> float:
+        return sum(group.length * group.rows * group.batches for group in self.groups) / self.batches_per_epoch
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -131,8 +128,8 @@ class Grouped:
         real = positions < size
         numbers = group.begin + permute(np.where(real, positions, 0), size, key)
         lengths, first = self.pieces.lengths(numbers) * real, self.pieces.first[numbers].astype(np.int64)
-        plan = in_rows(group.length, np.ones_like(lengths), first, lengths)
-        return {**plan.read(self.corpus), "weights": plan.weights()}
+        places = in_rows(group.length, np.ones_like(lengths), first, lengths)
+        return {**places.read(self.corpus), "weights": places.weights()}
 
     def _place(self, k: int) -> tuple[int, int]:
         """The group of global batch k, and which of its batches it is."""
@@ -145,11 +142,3 @@ class Grouped:
         at = permute(indices, self.batches_per_epoch, keys_of(epochs, self.seed, "batches"))
         groups = np.searchsorted(self._ends, at, side="right")
         return groups, at - self._starts[groups]
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "batches_per_epoch": self.batches_per_epoch,
-            "tokens_per_batch": round(self.tokens_per_batch),
-            "shapes": self.shapes,
-            "padding": round(self.padding, 4),
-        }

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshtrain.config import ConfigError, refusal, short
 from meshtrain.data.formats import JSON_LINES, PARQUET, compression, is_text, require_libraries, suffix
-from meshtrain.data.shards import is_preparation
+from meshtrain.data.manifest import is_preparation
+from meshtrain.errors import ConfigError, refusal, short
 
 LINKS, SPECIAL, TWICE = "links that lead nowhere", "neither files nor directories", "reached twice"
 PREPARED = "directories of prepared shards"

@@ -6,11 +6,10 @@ rows follow one another, epoch after epoch, so a source is seen whole before any
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from meshtrain.data.batches import Ahead, RowSource
+from meshtrain.data.batches import Ahead, EpochRows
 from meshtrain.data.grouping import Grouped
 from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, permute
@@ -55,9 +54,10 @@ class Draw:
 class MixedRows:
     """Batches whose rows are drawn from several sources of the same kind; weights count rows."""
 
-    def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], size: int, seed: int) -> None:
+    def __init__(self, sources: Sequence[EpochRows], weights: Sequence[float], size: int, seed: int) -> None:
         self.sources, self.size, self.draw = list(sources), size, Draw(weights, seed)
         self.shapes = ((size, sources[0].length),)
+        self.places_per_batch = size * sources[0].length
         self._ahead = Ahead(sources, size, lambda ks, rows: self.draw.at(ks * size + rows))
 
     @property
@@ -75,14 +75,6 @@ class MixedRows:
 
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         return self._ahead.batch(k, rows)
-
-    def describe(self) -> dict[str, Any]:
-        passes = self.draw.quotas / BLOCK * self.batches_per_epoch * self.size / [s.count for s in self.sources]
-        return {
-            "batches_per_epoch": self.batches_per_epoch,
-            "tokens_per_batch": round(self.tokens_per_batch),
-            "passes_over_each_source": [round(float(p), 3) for p in passes],
-        }
 
 
 class MixedGroups:
@@ -102,6 +94,10 @@ class MixedGroups:
     def tokens_per_batch(self) -> float:
         return float(np.average([s.tokens_per_batch for s in self.sources], weights=self.draw.quotas))
 
+    @property
+    def places_per_batch(self) -> float:
+        return float(np.average([s.places_per_batch for s in self.sources], weights=self.draw.quotas))
+
     def _place(self, k: int) -> tuple[Grouped, int]:
         source, index = self.draw.at(np.array([k]))
         return self.sources[int(source[0])], int(index[0])
@@ -113,10 +109,3 @@ class MixedGroups:
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         source, index = self._place(k)
         return source.batch(index, rows)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "batches_per_epoch": self.batches_per_epoch,
-            "tokens_per_batch": round(self.tokens_per_batch),
-            "shapes": self.shapes,
-        }

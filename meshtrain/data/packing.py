@@ -84,7 +84,7 @@ class Packed:
         self._row_starts = self._row_ends - [kind.rows for kind in kinds]
         self.count = int(self._row_ends[-1])
 
-    def plan(self, items: np.ndarray) -> Stretches:
+    def locate(self, items: np.ndarray) -> Stretches:
         epochs, positions = np.divmod(items, self.count)
         row = permute(positions, self.count, keys_of(epochs, self.seed, "rows"))
         kind = np.searchsorted(self._row_ends, row, side="right")
@@ -95,11 +95,7 @@ class Packed:
         numbers = self.pieces.ends[lengths - 1] + permute(of_length, self._of_length[lengths], keys)
         return in_rows(self.length, counts, self.pieces.first[numbers].astype(np.int64), lengths)
 
-    def read(self, plan: Stretches) -> Batch:
-        segments, positions = plan.segments_and_positions()
-        return {
-            **plan.read(self.corpus),
-            "segments": segments,
-            "positions": positions,
-            "weights": plan.weights(),
-        }
+    def read(self, places: Stretches) -> Batch:
+        segments, positions = places.segments_and_positions()
+        batch = places.read(self.corpus)
+        return {**batch, "segments": segments, "positions": positions, "weights": places.weights()}

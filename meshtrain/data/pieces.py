@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.config import ConfigError, refusal
 from meshtrain.data.shards import Corpus
+from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import locked, remove_temporaries, sync, temporary_beside
 
 DIGEST = hashlib.sha256().digest_size

@@ -23,12 +23,12 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config import ConfigError, refusal, short
 from meshtrain.data.documents import RULES, Part, units
 from meshtrain.data.inputs import File
-from meshtrain.data.shards import MANIFEST, PLAN, SPLITS, UNITS, Manifest
+from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, UNITS, Manifest
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer, use_one_thread
 from meshtrain.data.unit import Options, Unit, dtype_of, encoded, read_note
+from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import locked, remove_temporaries, write_atomically
 
 SKIPPED = "skipped.log"
@@ -80,7 +80,7 @@ def prepare(
 
 def _claim(output: Path, plan: dict[str, str]) -> None:
     """Refuses a directory that holds something else."""
-    path = output / PLAN
+    path = output / RECIPE
     if not path.is_file():
         others = sorted(p.name for p in output.iterdir() if not p.name.startswith("."))
         if others == [UNITS] and not any((output / UNITS).iterdir()):

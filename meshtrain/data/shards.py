@@ -10,117 +10,21 @@ before it and ends with the E that it predicts: each stored token but the first 
 """
 
 import hashlib
-import json
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_origin
 
 import numpy as np
 
-from meshtrain.config import ConfigError, refusal
+from meshtrain.data.manifest import Manifest, Shard
+from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import temporary_beside, write_atomically
 
-MANIFEST, PLAN, UNITS = "manifest.json", "plan.json", "units"
-FORMAT = 1
-SPLITS = ("train", "validation")
 PADDING = -1  # the first label of a stretch of zeros
 MOST_OPEN = 256  # files at a time; a process may have 1,024
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What the manifest says of one shard; sizes in bytes follow from the counts."""
-
-    name: str
-    documents: int
-    tokens: int  # with the end-of-document token that it begins with
-    tokens_digest: str
-    offsets_digest: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a directory of shards holds. A pure function of the input's content and the options, whatever prepared it."""
-
-    tokenizer: str
-    tokenizer_digest: str
-    vocab_size: int
-    end_of_document: int
-    dtype: str
-    validation_fraction: float
-    shards: dict[str, tuple[Shard, ...]]  # by split
-    skipped: dict[str, int]  # documents that were not taken, by reason
-    format: int = FORMAT
-
-    def count(self, split: str, what: str) -> int:
-        return sum(getattr(shard, what) for shard in self.shards[split])
-
-    @property
-    def digest(self) -> str:
-        """Names all that the manifest says."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def digest_of(self, *splits: str) -> str:
-        """Names what these splits hold and nothing else: equal digests, equal documents in the same order."""
-        shards = [(s.tokens_digest, s.offsets_digest) for split in splits for s in self.shards[split]]
-        return hashlib.sha256(json.dumps([self.tokenizer_digest, self.dtype, shards]).encode()).hexdigest()
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-
-def is_preparation(directory: Path) -> bool:
-    """Whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone may be anybody's."""
-    if (directory / PLAN).is_file() and (directory / UNITS).is_dir():
-        return True
-    path = directory / MANIFEST
-    if not path.is_file():
-        return False
-    with path.open("rb") as stream:
-        return b'"tokenizer_digest"' in stream.read(4096) or any(directory.glob("*.tokens"))
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory of shards; ConfigError if it is none of ours."""
-    path = directory / MANIFEST
-    try:
-        if not path.is_file():
-            raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.")
-        values: dict[str, Any] = json.loads(path.read_bytes())
-        if values["format"] != FORMAT:
-            raise ConfigError(
-                f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
-            )
-        shards = {split: tuple(_checked(Shard(**shard)) for shard in values["shards"][split]) for split in SPLITS}
-        manifest = _checked(Manifest(**{**values, "shards": shards}))
-        if manifest.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {manifest.dtype!r}")
-        if not all(re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]):
-            raise ValueError("a shard's name is a path")
-        return manifest
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the manifest of prepared shards ({str(error)[:200]}).") from None
-
-
-T = TypeVar("T", Shard, Manifest)
-
-
-def _checked(record: T) -> T:
-    """The record, if its values have the types that they should; TypeError."""
-    for each in fields(record):
-        value, wanted = getattr(record, each.name), cast(type, get_origin(each.type) or each.type)
-        if not isinstance(value, (int, float) if wanted is float else wanted):
-            raise TypeError(f"{each.name} is {value!r}")
-    return record
 
 
 class ShardWriter:
@@ -166,7 +70,7 @@ class ShardWriter:
         return Shard(self.name, len(self.offsets) - 1, self.tokens, *digests)
 
     def discard(self) -> None:
-        """Gives the room of an unfinished shard back."""
+        """Gives the room of an unfinished shard back; of a finished one nothing is left to give."""
         self.temporary.unlink(missing_ok=True)
 
 
@@ -260,20 +164,17 @@ class Corpus:
 def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -> Corpus:
     """Opens the shards of a split; ConfigError for one that is missing, truncated or (with verify) altered."""
     dtype, shards = np.dtype(manifest.dtype).newbyteorder("<"), manifest.shards[split]
-    sizes: dict[Path, int] = {}
-    digests: dict[Path, str] = {}
-    for shard in shards:
-        tokens, offsets = directory / f"{shard.name}.tokens", directory / f"{shard.name}.offsets"
-        sizes |= {tokens: shard.tokens * dtype.itemsize, offsets: (shard.documents + 1) * 8}
-        digests |= {tokens: shard.tokens_digest, offsets: shard.offsets_digest}
-    for path, size in sizes.items():
-        _check_size(path, size)
+    files = [file for shard in shards for file in shard.files(directory, dtype.itemsize)]
+    for file in files:
+        _check_size(file.path, file.size)
     if verify:
-        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-            for path, digest in zip(digests, pool.map(_readable_digest, digests), strict=True):
-                if digest != digests[path]:
+        paths = [file.path for file in files]
+        # Hashing releases the interpreter's lock.
+        with ThreadPoolExecutor() as pool:
+            for file, digest in zip(files, pool.map(_readable_digest, paths), strict=True):
+                if digest != file.digest:
                     raise ConfigError(
-                        f"{path} has been altered: its digest is not the manifest's; prepare the text again."
+                        f"{file.path} has been altered: its digest is not the manifest's; prepare the text again."
                     )
     return Corpus(
         [TokenFile(directory / f"{shard.name}.tokens", dtype, shard.tokens) for shard in shards],

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshtrain.config import ConfigError, refusal, short
+from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import write_atomically
 
 END_TOKENS = (

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.config import ConfigError, short
 from meshtrain.data.documents import Document, Part, read
-from meshtrain.data.shards import SPLITS, UNITS, Shard, ShardWriter, digest_of_file
+from meshtrain.data.manifest import SPLITS, UNITS, Shard
+from meshtrain.data.shards import ShardWriter, digest_of_file
 from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import ConfigError, short
 from meshtrain.files import write_atomically
 
 ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})  # so that a name is one field of one line
@@ -52,7 +53,7 @@ def encoded(names: str) -> bytes:
     return names.encode(errors="surrogateescape")
 
 
-class Stopped(Exception):
+class Unfinished(Exception):
     """In a worker: the unit is left unfinished, since the preparation ends."""
 
 
@@ -107,7 +108,7 @@ class Unit:
 
     def _check(self) -> None:
         if self.stop is not None and self.stop.is_set():
-            raise Stopped
+            raise Unfinished
 
     def _write(self, batch: list[tuple[str, str | None]]) -> None:
         self._check()
@@ -122,7 +123,7 @@ class Unit:
 
 
 def cut(text: str, longest: int = BATCH_CHARACTERS) -> Iterator[str]:
-    """A long text in pieces, each to the end of a line where it can: tokenizers need memory many times their text."""
+    """A long text in parts, each to the end of a line where it can: tokenizers need memory many times their text."""
     at = 0
     while len(text) - at > longest:
         end = text.rfind("\n", at, at + longest) + 1 or at + longest
@@ -144,17 +145,11 @@ def read_note(output: Path, number: int, dtype: np.dtype, verify: bool = False) 
             return None
         values = json.loads(path.read_bytes())
         shards = {split: Shard(**values["shards"][split]) if values["shards"][split] else None for split in SPLITS}
-        for shard in filter(None, shards.values()):
-            tokens, offsets = output / f"{shard.name}.tokens", output / f"{shard.name}.offsets"
-            if tokens.stat().st_size != shard.tokens * dtype.itemsize:
-                return None
-            if offsets.stat().st_size != (shard.documents + 1) * 8:
-                return None
-            if verify and (digest_of_file(tokens), digest_of_file(offsets)) != (
-                shard.tokens_digest,
-                shard.offsets_digest,
-            ):
-                return None
+        files = [file for shard in shards.values() if shard for file in shard.files(output, dtype.itemsize)]
+        if any(file.path.stat().st_size != file.size for file in files):
+            return None
+        if verify and any(digest_of_file(file.path) != file.digest for file in files):
+            return None
         return Note(shards, dict(values["skipped"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # not there, or not whole: the unit is done again

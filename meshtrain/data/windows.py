@@ -19,11 +19,11 @@ class Windows:
         self.count = corpus.labels // length + (pad and corpus.labels % length > 0)
         self.labels = corpus.labels if pad else self.count * length  # an epoch's labels
 
-    def plan(self, items: np.ndarray) -> Stretches:
+    def locate(self, items: np.ndarray) -> Stretches:
         epochs, positions = np.divmod(items, self.count)
         first = permute(positions, self.count, keys_of(epochs, self.seed, "windows")) * self.length
         return in_rows(self.length, *self.corpus.cut(first, np.minimum(self.length, self.corpus.labels - first)))
 
-    def read(self, plan: Stretches) -> Batch:
-        batch = plan.read(self.corpus)
-        return {**batch, "weights": plan.weights()} if self.pad else batch
+    def read(self, places: Stretches) -> Batch:
+        batch = places.read(self.corpus)
+        return {**batch, "weights": places.weights()} if self.pad else batch

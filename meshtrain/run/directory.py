@@ -5,7 +5,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.config import Config, ConfigError, refusal
+from meshtrain.config import Config
+from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import sync, write_atomically
 
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"

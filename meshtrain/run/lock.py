@@ -7,7 +7,7 @@ import socket
 import stat
 from pathlib import Path
 
-from meshtrain.config import ConfigError, refusal
+from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import still_names
 
 LOCK = ".lock"

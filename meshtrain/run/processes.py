@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshtrain.config import ConfigError, refusal
+from meshtrain.errors import ConfigError, refusal
 
 
 def is_first() -> bool:

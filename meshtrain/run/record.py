@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config import Config, ConfigError, refusal, to_yaml
-from meshtrain.errors import say
+from meshtrain.config import Config, to_yaml
+from meshtrain.errors import ConfigError, refusal, say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import CONFIG, METRICS
 from meshtrain.run.failures import RunFailure

@@ -1,4 +1,4 @@
-"""Batches that are planned ahead: the same whoever asks in whatever order, and as quick as copying what they hold."""
+"""Batches that are located ahead: the same whoever asks in whatever order, and as quick as copying what they hold."""
 
 from pathlib import Path
 
@@ -27,27 +27,29 @@ def stream(directory: Path) -> np.ndarray:
 
 
 def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]:
-    """Batch k, a label at a time, from what its plan says of it."""
-    tokens, source = stream(directory), train.batches.source  # type: ignore[attr-defined]
+    """Batch k, a label at a time, from where its rows say that they lie."""
+    tokens, rows_of = stream(directory), train.batches.rows  # type: ignore[attr-defined]
     rows, length = train.batch_shape(k)
     epoch, index = divmod(k, train.batches_per_epoch)
     batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segments", "positions")}
     batch["weights"] = np.zeros((rows, length), np.float32)
-    for row in range(min(rows, source.count - index * rows)):
-        plan, place = source.plan(np.array([epoch * source.count + index * rows + row])), 0
-        for segment, (first, n) in enumerate(zip(plan.first.tolist(), plan.lengths.tolist(), strict=True), start=1):
+    for row in range(min(rows, rows_of.count - index * rows)):
+        places, at = rows_of.locate(np.array([epoch * rows_of.count + index * rows + row])), 0
+        for segment, (first, n) in enumerate(zip(places.first.tolist(), places.lengths.tolist(), strict=True), start=1):
             for position in range(n if first != PADDING else 0):
                 values = tokens[first + position], tokens[first + position + 1], segment, position, 1
                 for name, value in zip(batch, values, strict=True):
-                    batch[name][row, place + position] = value
-            place += n
-        assert place == length
+                    batch[name][row, at + position] = value
+            at += n
+        assert at == length
     return batch
 
 
 @pytest.mark.parametrize("batching", ["window", "packed"])
 @pytest.mark.parametrize(("length", "size"), [(64, 3), (257, 2)])
-def test_a_batch_is_what_its_plan_says_a_label_at_a_time(batching: str, length: int, size: int, shards: Path) -> None:
+def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(
+    batching: str, length: int, size: int, shards: Path
+) -> None:
     settings = config(shards, length=length, batch=size, batching=batching, last="pad", verify=False)
     train, _ = open_data(settings)
     last = train.batches_per_epoch - 1
@@ -71,7 +73,7 @@ def small(batching: str, text: Path, other_text: Path) -> Config:
 def test_a_batch_is_the_same_whatever_was_asked_for_before(batching: str, text: Path, other_text: Path) -> None:
     settings = small(batching, text, other_text)
     train, _ = open_data(settings)
-    many = min(2 * train.batches_per_epoch + 1, 70)  # beyond what is planned at a time
+    many = min(2 * train.batches_per_epoch + 1, 70)  # beyond what is located at a time
     expected = [train.batch(k) for k in range(many)]
     fresh, _ = open_data(settings)
     for k in np.random.default_rng(0).permutation(many).tolist():

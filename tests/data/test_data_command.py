@@ -11,7 +11,7 @@ import pytest
 from mounts import exit_code_of, may_mount, mount, own_mounts
 
 from meshtrain.data.__main__ import main
-from meshtrain.data.shards import read_manifest
+from meshtrain.data.manifest import read_manifest
 
 ROOT = Path(__file__).parents[2]
 

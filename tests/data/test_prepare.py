@@ -18,8 +18,9 @@ import pytest
 from meshtrain.config import ConfigError
 from meshtrain.data import documents
 from meshtrain.data.inputs import find
+from meshtrain.data.manifest import SPLITS, Manifest
 from meshtrain.data.prepare import prepare, refusal_at
-from meshtrain.data.shards import SPLITS, Manifest, open_corpus
+from meshtrain.data.shards import open_corpus
 from meshtrain.data.tokenizer import ByteTokenizer, train_bpe
 from meshtrain.data.unit import Options, cut, held_out
 from meshtrain.files import temporary_beside

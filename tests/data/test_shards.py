@@ -13,7 +13,8 @@ import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.data import shards
-from meshtrain.data.shards import PADDING, Corpus, Manifest, ShardWriter, TokenFile, open_corpus, read_manifest
+from meshtrain.data.manifest import Manifest, read_manifest
+from meshtrain.data.shards import PADDING, Corpus, ShardWriter, TokenFile, open_corpus
 
 DOCUMENTS = [[[1, 2, 3], []], [[4]], [[5, 6, 7, 8, 9], [10, 11]]]  # by shard
 END = 12

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from meshtrain.config import Config, decode
-from meshtrain.data.shards import Manifest, ShardWriter
+from meshtrain.data.manifest import Manifest
+from meshtrain.data.shards import ShardWriter
 from meshtrain.data.tokenizer import load_tokenizer
 
 

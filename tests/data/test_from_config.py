@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from data_configs import config
 
-from meshtrain.config import ConfigError, decode
+from meshtrain.config import Config, ConfigError, DataConfig, decode
 from meshtrain.data import open_data
+from meshtrain.data.cache import open_files
 from meshtrain.data.inputs import find
+from meshtrain.data.manifest import read_manifest
+from meshtrain.data.opened import Source
 from meshtrain.data.prepare import prepare
-from meshtrain.data.shards import read_manifest
-from meshtrain.data.tokenizer import train_bpe
+from meshtrain.data.tokenizer import Tokenizer, train_bpe
 from meshtrain.data.unit import Options
+from meshtrain.registry import Registry
+from meshtrain.sources import SOURCES, SourceKind
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +81,23 @@ def test_synthetic_tokens_follow_from_the_seed_and_fill_the_vocabulary() -> None
     assert np.array_equal(train.batch(7, slice(2, 5))["labels"], train.batch(7)["labels"][2:5])
 
 
-def test_describe_tells_what_a_log_needs(text: Path) -> None:
-    told = open_data(config(text, batching="budget"))[0].describe()
-    assert told.keys() >= {
-        "source",
-        "digest",
-        "tokenizer",
-        "batches_per_epoch",
-        "tokens_per_batch",
-        "shapes",
-        "padding",
-    }
+def refusal(source: str, **data: Any) -> str:
+    """The sentence with which a config is refused."""
+    with pytest.raises(ConfigError) as error:
+        open_data(config(source, **data))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
+def test_a_line_of_the_log_says_what_an_epoch_is(batching: str, text: Path) -> None:
+    train, _ = open_data(config(text, batching=batching, last="pad"))
+    batches = [train.batch(k) for k in range(train.batches_per_epoch)]
+    places, labels = (
+        sum(count) for count in zip(*((b["weights"].size, int(b["weights"].sum())) for b in batches), strict=True)
+    )
+    says = f"{text}: {len(batches)} batches an epoch of {labels / len(batches):,.0f} tokens"
+    says += f" in {len(train.shapes)} shapes" if batching in ("grouped", "budget") else ""
+    assert train.describe() == f"{says}, {1 - labels / places:.1%} padding"
 
 
 def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(tmp_path: Path) -> None:
@@ -98,13 +108,6 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
     )
     with pytest.raises(ConfigError, match=r"eval.every is 5, but of held-out text \S+one\.txt holds no document"):
         open_data(asked)
-
-
-def refusal(source: str, **data: Any) -> str:
-    """The sentence with which a config is refused."""
-    with pytest.raises(ConfigError) as error:
-        open_data(config(source, **data))
-    return str(error.value)
 
 
 def test_a_source_that_is_not_there_is_told_with_the_nearest_spelling() -> None:
@@ -220,3 +223,52 @@ def test_bad_documents_in_text_are_refused_by_choice(tmp_path: Path) -> None:
 def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(values: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         decode(values)
+
+
+# --- kinds of source from outside
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Registry[SourceKind]:
+    """Those that there are; what a test registers is gone afterwards."""
+    monkeypatch.setattr(SOURCES, "_entries", dict(SOURCES))
+    return SOURCES
+
+
+def test_a_kind_of_source_with_documents_is_one_entry(sources: Registry[SourceKind], other_text: Path) -> None:
+    def open_mine(data: DataConfig, tokenizer: Tokenizer) -> Source:
+        return open_files(find([str(other_text)]), "mine", Options(data.tokenizer, 0.2), tokenizer, data)
+
+    assert "but there is no such file or directory" in refusal("mine")
+    sources.register(SourceKind("mine", documents=open_mine))
+    train, validation = open_data(config("mine", batching="packed", last="pad"))
+    assert validation is not None and train.source == "mine" and len(train.digest) == 16
+    mixed, _ = open_data(config("mixture", mixture=["stdlib", "mine"], weights=[1, 1], validation_source="mine"))
+    assert mixed.source == "stdlib + mine" and mixed.digest.endswith(f"+{train.digest}")
+    assert refusal("min").endswith("prepared shards or stdlib or synthetic or mine or mixture; did you mean mine?")
+    assert "it takes stdlib, mine, text and prepared shards" in refusal("mixture", mixture=["synthetic"], weights=[1])
+
+
+def test_a_kind_of_source_of_rows_is_one_entry(sources: Registry[SourceKind]) -> None:
+    class Counting:
+        """Row r is r, r + 1, r + 2 ..."""
+
+        def __init__(self, settings: Config, split: str) -> None:
+            self.count, self.length = 20, settings.train.sequence_length
+            self.labels = self.count * self.length
+
+        def locate(self, items: np.ndarray) -> np.ndarray:
+            return items % self.count
+
+        def read(self, places: np.ndarray) -> dict[str, np.ndarray]:
+            tokens = (places[:, None] + np.arange(self.length)).astype(np.int32)
+            return {"tokens": tokens, "labels": tokens + 1}
+
+    sources.register(SourceKind("counting", rows=Counting))
+    train, validation = open_data(config("counting"))
+    assert validation is not None and train.digest == "" and train.batches_per_epoch == 2
+    assert train.batch(1)["tokens"][:, 0].tolist() == list(range(8, 16))
+    assert train.describe() == "counting: 2 batches an epoch of 512 tokens"
+    assert "counting tokens form no documents" in refusal("counting", batching="packed")
+    assert "with data.source counting the held-out tokens are drawn too" in refusal("counting", validation_source="x")
+    assert "data.mixture names counting" in refusal("mixture", mixture=["counting"], weights=[1])

@@ -11,7 +11,7 @@ from data_configs import config
 
 from meshtrain.config import ConfigError
 from meshtrain.data import open_data
-from meshtrain.data.sources import cache_directory
+from meshtrain.data.cache import cache_directory
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,23 +1,33 @@
 """From the configuration to the batches of training and validation."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from meshtrain.config import Config, ConfigError
-from meshtrain.data.batches import RowBatches, RowSource
+from meshtrain.config import Config
+from meshtrain.config.schema import DataConfig
+from meshtrain.data.batches import EpochRows, RowBatches
+from meshtrain.data.cache import cache_directory, open_files
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
+from meshtrain.data.inputs import find
 from meshtrain.data.loader import Batch
+from meshtrain.data.manifest import SPLITS, is_preparation
 from meshtrain.data.mixture import MixedGroups, MixedRows
+from meshtrain.data.opened import Source, open_shards
 from meshtrain.data.packing import Packed
 from meshtrain.data.pieces import Pieces, open_pieces
 from meshtrain.data.shards import Corpus
-from meshtrain.data.sources import Source, cache_directory, open_source
-from meshtrain.data.synthetic import Synthetic
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
+from meshtrain.data.unit import Options
 from meshtrain.data.windows import Windows
+from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.sources import MIXTURE, SOURCES, has_documents
+
+VALIDATION = 0.01  # held out of text that is prepared on the fly
 
 
 class GlobalBatches(Protocol):
@@ -32,11 +42,12 @@ class GlobalBatches(Protocol):
     @property
     def tokens_per_batch(self) -> float: ...
 
+    @property
+    def places_per_batch(self) -> float: ...
+
     def batch(self, k: int, rows: slice = slice(None)) -> Batch: ...
 
     def batch_shape(self, k: int) -> tuple[int, int]: ...
-
-    def describe(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class TextBatches:
     batches: GlobalBatches
     tokenizer: Tokenizer
     source: str
-    digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty for synthetic
+    digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
 
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
@@ -75,10 +86,16 @@ class TextBatches:
         """Batches until the text comes round again."""
         return self.batches.batches_per_epoch
 
-    def describe(self) -> dict[str, Any]:
-        """What is read, for logs."""
-        names = {"source": self.source, "digest": self.digest, "tokenizer": self.tokenizer.name}
-        return {**names, **self.batches.describe()}
+    @property
+    def padding(self) -> float:
+        """The share of the places in a batch that hold no label, on average over an epoch."""
+        return 1 - self.tokens_per_batch / self.batches.places_per_batch
+
+    def describe(self) -> str:
+        """What an epoch of it is, in one line."""
+        shapes = f" in {len(self.shapes)} shapes" if len(self.shapes) > 1 else ""
+        padding = f", {self.padding:.1%} padding" if self.padding >= 0.0005 else ""
+        return f"{self.source}: {self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
 
 
 def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
@@ -94,16 +111,15 @@ def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
             f"model.vocab_size {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of data.tokenizer {data.tokenizer}; "
             f"give at least {tokenizer.vocab_size}."
         )
-    if data.source == "synthetic":
-        return _synthetic(config, tokenizer, "train"), _synthetic(config, tokenizer, "validation")
-    mixed = data.source == "mixture"
-    key, names, weights = (
-        ("data.mixture", data.mixture, data.weights) if mixed else ("data.source", (data.source,), (1.0,))
-    )
-    sources = [open_source(name, data, tokenizer, key) for name in names]
+    if not has_documents(data.source):
+        train, held_out = (_drawn(config, tokenizer, split) for split in SPLITS)
+        return train, held_out
+    names, weights = (data.mixture, data.weights) if data.mixture else ((data.source,), (1.0,))
+    key = "data.mixture" if data.mixture else "data.source"
+    sources = [_open_source(key, name, data, tokenizer) for name in names]
     train = _batches(config, tokenizer, sources, weights, "train")
     if data.validation_source is not None:
-        sources, weights = [open_source(data.validation_source, data, tokenizer, "data.validation_source")], (1.0,)
+        sources, weights = [_open_source("data.validation_source", data.validation_source, data, tokenizer)], (1.0,)
     try:
         split = "all" if data.validation_source is not None else "validation"
         return train, _batches(config, tokenizer, sources, weights, split)
@@ -113,9 +129,34 @@ def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
         return train, None
 
 
-def _synthetic(config: Config, tokenizer: Tokenizer, split: str) -> TextBatches:
-    rows = Synthetic(config.model.vocab_size, config.train.sequence_length, config.run.seed, split)
-    return TextBatches(RowBatches(rows, config.train.global_batch_size, pad=False), tokenizer, "synthetic", "")
+def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Opens what a key names, preparing it first if it is text; ConfigError (one sentence) on bad input."""
+    if name in SOURCES and (opens := SOURCES[name].documents) is not None:
+        return opens(data, tokenizer)
+    path = Path(os.path.expanduser(name))
+    try:
+        if is_preparation(path):
+            return open_shards(path, name, data, tokenizer)
+        if os.path.lexists(path):
+            share = VALIDATION if data.validation is None else data.validation
+            options = Options(data.tokenizer, share, data.text_field, data.bad_documents)
+            return open_files(find([str(path)]), name, options, tokenizer, data)
+    except OSError as error:
+        raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
+    words = [*SOURCES, MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
+    raise ConfigError(
+        f"{key} is '{short(name)}', but there is no such file or directory; it must be a file or directory of text, prepared shards "
+        f"or {' or '.join(words)}" + (nearest(name, words) or ".")
+    )
+
+
+def _drawn(config: Config, tokenizer: Tokenizer, split: str) -> TextBatches:
+    """The batches of a source without documents."""
+    opens = SOURCES[config.data.source].rows
+    assert opens is not None, f"{config.data.source} is registered without a function that opens it"
+    return TextBatches(
+        RowBatches(opens(config, split), config.train.global_batch_size, pad=False), tokenizer, config.data.source, ""
+    )
 
 
 def _batches(
@@ -155,7 +196,7 @@ def _rows(
 ) -> GlobalBatches:
     """Batching window and packed."""
     length, seed, pad = config.train.sequence_length, config.run.seed, config.data.last == "pad"
-    rows: list[RowSource]
+    rows: list[EpochRows]
     if config.data.batching == "window":
         rows = [Windows(corpus, length, pad, seed) for corpus in corpora]
     else:

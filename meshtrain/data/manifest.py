@@ -1,0 +1,122 @@
+"""What a directory of token shards says of itself: manifest.json, and the names of all that may lie beside it (shards.py, prepare.py)."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_origin
+
+from meshtrain.errors import ConfigError, refusal
+
+MANIFEST, RECIPE, UNITS = "manifest.json", "plan.json", "units"
+FORMAT = 1
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A file as it was written; size in bytes."""
+
+    path: Path
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the manifest says of one shard."""
+
+    name: str
+    documents: int
+    tokens: int  # with the end-of-document token that it begins with
+    tokens_digest: str
+    offsets_digest: str
+
+    def files(self, directory: Path, token_bytes: int) -> tuple[ShardFile, ShardFile]:
+        """Its tokens and its offsets, of 8 bytes each."""
+        tokens, offsets = directory / f"{self.name}.tokens", directory / f"{self.name}.offsets"
+        return (
+            ShardFile(tokens, self.tokens * token_bytes, self.tokens_digest),
+            ShardFile(offsets, (self.documents + 1) * 8, self.offsets_digest),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory of shards holds. A pure function of the input's content and the options, whatever prepared it."""
+
+    tokenizer: str
+    tokenizer_digest: str
+    vocab_size: int
+    end_of_document: int
+    dtype: str
+    validation_fraction: float
+    shards: dict[str, tuple[Shard, ...]]  # by split
+    skipped: dict[str, int]  # documents that were not taken, by reason
+    format: int = FORMAT
+
+    def count(self, split: str, what: str) -> int:
+        return sum(getattr(shard, what) for shard in self.shards[split])
+
+    @property
+    def digest(self) -> str:
+        """Names all that the manifest says."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def digest_of(self, *splits: str) -> str:
+        """Names what these splits hold and nothing else: equal digests, equal documents in the same order."""
+        shards = [(s.tokens_digest, s.offsets_digest) for split in splits for s in self.shards[split]]
+        return hashlib.sha256(json.dumps([self.tokenizer_digest, self.dtype, shards]).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def is_preparation(directory: Path) -> bool:
+    """Whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone may be anybody's."""
+    if (directory / RECIPE).is_file() and (directory / UNITS).is_dir():
+        return True
+    path = directory / MANIFEST
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return b'"tokenizer_digest"' in stream.read(4096) or any(directory.glob("*.tokens"))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a directory of shards; ConfigError if it is none of ours."""
+    path = directory / MANIFEST
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.")
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        if values["format"] != FORMAT:
+            raise ConfigError(
+                f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
+            )
+        shards = {split: tuple(_checked(Shard(**shard)) for shard in values["shards"][split]) for split in SPLITS}
+        manifest = _checked(Manifest(**{**values, "shards": shards}))
+        if manifest.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype is {manifest.dtype!r}")
+        if not all(re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]):
+            raise ValueError("a shard's name is a path")
+        return manifest
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the manifest of prepared shards ({str(error)[:200]}).") from None
+
+
+T = TypeVar("T", Shard, Manifest)
+
+
+def _checked(record: T) -> T:
+    """The record, if its values have the types that they should; TypeError."""
+    for each in fields(record):
+        value, wanted = getattr(record, each.name), cast(type, get_origin(each.type) or each.type)
+        if not isinstance(value, (int, float) if wanted is float else wanted):
+            raise TypeError(f"{each.name} is {value!r}")
+    return record

@@ -1,0 +1,53 @@
+"""A source that is opened: its prepared shards, by split."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain.config.schema import DataConfig
+from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, Manifest, read_manifest
+from meshtrain.data.shards import Corpus, open_corpus
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened source: its splits (None: no document in it) and what its manifest says."""
+
+    name: str
+    manifest: Manifest
+    train: Corpus | None
+    validation: Corpus | None
+
+    def digest(self, split: str) -> str:
+        """Names the documents of train, validation or all."""
+        return self.manifest.digest_of(*(SPLITS if split == "all" else (split,)))
+
+    def corpus(self, split: str) -> Corpus | None:
+        """The documents of train, validation or all."""
+        if split == "all" and self.train is not None and self.validation is not None:
+            return self.train + self.validation
+        return {"train": self.train, "validation": self.validation, "all": self.train or self.validation}[split]
+
+
+def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Shards that were prepared for a tokenizer and a held-out share, and are still whole; ConfigError if not."""
+    if not (directory / MANIFEST).is_file() and (directory / RECIPE).is_file():
+        raise ConfigError(
+            f"the preparation of {name} was not finished; run the same `python -m meshtrain.data prepare` again."
+        )
+    manifest = read_manifest(directory)
+    if manifest.tokenizer_digest != tokenizer.digest:
+        raise ConfigError(
+            f"the shards in {name} were made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} tokens), but data.tokenizer is "
+            f"{data.tokenizer}; set data.tokenizer to {'byte' if manifest.tokenizer == 'byte' else directory / 'tokenizer.json'}."
+        )
+    if data.validation is not None and data.validation != manifest.validation_fraction:
+        raise ConfigError(
+            f"data.validation is {data.validation}, but the shards in {name} were prepared with {manifest.validation_fraction}; "
+            "leave the key out, or prepare them again."
+        )
+    train, validation = (
+        open_corpus(directory, manifest, split, data.verify) if manifest.shards[split] else None for split in SPLITS
+    )
+    return Source(name, manifest, train, validation)

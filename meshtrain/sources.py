@@ -1,0 +1,45 @@
+"""The words that `data.source` takes beside a path: each kind of source is one entry, and nobody asks for one by its name.
+
+    stdlib      the Python files of the standard library: documents
+    synthetic   random tokens from the seed, for benchmarks: rows, of which no document is made
+
+A kind from outside: `SOURCES.register(SourceKind("mine", documents=function))` before the config is loaded.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshtrain.registry import Registry
+
+MIXTURE = "mixture"  # data.source where data.mixture names the sources
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """A word, and which of two functions opens what it names.
+
+    documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.opened.Source`; they can be batched in every way, mixed and held out.
+    rows: (config: Config, split: str) -> `data.batches.EpochRows`; they are drawn: nothing is read, so nothing has a digest.
+    """
+
+    name: str
+    documents: Callable[..., Any] | None = None
+    rows: Callable[..., Any] | None = None
+
+
+def has_documents(source: str) -> bool:
+    """Whether what `data.source` or an entry of `data.mixture` names is made of documents, as every path is."""
+    return source not in SOURCES or SOURCES[source].documents is not None
+
+
+def _late(function: str) -> Callable[..., Any]:
+    """`module:function`, imported when it is first called: what opens a source stands above the config, which asks for its kind."""
+    return lambda *arguments: pkgutil.resolve_name(function)(*arguments)
+
+
+SOURCES = Registry(
+    SourceKind("stdlib", documents=_late("meshtrain.data.stdlib:open_stdlib")),
+    SourceKind("synthetic", rows=_late("meshtrain.data.synthetic:SyntheticRows")),
+)
