@@ -1,14 +1,16 @@
 """What the commands share: one parser, one way to end, the exit codes. Wrong usage is one sentence, as a wrong config is."""
 
 import argparse
+import contextlib
 import errno
 import functools
 import io
+import logging
 import os
 import re
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from meshtrain.config import ConfigError, refusal, short
@@ -27,7 +29,8 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            code = main(arguments)
+            with _log_said():
+                code = main(arguments)
         except ConfigError as error:
             say(error)
             code = USAGE
@@ -41,6 +44,28 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         return code if _output_is_written() else FAILED
 
     return ended
+
+
+class _Sayer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextlib.contextmanager
+def _log_said() -> Iterator[None]:
+    """While a command runs, what the package logs is said; who imports the package decides of its log as of any other's."""
+    log, sayer = logging.getLogger(__package__), _Sayer()
+    level, propagate = log.level, log.propagate
+    log.addHandler(sayer)
+    log.setLevel(logging.INFO)
+    # What a library hangs on the root would say it again.
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(sayer)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 def _output_is_written() -> bool:

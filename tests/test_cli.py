@@ -3,6 +3,7 @@
 import errno
 import importlib
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -102,6 +103,20 @@ def test_a_command_ends_on_a_sentence_and_an_exit_code(error, code, says, capsys
 
     assert main([]) == code
     assert capsys.readouterr().err == f"meshtrain: {says}\n"
+
+
+def test_what_the_package_logs_is_said_by_its_commands_and_by_them_alone(capsys):
+    @cli.command
+    def main(arguments=None):
+        logging.getLogger("meshtrain.data.cache").info("preparing %d files", 3)
+        logging.getLogger("meshtrain.data.cache").debug("a detail")
+        logging.getLogger("elsewhere").info("another library's")
+        return cli.DONE
+
+    assert main([]) == main([]) == cli.DONE
+    assert capsys.readouterr().err == "meshtrain: preparing 3 files\n" * 2
+    logging.getLogger("meshtrain.data.cache").info("to nobody")
+    assert capsys.readouterr().err == "" and logging.getLogger("meshtrain").handlers == []
 
 
 def test_what_a_terminal_has_no_letters_for_is_escaped(monkeypatch):

@@ -48,6 +48,17 @@ def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} >= {"2", "4"}
 
 
+def test_text_that_must_be_prepared_first_is_announced(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("words " * 1000)
+    arguments = write(tmp_path, data={"source": str(tmp_path / "text.txt"), "validation": 0.0})
+    assert main([*arguments, "--set", "train.steps=1"]) == 0
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith(f"meshtrain: preparing 1 files (0.0 MB) of {tmp_path}/text.txt in {tmp_path}/cache/")
+    assert f"{tmp_path}/text.txt: 93 batches an epoch of 64 tokens\n" in said.out
+
+
 def test_a_run_that_is_done_adds_nothing_when_run_again(tmp_path):
     arguments = write(tmp_path)
     assert main(arguments) == 0

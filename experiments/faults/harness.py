@@ -43,7 +43,7 @@ TINY: dict[str, dict[str, Any]] = {
     "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": EVERY, "keep": 20},
 }
-PROGRESS = re.compile(r"\d+ files?, [\d.]+ MB$|(meshtrain: )?Left out \d+ ")
+PROGRESS = re.compile(r"\d+ files?, [\d.]+ MB$|(meshtrain: )?Left out \d+ |meshtrain: (preparing|prepared) \d+ ")
 DEATHS = ("Traceback (most recent call last)", "Fatal Python error", "Exception ignored in", "Bus error")
 
 
@@ -107,7 +107,7 @@ class Ended:
 
     @property
     def sentences(self) -> list[str]:
-        """The lines of stderr, but for what `data prepare` says of its input before it begins."""
+        """The lines of stderr, but for what is said of an input before and while it is prepared."""
         return [line for line in self.err.splitlines() if line.strip() and not PROGRESS.match(line)]
 
     def checked(self) -> "Ended":

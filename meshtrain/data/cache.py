@@ -45,7 +45,7 @@ def open_files(found: Found, name: str, options: Options, tokenizer: Tokenizer, 
             try:
                 return open_shards(directory, name, data, tokenizer)
             except ConfigError as error:
-                log.warning("In the cache, %s It is made again.", error)
+                log.warning("in the cache, %s It is made again.", error)
         _prepare(found, directory, name, options)
     except OSError as error:
         raise ConfigError(

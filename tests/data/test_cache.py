@@ -10,7 +10,7 @@ import pytest
 from data_configs import config
 
 from meshtrain.config import ConfigError
-from meshtrain.data import open_data
+from meshtrain.data import cache, open_data
 from meshtrain.data.cache import cache_directory
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,23 @@ def test_skipped_documents_are_named_in_a_log(
     assert "1 skipped: 1 not UTF-8" in caplog.text
     (log,) = own_cache.glob("*/skipped.log")
     assert log.read_text() == "text/bad.txt\tnot UTF-8 at byte 0\n" and str(log) in caplog.text
+
+
+def test_preparing_text_is_logged_with_how_far_it_is(
+    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two units of 4 MiB.
+    (tmp_path / "text.jsonl").write_text(f'{{"text": "{"." * 100}"}}\n' * 50_000)
+    monkeypatch.setattr(cache, "SILENCE", 0)
+    with caplog.at_level(logging.INFO, "meshtrain"):
+        for _ in range(2):
+            open_data(config(tmp_path / "text.jsonl", validation=0.0))
+    (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
+    name = str(tmp_path / "text.jsonl")
+    assert caplog.messages == [
+        f"preparing 1 files (5.7 MB) of {name} in {directory}",
+        *(f"prepared {done} of 6 MB of {name}" for done in (0, 4, 6)),
+    ]
 
 
 def damage(directory: Path, how: str) -> None:
