@@ -25,7 +25,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         error.filename = str(path)
-        temporary.unlink(missing_ok=True)  # a full disk needs the room
+        # A full disk needs the room.
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 

@@ -44,8 +44,7 @@ def _stop(*_: object) -> None:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         chosen.run(chosen)
     except KeyboardInterrupt:
@@ -57,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Failed as error:
         say(error)
         return FAILED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return DONE
 
 
@@ -76,47 +78,39 @@ def _writing(output: Path) -> Iterator[None]:
 def _parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.data", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    one = commands.add_parser("prepare", help="text to token shards")
-    _add_input(one)
-    one.add_argument("--tokenizer", default="byte", help="byte, or the path of a tokenizer.json (default: byte)")
-    one.add_argument("--output", required=True, type=_directory, help="directory of the shards")
-    one.add_argument("--workers", type=whole_number, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    one.add_argument("--validation", type=_share, default=0.01, help="share of the documents held out (default: 0.01)")
-    one.add_argument(
-        "--bad",
-        choices=("skip", "refuse"),
-        default="skip",
-        help="documents that are empty, damaged, not UTF-8, without text (default: skip)",
+    preparing = commands.add_parser("prepare", help="text to token shards")
+    _add_input(preparing)
+    preparing.add_argument(
+        "--tokenizer", default=Options.tokenizer, help="byte, or the path of a tokenizer.json (default: %(default)s)"
     )
-    one.set_defaults(run=_prepare)
-    two = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
-    _add_input(two)
-    two.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
-    two.add_argument("--output", required=True, type=_file, help="the tokenizer.json to write")
-    two.set_defaults(run=_train_tokenizer)
-    three = commands.add_parser("verify", help="compares prepared shards with their manifest")
-    three.add_argument("directory", type=_path)
-    three.set_defaults(run=_verify)
+    preparing.add_argument("--output", required=True, type=_directory, help="directory of the shards")
+    workers = os.cpu_count() or 1
+    preparing.add_argument("--workers", type=whole_number, default=workers, help="processes (default: all cores)")
+    held_out = "share of the documents held out (default: %(default)s)"
+    preparing.add_argument("--validation", type=_share, default=Options.validation, help=held_out)
+    bad = "documents that are empty, damaged, not UTF-8, without text (default: %(default)s)"
+    preparing.add_argument("--bad", choices=("skip", "refuse"), default=Options.bad, help=bad)
+    preparing.set_defaults(run=_prepare)
+    training = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
+    _add_input(training)
+    training.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
+    training.add_argument("--output", required=True, type=_file, help="the tokenizer.json to write")
+    training.set_defaults(run=_train_tokenizer)
+    verifying = commands.add_parser("verify", help="compares prepared shards with their manifest")
+    verifying.add_argument("directory", type=_path)
+    verifying.set_defaults(run=_verify)
     return parser
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--input",
-        required=True,
-        nargs="+",
-        metavar="PATH",
-        help="files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet",
-    )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        help="field of a JSON Lines record, or column of Parquet, that holds the text (default: text)",
-    )
+    kinds = "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet"
+    parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
+    field = "field of a JSON Lines record, or column of Parquet, that holds the text (default: %(default)s)"
+    parser.add_argument("--text-field", default=Options.text_field, help=field)
 
 
 def _path(text: str) -> Path:
-    if not text or "\0" in text:
+    if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file or directory")
     return Path(text)
 
@@ -159,11 +153,9 @@ def _prepare(chosen: argparse.Namespace) -> None:
     with _writing(output), _progress_bar() as progress:
         manifest = prepare(found.files, output, options, chosen.workers, progress)
     seconds = time.perf_counter() - began
-    for split in SPLITS:
+    for split, shards in manifest.shards.items():
         documents, tokens = manifest.count(split, "documents"), manifest.count(split, "tokens")
-        print(
-            f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(manifest.shards[split])} shards"
-        )
+        print(f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(shards)} shards")
     if manifest.skipped:
         print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")
     print(f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")

@@ -17,7 +17,7 @@ from meshtrain.errors import refusal, short
 
 RULES = 2  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
 COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units
-UNITS = 256  # about as many as this, so that the shards of a large corpus stay few
+UNIT_COUNT = 256  # about as many units as this, so that the shards of a large corpus stay few
 LEAST_UNIT, MOST_UNIT = 4 << 20, 1 << 30  # bytes of input
 BOM = b"\xef\xbb\xbf"
 # Objects as pairs, so that a key that stands twice is seen; numbers as floats, which have no limit of digits.
@@ -50,7 +50,7 @@ class Document:
 def units(files: Sequence[File]) -> list[tuple[Part, ...]]:
     """The files in order, cut into units of work of about equal size; only plain JSON Lines can be cut inside a file."""
     weights = [file.size * (COMPRESSION_RATIO if file.compression or file.parquet else 1) for file in files]
-    size = min(max(sum(weights) // UNITS, LEAST_UNIT), MOST_UNIT)
+    size = min(max(sum(weights) // UNIT_COUNT, LEAST_UNIT), MOST_UNIT)
     found: list[tuple[Part, ...]] = []
     unit: list[Part] = []
     room = size
@@ -109,13 +109,15 @@ def _lines(part: Part, text_field: str, check: Callable[[], None]) -> Iterator[D
             yield Document(file.name, "", "not text", f"but {what}")
             return
         if file.compression:
-            while stream.read(1 << 20):  # to its checksum at the end, before a line of it is taken
+            # To its checksum at the end, before a line of it is taken.
+            while stream.read(1 << 20):
                 check()
     with open_plain(file.path) as stream:
         at = part.begin
         if at:
             stream.seek(at - 1)
-            at += len(stream.readline()) - 1  # the line that began before, up to and with its end
+            # Past the line that began before, with its end.
+            at += len(stream.readline()) - 1
         while file.compression or at < part.end:
             line = stream.readline()
             if not line:
@@ -161,7 +163,8 @@ def _field(name: str, text: Any, text_field: str) -> Document:
 
 def _rows(file: File, text_field: str, check: Callable[[], None]) -> Iterator[Document]:
     try:
-        for _ in parquet_column(file.path, text_field):  # to its end, before a row of it is taken
+        # To its end, before a row of it is taken.
+        for _ in parquet_column(file.path, text_field):
             check()
     except KeyError:
         yield Document(file.name, "", "without text", f"in a column '{short(text_field)}'")

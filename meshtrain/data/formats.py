@@ -21,7 +21,7 @@ TEXT = (
 GZIP, ZSTD = ".gz", ".zst"
 LIBRARIES = {ZSTD: "zstandard", PARQUET: "pyarrow"}  # of the extra `data`
 DAMAGE = (OSError, EOFError, zlib.error)  # what reading a file raises that is not whole
-HEAD = 8000  # bytes of a file that tell what it is; a NUL among them tells binary data, as in git
+HEAD = 8000  # bytes of a file by which it is known; a NUL among them means binary data, as in git
 
 BY_SUFFIX = {
     "a zip archive": (".zip", ".jar", ".whl", ".egg", ".epub"),
@@ -88,7 +88,8 @@ def no_text(name: str, head: bytes) -> str | None:
     if head[:3] == b"BZh" and head[4:10] == b"1AY&SY":
         return "bzip2 data"
     if head[8:10] == b'{"' and head[4:8] == bytes(4):
-        return "arrays or weights"  # safetensors: the length of the header, and the header
+        # safetensors: the length of the header, and the header.
+        return "arrays or weights"
     return None
 
 
@@ -161,9 +162,8 @@ def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
             kind = file.schema_arrow.field(field).type if names.count(field) == 1 else None
             if kind is not None and types.is_dictionary(kind):
                 kind = kind.value_type
-            if kind is None or not any(
-                is_one(kind) for is_one in (types.is_string, types.is_large_string, types.is_binary)
-            ):
+            strings = (types.is_string, types.is_large_string, types.is_binary)
+            if kind is None or not any(is_one(kind) for is_one in strings):
                 raise KeyError(field)
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
                 # As bytes: a string that is not UTF-8 is one bad row.

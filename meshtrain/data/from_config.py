@@ -27,8 +27,6 @@ from meshtrain.data.windows import Windows
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
-VALIDATION = 0.01  # held out of text that is prepared on the fly
-
 
 class GlobalBatches(Protocol):
     """Batches in one global order, of a bounded set of shapes (rows, T)."""
@@ -138,7 +136,7 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         if is_preparation(path):
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):
-            share = VALIDATION if data.validation is None else data.validation
+            share = Options.validation if data.validation is None else data.validation
             options = Options(data.tokenizer, share, data.text_field, data.bad_documents)
             return open_files(find([str(path)]), name, options, tokenizer, data)
     except OSError as error:
@@ -154,9 +152,8 @@ def _drawn(config: Config, tokenizer: Tokenizer, split: str) -> TextBatches:
     """The batches of a source without documents."""
     opens = SOURCES[config.data.source].rows
     assert opens is not None, f"{config.data.source} is registered without a function that opens it"
-    return TextBatches(
-        RowBatches(opens(config, split), config.train.global_batch_size, pad=False), tokenizer, config.data.source, ""
-    )
+    batches = RowBatches(opens(config, split), config.train.global_batch_size, pad=False)
+    return TextBatches(batches, tokenizer, config.data.source, digest="")
 
 
 def _batches(

@@ -54,7 +54,8 @@ def choose_lengths(counts: np.ndarray, most: int, multiple: int) -> tuple[int, .
         through = best[:, None] + cost
         taken.append(through.argmin(0))
         better = through.min(0)
-        taken[-1] = np.where(better < best, taken[-1], -1)  # -1: one length fewer does as well
+        # -1: one length fewer does as well.
+        taken[-1] = np.where(better < best, taken[-1], -1)
         best = np.minimum(best, better)
     lengths, at = [], len(choices) - 1
     for step in reversed(taken):

@@ -57,7 +57,7 @@ class Found:
     def describe_ignored(self) -> str:
         """5 .png, 1 without a suffix."""
         return ", ".join(
-            f"{count} {short(suffix) or 'without a suffix'}" for suffix, count in self.ignored.most_common(5)
+            f"{count} {short(ending) or 'without a suffix'}" for ending, count in self.ignored.most_common(5)
         )
 
     def describe_left_out(self) -> str:
@@ -215,7 +215,8 @@ def _mode(given: str) -> int:
     """What kind of thing an input is; ConfigError if it is not there."""
     try:
         return os.stat(given).st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+    # ValueError: a NUL in the name.
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         if os.path.lexists(given):
             raise ConfigError(f"{short(given)} is a link that leads nowhere ({short(os.readlink(given))}).") from None
         raise ConfigError(f"there is no file or directory {short(given)} to read text from.") from None

@@ -69,7 +69,8 @@ class Loader:
         self._closed.set()
         while self._thread.is_alive():
             try:
-                self._ready.get_nowait()  # makes room for a thread that waits in put
+                # Makes room for a thread that waits in put.
+                self._ready.get_nowait()
             except queue.Empty:
                 self._thread.join(timeout=0.01)
 
@@ -78,7 +79,8 @@ class Loader:
             try:
                 rows = self._rows(self._batches.batch_shape(k)[0]) if callable(self._rows) else self._rows
                 self._ready.put((k, self._put(self._batches.batch(k, rows)), None))
-            except BaseException as error:  # handed to the reader, who raises it
+            # Handed to the reader, who raises it.
+            except BaseException as error:
                 self._ready.put((k, None, error))
                 return
             k += 1

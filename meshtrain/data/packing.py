@@ -45,7 +45,8 @@ def pack(counts: np.ndarray, size: int) -> list[Kind]:
         while left:
             tightest = bisect.bisect_left(rooms, length)
             if tightest == len(rooms):
-                room, kind = size, Kind(left, ())  # new rows, more than enough
+                # New rows, more than enough.
+                room, kind = size, Kind(left, ())
             else:
                 room = rooms[tightest]
                 kind = by_room[room].pop()

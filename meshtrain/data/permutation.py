@@ -31,7 +31,8 @@ def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarr
     size = np.asarray(size, np.uint64)
     a = np.ceil(np.sqrt(size)).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    # Arithmetic modulo 2^64 is meant.
+    with np.errstate(over="ignore"):
         value = _network(index.astype(np.uint64), a, b, key)
         outside = np.flatnonzero(value >= size)
         while outside.size:

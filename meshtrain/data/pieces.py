@@ -21,8 +21,8 @@ from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import locked, remove_temporaries, sync, temporary_beside
 
 DIGEST = hashlib.sha256().digest_size
-log = logging.getLogger(__name__)
 DOCUMENTS_AT_ONCE = 1 << 18  # of which the table is made
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def open_pieces(corpus: Corpus, longest: int, path: Path) -> Pieces:
         if table is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with locked(path.parent):
-                table = _read(path)  # another process may have made it meanwhile
+                # Another process may have made it meanwhile.
+                table = _read(path)
                 if table is None:
                     if os.path.lexists(path):
                         log.warning("the table of document lengths %s is damaged; it is made again.", path)
@@ -85,7 +86,8 @@ def _map(file: io.FileIO) -> np.ndarray:
 
 
 def _make(corpus: Corpus, longest: int, path: Path) -> np.ndarray:
-    remove_temporaries(path.parent)  # none is at work, since we hold the lock
+    # None is at work, since we hold the lock.
+    remove_temporaries(path.parent)
     temporary = temporary_beside(path)
     try:
         with temporary.open("w+b", buffering=0) as file:
@@ -95,7 +97,8 @@ def _make(corpus: Corpus, longest: int, path: Path) -> np.ndarray:
             table = _map(file)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # what failed; a full disk needs the room
+        # A full disk needs the room of what failed.
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
     return table
 
@@ -113,7 +116,8 @@ def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
     for _, lengths in _documents(corpus):
         counts += np.bincount(lengths % longest, minlength=longest + 1)
         counts[longest] += (lengths // longest).sum()
-    counts[0] = 0  # documents without a rest
+    # A document without a rest has no piece of length 0.
+    counts[0] = 0
     ends = np.cumsum(counts)
     put(ends, 0)
     free = longest + 1 + ends - counts  # where the next piece of each length goes

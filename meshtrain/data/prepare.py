@@ -35,7 +35,7 @@ SKIPPED = "skipped.log"
 
 
 def fingerprint(files: Sequence[File], options: Options, tokenizer: Tokenizer) -> dict[str, str]:
-    """What a preparation was made from, to tell whether another is the same."""
+    """What a preparation is made from: two of the same are the same."""
     listing = "\n".join(f"{f.name}\t{f.size}\t{f.modified}" for f in files)
     chosen = {k: v for k, v in asdict(options).items() if k != "tokenizer"}
     return {
@@ -58,17 +58,16 @@ def prepare(
     progress is called with (bytes of input done, bytes in all). ConfigError: the directory holds another preparation, a bad
     document with bad: refuse, no document at all.
     """
-    tokenizer = load_tokenizer(options.tokenizer)
-    plan, parts = fingerprint(files, options, tokenizer), units(files)
+    tokenizer, parts = load_tokenizer(options.tokenizer), units(files)
+    dtype = dtype_of(tokenizer)
     sizes = [sum(part.end - part.begin for part in unit) for unit in parts]
     output.mkdir(parents=True, exist_ok=True)
     with locked(output):
-        _claim(output, plan)
-        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-            whole = pool.map(
-                lambda i: read_note(output, i, dtype_of(tokenizer), verify=True) is not None, range(len(parts))
-            )
-            todo = [i for i, is_whole in enumerate(whole) if not is_whole]
+        _claim(output, fingerprint(files, options, tokenizer))
+        # Hashing releases the interpreter's lock.
+        with ThreadPoolExecutor() as pool:
+            notes = pool.map(lambda i: read_note(output, i, dtype, verify=True), range(len(parts)))
+            todo = [i for i, note in enumerate(notes) if note is None]
         done = sum(sizes) - sum(sizes[i] for i in todo)
         progress(done, sum(sizes))
         with contextlib.closing(_run(parts, todo, output, options, tokenizer, workers)) as finished:
@@ -78,29 +77,31 @@ def prepare(
         return _finish(output, len(parts), options, tokenizer)
 
 
-def _claim(output: Path, plan: dict[str, str]) -> None:
+def _claim(output: Path, recipe: dict[str, str]) -> None:
     """Refuses a directory that holds something else."""
     path = output / RECIPE
     if not path.is_file():
         others = sorted(p.name for p in output.iterdir() if not p.name.startswith("."))
         if others == [UNITS] and not any((output / UNITS).iterdir()):
-            others = []  # so a run leaves it that is killed just here
+            # So a run that is killed just here leaves it.
+            others = []
         if others:
             raise ConfigError(
                 f"{output} is not empty ({short(others[0])}) and holds no preparation of ours; give another --output."
             )
         (output / UNITS).mkdir(exist_ok=True)
-        write_atomically(path, json.dumps(plan, indent=1).encode())
+        write_atomically(path, json.dumps(recipe, indent=1).encode())
     (output / UNITS).mkdir(exist_ok=True)
     for directory in (output, output / UNITS):
-        remove_temporaries(directory)  # none is at work, since we hold the lock
+        # None is at work, since we hold the lock.
+        remove_temporaries(directory)
     try:
         before = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError, RecursionError):
         raise ConfigError(
             f"{path} is damaged, so that nothing tells what {output} was made from; remove that directory."
         ) from None
-    changed = [what for what in plan if before.get(what) != plan[what]]
+    changed = [what for what in recipe if before.get(what) != recipe[what]]
     if changed:
         raise ConfigError(
             f"{output} holds shards made from different {' and '.join(changed)}; remove it, or give another --output."
@@ -116,17 +117,20 @@ def _run(
             Unit(number, output, options, tokenizer).run(parts[number])
             yield number
         return
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process that has threads (JAX) may hang
+    # A fork of a process that has threads (JAX) may hang.
+    spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
     with ProcessPoolExecutor(min(workers, len(todo)), spawn, _begin_worker, (options.tokenizer, stop)) as pool:
         try:
-            with _signals_held():  # a worker whose start is interrupted dies with a traceback
+            # A worker whose start is interrupted dies with a traceback.
+            with _signals_held():
                 futures = {pool.submit(_work, n, parts[n], output, options): n for n in todo}
             for future in as_completed(futures):
                 future.result()
                 yield futures[future]
         except BaseException:
-            stop.set()  # the others leave their units unfinished
+            # The others leave their units unfinished.
+            stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
@@ -134,7 +138,8 @@ def _run(
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Signals that Python handles (jax.distributed's SIGTERM is not one) and that arrive meanwhile are raised at the end."""
-    if threading.current_thread() is not threading.main_thread():  # which alone hears of signals
+    # The main thread alone hears of signals.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers = {s: handler for s in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(s))}
@@ -150,12 +155,14 @@ def _signals_held() -> Iterator[None]:
         signal.raise_signal(each)
 
 
-_worker: dict[str, Any] = {}  # the worker process's tokenizer, loaded once, and what tells it to stop
+_worker: dict[str, Any] = {}  # the worker process's tokenizer, loaded once, and what asks it to stop
 
 
 def _begin_worker(tokenizer: str, stop: Event) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of it too, and says when to stop
-    use_one_thread()  # the workers are the parallelism
+    # The parent hears of it too, and says when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The workers are the parallelism.
+    use_one_thread()
     _worker.update(tokenizer=load_tokenizer(tokenizer), stop=stop)
 
 

@@ -1,6 +1,5 @@
 """From text to token ids: bytes, or any Hugging Face tokenizer.json (with the `tokenizers` library, imported when one is asked for)."""
 
-import difflib
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -9,17 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.files import write_atomically
 
-END_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[SEP]",
-)  # what others call the end of a document
+# What others call the end of a document.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 LEAST_VOCABULARY = 257  # of a byte-level BPE: the bytes and the end of document
 MOST_VOCABULARY = 1 << 24  # the tokenizers library sets room aside for all of it
 MOST_IDS = 1 << 31  # batches are int32
@@ -66,15 +59,19 @@ class FileTokenizer:
             raise ConfigError(f"the tokenizer {path} cannot be read: {refusal(error)}.") from None
         try:
             self._tokenizer = library.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises nothing more specific
+        # The library raises nothing more specific.
+        except Exception as error:
             raise ConfigError(
                 f"{path} is not a tokenizer.json that the tokenizers library can read ({short(str(error))})."
             ) from None
-        self._tokenizer.no_truncation()  # a file may come with either switched on
+        # A file may come with either switched on.
+        self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a document that quotes <|endoftext|> does not end there
+        # A document that quotes <|endoftext|> does not end there.
+        self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        # Ids may have gaps.
+        size = max(vocabulary.values(), default=-1) + 1
         self.end_of_document = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), size)
         self.vocab_size = max(size, self.end_of_document + 1)
         if self.vocab_size > MOST_IDS:
@@ -98,11 +95,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
         raise ConfigError(f"the tokenizer {name} is a directory; name the file in it: {path / 'tokenizer.json'}.")
     if not os.path.isfile(path):
-        near = difflib.get_close_matches(name, ("byte",), n=1)
-        raise ConfigError(
-            f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file"
-            + (f"; did you mean {near[0]}?" if near else ".")
-        )
+        near = nearest(name, ["byte"]) or "."
+        raise ConfigError(f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file{near}")
     return FileTokenizer(path)
 
 

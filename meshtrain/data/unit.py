@@ -74,7 +74,8 @@ class Unit:
             self._run(parts)
         finally:
             for writer in self.writers.values():
-                writer.discard()  # of a unit that was not finished; a full disk needs the room
+                # A full disk needs the room of a unit that was not finished.
+                writer.discard()
 
     def _run(self, parts: tuple[Part, ...]) -> None:
         batch: list[tuple[str, str | None]] = []  # (split, text); None: there the document ends
@@ -152,4 +153,5 @@ def read_note(output: Path, number: int, dtype: np.dtype, verify: bool = False) 
             return None
         return Note(shards, dict(values["skipped"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # not there, or not whole: the unit is done again
+        # Not there, or not whole: the unit is done again.
+        return None

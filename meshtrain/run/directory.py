@@ -10,7 +10,7 @@ from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import sync, write_atomically
 
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
-# The newest step that was ever committed: beside the checkpoints, since what it tells of is their loss.
+# The newest step that was ever committed: beside the checkpoints, of whose loss it is to warn.
 NEWEST = ".newest-checkpoint"
 
 

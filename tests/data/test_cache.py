@@ -46,7 +46,9 @@ def test_without_xdg_the_cache_lies_in_the_home_directory(monkeypatch: pytest.Mo
     assert cache_directory() == tmp_path / ".cache" / "meshtrain"
 
 
-def test_a_cache_that_cannot_be_written_is_told(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME to a directory with room"):
@@ -116,7 +118,7 @@ def damage(directory: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "altered", "offsets", "manifest", "note"])
-def test_cached_shards_that_are_damaged_are_told_and_made_again(
+def test_cached_shards_that_are_damaged_are_reported_and_made_again(
     how: str, text: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = open_data(config(text))[0]
@@ -125,13 +127,13 @@ def test_cached_shards_that_are_damaged_are_told_and_made_again(
     damage(directory, how)
     after = open_data(config(text))[0]
     assert after.digest == before.digest and [after.batch(k)["tokens"].tobytes() for k in range(3)] == rows
-    (told,) = caplog.messages
-    assert str(directory) in told and told.endswith("It is made again.")
+    (said,) = caplog.messages
+    assert str(directory) in said and said.endswith("It is made again.")
     open_data(config(text))
     assert len(caplog.messages) == 1
 
 
-def test_a_damaged_plan_in_the_cache_is_told_in_a_sentence(text: Path, own_cache: Path) -> None:
+def test_a_damaged_plan_in_the_cache_is_reported_in_a_sentence(text: Path, own_cache: Path) -> None:
     open_data(config(text))
     (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
     damage(directory, "missing")
@@ -146,7 +148,7 @@ def test_a_folder_of_text_may_hold_a_manifest_of_somebody_elses(tmp_path: Path, 
     assert open_data(config(tmp_path, validation=0.0))[0].batches_per_epoch > 0
 
 
-def test_a_user_without_a_home_is_told_of_the_cache(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_hears_of_the_cache(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
     with pytest.raises(ConfigError, match="no home directory; set XDG_CACHE_HOME"):
@@ -161,16 +163,16 @@ def test_a_user_without_a_home_is_told_of_the_cache(text: Path, monkeypatch: pyt
         ("/dev/null", "/dev/null is neither a file nor a directory but a device"),
     ],
 )
-def test_a_source_that_cannot_be_read_is_told_in_a_sentence(source: str, said: str) -> None:
+def test_a_source_that_cannot_be_read_is_reported_in_a_sentence(source: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         open_data(config(source))
 
 
-def test_what_is_left_out_of_text_is_told_when_it_is_prepared(
+def test_what_is_left_out_of_text_is_reported_when_it_is_prepared(
     tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "a.txt").write_text("words " * 1000)
     (tmp_path / "loop").symlink_to(tmp_path)
     open_data(config(tmp_path, validation=0.0))
-    (told,) = caplog.messages
-    assert f"left out: reached twice: 1 ({tmp_path.name}/loop)" in told
+    (said,) = caplog.messages
+    assert f"left out: reached twice: 1 ({tmp_path.name}/loop)" in said

@@ -118,7 +118,7 @@ def test_the_output_may_lie_in_the_input(
     assert main(command) == 2 and "made from different input" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_told_with_the_directory_and_leaves_no_halves(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_directory_and_leaves_no_halves(tmp_path: Path) -> None:
     if not may_mount():
         pytest.skip("a process may not have mounts of its own here")
     out, said = tmp_path / "out", tmp_path / "said"
@@ -139,7 +139,7 @@ def test_a_full_disk_is_told_with_the_directory_and_leaves_no_halves(tmp_path: P
     ]
 
 
-def test_a_tokenizer_that_cannot_be_written_is_told(
+def test_a_tokenizer_that_cannot_be_written_is_reported(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -162,7 +162,7 @@ def test_a_tokenizer_is_not_trained_on_nothing(tmp_path: Path, capsys: pytest.Ca
     assert main([*command, "300"]) == 0 and "1 skipped: 1 without text" in capsys.readouterr().err
 
 
-def test_standard_output_that_is_full_is_told(text: Path, tmp_path: Path) -> None:
+def test_standard_output_that_is_full_is_reported(text: Path, tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "meshtrain.data", "prepare", "--input", str(text), "--output", str(tmp_path / "o")],
@@ -175,7 +175,7 @@ def test_standard_output_that_is_full_is_told(text: Path, tmp_path: Path) -> Non
     assert done.stderr.splitlines()[1:] == ["meshtrain: standard output cannot be written: no space left on device."]
 
 
-def test_names_that_are_not_utf8_can_be_told(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_can_be_said(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
     (folder / "a.txt").write_text("words")

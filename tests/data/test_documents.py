@@ -71,7 +71,7 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path: Pa
         ("a.TXT.GZ", b"not gzip", "unreadable"),
     ],
 )
-def test_a_bad_document_is_told_by_name_and_kind(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
+def test_a_bad_document_is_reported_by_name_and_kind(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
     (tmp_path / name).write_bytes(data)
     (document,) = read_file(tmp_path / name)
     assert document.name.startswith(name) and document.text == "" and document.kind == kind

@@ -1,4 +1,4 @@
-"""What a file is, told by its name and its first bytes; what needs a library says which."""
+"""What a file is, known by its name and its first bytes; what needs a library says which."""
 
 import gzip
 import importlib.util
@@ -55,7 +55,7 @@ def archive(kind: str) -> bytes:
         ("a.txt", "parquet", "a Parquet file"),
     ],
 )
-def test_what_is_no_text_is_told_as_what_it_is(tmp_path: Path, name: str, kind: str, what: str) -> None:
+def test_what_is_no_text_is_reported_as_what_it_is(tmp_path: Path, name: str, kind: str, what: str) -> None:
     (tmp_path / name).write_bytes(b"ASCII" if kind == "ascii" else archive(kind))
     (((part,),)) = units(find([str(tmp_path / name)]).files)
     assert list(read(part, "text")) == [Document(name, "", "not text", f"but {what}")]

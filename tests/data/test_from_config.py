@@ -110,7 +110,7 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
         open_data(asked)
 
 
-def test_a_source_that_is_not_there_is_told_with_the_nearest_spelling() -> None:
+def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling() -> None:
     assert "did you mean stdlib?" in refusal("stdlibs")
     assert "no such file or directory" in refusal("/no/such/folder")
     assert "data.validation_source is 'nope', but" in refusal("stdlib", validation_source="nope")
@@ -118,7 +118,7 @@ def test_a_source_that_is_not_there_is_told_with_the_nearest_spelling() -> None:
     assert said.endswith("text, prepared shards or stdlib.")
 
 
-def test_a_vocabulary_too_large_for_the_model_is_told_with_its_size(text: Path) -> None:
+def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size 256 is less than the 257 tokens of data\.tokenizer byte"):
         open_data(decode({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
 
@@ -142,7 +142,7 @@ def test_another_held_out_share_than_the_shards_have_is_refused(prepared: Path, 
     assert "data.validation is 0.2, but the shards" in said and "prepared with 0.1" in said
 
 
-def test_too_little_text_is_told_with_how_much_there_is(tmp_path: Path) -> None:
+def test_too_little_text_is_reported_with_how_much_there_is(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("x" * 99)
     source = str(tmp_path / "short.txt")
     assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(source, length=101)
@@ -182,7 +182,7 @@ def test_a_skipped_document_leaves_the_digest_as_it_is(text: Path, tmp_path: Pat
     assert open_data(config(copy))[0].digest == open_data(config(text))[0].digest
 
 
-def test_a_preparation_that_was_not_finished_is_told(text: Path, tmp_path: Path) -> None:
+def test_a_preparation_that_was_not_finished_is_reported(text: Path, tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Finding the files of an input: each once, in an order of its own, and what is left out is told."""
+"""Finding the files of an input: each once, in an order of its own, and what is left out is reported."""
 
 import os
 import socket
@@ -114,7 +114,7 @@ def test_two_names_of_one_file_that_are_no_links_are_two_documents(tmp_path: Pat
     assert len(find([str(tmp_path)]).files) == 2
 
 
-def test_pipes_sockets_and_prepared_shards_are_left_out_and_told(
+def test_pipes_sockets_and_prepared_shards_are_left_out_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "a.txt")
@@ -134,7 +134,7 @@ def test_pipes_sockets_and_prepared_shards_are_left_out_and_told(
         find([str(tmp_path / "shards")])
 
 
-def test_what_is_no_input_is_told_as_what_it_is(tmp_path: Path) -> None:
+def test_what_is_no_input_is_reported_as_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "nowhere").symlink_to("missing")
@@ -155,7 +155,7 @@ def test_what_is_no_input_is_told_as_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
-def test_a_directory_that_may_not_be_read_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_may_not_be_read_is_reported(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "secret/b.txt")
     for mode in (0, 0o600):
         (tmp_path / "secret").chmod(mode)

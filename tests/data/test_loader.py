@@ -38,7 +38,7 @@ def test_rows_may_depend_on_how_many_a_batch_has() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_it_reads_ahead_as_deep_as_told_and_no_deeper(depth: int) -> None:
+def test_it_reads_ahead_as_deep_as_asked_and_no_deeper(depth: int) -> None:
     source = Squares()
     loader = Loader(source, depth=depth)
     deadline = time.monotonic() + 10

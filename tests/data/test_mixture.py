@@ -42,7 +42,7 @@ def test_sources_alternate_within_a_block() -> None:
 
 
 def test_rows_come_from_the_sources_in_their_shares(text: Path, other_text: Path) -> None:
-    """The rows of each source alone are known, so that each row of the mixture can be told apart."""
+    """The rows of each source alone are known, and with them where each row of the mixture is from."""
     rows: list[set[bytes]] = []
     for source in (text, other_text):
         alone, _ = open_data(config(source, batch=1))
@@ -71,7 +71,7 @@ def test_every_batching_can_be_mixed(text: Path, other_text: Path, batching: str
     assert abs(labels / 200 / train.tokens_per_batch - 1) < 0.1
 
 
-def test_a_source_too_small_for_one_batch_is_told(text: Path, tmp_path: Path) -> None:
+def test_a_source_too_small_for_one_batch_is_reported(text: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny.txt").write_text("tiny")
     for batching in ("window", "grouped", "budget"):
         with pytest.raises(ConfigError, match=r"fewer than train\.sequence_length|fills no batch"):

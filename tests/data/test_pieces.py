@@ -73,7 +73,7 @@ def test_the_table_is_made_once(corpus: Corpus, tmp_path: Path) -> None:
     ],
     ids=["digest", "counts", "places", "truncated", "cut within a number", "longer", "of an older version", "empty"],
 )
-def test_a_damaged_table_is_told_and_made_again(
+def test_a_damaged_table_is_reported_and_made_again(
     corpus: Corpus, tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "table"
@@ -83,8 +83,8 @@ def test_a_damaged_table_is_told_and_made_again(
     again = open_pieces(corpus, 64, path)
     assert np.array_equal(again.ends, ends) and np.array_equal(again.first, first)
     assert path.read_bytes() == whole
-    (told,) = caplog.messages
-    assert f"{path} is damaged; it is made again" in told
+    (said,) = caplog.messages
+    assert f"{path} is damaged; it is made again" in said
 
 
 def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus: Corpus, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus: Corpus, 
     )
 
 
-def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_told(corpus: Corpus, tmp_path: Path) -> None:
+def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corpus: Corpus, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "directory" / "with").mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_what_a_killed_process_left_of_a_table_is_removed(corpus: Corpus, tmp_pa
     assert not left.exists() and (tmp_path / ".mine").exists()
 
 
-def test_a_full_disk_is_told_and_nothing_of_the_table_is_left(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_nothing_of_the_table_is_left(corpus: Corpus, tmp_path: Path) -> None:
     if not may_mount():
         pytest.skip("a process may not have mounts of its own here")
     cache = tmp_path / "cache"
@@ -130,7 +130,7 @@ def test_a_full_disk_is_told_and_nothing_of_the_table_is_left(corpus: Corpus, tm
     assert exit_code_of(on_a_small_disk) == 0
 
 
-def test_a_cache_that_cannot_be_written_is_told(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         open_pieces(corpus, 64, tmp_path / "file" / "table")

@@ -168,7 +168,7 @@ def test_a_directory_in_the_place_of_a_file_is_named(text: Path, tmp_path: Path)
     assert refusal_at(error.value) == "is a directory: train-00000.tokens"
 
 
-def test_a_damaged_plan_is_told(text: Path, tmp_path: Path) -> None:
+def test_a_damaged_plan_is_reported(text: Path, tmp_path: Path) -> None:
     run(text, tmp_path / "out")
     (tmp_path / "out" / "plan.json").write_bytes(b"[1, 2")
     with pytest.raises(

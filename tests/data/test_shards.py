@@ -1,4 +1,4 @@
-"""Shards on disk: what is written is read back, and damage is told before it is trained on."""
+"""Shards on disk: what is written is read back, and damage is reported before it is trained on."""
 
 import json
 import os
@@ -18,25 +18,8 @@ from meshtrain.data.shards import PADDING, Corpus, ShardWriter, TokenFile, open_
 
 DOCUMENTS = [[[1, 2, 3], []], [[4]], [[5, 6, 7, 8, 9], [10, 11]]]  # by shard
 END = 12
-STREAM = [
-    12,
-    1,
-    2,
-    3,
-    12,
-    12,
-    4,
-    12,
-    5,
-    6,
-    7,
-    8,
-    9,
-    12,
-    10,
-    11,
-    12,
-]  # the end-of-document token that each shard begins with left out but once
+# The end-of-document token that each shard begins with left out but once.
+STREAM = [12, 1, 2, 3, 12, 12, 4, 12, 5, 6, 7, 8, 9, 12, 10, 11, 12]
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_a_link_that_is_set_aside_leads_where_it_led(tmp_path):
     assert (earlier / "checkpoints").samefile(volume) and not os.path.lexists(run / "checkpoints")
 
 
-def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_tell_of_it(tmp_path):
+def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_mention_it(tmp_path):
     assert noted_checkpoint(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert noted_checkpoint(tmp_path) is None

@@ -23,7 +23,7 @@ def of_several(monkeypatch):
         jax.errors.JaxRuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
     ],
 )
-def test_a_process_that_is_gone_is_told_with_the_step_to_go_on_from(error, of_several):
+def test_a_process_that_is_gone_is_reported_with_the_step_to_go_on_from(error, of_several):
     failure = explained(error, 40)
     assert isinstance(failure, RunFailure)
     assert str(failure).startswith(f"another process of this run died or cannot be reached: {error}; ")
@@ -34,7 +34,7 @@ def test_without_a_checkpoint_there_is_only_the_start(of_several):
     assert str(explained(ValueError("Gloo failed"), None)).endswith("run again to go on from the start.")
 
 
-def test_memory_that_a_device_lacks_is_told_with_what_needs_less():
+def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
     error = jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nStack: ..."
     )
@@ -44,7 +44,7 @@ def test_memory_that_a_device_lacks_is_told_with_what_needs_less():
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("told already")]
+    "error", [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("said already")]
 )
 def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
     assert explained(error, None) is error

@@ -27,7 +27,7 @@ except BlockingIOError:
 """
 
 
-def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path):
+def test_a_second_process_is_refused_and_reported_who_holds_it(tmp_path):
     command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
@@ -79,7 +79,7 @@ def test_what_is_no_lock_is_refused_and_nothing_behind_it_is_touched(stands, why
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "precious"]
 
 
-def test_a_file_system_without_locks_is_told_and_leaves_nothing_held(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_reported_and_leaves_nothing_held(tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints stays there, or is told and made again."""
+"""What a run writes beside its checkpoints stays there, or is made again with a word."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def steps(directory):
 
 
 @pytest.mark.parametrize("fault", ["removed", "renamed"])
-def test_a_directory_that_goes_away_is_made_again_locked_and_told_once(fault, directory, record, capsys):
+def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(fault, directory, record, capsys):
     if fault == "removed":
         shutil.rmtree(directory)
     else:
@@ -76,7 +76,7 @@ def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
     assert [path.name for path in directory.iterdir()] == [".lock"]
 
 
-def test_a_directory_that_cannot_be_made_again_is_told_and_its_rows_wait(directory, record, capsys):
+def test_a_directory_that_cannot_be_made_again_is_reported_and_its_rows_wait(directory, record, capsys):
     shutil.rmtree(directory)
     directory.write_text("a file in its place")
     record.write({"step": 2})

@@ -80,7 +80,7 @@ def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, 
     assert file.refused is None and read(path) == [1, 2, 3]
 
 
-def test_rows_that_never_found_room_are_told(path, monkeypatch, capsys):
+def test_rows_that_never_found_room_are_reported(path, monkeypatch, capsys):
     file = MetricsFile(path)
     monkeypatch.setattr(file, "_write_again", lambda: Full().write(b""))
     path.unlink()
@@ -122,7 +122,7 @@ def test_a_file_in_its_place_is_set_aside(path):
     assert (path.parent / "earlier-1" / "metrics.jsonl").read_text() == "somebody's\n"
 
 
-def test_rows_that_somebody_cuts_off_are_told_once(path, capsys):
+def test_rows_that_somebody_cuts_off_are_reported_once(path, capsys):
     file = MetricsFile(path)
     file.write({"step": 1})
     path.write_bytes(b"")

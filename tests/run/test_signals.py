@@ -11,7 +11,7 @@ from meshtrain.run.signals import SIGNALS, Stopped, StopSignals
 
 
 @pytest.mark.parametrize("number", sorted(SIGNALS))
-def test_between_steps_the_first_signal_asks_and_is_told(number, capfd):
+def test_between_steps_the_first_signal_asks_and_is_reported(number, capfd):
     with StopSignals() as stop:
         stop.finish_steps()
         assert not stop.requested
@@ -36,7 +36,7 @@ def test_a_signal_that_is_held_is_met_at_the_end():
     assert passed
 
 
-def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_tells_them_all(monkeypatch, capfd):
+def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_informs_them_all(monkeypatch, capfd):
     passed_on = []
     with StopSignals() as stop, stop.held():
         os.kill(os.getpid(), signal.SIGINT)

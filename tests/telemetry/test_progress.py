@@ -37,7 +37,7 @@ def test_other_processes_of_a_run_say_nothing(capsys):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
-def test_a_standard_output_that_takes_nothing_is_told_once_and_training_goes_on(number, capsys):
+def test_a_standard_output_that_takes_nothing_is_reported_once_and_training_goes_on(number, capsys):
     class Refuses(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(number, "no")
@@ -46,5 +46,5 @@ def test_a_standard_output_that_takes_nothing_is_told_once_and_training_goes_on(
     report.console.file = Refuses()
     for step in (1, 2, 3):
         report.step(ROW | {"step": step}, show=True)
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith("meshtrain: standard output cannot be written: ")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("meshtrain: standard output cannot be written: ")
