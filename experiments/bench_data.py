@@ -129,7 +129,7 @@ def packing(chosen: argparse.Namespace) -> None:
     )
     for length in (256, 1024, 8192):
         train, _ = open_data(config("stdlib", "packed", length, last="pad"))
-        rows: Any = train.batches.rows  # type: ignore[attr-defined]
+        rows: Any = train.batches.rows  # type: ignore[union-attr]
         full = rows.labels / (rows.count * length)
         made.add_row(str(length), str(rows.count), f"{full:.4f}", "0.97" if length == LENGTH else "")
     console.print(made)
@@ -147,7 +147,7 @@ def padding(chosen: argparse.Namespace) -> None:
     )
     for length in (1024, 8192, 65536):
         train = {b: open_data(config("stdlib", b, length, last="pad"))[0] for b in ("grouped", "budget")}
-        pieces = train["grouped"].batches.pieces  # type: ignore[attr-defined]
+        pieces = train["grouped"].batches.pieces  # type: ignore[union-attr]
         shuffled = pieces.lengths(np.random.default_rng(0).permutation(len(pieces.first)))
         drawn = shuffled[: len(shuffled) // ROWS * ROWS].reshape(-1, ROWS)
         at_random = 1 - drawn.sum() / (drawn.max(1) * ROWS).sum()
@@ -374,7 +374,7 @@ def floors(chosen: argparse.Namespace) -> None:
             size = LABELS // length
             values = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch_size=size))
             train, _ = open_data(values)
-            places = train.batches.rows.locate(np.arange(FLOOR_BATCHES * size))  # type: ignore[attr-defined]
+            places = train.batches.rows.locate(np.arange(FLOOR_BATCHES * size))  # type: ignore[union-attr]
             stretches = list(zip(places.first.tolist(), places.lengths.tolist(), strict=True))
             runs = {
                 "two": lambda: mapped_batches(train, stretches, length, False),  # noqa: B023

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -27,25 +26,8 @@ from meshtrain.data.windows import Windows
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
-
-class GlobalBatches(Protocol):
-    """Batches in one global order, of a bounded set of shapes (rows, T)."""
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]: ...
-
-    @property
-    def batches_per_epoch(self) -> int: ...
-
-    @property
-    def tokens_per_batch(self) -> float: ...
-
-    @property
-    def places_per_batch(self) -> float: ...
-
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch: ...
-
-    def batch_shape(self, k: int) -> tuple[int, int]: ...
+# Batches in one global order, of a bounded set of shapes (rows, T).
+GlobalBatches = RowBatches | MixedRows | Grouped | MixedGroups
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,6 @@ SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
-class ShardFile:
-    """A file as it was written; size in bytes."""
-
-    path: Path
-    size: int
-    digest: str
-
-
-@dataclass(frozen=True)
 class Shard:
     """What the manifest says of one shard."""
 
@@ -33,13 +24,11 @@ class Shard:
     tokens_digest: str
     offsets_digest: str
 
-    def files(self, directory: Path, token_bytes: int) -> tuple[ShardFile, ShardFile]:
-        """Its tokens and its offsets, of 8 bytes each."""
+    def files(self, directory: Path, token_bytes: int) -> list[tuple[Path, int, str]]:
+        """(path, size in bytes, digest) of its tokens and of its offsets, as they were written."""
         tokens, offsets = directory / f"{self.name}.tokens", directory / f"{self.name}.offsets"
-        return (
-            ShardFile(tokens, self.tokens * token_bytes, self.tokens_digest),
-            ShardFile(offsets, (self.documents + 1) * 8, self.offsets_digest),
-        )
+        sizes = self.tokens * token_bytes, (self.documents + 1) * 8
+        return [(tokens, sizes[0], self.tokens_digest), (offsets, sizes[1], self.offsets_digest)]
 
 
 @dataclass(frozen=True)

@@ -165,16 +165,16 @@ def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -
     """Opens the shards of a split; ConfigError for one that is missing, truncated or (with verify) altered."""
     dtype, shards = np.dtype(manifest.dtype).newbyteorder("<"), manifest.shards[split]
     files = [file for shard in shards for file in shard.files(directory, dtype.itemsize)]
-    for file in files:
-        _check_size(file.path, file.size)
+    for path, size, _ in files:
+        _check_size(path, size)
     if verify:
-        paths = [file.path for file in files]
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
-            for file, digest in zip(files, pool.map(_readable_digest, paths), strict=True):
-                if digest != file.digest:
+            found = pool.map(_readable_digest, [path for path, _, _ in files])
+            for (path, _, digest), now in zip(files, found, strict=True):
+                if now != digest:
                     raise ConfigError(
-                        f"{file.path} has been altered: its digest is not the manifest's; prepare the text again."
+                        f"{path} has been altered: its digest is not the manifest's; prepare the text again."
                     )
     return Corpus(
         [TokenFile(directory / f"{shard.name}.tokens", dtype, shard.tokens) for shard in shards],

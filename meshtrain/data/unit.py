@@ -147,9 +147,9 @@ def read_note(output: Path, number: int, dtype: np.dtype, verify: bool = False) 
         values = json.loads(path.read_bytes())
         shards = {split: Shard(**values["shards"][split]) if values["shards"][split] else None for split in SPLITS}
         files = [file for shard in shards.values() if shard for file in shard.files(output, dtype.itemsize)]
-        if any(file.path.stat().st_size != file.size for file in files):
+        if any(path.stat().st_size != size for path, size, _ in files):
             return None
-        if verify and any(digest_of_file(file.path) != file.digest for file in files):
+        if verify and any(digest_of_file(path) != digest for path, _, digest in files):
             return None
         return Note(shards, dict(values["skipped"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

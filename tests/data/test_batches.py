@@ -28,7 +28,7 @@ def stream(directory: Path) -> np.ndarray:
 
 def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]:
     """Batch k, a label at a time, from where its rows say that they lie."""
-    tokens, rows_of = stream(directory), train.batches.rows  # type: ignore[attr-defined]
+    tokens, rows_of = stream(directory), train.batches.rows  # type: ignore[union-attr]
     rows, length = train.batch_shape(k)
     epoch, index = divmod(k, train.batches_per_epoch)
     batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segments", "positions")}

@@ -70,7 +70,7 @@ def random_batches_padding(train_pieces: Pieces, size: int, seed: int) -> float:
 def test_padding_is_at_most_a_third_of_that_of_random_batches(batching: str, length: int) -> None:
     train, _ = open_data(config("stdlib", length=length, batching=batching))
     grouped = train.batches
-    assert train.padding <= random_batches_padding(grouped.pieces, 8, seed=0) / 3  # type: ignore[attr-defined]
+    assert train.padding <= random_batches_padding(grouped.pieces, 8, seed=0) / 3  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("batching", ["grouped", "budget"])

@@ -19,7 +19,7 @@ from meshtrain.files import temporary_beside
 
 @pytest.fixture(scope="module")
 def corpus(text: Path) -> Corpus:
-    return open_data(config(text))[0].batches.rows.corpus  # type: ignore[attr-defined]
+    return open_data(config(text))[0].batches.rows.corpus  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 64, 10_000])
