@@ -40,13 +40,16 @@ def open_files(found: Found, name: str, options: Options, tokenizer: Tokenizer, 
     made_from = "\0".join(fingerprint(found.files, options, tokenizer).values())
     called = name if name in SOURCES else os.path.basename(os.path.realpath(os.path.expanduser(name)))[:CALLED]
     directory = cache_directory() / f"{called}-{tokenizer.name}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
+    damage = None
     try:
         if (directory / MANIFEST).exists():
             try:
                 return open_shards(directory, name, data, tokenizer)
             except ConfigError as error:
-                log.warning("in the cache, %s It is made again.", error)
+                damage = error
         _prepare(found, directory, name, options)
+        if damage is not None:
+            log.warning("in the cache, %s It is made again.", damage)
     except OSError as error:
         raise ConfigError(
             f"the text of {name} cannot be prepared in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with room."

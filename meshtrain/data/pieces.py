@@ -55,9 +55,10 @@ def open_pieces(corpus: Corpus, longest: int, path: Path) -> Pieces:
                 # Another process may have made it meanwhile.
                 table = _read(path)
                 if table is None:
-                    if os.path.lexists(path):
-                        log.warning("the table of document lengths %s is damaged; it is made again.", path)
+                    damaged = os.path.lexists(path)
                     table = _make(corpus, longest, path)
+                    if damaged:
+                        log.warning("the table of document lengths %s is damaged; it is made again.", path)
     except OSError as error:
         raise ConfigError(
             f"the table of document lengths {path} cannot be written or read ({refusal(error)}); set XDG_CACHE_HOME to a directory with room."
