@@ -3,7 +3,7 @@
 import difflib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 PREFIX = "meshtrain: "  # of every sentence on stderr
 LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeats, and how many of them are its last
@@ -31,10 +31,10 @@ def say(sentence: object) -> None:
     print(f"{PREFIX}{sentence}", file=sys.stderr)
 
 
-def nearest(word: str, legal: Iterable[str]) -> str:
-    """How a sentence ends on the right spelling that is nearest to a wrong one; nothing if none is near."""
+def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = str) -> str:
+    """How a sentence ends on the right spelling that is nearest to a wrong one, as it is `shown`; nothing if none is near."""
     near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {shown(near[0])}?" if near else ""
 
 
 def divisors(n: int) -> str:

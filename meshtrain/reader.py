@@ -169,7 +169,7 @@ def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: C
 
 
 def _identity(directory: Path) -> list[int] | None:
-    """What tells this step from a later one of the same name; None if it is not there."""
+    """By what this step differs from a later one of the same name; None if it is not there."""
     try:
         found = (directory / steps.COMMIT).stat()
     except OSError:

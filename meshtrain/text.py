@@ -1,14 +1,13 @@
-"""Small text files that a user names: a config, a cluster, a schedule's table. Whatever else the path names is told in a sentence."""
+"""Small text files that a user names: a config, a cluster, a schedule's table. Whatever else the path names is refused in a sentence."""
 
 import codecs
-import difflib
 import os
 import select
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.errors import ConfigError, nearest, refusal, short
 
 # Anything else is a device.
 KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe that nobody writes to", stat.S_IFSOCK: "a socket"}
@@ -31,9 +30,8 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise ConfigError(f"{shown} is a link to {short(os.readlink(path))}, which is not there.") from None
-        near = difflib.get_close_matches(path.name, _files(path.parent, suffixes), n=1)
-        ending = f"; did you mean {short(path.parent / near[0])}?" if near else "."
-        raise ConfigError(f"there is no {what} {shown}{ending}") from None
+        ending = nearest(path.name, _files(path.parent, suffixes), lambda name: short(path.parent / name))
+        raise ConfigError(f"there is no {what} {shown}{ending or '.'}") from None
     except OSError as error:
         raise ConfigError(f"{shown} cannot be read: {refusal(error)}.") from None
     # A NUL, or half a surrogate pair.

@@ -152,7 +152,7 @@ except mt.ConfigError as error:
 """
 
 
-def test_a_mesh_larger_than_what_jax_has_started_with_is_told_with_the_way_out():
+def test_a_mesh_larger_than_what_jax_has_started_with_is_refused_with_the_way_out():
     size, sentence = python(LATE).splitlines()
     assert size == "1"
     assert (

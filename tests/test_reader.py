@@ -127,7 +127,7 @@ def test_a_run_its_checkpoints_or_one_step_may_be_named(directory, place):
     assert mt.read_model(directory / place).step == (2 if place.endswith("2") else 3)
 
 
-def test_a_step_may_be_chosen_and_one_that_is_not_there_is_told_with_those_that_are(directory):
+def test_a_step_may_be_chosen_and_one_that_is_not_there_is_answered_with_those_that_are(directory):
     assert mt.read_model(str(directory), step=1).step == 1
     with pytest.raises(ConfigError, match=r"there is no step 7 in .*; it has 1, 2, 3\.$"):
         mt.read_model(directory, step=7)
@@ -159,12 +159,12 @@ def test_any_number_of_damaged_steps_is_passed_over(copied, monkeypatch):
     monkeypatch.setattr(reader, "TRIES", 1)
     for step in ("2", "3"):
         flip(copied / "checkpoints" / step)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         assert mt.read_model(copied).step == 1
-    assert len(told) == 2
+    assert len(warned) == 2
 
 
-def test_a_run_that_removes_steps_faster_than_they_are_read_is_told_so(copied, monkeypatch):
+def test_a_run_that_removes_steps_faster_than_they_are_read_is_left(copied, monkeypatch):
     monkeypatch.setattr(reader, "TRIES", 2)
     original = arrays.read
     monkeypatch.setattr(arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0])
@@ -201,7 +201,7 @@ def test_a_step_that_the_run_removes_while_it_is_read_gives_way_to_the_next(copi
         assert mt.read_model(copied).step == 3
 
 
-def test_a_step_that_was_asked_for_and_is_removed_meanwhile_is_told(copied, monkeypatch):
+def test_a_step_that_was_asked_for_and_is_removed_meanwhile_is_reported(copied, monkeypatch):
     original = arrays.read
     monkeypatch.setattr(arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0])
     with pytest.raises(ConfigError, match=r"the run has removed, while it was read, step 2 in .*; it has 1, 3\.$"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshtrain.checkpoint import anew, compatible, steps
 from meshtrain.checkpoint.canonical import Canonical
-from meshtrain.checkpoint.finding import Source, find
+from meshtrain.checkpoint.finding import Start, find
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.restoring import restore, start_from_weights
 from meshtrain.checkpoint.saving import Saver
@@ -55,32 +55,34 @@ class Checkpointer:
             raise ConfigError(
                 "the processes of this run read different data; on every machine the same must be under data.source."
             )
-        source = find(self.config, self._root, self._say)
-        state, step = (self.program.init(), 0) if source is None else self._restore(source)
-        if source is None or not source.own:
+        start = find(self.config, self._root, self._say)
+        state, step = (self.program.init(), 0) if start is None else self._restore(start)
+        if start is None or not start.own:
             first_decides(partial(anew.set_aside_earlier, self._root, self.config.checkpoint.resume, self._say))
         self._canonical.compile()
         return state, step
 
-    def _restore(self, source: Source) -> tuple[State, int]:
-        weights_only = self.config.checkpoint.weights_only and not source.own
-        where = f"checkpoint {source.directory}"
-        for sentence in first_decides(partial(self._changes, source, where, weights_only)):
+    def _restore(self, start: Start) -> tuple[State, int]:
+        weights_only = self.config.checkpoint.weights_only and not start.own
+        where = f"checkpoint {start.directory}"
+        for sentence in first_decides(partial(self._changes, start, where, weights_only)):
             self._say(sentence)
         with freed_blocks_returned():
             if weights_only:
-                return start_from_weights(self._canonical, source, self._say), 0
-            state = restore(self._canonical, source)
-        if source.own:
-            self._saver.newest = source.manifest.step
-        return state, source.manifest.step
+                return start_from_weights(self._canonical, start, self._say), 0
+            state = restore(self._canonical, start)
+        if start.own:
+            self._saver.newest = start.manifest.step
+        return state, start.manifest.step
 
-    def _changes(self, source: Source, where: str, weights_only: bool) -> list[str]:
+    def _changes(self, start: Start, where: str, weights_only: bool) -> list[str]:
         """What changed since and may, a sentence each; ConfigError with what may not."""
-        manifest = source.manifest
-        told = compatible.compare(manifest.config, self.config, where, weights_only)
-        told += compatible.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
-        return told if weights_only else told + compatible.compare_data(manifest, self.config, self._read, where)
+        manifest = start.manifest
+        reported = compatible.compare(manifest.config, self.config, where, weights_only)
+        reported += compatible.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
+        if not weights_only:
+            reported += compatible.compare_data(manifest, self.config, self._read, where)
+        return reported
 
     def due(self, step: int) -> bool:
         """Whether checkpoint.every asks for a save after `step`."""

@@ -33,14 +33,9 @@ def check_keys(config: Config) -> None:
             ending = nearest(name, rules) or "."
             raise ConfigError(f"checkpoint.allow has {name!r}; legal are {', '.join(rules)}{ending}")
         if rules[name] in SHAPES and not (config.checkpoint.weights_only and rules[name] is Resume.SIZE):
-            raise ConfigError(
-                f"checkpoint.allow has {name}, but a checkpoint's model cannot change"
-                + (
-                    ", only model.layers and model.vocab_size can."
-                    if config.checkpoint.weights_only
-                    else "; with checkpoint.weights_only model.layers and model.vocab_size can."
-                )
-            )
+            only = ", only" if config.checkpoint.weights_only else "; with checkpoint.weights_only"
+            sizes = " and ".join(name for name, rule in rules.items() if rule is Resume.SIZE)
+            raise ConfigError(f"checkpoint.allow has {name}, but a checkpoint's model cannot change{only} {sizes} can.")
 
 
 def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bool) -> list[str]:

@@ -1,7 +1,6 @@
 """Where a run starts from: the newest intact checkpoint of its own, another run's, or nothing."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -11,21 +10,22 @@ import jax
 from meshtrain.checkpoint import anew, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, ConfigError, refusal
+from meshtrain.errors import nearest
 from meshtrain.run.processes import first_decides, gathered
 
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """A verified step."""
+class Start:
+    """The verified step from which a run starts."""
 
     directory: Path
     manifest: Manifest
     own: bool  # of this run; else of the one that checkpoint.resume names
 
 
-def find(config: Config, root: Path, say: Say) -> Source | None:
+def find(config: Config, root: Path, say: Say) -> Start | None:
     """The checkpoint to start from, None for a new run. `root` is the run's own directory of steps; damaged steps there are set aside.
 
     ConfigError if checkpoint.resume names nothing, if all that there is is damaged, of a newer format, or lost.
@@ -38,17 +38,16 @@ def find(config: Config, root: Path, say: Say) -> Source | None:
     if directory is not None:
         if resume != "auto":
             say(f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}.")
-        return Source(directory, Manifest.read(directory), own=True)
+        return Start(directory, Manifest.read(directory), own=True)
     if resume == "auto":
         return None
     directory = _newest_intact(Path(resume).expanduser().absolute(), say, own=False)
     if directory is None:
-        near = difflib.get_close_matches(resume, ("auto", "never"), n=1)
         raise ConfigError(
             f"checkpoint.resume is {resume}, but there is no checkpoint; give auto, never, or a run directory that has one"
-            + (f"; did you mean {near[0]}?" if near else ".")
+            + (nearest(resume, ("auto", "never")) or ".")
         )
-    return Source(directory, Manifest.read(directory), own=False)
+    return Start(directory, Manifest.read(directory), own=False)
 
 
 def problems(directory: Path) -> list[str]:
@@ -110,15 +109,15 @@ def _set_aside(directory: Path) -> str:
         return f"it cannot be set aside ({refusal(error)}) and is passed over"
 
 
-def _renamed_and_newer(path: Path, chosen: Path | None, told: Collection[Path]) -> list[str]:
-    """A sentence on each step that would have been chosen under its own name, and of which nothing is `told` yet."""
+def _renamed_and_newer(path: Path, chosen: Path | None, reported: Collection[Path]) -> list[str]:
+    """A sentence on each step that would have been chosen under its own name, and that is not `reported` yet."""
     # A step given by its own path was chosen for itself.
     if chosen == path:
         return []
     root, newest = (path, -1) if chosen is None else (chosen.parent, int(chosen.name))
     found = []
     for other in sorted(root.iterdir()) if root.is_dir() else ():
-        if other in told or steps.DAMAGED in other.name:
+        if other in reported or steps.DAMAGED in other.name:
             continue
         try:
             step = Manifest.read(other).step

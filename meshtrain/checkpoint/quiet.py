@@ -1,24 +1,24 @@
-"""A save that fails is told in one sentence by whoever asked for it; what Orbax and its threads print of it besides is left out."""
+"""A save that fails is reported in one sentence by whoever asked for it; what Orbax and its threads print of it besides is left out."""
 
 import logging
 import sys
 
-_before = sys.unraisablehook
+before = sys.unraisablehook
 
 
 def without_tracebacks() -> None:
-    """From here on Orbax logs no tracebacks of its own, and its closed event loops are not mourned."""
-    logging.getLogger("absl").addFilter(_is_worth_telling)
-    if sys.unraisablehook is not _tell:
-        global _before
-        _before, sys.unraisablehook = sys.unraisablehook, _tell
+    """From here on Orbax logs no tracebacks of its own, and its closed event loops are not reported."""
+    logging.getLogger("absl").addFilter(_is_worth_a_line)
+    if sys.unraisablehook is not report:
+        global before
+        before, sys.unraisablehook = sys.unraisablehook, report
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _tell(unraisable: "sys.UnraisableHookArgs") -> None:
+def report(unraisable: "sys.UnraisableHookArgs") -> None:
     # TensorStore reports each write to the loop that Orbax closed when the first one failed.
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
-        _before(unraisable)
+        before(unraisable)

@@ -21,11 +21,11 @@ from meshtrain.parallel.placement import Placed
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A mesh axis that leaves dimension `source`, which it splits, for `target`; None: the dimension is gathered over it."""
+    """A mesh axis that splits dimension `before`, and from then on `after`; None: the dimension is gathered over it."""
 
     axis: str
-    source: int
-    target: int | None
+    before: int
+    after: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Rearrangement:
 
     def to_canonical(self, x: jax.Array) -> jax.Array:
         for move in self.moves:
-            if move.target is None:
-                x = lax.all_gather(x, move.axis, axis=move.source, tiled=True)
+            if move.after is None:
+                x = lax.all_gather(x, move.axis, axis=move.before, tiled=True)
             else:
-                x = lax.all_to_all(x, move.axis, split_axis=move.target, concat_axis=move.source, tiled=True)
+                x = lax.all_to_all(x, move.axis, split_axis=move.after, concat_axis=move.before, tiled=True)
         return self.layout.canonical_leaf(self._own(x.shape), x)
 
     def to_live(self, x: jax.Array) -> jax.Array:
         x = self.layout.live_leaf(self._own(x.shape), x)
         for move in reversed(self.moves):
-            if move.target is None:
-                size = x.shape[move.source] // lax.axis_size(move.axis)
-                x = lax.dynamic_slice_in_dim(x, lax.axis_index(move.axis) * size, size, move.source)
+            if move.after is None:
+                size = x.shape[move.before] // lax.axis_size(move.axis)
+                x = lax.dynamic_slice_in_dim(x, lax.axis_index(move.axis) * size, size, move.before)
             else:
-                x = lax.all_to_all(x, move.axis, split_axis=move.source, concat_axis=move.target, tiled=True)
+                x = lax.all_to_all(x, move.axis, split_axis=move.before, concat_axis=move.after, tiled=True)
         return x
 
     def _own(self, block: Sequence[int]) -> Placed:
@@ -73,16 +73,16 @@ def rearrangement(layout: Layout, leaf: Placed, mesh: Mesh, resized: Sequence[in
     split += [[] for _ in range(len(leaf.shape) - len(split))]
     local = [n // _ways(axes, mesh) for n, axes in zip(leaf.padded, split, strict=True)]
     moves = []
-    for source in changing:
-        for axis in reversed(split[source]):  # the innermost first: its parts are neighbours
+    for dimension in changing:
+        for axis in reversed(split[dimension]):  # the innermost first: its parts are neighbours
             ways = mesh.shape[axis]
             fits = [d for d in range(len(local)) if d not in changing and local[d] % ways == 0]
-            target = max(fits, key=local.__getitem__, default=None)
-            if target is not None:
-                split[target].append(axis)
-                local[target] //= ways
-            moves.append(Move(axis, source, target))
-        split[source] = []
+            after = max(fits, key=local.__getitem__, default=None)
+            if after is not None:
+                split[after].append(axis)
+                local[after] //= ways
+            moves.append(Move(axis, dimension, after))
+        split[dimension] = []
     return Rearrangement(layout, leaf, tuple(changing), tuple(moves), PartitionSpec(*(tuple(a) or None for a in split)))
 
 

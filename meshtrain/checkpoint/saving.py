@@ -47,7 +47,7 @@ class Saver:
         self.config, self.canonical, self.root, self.say, self.read = config, canonical, root, say, read
         self.newest: int | None = None  # the last step that is on disk
         self._failure: str | None = None  # why the last save is not
-        self._left_alone: set[Path] = set()  # steps that retention cannot judge, told once
+        self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[str | None]] | None = None  # the step under way; why it failed, or None
         self._finished: deque[dict[str, float]] = deque()  # the thread puts in, the loop takes out
@@ -67,7 +67,8 @@ class Saver:
             if reason := gathered(self._make(directory))[0]:  # all hear of it, or they would wait for the first one
                 raise _NothingMade(reason)
             write = self._write(directory / steps.ARRAYS, state)
-        except Exception as error:  # told, and counted as failed, when the save is settled
+        # reported, and counted as failed, when the save is settled
+        except Exception as error:
             write = error
         blocked = time.perf_counter() - began
         manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical, self.read)
@@ -176,9 +177,9 @@ class Saver:
             self.say(f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}.")
 
     def _retain(self) -> None:
-        """Removes the steps that need not stay. The save is done: what cannot be read or removed is told, and stays."""
+        """Removes the steps that need not stay. The save is done: what cannot be read or removed is reported, and stays."""
         found: dict[int, float | None] = {}
-        # A link is somebody's, and what was never committed is told at the next start.
+        # A link is somebody's, and what was never committed is reported at the next start.
         for directory in steps.numbered(self.root):
             if directory.is_symlink() or steps.never_committed(directory):
                 continue

@@ -156,16 +156,16 @@ def remove(directory: Path) -> None:
 
 def remove_leftovers(root: Path) -> list[str]:
     """Removes what killed processes left half written or half removed; a sentence on each."""
-    told = []
+    found = []
     for path in sorted(p for p in root.iterdir() if is_left_over(p)):
         try:
             shutil.rmtree(path)
-            told.append(f"removed {path}, which a process that was killed left unfinished.")
+            found.append(f"removed {path}, which a process that was killed left unfinished.")
         except OSError as error:
-            told.append(
+            found.append(
                 f"{path}, which a process that was killed left unfinished, cannot be removed: {refusal(error)}."
             )
-    return told
+    return found
 
 
 def is_left_over(path: Path) -> bool:

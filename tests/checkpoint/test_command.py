@@ -231,11 +231,12 @@ def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(damaged, monk
 
     shutil.rmtree(root / "3")
     spare = shutil.copytree(root / "1", damaged / "spare")
-    for command, told in (("verify", ["1: removed meanwhile", "2: intact"]), ("ls", ["     step", "        2"])):
+    for command, wanted in (("verify", ["1: removed meanwhile", "2: intact"]), ("ls", ["     step", "        2"])):
         shutil.copytree(spare, root / "1", dirs_exist_ok=True)
         with monkeypatch.context() as patch:
             patch.setattr(digests, "problems", removed)
             code, lines, _ = call(capsys, command, root)
         assert (
-            code == 0 and [line.split(",")[0][: len(start)] for line, start in zip(lines, told, strict=False)] == told
+            code == 0
+            and [line.split(",")[0][: len(start)] for line, start in zip(lines, wanted, strict=False)] == wanted
         )

@@ -11,14 +11,14 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.config.schema import keys
 
 
-def told(new, weights_only=False, **old):
+def reported(new, weights_only=False, **old):
     """What `compare` says of a change from the sections `old` to `new`."""
     before = json.loads(json.dumps(dataclasses.asdict(config(**old))))
     return compare(before, new, "checkpoint x", weights_only)
 
 
-def test_the_same_config_is_told_nothing():
-    assert told(config()) == []
+def test_the_same_config_changes_nothing():
+    assert reported(config()) == []
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_same_config_is_told_nothing():
 )
 def test_what_must_not_change_is_refused_with_both_values(section, key, old, new):
     with pytest.raises(ConfigError) as refused:
-        told(config(**{section: {key: new}}), **{section: {key: old}})
+        reported(config(**{section: {key: new}}), **{section: {key: old}})
     sentence = str(refused.value)
     assert f"{section}.{key} is {new} but was {old}" in sentence
     assert sentence.startswith("checkpoint x does not fit this config: ")
@@ -47,13 +47,13 @@ def test_what_must_not_change_is_refused_with_both_values(section, key, old, new
 
 def test_all_that_must_not_change_is_in_one_sentence():
     with pytest.raises(ConfigError) as refused:
-        told(config(run={"seed": 1}, model={"layers": 6}))
+        reported(config(run={"seed": 1}, model={"layers": 6}))
     assert "run.seed is 1 but was 0" in str(refused.value) and "model.layers is 6 but was 5" in str(refused.value)
 
 
-def test_what_may_change_is_told():
+def test_what_may_change_is_reported():
     new = config(layout="data 8, ZeRO-3", checkpoint={"every": 5}, train={"steps": 99})
-    assert told(new) == [
+    assert reported(new) == [
         "mesh.data was 1 and is 8 from here on.",
         "parallel.zero_stage was 1 and is 3 from here on.",
         "train.steps was 20 and is 99 from here on.",
@@ -62,17 +62,17 @@ def test_what_may_change_is_told():
 
 
 def test_the_directory_and_how_to_resume_are_not_worth_a_word():
-    assert told(config("elsewhere", checkpoint={"resume": "never"})) == []
+    assert reported(config("elsewhere", checkpoint={"resume": "never"})) == []
 
 
 def test_llama_has_no_position_table_that_a_longer_sequence_would_change():
     new = config(train={"sequence_length": 32}, checkpoint={"allow": ["train.sequence_length"]})
-    assert told(new) == ["train.sequence_length was 16 and is 32 from here on."]
+    assert reported(new) == ["train.sequence_length was 16 and is 32 from here on."]
 
 
-def test_a_refused_key_that_is_allowed_by_name_is_told_instead():
+def test_a_refused_key_that_is_allowed_by_name_is_reported_instead():
     new = config(run={"seed": 1}, checkpoint={"allow": ["run.seed"]})
-    assert told(new) == ["run.seed was 0 and is 1 from here on."]
+    assert reported(new) == ["run.seed was 0 and is 1 from here on."]
 
 
 def test_a_key_that_the_old_config_did_not_know_is_not_compared():
@@ -103,14 +103,14 @@ def test_what_follows_from_a_key_that_changed_is_no_change_of_its_own():
         train={"global_batch_size": 16},
         checkpoint={"allow": ["train.global_batch_size"]},
     )
-    said = told(new)
+    said = reported(new)
     assert "train.global_batch_size was 8 and is 16 from here on." in said
     assert not any("rows_multiple" in sentence or "zero_hold" in sentence for sentence in said)
 
 
 def test_what_was_given_and_followed_before_is_a_change():
     with pytest.raises(ConfigError, match=r"data\.rows_multiple is 4 but was 8"):
-        told(config(data={"rows_multiple": 4}))
+        reported(config(data={"rows_multiple": 4}))
     before = dataclasses.asdict(config())
     before["data"]["rows_multiple"] = None
     with pytest.raises(ConfigError, match=r"data\.rows_multiple is 4 but was 8"):
@@ -121,18 +121,18 @@ def test_weights_alone_may_go_to_another_run_but_not_to_another_model():
     new = config(
         run={"seed": 1}, data={"source": "stdlib"}, optimizer={"name": "lion"}, train={"global_batch_size": 16}
     )
-    assert told(new, weights_only=True) == []
+    assert reported(new, weights_only=True) == []
     with pytest.raises(
         ConfigError, match=r"model.layers is 6 but was 5; checkpoint.allow: \[model.layers\] takes what fits"
     ):
-        told(config(model={"layers": 6}), weights_only=True)
+        reported(config(model={"layers": 6}), weights_only=True)
     with pytest.raises(ConfigError, match=r"data\.tokenizer is a\.json but was byte"):
-        told(config(data={"tokenizer": "a.json"}), weights_only=True)
+        reported(config(data={"tokenizer": "a.json"}), weights_only=True)
 
 
 def test_a_model_of_another_size_is_shown_the_way_through_its_weights():
     with pytest.raises(ConfigError, match=r"checkpoint.weights_only: true and checkpoint.allow: \[model.layers\]"):
-        told(config(model={"layers": 6}))
+        reported(config(model={"layers": 6}))
 
 
 @pytest.mark.parametrize(
@@ -191,24 +191,24 @@ def test_of_the_standard_library_both_pythons_are_named():
         of_data(config(**stdlib), {"digest": "aa"}, {"digest": "bb"}, python="2.7.18", **stdlib)
 
 
-def test_data_that_changed_and_are_allowed_to_are_told():
+def test_data_that_changed_and_are_allowed_to_are_reported():
     new = config(**TEXT, checkpoint={"allow": ["data.source"]})
-    told = of_data(new, {"digest": "aa"}, {"digest": "bb"}, **TEXT)
-    assert told == ["data.source /text holds other tokens than it did (aa, was bb), from here on."]
+    said = of_data(new, {"digest": "aa"}, {"digest": "bb"}, **TEXT)
+    assert said == ["data.source /text holds other tokens than it did (aa, was bb), from here on."]
 
 
-def test_held_out_data_that_changed_are_told():
+def test_held_out_data_that_changed_are_reported():
     held = {"data": {"source": "/text", "validation_source": "/held"}}
     was = {"digest": "aa", "validation_digest": "bb"}
     assert of_data(config(**held), was, was, **held) == []
-    told = of_data(config(**held), was | {"validation_digest": "cc"}, was, **held)
-    assert told == ["data.validation_source /held holds other tokens than it did, from here on."]
+    said = of_data(config(**held), was | {"validation_digest": "cc"}, was, **held)
+    assert said == ["data.validation_source /held holds other tokens than it did, from here on."]
 
 
 @pytest.mark.parametrize(
     "digest, was", [({"digest": "aa"}, {}), ({}, {"digest": "aa"}), ({"digest": "a"}, {"digest": "a"})]
 )
-def test_data_that_are_the_same_or_that_one_side_does_not_know_are_told_nothing(digest, was):
+def test_data_that_are_the_same_or_that_one_side_does_not_know_are_passed_over(digest, was):
     assert of_data(config(**TEXT), digest, was, **TEXT) == []
 
 

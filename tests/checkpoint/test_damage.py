@@ -53,16 +53,16 @@ def empty(step):
         (empty, "it has no COMMIT file"),
     ],
 )
-def test_a_damaged_step_is_told_and_set_aside_and_the_run_goes_on_from_the_one_before(
+def test_a_damaged_step_is_reported_and_set_aside_and_the_run_goes_on_from_the_one_before(
     damage, sentence, tmp_path, ended, undisturbed
 ):
     run, last = shutil.copytree(ended, tmp_path / "run"), str(STEPS)
     damage(run / "checkpoints" / last)
     trainer = Trainer(settings(tmp_path, STEPS, EVERY))
     assert trainer.end() == 0, trainer.log.read_text()
-    told = trainer.log.read_text().splitlines()[0]
-    assert told.startswith(f"meshtrain: checkpoint {run}/checkpoints/{last} is damaged: ") and sentence in told
-    assert told.endswith(f"it is set aside as {last}.damaged.")
+    said = trainer.log.read_text().splitlines()[0]
+    assert said.startswith(f"meshtrain: checkpoint {run}/checkpoints/{last} is damaged: ") and sentence in said
+    assert said.endswith(f"it is set aside as {last}.damaged.")
     assert f"going on after step {STEPS - EVERY}" in trainer.log.read_text()
     assert_undisturbed(run, undisturbed)
     assert newest_is_intact(run) and committed(run)[-1] == STEPS

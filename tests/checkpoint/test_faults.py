@@ -25,7 +25,7 @@ from meshtrain.checkpoint import steps
 pytestmark = pytest.mark.usefixtures("compiled_before")
 
 
-def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
+def killed_again_and_again(config, kills, count, every, say=lambda _: None):
     """Kills `kills` processes of one run, then lets it end; (step reached, newest checkpoint, step being saved or None) of each
     kill that met training.
 
@@ -50,7 +50,7 @@ def killed_again_and_again(config, kills, count, every, tell=lambda _: None):
         assert len(unfinished) <= 1
         saving = unfinished[0] if unfinished else None
         doing = "starting" if not trainer.training() else f"saving {saving}" if saving else "between saves"
-        tell(f"kill {kill} {doing}, after step {reached}; newest checkpoint {newest}")
+        say(f"kill {kill} {doing}, after step {reached}; newest checkpoint {newest}")
         if trainer.training():
             lost.append((reached, newest, saving))
         assert not newest or newest_is_intact(trainer.run)
@@ -82,7 +82,7 @@ def test_thirty_kills(tmp_path):
     count, every, larger = 800, 40, {"model": {"d_model": 64, "d_ff": 256}, "train": {"sequence_length": 64}}
     (tmp_path / "undisturbed").mkdir()
     expected = losses_of(tmp_path / "undisturbed", count, every, **larger)
-    lost = killed_again_and_again(settings(tmp_path, count, every, **larger), 30, count, every, tell=print)
+    lost = killed_again_and_again(settings(tmp_path, count, every, **larger), 30, count, every, say=print)
     assert_undisturbed(tmp_path / "run", expected)
     between = [reached - newest for reached, newest, saving in lost if saving is None]
     during = [reached - saving for reached, _, saving in lost if saving is not None]
@@ -114,7 +114,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step_and_code_75(name
 
 
 def one_of_two(rank, port):
-    """Tells this process, as Slurm does, that it is one of two."""
+    """Says to this process, as Slurm does, that it is one of two."""
     os.environ |= {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_NODELIST": "localhost",
@@ -140,7 +140,7 @@ def two_processes(directory):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed_is_told_by_the_other_in_one_sentence(victim, tmp_path):
+def test_a_process_that_is_killed_is_reported_by_the_other_in_one_sentence(victim, tmp_path):
     run, trainers = two_processes(tmp_path)
     trainers[victim].kill()
     survivor = trainers[1 - victim]

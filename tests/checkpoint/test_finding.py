@@ -66,7 +66,7 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
             checkpointer = Checkpointer(config(run), program(), say=(said := []).append)
             try:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, source: source.directory.name)
+                    patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, start: start.directory.name)
                     assert checkpointer.restore_or_init() == ("2", 2), damaged
             finally:
                 checkpointer.close()
@@ -101,10 +101,10 @@ def test_a_damaged_step_is_kept_for_a_person_to_look_at(run):
     (run / "checkpoints" / "3" / steps.MANIFEST).write_text("{}")
     restored(run)
     assert (run / "checkpoints" / "3.damaged" / steps.MANIFEST).read_text() == "{}"
-    assert restored(run)[2] == []  # told once
+    assert restored(run)[2] == []  # said once
 
 
-def test_two_damaged_steps_are_both_told(run):
+def test_two_damaged_steps_are_both_reported(run):
     for step in ("2", "3"):
         (run / "checkpoints" / step / steps.MANIFEST).unlink()
     step, state, said = restored(run)
@@ -157,7 +157,7 @@ def test_a_clock_that_was_set_back_changes_nothing(run):
     assert steps.committed_in(run / "checkpoints") == [2, 3, 4]
 
 
-def test_leftovers_are_removed_and_told(run):
+def test_leftovers_are_removed_and_reported(run):
     (run / "checkpoints" / "4.writing" / "arrays").mkdir(parents=True)
     step, _, said = restored(run)
     assert step == 3 and "4.writing, which a process that was killed left unfinished" in said[0]
@@ -183,7 +183,7 @@ def tree(directory):
     return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-@pytest.mark.parametrize("fault", ["missing", "empty", "unmarked", "missing, and only the rows tell of it"])
+@pytest.mark.parametrize("fault", ["missing", "empty", "unmarked", "missing, and only the rows show it"])
 @pytest.mark.parametrize("resume", ["auto", "another run"])
 def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(fault, resume, run, three, tmp_path):
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 9}\n')
@@ -194,7 +194,7 @@ def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
         shutil.rmtree(run / "checkpoints")
     if fault == "empty":  # a disk that is not mounted
         (run / "checkpoints").mkdir()
-    if fault.endswith("tell of it"):
+    if fault.endswith("rows show it"):
         (run / NEWEST).unlink()
     before = tree(run)
     with pytest.raises(ConfigError) as refused:
@@ -262,7 +262,7 @@ def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path)
         restored(tmp_path)
 
 
-def test_a_misspelt_auto_is_told(tmp_path):
+def test_a_misspelt_auto_is_answered(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.resume is atuo, .* did you mean auto"):
         restored(tmp_path, resume="atuo")
 

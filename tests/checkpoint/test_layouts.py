@@ -40,7 +40,7 @@ def sources(tmp_path_factory):
 
 
 def losses_after(layout, state):
-    """Of the next AFTER steps: the first tells of the weights, the others of the optimizer's state as well."""
+    """Of the next AFTER steps: the first shows the weights, the others the optimizer's state as well."""
     losses = []
     for step in range(STEPS + 1, STEPS + AFTER + 1):
         state, loss = take(program(layout), state, step)

@@ -32,7 +32,7 @@ def chosen(directory, **checkpoint):
     checkpointer = Checkpointer(config(directory, checkpoint={"keep": 3, **checkpoint}), program(), say=said.append)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, source: source.directory.name)
+            patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, start: start.directory.name)
             state, step = checkpointer.restore_or_init()
     finally:
         checkpointer.close()
@@ -59,7 +59,7 @@ def test_a_renamed_step_directory_is_never_restored(put, left, run):
     assert step == 3 and names(run) == left
     sentence = f"checkpoint {run}/checkpoints/40 is damaged: it is step 1, renamed; it is set aside as 40.damaged."
     assert said == [sentence]
-    assert chosen(run) == (3, [])  # told once
+    assert chosen(run) == (3, [])  # said once
 
 
 def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
@@ -83,7 +83,7 @@ def test_checkpoints_that_are_a_link_to_another_disk_are_as_good_as_a_directory(
     assert names(run) == ["1", "2", "3.damaged"]
 
 
-def test_two_steps_that_changed_places_are_both_told_and_the_one_between_is_restored(run):
+def test_two_steps_that_changed_places_are_both_reported_and_the_one_between_is_restored(run):
     root = run / "checkpoints"
     for old, new in (("1", "x"), ("3", "1"), ("x", "3")):
         (root / old).rename(root / new)
@@ -94,7 +94,7 @@ def test_two_steps_that_changed_places_are_both_told_and_the_one_between_is_rest
 
 
 @pytest.mark.parametrize("name", ["best", "+5", "１０", "-3", "3 "])
-def test_a_name_that_is_no_number_is_no_step_and_told_if_it_is_newer(name, run):
+def test_a_name_that_is_no_number_is_no_step_and_reported_if_it_is_newer(name, run):
     root = run / "checkpoints"
     shutil.copytree(root / "1", root / name)
     assert chosen(run) == (3, [])
@@ -146,7 +146,7 @@ def test_stray_files_of_a_step_do_not_make_the_checkpoints_a_step(run):
     assert chosen(run.parent / "new", resume=str(run))[0] == 3
 
 
-def test_a_newer_step_under_another_name_in_another_run_is_told(run, tmp_path):
+def test_a_newer_step_under_another_name_in_another_run_is_reported(run, tmp_path):
     moved = (run / "checkpoints" / "3").rename(run / "checkpoints" / "moved")
     sentence = f"checkpoint {moved} is step 3, renamed; it is passed over, and gone on from only as 3."
     assert chosen(tmp_path / "new", resume=str(run)) == (2, [sentence])

@@ -48,16 +48,16 @@ def two(tmp_path_factory):
         for rank in (0, 1)
     ]
     try:
-        told = [hear(process) for process in processes]
-        if all(told):
-            processes[1].send_signal(signal.SIGTERM)  # one is told, as a scheduler does it
-        told = [words | hear(process) for words, process in zip(told, processes, strict=True)]
+        heard = [hear(process) for process in processes]
+        if all(heard):
+            processes[1].send_signal(signal.SIGTERM)  # one gets it, as from a scheduler
+        heard = [words | hear(process) for words, process in zip(heard, processes, strict=True)]
         errors = [process.communicate(timeout=60)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], errors
-    return program, after, told
+    return program, after, heard
 
 
 def hear(process):
@@ -67,22 +67,22 @@ def hear(process):
 
 @pytest.mark.thorough
 def test_two_processes_go_on_from_the_checkpoint_of_one(two):
-    _, after, told = two
-    for words in told:
+    _, after, heard = two
+    for words in heard:
         assert words["step"] == 2
         assert abs(words["losses"][0] - after) <= 2e-6 * after
 
 
 @pytest.mark.thorough
 def test_one_process_goes_on_from_the_checkpoint_of_two(two):
-    program, _, told = two
+    program, _, heard = two
     assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [2, 3]
     checkpointer = Checkpointer(program.config, program)
     state, step = checkpointer.restore_or_init()
     checkpointer.close()
     assert step == 3
     _, loss = take(program, state, 4)
-    assert abs(loss - told[0]["losses"][1]) <= 2e-6 * loss
+    assert abs(loss - heard[0]["losses"][1]) <= 2e-6 * loss
 
 
 @pytest.mark.thorough

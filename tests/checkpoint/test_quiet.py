@@ -20,18 +20,18 @@ def test_orbax_logs_no_traceback_and_all_else_is_logged():
     assert logger.filter(record("/x/mine.py", error=True))
 
 
-def test_a_closed_event_loop_is_not_told_and_every_other_error_is(monkeypatch):
-    told = []
-    monkeypatch.setattr(quiet, "_before", told.append)
+def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch):
+    passed = []
+    monkeypatch.setattr(quiet, "before", passed.append)
     for error in (
         RuntimeError("Event loop is closed"),
         RuntimeError("something else"),
         OSError("Event loop is closed"),
     ):
-        quiet._tell(SimpleNamespace(exc_type=type(error), exc_value=error))
-    assert [str(u.exc_value) for u in told] == ["something else", "Event loop is closed"]
+        quiet.report(SimpleNamespace(exc_type=type(error), exc_value=error))
+    assert [str(u.exc_value) for u in passed] == ["something else", "Event loop is closed"]
 
 
 def test_the_hook_is_there_as_soon_as_checkpoints_are_imported():
-    command = "import sys, meshtrain.checkpoint.quiet as q; assert sys.unraisablehook is q._tell"
+    command = "import sys, meshtrain.checkpoint.quiet as q; assert sys.unraisablehook is q.report"
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0

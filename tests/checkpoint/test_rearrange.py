@@ -52,7 +52,7 @@ def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
         leaf for leaf in leaves(built) if leaf.name == "blocks.attention.q"
     )  # 24 wide: every axis finds a place
     way = rearrangement(built.layout, leaf, built.mesh)
-    assert all(move.target is not None for move in way.moves)
+    assert all(move.after is not None for move in way.moves)
     mapped = jax.shard_map(way.to_canonical, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec)
     live = jax.ShapeDtypeStruct(leaf.padded, np.float32, sharding=jax.NamedSharding(built.mesh, shard_spec(leaf)))
     text = jax.jit(mapped).lower(live).compile().as_text()

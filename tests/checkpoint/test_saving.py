@@ -70,7 +70,7 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
     assert committed(tmp_path) == [1, 2]
 
 
-def test_the_metrics_tell_each_save_once(tmp_path, gate):
+def test_the_metrics_count_each_save_once(tmp_path, gate):
     checkpointer = open_run(tmp_path)
     began = time.perf_counter()
     checkpointer.save(1, numbered(program()), 1.0)
@@ -116,7 +116,7 @@ def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path):
     assert (tmp_path / "checkpoints" / "1").stat().st_ino == before
 
 
-def test_a_step_with_a_damaged_manifest_is_left_alone_and_told_once(tmp_path):
+def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path):
     said = []
     checkpointer = open_run(tmp_path, said, keep=1, keep_best=0)
     for step in (1, 2, 3):
@@ -133,7 +133,7 @@ def test_a_step_with_a_damaged_manifest_is_left_alone_and_told_once(tmp_path):
     ]
 
 
-def test_a_step_that_cannot_be_removed_is_told_and_the_save_has_not_failed(tmp_path, monkeypatch):
+def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(tmp_path, monkeypatch):
     def refused(directory):
         raise OSError(errno.EACCES, "Permission denied")
 
@@ -165,7 +165,7 @@ def full_at_step_2(monkeypatch):
 SENTENCE = "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
 
 
-def test_a_failed_save_is_told_and_training_goes_on(tmp_path, full_at_step_2):
+def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2):
     said = []
     checkpointer = open_run(tmp_path, said)
     for step in (1, 2, 3):

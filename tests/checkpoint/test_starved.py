@@ -70,7 +70,7 @@ def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact
     assert all(undisturbed[step] == loss for step, loss in found.items())
 
 
-def test_a_disk_that_is_full_from_the_start_is_told_in_one_sentence(tmp_path, mounts):
+def test_a_disk_that_is_full_from_the_start_is_reported_in_one_sentence(tmp_path, mounts):
     (tmp_path / "run").mkdir()
     trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(full_disk, tmp_path / "run"))
     assert trainer.end() == 2, trainer.log.read_text()
@@ -96,7 +96,7 @@ def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and
     assert {name: (tmp_path / "left" / name).read_bytes() for name in before} == before
 
 
-def test_checkpoints_that_cannot_be_written_are_told_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):
+def test_checkpoints_that_cannot_be_written_are_reported_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):
     config, checkpoints = settings(tmp_path, STEPS, EVERY), tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     trainer = Trainer(config, before=partial(read_only, checkpoints))

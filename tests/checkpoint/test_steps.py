@@ -86,7 +86,7 @@ def test_a_newer_format_is_no_damage(step, monkeypatch):
 def test_steps_are_ordered_as_numbers_and_nothing_else_counts(tmp_path):
     for name in ("9", "100", "020", "30.writing", "40.damaged", "50.removing", "latest", "+5", "１０", "-1", "³"):
         (tmp_path / name).mkdir()
-    (tmp_path / "60").write_text("a file, to be told of")
+    (tmp_path / "60").write_text("a file, to be reported")
     assert [p.name for p in steps.numbered(tmp_path)] == ["9", "020", "60", "100"]
     assert steps.numbered(tmp_path / "absent") == []
 
@@ -96,8 +96,8 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
         (tmp_path / name / "arrays").mkdir(parents=True)
     (tmp_path / "60.writing").write_text("a file")
     (tmp_path / "70.removing").symlink_to(tmp_path / "9")
-    told = steps.remove_leftovers(tmp_path)
-    assert [sentence.split(",")[0] for sentence in told] == [
+    said = steps.remove_leftovers(tmp_path)
+    assert [sentence.split(",")[0] for sentence in said] == [
         f"removed {tmp_path}/30.writing",
         f"removed {tmp_path}/50.removing",
     ]
@@ -105,7 +105,7 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     assert (tmp_path / "9" / "arrays").is_dir()
 
 
-def test_a_leftover_that_cannot_be_removed_is_told_and_no_reason_to_stop(tmp_path, monkeypatch):
+def test_a_leftover_that_cannot_be_removed_is_reported_and_no_reason_to_stop(tmp_path, monkeypatch):
     def refused(path):
         raise OSError(errno.EACCES, "Permission denied")
 

@@ -29,11 +29,11 @@ def train(directory, count, every, layout=ONE, **sections):
 @pytest.mark.thorough
 def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, capsys):
     run = train(tmp_path, 9, 2, log={"every": 4}, checkpoint={"every": 2, "keep": 9})
-    told = sum(row.get("checkpoint_bytes", 0) for row in rows(run))
+    logged = sum(row.get("checkpoint_bytes", 0) for row in rows(run))
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("last save: "))
     saved = [digests.total_bytes(run / "checkpoints" / str(step)) for step in (2, 4, 6, 8, 9)]
     assert [row["step"] for row in rows(run)] == [4, 8, 9]
-    unlogged = [k for k in range(1, 4) if told == sum(saved[:-k])]  # a save may end after the next row is written
+    unlogged = [k for k in range(1, 4) if logged == sum(saved[:-k])]  # a save may end after the next row is written
     assert len(unlogged) == 1
     assert said.startswith(f"last save: {sum(saved[-unlogged[0] :]) / 1e6:.1f} MB in ")
     logged = [row for row in rows(run) if "checkpoint_bytes" in row]

@@ -1,4 +1,4 @@
-"""Legal combinations pass, whatever else they cost; what costs something is told. (What is refused: tests/test_config.py.)"""
+"""Legal combinations pass, whatever else they cost; what costs something is noted. (What is refused: tests/test_config.py.)"""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_default_config_is_legal_and_free_of_notes():
         ),
     ],
 )
-def test_what_costs_something_is_told_with_its_price(sections, says):
+def test_what_costs_something_is_noted_with_its_price(sections, says):
     (note,) = notes(configuration(**sections))
     assert all(part in note for part in says), note
     assert note.endswith(".") and "\n" not in note
@@ -83,6 +83,6 @@ def test_sequences_offered_for_sequence_parallelism_are_legal():
         configuration(mesh={"tensor": int(number)}, **sections)
 
 
-def test_a_warm_up_that_outlasts_the_run_is_told():
+def test_a_warm_up_that_outlasts_the_run_is_noted():
     found = notes(decode({"train": {"steps": 5}, "optimizer": {"warmup_steps": 10}}))
     assert any("warmup_steps 10 is more than train.steps 5" in sentence for sentence in found)
