@@ -25,8 +25,9 @@ from meshtrain.checkpoint.finding import problems
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.restoring import read_weights
-from meshtrain.config import Config, ConfigError, check, decode, replaced
+from meshtrain.config import Config, check, decode, replaced
 from meshtrain.config.schema import known
+from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
@@ -193,10 +194,10 @@ def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
 
 def _config(manifest: Manifest, mesh: Mesh) -> Config:
     """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
-    # weights stay whole on every data rank: gathering them for each call would cost more than it saves
     sections = known(manifest.config, Config)
     run = decode({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
-    # a mesh need not divide the run's batch to read its model
+    # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
+    # would cost more than it saves.
     rows = math.ceil(run.train.global_batch_size / mesh.shape[DATA]) * mesh.shape[DATA]
     config = replaced(run, mesh=mesh.shape, parallel={"zero_stage": 0}, train={"global_batch_size": rows})
     check(config)

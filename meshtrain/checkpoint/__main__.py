@@ -14,8 +14,7 @@ import numpy as np
 from meshtrain.checkpoint import arrays, compatible, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.cli import USAGE, Parser, command
-from meshtrain.config import ConfigError, refusal, short
-from meshtrain.errors import say
+from meshtrain.errors import ConfigError, refusal, say, short
 
 INTACT, DAMAGED = 0, 1  # diff: the same, different
 UNREADABLE = (steps.Damaged, steps.NewerFormat)
@@ -33,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("verify", "compare every file with its digest; exit code 1 if a step is damaged", {"directory": all_of}),
         ("diff", "what differs between two checkpoints; exit code 1 if anything does", {"first": one, "second": one}),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
-            command.add_argument(path, type=Path, help=meaning)
+            parsed.add_argument(path, type=Path, help=meaning)
         if name == "diff":
-            command.add_argument("--no-values", action="store_true", help="do not read the arrays")
+            parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
     options = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = {"ls": ls, "show": show, "verify": verify, "diff": diff}[options.command]
     try:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshtrain.checkpoint import steps
-from meshtrain.config import ConfigError
+from meshtrain.errors import ConfigError
 from meshtrain.run.directory import CHECKPOINTS, CONFIG, METRICS, NEWEST, noted_checkpoint, set_aside
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from meshtrain.config import ConfigError
+from meshtrain.errors import ConfigError
 
 CHUNK = 32 << 20  # bytes of a stored chunk at most: what another mesh's device must read to get a part of it
 READ_AHEAD = 32 << 20  # bytes on their way from disk to devices at a time, or one shard where that is more
@@ -22,9 +22,8 @@ def write(directory: Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncResponse
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.array.saving.use_compression = False
-    context.array.saving.use_replica_parallel = (
-        jax.process_count() > 1
-    )  # one process would slice replicas, only to write them all
+    # one process would slice replicas, only to write them all
+    context.array.saving.use_replica_parallel = jax.process_count() > 1
     context.array.saving.storage_options.chunk_byte_size = CHUNK
     with context:
         return ocp.save_async(directory, dict(arrays))
@@ -39,9 +38,8 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.pytree.loading.partial_load = True
     shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in targets.values())
-    context.memory.read_concurrent_bytes = max(
-        READ_AHEAD, 1 + max(shards, default=0)
-    )  # Orbax refuses a shard as large as its limit
+    # Orbax refuses a shard as large as its limit
+    context.memory.read_concurrent_bytes = max(READ_AHEAD, 1 + max(shards, default=0))
     try:
         with context:
             found = ocp.load(directory, dict(targets))
@@ -49,7 +47,7 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         raise ConfigError(
             f"{directory} cannot be read by Orbax {metadata.version('orbax-checkpoint')}: {_innermost(error)}."
         ) from error
-    # Orbax hands the target of an array that is not there back.
+    # Orbax returns the target itself of an array that is not there.
     if absent := [name for name, x in found.items() if not isinstance(x, jax.Array)]:
         raise ConfigError(f"{directory} has no array {absent[0]}.")
     return found

@@ -64,7 +64,8 @@ class Canonical:
         shapes = self.program.state_shapes
         scalars = [None] * len(jax.tree.leaves(shapes.scale))
         mirrored = mirrored_leaves(self.layout, shapes.optimizer)
-        leaves = [None, *self._parameters, *mirrored, *scalars]  # in the order of State: step, params, optimizer, scale
+        # in the order of State: step, params, optimizer, scale
+        leaves = [None, *self._parameters, *mirrored, *scalars]
         found: dict[str, Entry] = {}
         flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
         for (path, live), leaf in zip(flat, leaves, strict=True):
@@ -124,9 +125,8 @@ class Canonical:
         for batch in self._batches(entries):
             read = arrays.read(directory, {e.name: self._placed(e) for e in batch})
             live = self._rearrange("live", batch, [read.pop(e.name) for e in batch])
-            placed = [
-                jax.device_put(x, e.live.sharding) for x, e in zip(live, batch, strict=True)
-            ]  # offloaded: to the host
+            # what is offloaded goes to the host
+            placed = [jax.device_put(x, e.live.sharding) for x, e in zip(live, batch, strict=True)]
             found |= zip((e.name for e in batch), jax.block_until_ready(placed), strict=True)
         return found
 

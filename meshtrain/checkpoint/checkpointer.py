@@ -10,8 +10,9 @@ from meshtrain.checkpoint.finding import Start, find
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.restoring import restore, start_from_weights
 from meshtrain.checkpoint.saving import Saver
-from meshtrain.config import Config, ConfigError
-from meshtrain.errors import say
+from meshtrain.config import Config
+from meshtrain.errors import ConfigError, say
+from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first
 from meshtrain.step import Program, State
@@ -20,7 +21,7 @@ from meshtrain.step import Program, State
 class Checkpointer:
     """Restores and saves the states of `program`; holds its run directory's lock until `close`.
 
-    `say` hears what a person should know, on the first process; by default it goes to stderr. ConfigError if another run is in
+    `say` takes what a person should know, on the first process; by default it goes to stderr. ConfigError if another run is in
     the directory. With several processes all of them call every method alike. `read` holds the digests of what the data are read
     from, `digest` and `validation_digest`: every checkpoint keeps them, and one that was trained on other data is refused.
     """
@@ -34,7 +35,7 @@ class Checkpointer:
     ) -> None:
         self.config, self.program, self._read = config, program, dict(read or {})
         self._canonical = Canonical(program)
-        self._root = Path(config.run.directory).absolute() / "checkpoints"
+        self._root = Path(config.run.directory).absolute() / CHECKPOINTS
         self._speak = say
         self._saver = Saver(config, self._canonical, self._root, self._say, self._read)
         self.lock: RunLock | None = None  # on the first process

@@ -1,4 +1,4 @@
-"""What may change in the config between two runs that share a checkpoint: each key's line says whether it is refused or reported."""
+"""What may change between two runs that share a checkpoint: a key by what its line says, the data, functions of one's own."""
 
 import dataclasses
 import json
@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import Config, ConfigError, resolve
+from meshtrain.config import Config, resolve
 from meshtrain.config.follow import followed, value_of
 from meshtrain.config.schema import Resume, keys, known
-from meshtrain.errors import nearest
+from meshtrain.errors import ConfigError, nearest
 
 # What counts for the weights alone; what of it the checkpoint can never have otherwise; what the digest of the data follows from.
 WEIGHTS = (Resume.SHAPE, Resume.SIZE, Resume.TOKENS)
@@ -62,7 +62,7 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
 
 
 def _of_manifest(old: Mapping[str, Any], kind: type[Config]) -> Config:
-    """The config that a checkpoint keeps, as this version has it: one of before may hold null where a value followed from the others."""
+    """The config that a checkpoint keeps, in this version's keys; older ones hold null where a value followed from the others."""
     sections = known(old, kind)
     return resolve(kind(**{f.name: f.type(**sections.get(f.name, {})) for f in dataclasses.fields(kind)}))  # type: ignore[operator]
 

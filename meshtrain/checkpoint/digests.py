@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, Damaged, parsed
-from meshtrain.config import refusal
+from meshtrain.errors import refusal
 from meshtrain.files import write_atomically
 
 BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a time, so that they stay in the cache
@@ -26,9 +26,8 @@ def write(directory: Path) -> int:
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), BLOCK)]
     files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
     with ThreadPoolExecutor(_threads()) as pool:
-        for (name, _), digest in zip(
-            blocks, pool.map(lambda b: _digest(directory / b[0], b[1], BLOCK), blocks), strict=True
-        ):
+        found = pool.map(lambda b: _digest(directory / b[0], b[1], BLOCK), blocks)
+        for (name, _), digest in zip(blocks, found, strict=True):
             files[name]["sha256"].append(digest)
     write_atomically(directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode())
     return sum(sizes.values())
@@ -90,7 +89,8 @@ def _size_problem(path: Path, size: int) -> str | None:
 def _problem(directory: Path, name: str, start: int, expected: str, block: int) -> str | None:
     try:
         digest = _digest(directory / name, start, block)
-    except OSError as error:  # a bad sector, say
+    # a bad sector, say
+    except OSError as error:
         return f"{name} cannot be read: {refusal(error)}"
     return None if digest == expected else f"{name} is damaged between bytes {start:,} and {start + block:,}"
 

@@ -9,8 +9,8 @@ import jax
 
 from meshtrain.checkpoint import anew, digests, steps
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import Config, ConfigError, refusal
-from meshtrain.errors import nearest
+from meshtrain.config import Config
+from meshtrain.errors import ConfigError, nearest, refusal
 from meshtrain.run.processes import first_decides, gathered
 
 Say = Callable[[str], None]
@@ -51,7 +51,7 @@ def find(config: Config, root: Path, say: Say) -> Start | None:
 
 
 def problems(directory: Path) -> list[str]:
-    """What is wrong with a step, a sentence each; every process looks at a part and hears of all. ConfigError if its format is newer."""
+    """What is wrong with a step, a sentence each; every process looks at a part and has all. ConfigError if its format is newer."""
 
     def manifest() -> str | None:
         try:

@@ -101,23 +101,17 @@ def _is_loss(x: Any) -> bool:
 
 def _is_dtype(name: Any) -> bool:
     try:
-        return (
-            isinstance(name, str)
-            and np.dtype(name).name == name
-            and (jnp.issubdtype(name, jnp.number) or name == "bool")
-        )
+        if not isinstance(name, str) or np.dtype(name).name != name:
+            return False
     except (TypeError, ValueError):
         return False
+    return name == "bool" or jnp.issubdtype(name, jnp.number)
 
 
 def _is_leaf(x: Any) -> bool:
-    shape = x.get("shape") if isinstance(x, dict) else None
-    return (
-        isinstance(shape, list)
-        and all(map(_is_count, shape))
-        and _is_count(math.prod(shape))
-        and _is_dtype(x.get("dtype"))
-    )
+    if not isinstance(x, dict) or not isinstance(shape := x.get("shape"), list):
+        return False
+    return all(map(_is_count, shape)) and _is_count(math.prod(shape)) and _is_dtype(x.get("dtype"))
 
 
 def _is_dict(x: Any, is_value: Callable[[Any], bool]) -> bool:

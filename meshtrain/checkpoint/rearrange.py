@@ -9,6 +9,7 @@ the change itself is local and nothing is ever whole on one device (XLA, asked w
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -91,7 +92,4 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _ways(axes: Sequence[str], mesh: Mesh) -> int:
-    ways = 1
-    for axis in axes:
-        ways *= mesh.shape[axis]
-    return ways
+    return math.prod(mesh.shape[axis] for axis in axes)

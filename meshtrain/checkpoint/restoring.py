@@ -10,7 +10,7 @@ from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.canonical import Canonical, Entry
 from meshtrain.checkpoint.finding import Start
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import ConfigError
+from meshtrain.errors import ConfigError
 from meshtrain.step import State
 
 Tree = Any

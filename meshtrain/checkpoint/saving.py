@@ -64,7 +64,8 @@ class Saver:
         directory = self.root / f"{step}{steps.WRITING}"
         write: Callable[[], None] | Exception
         try:
-            if reason := gathered(self._make(directory))[0]:  # all hear of it, or they would wait for the first one
+            # all have the reason, or they would wait for the first one
+            if reason := gathered(self._make(directory))[0]:
                 raise _NothingMade(reason)
             write = self._write(directory / steps.ARRAYS, state)
         # reported, and counted as failed, when the save is settled
@@ -143,14 +144,10 @@ class Saver:
                 steps.commit(directory)
                 self._make_room(self.root / str(step))
                 steps.publish(directory, self.root / str(step))
-                self._finished.append(
-                    {
-                        "checkpoint_blocked_seconds": blocked,
-                        "checkpoint_seconds": time.perf_counter() - began,
-                        "checkpoint_bytes": written,
-                    }
-                )
-        except Exception as error:  # whatever it was, training need not end with it: on_failed_save says
+                spent = {"checkpoint_blocked_seconds": blocked, "checkpoint_seconds": time.perf_counter() - began}
+                self._finished.append(spent | {"checkpoint_bytes": written})
+        # whatever it was, training need not end with it: on_failed_save says
+        except Exception as error:
             if is_first() and not isinstance(error, _NothingMade):
                 shutil.rmtree(directory, ignore_errors=True)
             before = self.newest is not None and (self.root / str(self.newest) / steps.COMMIT).exists()
@@ -199,12 +196,10 @@ class Saver:
 
 def _reason(error: BaseException) -> str:
     """What the system said, under however many layers."""
-    said = {
-        number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-    }
+    said = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)]
     cause: BaseException | None = error
     while cause is not None:
-        for sentence in said.values():
+        for sentence in said:
             if sentence.lower() in str(cause).lower():
                 return sentence.lower()
         cause = cause.__cause__ or cause.__context__

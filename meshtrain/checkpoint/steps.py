@@ -23,8 +23,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config import refusal
+from meshtrain.errors import refusal
 from meshtrain.files import sync, write_atomically
+from meshtrain.run.directory import CHECKPOINTS
 
 FORMAT = 1
 ARRAYS, MANIFEST, DIGESTS, COMMIT = "arrays", "manifest.json", "digests.json", "COMMIT"
@@ -69,7 +70,7 @@ def committed_in(root: Path) -> list[int]:
 
 def directories(path: Path) -> list[Path]:
     """The steps that a path names, oldest first: all of a run directory or of its checkpoints/, or one step."""
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     if found := numbered(root):
         return found
     return [path] if any(os.path.lexists(path / name) for name in (COMMIT, DIGESTS, MANIFEST)) else []
@@ -162,9 +163,8 @@ def remove_leftovers(root: Path) -> list[str]:
             shutil.rmtree(path)
             found.append(f"removed {path}, which a process that was killed left unfinished.")
         except OSError as error:
-            found.append(
-                f"{path}, which a process that was killed left unfinished, cannot be removed: {refusal(error)}."
-            )
+            what = "which a process that was killed left unfinished"
+            found.append(f"{path}, {what}, cannot be removed: {refusal(error)}.")
     return found
 
 

@@ -61,10 +61,8 @@ def check(config: Config) -> None:
             )
         for activation in chosen:
             if activation not in ACTIVATIONS:
-                raise ConfigError(
-                    f"parallel.{name} has {short(repr(activation))}; legal are {', '.join(ACTIVATIONS)}"
-                    + (nearest(activation, ACTIVATIONS) or ".")
-                )
+                given, ending = short(repr(activation)), nearest(activation, ACTIVATIONS) or "."
+                raise ConfigError(f"parallel.{name} has {given}; legal are {', '.join(ACTIVATIONS)}{ending}")
 
 
 def _check_batch(config: Config) -> None:
@@ -88,14 +86,9 @@ def _check_batch(config: Config) -> None:
 def _check_data(config: Config) -> None:
     data, mesh, batch = config.data, config.mesh, config.train.global_batch_size
     if (data.source == MIXTURE) != bool(data.mixture):
-        raise ConfigError(
-            f"data.source is {short(data.source)}, but data.mixture "
-            + (
-                "names no sources; list them."
-                if not data.mixture
-                else "names sources; set data.source to mixture, or leave it out."
-            )
-        )
+        named = "names sources; set data.source to mixture, or leave it out."
+        found = named if data.mixture else "names no sources; list them."
+        raise ConfigError(f"data.source is {short(data.source)}, but data.mixture {found}")
     if len(data.weights) != len(data.mixture):
         raise ConfigError(
             f"data.weights has {len(data.weights)} numbers for the {len(data.mixture)} sources of data.mixture; give one each."
@@ -111,11 +104,8 @@ def _check_data(config: Config) -> None:
         raise ConfigError(
             f"data.batching is {data.batching}, but {data.source} tokens form no documents; set it to window."
         )
-    if (
-        data.batching in ("grouped", "budget")
-        and config.parallel.sequence_parallel
-        and data.length_multiple % mesh.tensor
-    ):
+    by_length = data.batching in ("grouped", "budget")
+    if by_length and config.parallel.sequence_parallel and data.length_multiple % mesh.tensor:
         raise ConfigError(
             f"mesh.tensor {mesh.tensor} does not divide data.length_multiple {data.length_multiple}, as parallel.sequence_parallel needs "
             f"with data.batching {data.batching}; give a multiple of {mesh.tensor}."

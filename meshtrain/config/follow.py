@@ -1,6 +1,5 @@
 """Keys that follow from others, as their lines in `schema` say: filled in, and once more where the others change."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -19,15 +18,23 @@ def resolve(config: AnyConfig) -> AnyConfig:
 
 
 def replaced(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
-    """The resolved config with other values of some keys, by section; what followed from the others follows from them as they are now."""
-    changed = config
-    for name, values in sections.items():
-        changed = dataclasses.replace(changed, **{name: dataclasses.replace(getattr(changed, name), **values)})  # type: ignore[arg-type]
+    """A resolved config with other values, by section: replaced(config, mesh={"data": 2}). What followed from the others follows again."""
+    changed = put(config, **sections)
     for path, key in keys(type(config)).items():
         section, _, name = path.partition(".")
         if name not in sections.get(section, ()) and followed(config, path):
             changed = _with(changed, path, key.default)
     return resolve(changed)
+
+
+def put(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
+    """A config with other values, by section, and nothing else: whoever makes many of them fills in what follows.
+
+    A few times as fast as `dataclasses.replace`, which searches notice.
+    """
+    held = vars(config)
+    changed = {name: type(held[name])(**(vars(held[name]) | values)) for name, values in sections.items()}
+    return type(config)(**(held | changed))
 
 
 def followed(config: Config, path: str) -> bool:
@@ -46,4 +53,4 @@ def value_of(config: Config, path: str) -> Any:
 
 def _with(config: AnyConfig, path: str, value: Any) -> AnyConfig:
     section, _, name = path.partition(".")
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})  # type: ignore[arg-type]
+    return put(config, **{section: {name: value}})

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from meshtrain.config.check import check
-from meshtrain.config.follow import resolve
+from meshtrain.config.follow import put, resolve
 from meshtrain.config.schema import Config, keys
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
 from meshtrain.config.values import value
@@ -117,7 +117,7 @@ def _override(config: Config, text: str) -> Config:
         raise ConfigError(f"{source}: {_unknown(type(section), f'{section_name}.', name)}")
     where = f"{source}: {section_name}.{name}"
     decoded = value(hints[name], keys(type(section))[name], _given(given.strip()), where)
-    return dataclasses.replace(config, **{section_name: dataclasses.replace(section, **{name: decoded})})
+    return put(config, **{section_name: {name: decoded}})
 
 
 def _given(text: str) -> yaml.Node:
