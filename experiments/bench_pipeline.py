@@ -33,7 +33,7 @@ from meshtrain.parallel.forward import Forward
 from meshtrain.parallel.pipeline.execute import Executor
 from meshtrain.plan.compiled import _described
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
-from meshtrain.schedule.segments import loops, work_per_tick
+from meshtrain.schedule.segments import segments, work_per_tick
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.step import Program
 
@@ -205,7 +205,7 @@ def vocabulary(schedules: list[str]) -> None:
             assert text is not None
             flops[vocab] = product_flops(text) / 1e12
         assert program.layout.table is not None
-        head = int(work_per_tick(loops(program.layout.table))[:, 1].sum())
+        head = int(work_per_tick(segments(program.layout.table))[:, 1].sum())
         gain = 1 - flops["spread"] / flops["edge"]
         print(f"{schedule:16}{flops['edge']:9.0f}{flops['spread']:9.0f}{gain:7.1%}   {head}", flush=True)
 

@@ -10,7 +10,7 @@ import time
 
 from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.segments import loops
+from meshtrain.schedule.segments import segments
 from meshtrain.schedule.simulate import Durations, simulate
 
 
@@ -25,7 +25,7 @@ def compare(stages: int, microbatches: int, chunks: int, message: float) -> None
         durations = Durations(1 / v, 1 / v, 1 / v, message=message)
         lockstep, alone = simulate(table, durations, "lockstep"), simulate(table, durations, "asynchronous")
         print(
-            f"{schedule:16}{v:7}{table.ticks:7}{sum(len(loop.body) for loop in loops(table)):8}"
+            f"{schedule:16}{v:7}{table.ticks:7}{sum(len(segment.body) for segment in segments(table)):8}"
             f"{lockstep.makespan:10.2f}{lockstep.bubble_fraction:7.1%}{alone.makespan:9.2f}{alone.bubble_fraction:7.1%}"
             f"{lockstep.peak_in_flight.max() / v:13.2f}"
         )

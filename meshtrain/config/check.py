@@ -7,20 +7,9 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks
+from meshtrain.schedule.table import MOST_WORK
 
-# Pipeline schedules, and how many chunks a stage has under each (None: as many as asked for). The tables themselves are made by
-# parallel.pipeline.generators, whose list this must equal; a config is checked without it.
-SCHEDULES: dict[str, int | None] = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved": None,
-    "looped_bfs": None,
-    "zb_h1": 1,
-    "zb_interleaved": None,
-    "v_1f1b": 2,
-}
-CHUNKED = tuple(name for name, chunks in SCHEDULES.items() if chunks is None)
-MOST_WORK = 2**20  # stages x ticks of a schedule: a plan of so many takes 10 s
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
 
@@ -132,10 +121,11 @@ def _check_pipeline(config: Config) -> None:
     # Without stages there is no table: neither chunks nor a split of the layers have a use (see `notes`).
     if stages == 1:
         return
-    if SCHEDULES.get(schedule) not in (None, chunks):
+    if (fixed := legal_chunks(schedule)) not in (None, chunks):
+        free = ", ".join(name for name in SCHEDULES if legal_chunks(name) is None)
         raise ConfigError(
-            f"parallel.virtual_stages is {chunks}, but {schedule} always has {SCHEDULES[schedule]}; leave it out, "
-            f"or set parallel.schedule to one that has any number: {', '.join(CHUNKED)}."
+            f"parallel.virtual_stages is {chunks}, but {schedule} always has {fixed}; leave it out, "
+            f"or set parallel.schedule to one that has any number: {free}."
         )
     what = f"mesh.pipeline {stages}" + (f" x parallel.virtual_stages {chunks}" if chunks > 1 else "")
     if stages * chunks > layers:
@@ -188,7 +178,7 @@ def notes(config: Config) -> list[str]:
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
             "the run ends before the learning rate is at its peak."
         )
-    if mesh.pipeline == 1 and parallel.virtual_stages != (SCHEDULES.get(parallel.schedule) or 1):
+    if mesh.pipeline == 1 and parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1):
         found.append(
             "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
         )

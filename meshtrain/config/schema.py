@@ -11,6 +11,7 @@ from typing import Any, Literal
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.families import FAMILIES
 from meshtrain.optimizers import OPTIMIZERS
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks
 
 # Numbers end up as int32 or float32: what these cannot hold is refused, and so is what float32 takes for zero.
 LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4028234663852886e38}
@@ -97,10 +98,7 @@ def _zero_hold(config: "Config") -> bool:
 
 
 def _virtual_stages(config: "Config") -> int:
-    # Checks read the schema.
-    from meshtrain.config.check import SCHEDULES
-
-    return SCHEDULES.get(config.parallel.schedule) or 1
+    return legal_chunks(config.parallel.schedule) or 1
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ class ParallelConfig:
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
     schedule: str = key(
         "1f1b",
-        "pipeline schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_interleaved, v_1f1b, or the path of a .csv table",
+        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table",
     )
     microbatches: int = key(
         1,

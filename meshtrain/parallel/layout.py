@@ -23,7 +23,6 @@ from meshtrain.mesh import DATA
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, placed, stages
-from meshtrain.schedule.closed_form import bubble, makespan
 from meshtrain.schedule.generators import SCHEDULES, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import Table
@@ -135,8 +134,8 @@ class Layout:
     def _idle(self, microbatches: int) -> str:
         """The share of a step in which a stage has nothing to do, stages being equally long."""
         if self.named:
-            at = (self.config.parallel.schedule, self.pipeline, microbatches, self.chunks, Durations())
-            return f"{bubble(*at) / makespan(*at):.0%}"
+            schedule, sizes = SCHEDULES[self.config.parallel.schedule], (self.pipeline, microbatches, self.chunks)
+            return f"{schedule.bubble(*sizes, Durations()) / schedule.makespan(*sizes, Durations()):.0%}"
         assert self.table is not None and microbatches == self.table.microbatches
         return f"{simulate(self.table, Durations()).bubble_fraction:.0%}"
 

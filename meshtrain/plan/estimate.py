@@ -8,9 +8,10 @@ from meshtrain.parallel.placement import stages
 from meshtrain.plan import compute, memory, shapes, ticks, traffic
 from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.plan.compute import OURS, Practice
-from meshtrain.plan.memory import Depths, Item
+from meshtrain.plan.memory import Item
 from meshtrain.plan.seconds import Pieces, StepTime, checkpoint_seconds, data_seconds, pieces_of
 from meshtrain.plan.traffic import Flow
+from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulate import Timeline
 
 PART_NAMES = {
@@ -133,8 +134,8 @@ def large_enough(cluster: Cluster, config: Config) -> Cluster:
 def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Plan:
     """The plan of a checked config. The pipeline's time is simulated from its table."""
     pieces = pieces_of(config, cluster, practice)
-    depths = ticks.depths(config)
-    held = memory.items(config, depths, cluster.cpu)
+    facts = ticks.facts(config)
+    held = memory.items(config, facts, cluster.cpu)
     line = None
     if config.mesh.pipeline > 1:
         line = ticks.timeline(config, pieces, practice)
@@ -154,7 +155,7 @@ def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pla
         flows=traffic.flows(config, ticks.trips(config, skips=cluster.cpu)),
         pieces=pieces,
         time=spent,
-        depths=depths,
+        depths=facts.depths,
         ticks=turns,
         peak_in_flight=peak,
         bubble_fraction=bubble,

@@ -12,6 +12,8 @@ from meshtrain.config import Config, ModelConfig
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages, zero_ways
 from meshtrain.plan import shapes
 from meshtrain.plan.shapes import Held
+from meshtrain.schedule.buffers import Depths
+from meshtrain.schedule.facts import Facts
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,6 @@ class Item:
     between_steps: bool = False
 
 
-@dataclass(frozen=True)
-class Depths:
-    """How many entries each buffer of the pipeline has (see `schedule.buffers`)."""
-
-    stash: int
-    f_inbox: int = 0
-    b_inbox: int = 0
-    cot: int = 0
-
-
-ONE_STAGE = Depths(1)
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
@@ -46,15 +37,15 @@ def zero_state(
     return elements * (weight / ways[0] + gradient / ways[1] + state / ways[2])
 
 
-def items(config: Config, depths: Depths, cpu: bool = False) -> list[Item]:
-    """Everything that a device holds at the fullest moment of a step."""
-    return fullest(config, depths, cpu)[1]
+def items(config: Config, facts: Facts, cpu: bool = False) -> list[Item]:
+    """Everything that a device holds at the fullest moment of a step, with the schedule's `facts` (see `ticks.facts`)."""
+    return fullest(config, facts, cpu)[1]
 
 
-def fullest(config: Config, depths: Depths, cpu: bool = False) -> tuple[str, list[Item]]:
+def fullest(config: Config, facts: Facts, cpu: bool = False) -> tuple[str, list[Item]]:
     """The moment of a step at which a device holds most, and what it holds then."""
-    always = [*state(config), *kept(config, depths, cpu)]
-    moments = {name: [i for i in [*always, *found] if i.nbytes] for name, found in passing(config, cpu).items()}
+    always = [*state(config), *kept(config, facts.depths, cpu)]
+    moments = {name: [i for i in [*always, *found] if i.nbytes] for name, found in passing(config, facts, cpu).items()}
     return max(moments.items(), key=lambda moment: total(moment[1]))
 
 
@@ -179,12 +170,12 @@ def kept(config: Config, depths: Depths, cpu: bool = False) -> list[Item]:
     ]
 
 
-def passing(config: Config, cpu: bool = False) -> dict[str, list[Item]]:
+def passing(config: Config, facts: Facts, cpu: bool = False) -> dict[str, list[Item]]:
     """What is held only for a moment, by moment.
 
     What lives at once in them was read off XLA's live ranges; `experiments/bench_planner.py --compile` shows how well it holds.
     """
-    return _of_stages(config, cpu) if config.mesh.pipeline > 1 else _of_one_stage(config, cpu)
+    return _of_stages(config, facts, cpu) if config.mesh.pipeline > 1 else _of_one_stage(config, cpu)
 
 
 def _of_one_stage(config: Config, cpu: bool) -> dict[str, list[Item]]:
@@ -220,7 +211,7 @@ def _of_one_stage(config: Config, cpu: bool) -> dict[str, list[Item]]:
     }
 
 
-def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
+def _of_stages(config: Config, facts: Facts, cpu: bool) -> dict[str, list[Item]]:
     """Moments of a tick: a chunk goes forward, another backward, and the loss head between them.
 
     A stashed microbatch is made as a whole and read as a whole, and XLA reads one before the other is written: two beside the stash.
@@ -230,14 +221,14 @@ def _of_stages(config: Config, cpu: bool) -> dict[str, list[Item]]:
     held = shapes.held(config)
     block = held.block
     # On CPU idle work is skipped by conditionals, whose branches share nothing and which leave the weights where they are.
-    alone, beside = (0, 0) if cpu else _unrolled(config)
+    # Elsewhere ticks that are compiled alone, or beside another in one turn of a loop, hold what they make beside the rest.
+    alone, beside = (0, 0) if cpu else (facts.alone, facts.beside)
     chunk = size * block.whole * stage.longest
-    full, splits = parallel.remat == "full", parallel.schedule.startswith("zb_")
+    full = parallel.remat == "full"
     entry = 0.0 if full else stage.longest * _layer(config, parallel.remat, cpu)
-    # Where all microbatches go forward before any goes backward one tick does both, which XLA compiles alone.
-    copied = 1 if cpu else 2 + beside + (parallel.schedule in ("gpipe", "looped_bfs"))
+    copied = 1 if cpu else 2 + beside + facts.turns
     left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
-    if splits:
+    if facts.split:
         made = 0 if cpu else (1 + alone) * _left(config, False)
         left = stage.longest * (_left(config, parallel.remat != "none") + made)
     again = stage.longest * _layer(config, "none", cpu) * (1 + alone + beside) if full else 0.0
@@ -280,15 +271,6 @@ def _new_gradients(config: Config) -> float:
     stage = stages(config)
     block = shapes.held(config).block
     return _itemsize(config) * (block.shard if scatters_at_use(config) else block.whole) * stage.longest
-
-
-def _unrolled(config: Config) -> tuple[int, int]:
-    """Ticks that XLA compiles outside the loop over ticks, and beside another in one turn of it (see `schedule.segments`): what
-    is made there lives beside the rest. Two stages drain in one tick; v_1f1b has the head in every other one, and one is left over.
-    """
-    if config.parallel.schedule == "v_1f1b":
-        return 1, 1
-    return int(config.mesh.pipeline == 2 and config.parallel.schedule in ("1f1b", "zb_h1")), 0
 
 
 def _work(config: Config, cpu: bool) -> float:

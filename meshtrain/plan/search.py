@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.check import CHUNKED
-from meshtrain.config.check import SCHEDULES as LEGAL
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import memory, ticks
@@ -117,11 +115,9 @@ def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
     """Every (schedule, virtual stages) for a number of stages."""
     if stages == 1:
         return [("1f1b", 1)]
-    names = [name for name in SCHEDULES if name in LEGAL]
-    found = [(name, 1) for name in names if name not in CHUNKED and not name.startswith(("v_", "zb_v"))]
-    chunks = range(2, min(MOST_CHUNKS, layers // stages) + 1)
-    found += [(name, v) for name in names if name in CHUNKED for v in chunks]
-    return found + [(name, 2) for name in names if name.startswith(("v_", "zb_v")) and 2 * stages <= layers]
+    any_number = range(2, MOST_CHUNKS + 1)
+    chunks = [(s.name, v) for s in SCHEDULES.values() for v in ([s.chunks] if s.chunks else any_number)]
+    return [(name, v) for name, v in chunks if v * stages <= layers]
 
 
 def candidates(config: Config, cluster: Cluster, devices: int) -> Iterator[Candidate]:
@@ -162,19 +158,20 @@ def _scheduled(config: Config, cluster: Cluster, outside: dict[int, list[_Zero]]
         stage = stages_of(scheduled)
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
-        held = memory.total(memory.kept(scheduled, ticks.quick_depths(scheduled), cluster.cpu))
+        facts = ticks.facts(scheduled)
+        held = memory.total(memory.kept(scheduled, facts.depths, cluster.cpu))
         seconds, passing = math.inf, dict[tuple[bool, bool], float]()
         for zero in outside[stage.on_device]:
             nbytes = held + zero.nbytes
             if nbytes <= usable:
                 if zero.at_use not in passing:
-                    moments = memory.passing(_with_zero(scheduled, zero.zero), cluster.cpu)
+                    moments = memory.passing(_with_zero(scheduled, zero.zero), facts, cluster.cpu)
                     passing[zero.at_use] = max(map(memory.total, moments.values()))
                 nbytes += passing[zero.at_use]
             if nbytes <= usable and seconds == math.inf:
                 if stage.longest not in pieces:
                     pieces[stage.longest] = pieces_of(scheduled, cluster)
-                seconds = ticks.quick(scheduled, pieces[stage.longest]).total
+                seconds = ticks.quick(scheduled, facts, pieces[stage.longest])
             yield Candidate(seconds + zero.seconds, nbytes, scheduled, zero.zero)
 
 

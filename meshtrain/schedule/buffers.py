@@ -1,4 +1,4 @@
-"""Where every value waits: slots of the stages' buffers, computed once from a legal table.
+"""Where every value waits: places in the stages' buffers, computed once from a legal table.
 
 A stage has up to four buffers, each exactly as deep as the table needs:
 
@@ -7,7 +7,7 @@ A stage has up to four buffers, each exactly as deep as the table needs:
     stash             what F leaves for B (for W when B is split)
     cotangent stash   what I leaves for W (only when B is split)
 
-Within a tick things happen in this order, and a slot is free again after the last read of what it held:
+Within a tick things happen in this order, and a place is free again after the last read of what it held:
 
     F reads its inbox, writes the stash | the loss head writes the backward inbox of the last virtual stage |
     B reads inbox and stash, writes the cotangent stash | W reads both stashes | messages arrive in the inboxes
@@ -15,6 +15,7 @@ Within a tick things happen in this order, and a slot is free again after the la
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +25,32 @@ from meshtrain.schedule.table import B, F, Table, W
 _FORWARD, _HEAD, _BACKWARD, _WEIGHT, _ARRIVAL = range(5)
 
 
+class Depths(NamedTuple):
+    """Places of each buffer: the most entries that any stage holds at once, 0 where it is never used."""
+
+    stash: int
+    f_inbox: int = 0
+    b_inbox: int = 0
+    cot: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """Messages of one kind that come one way, at the end of a tick: activations (`slot` F) or cotangents (B).
+
+    They come from the stage before (`shift` 1), from the one after (-1), or from this stage itself (0). With the
+    placement `loop` activations travel by 1 and cotangents by -1, around the ring; in a `v` all six may.
+    """
+
+    slot: int
+    shift: int
+    active: np.ndarray  # bool [ticks, stages]
+    place: np.ndarray  # int32 [ticks, stages]: where the inbox keeps it; 0 where none arrives
+
+
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """What each stage does in each tick, with the buffer slots it reads and writes.
+    """What each stage does in each tick, with the places of its buffers that it reads and writes.
 
     Arrays are int32 [ticks, stages] and 0 where the slot is idle; `*_active`, `first` and `last` are bool
     [ticks, stages]; `enter`, `exit`, `head_out` and `leave` are int32 [ticks], the same for all stages, -1 for none.
@@ -48,140 +72,143 @@ class Buffers:
     w_chunk: np.ndarray
     w_stash: np.ndarray
     w_cot: np.ndarray
-    # At the end of the tick a message arrives here, to be kept in this slot of the inbox. Activations (f) and
-    # cotangents (b) come from the stage before (down), from the stage after (up), or from this stage itself (local).
-    # `loop`: f comes down and b comes up, around the ring, and nothing else happens. `v`: all six may.
-    recv_f_active: np.ndarray  # f down
-    recv_f: np.ndarray
-    recv_f_up_active: np.ndarray
-    recv_f_up: np.ndarray
-    recv_f_local_active: np.ndarray
-    recv_f_local: np.ndarray
-    recv_b_active: np.ndarray  # b up
-    recv_b: np.ndarray
-    recv_b_down_active: np.ndarray
-    recv_b_down: np.ndarray
-    recv_b_local_active: np.ndarray
-    recv_b_local: np.ndarray
     first: np.ndarray  # this F is virtual stage 0
     last: np.ndarray  # this F is the last virtual stage
     enter: np.ndarray  # microbatch whose F runs on virtual stage 0: its embedding is needed
     exit: np.ndarray  # microbatch whose F runs on the last virtual stage: the loss head follows in the same tick
     head_out: np.ndarray  # backward inbox of the last virtual stage's stage: where the head leaves the cotangent
     leave: np.ndarray  # microbatch whose B runs on virtual stage 0: its cotangent is the embedding's
-    # Depths: the most entries that any stage holds at once; 0 where a buffer is never used.
-    f_inbox: int
-    b_inbox: int
-    stash: int
-    cot: int
+    arrivals: tuple[Arrival, ...]  # every way that a message takes at all
+    depths: Depths
 
 
-def allocate(table: Table) -> Buffers:
-    """Buffer slots for a legal table (see `validate`), each buffer of a stage coloured as an interval graph: no deeper
-    than the most entries it holds at once."""
-    when = table.when()
-    inner = np.arange(table.virtual_stages - 1)  # virtual stages that send activations on and get cotangents back
+class _Life(NamedTuple):
+    """From when to when each entry of a buffer is held: moments, [virtual stage, microbatch]; `end` < 0: never."""
+
+    start: np.ndarray
+    end: np.ndarray
+
+
+def _lives(table: Table, when: np.ndarray) -> tuple[_Life, _Life, _Life, _Life]:
+    """Of the entries of stash, forward inbox, backward inbox and cotangent stash."""
     last = table.virtual_stages - 1
-
     arrives = np.zeros_like(when)  # moment from which the input of F, and that of B, is in the inbox
-    arrives[F, 1:] = 5 * when[F, inner] + _ARRIVAL
-    arrives[B, :-1] = 5 * when[B, inner + 1] + _ARRIVAL
+    arrives[F, 1:] = 5 * when[F, :-1] + _ARRIVAL
+    arrives[B, :-1] = 5 * when[B, 1:] + _ARRIVAL
     arrives[B, last] = 5 * when[F, last] + _HEAD
     f, b = 5 * when[F] + _FORWARD, 5 * when[B] + _BACKWARD
     w = 5 * when[W] + _WEIGHT if table.split else b
+    never = np.full_like(f, -1)
+    waits = f.copy()
+    waits[0] = -1  # virtual stage 0 takes the embedding
+    return _Life(f, w), _Life(arrives[F], waits), _Life(arrives[B], b), _Life(b, w if table.split else never)
 
+
+def depths(table: Table) -> Depths:
+    """The most entries of each buffer that any stage of a legal table holds at once."""
+    stage = np.broadcast_to(table.stage_of(np.arange(table.virtual_stages))[:, None], table.when()[F].shape)
+    return Depths(*(_most_alive(table, life, stage) for life in _lives(table, table.when())))
+
+
+def _most_alive(table: Table, life: _Life, stage: np.ndarray) -> int:
+    held = life.end >= 0
+    change = np.zeros((table.stages, 5 * table.ticks + 1), np.int32)
+    np.add.at(change, (stage[held], life.start[held]), 1)
+    np.add.at(change, (stage[held], life.end[held] + 1), -1)
+    return int(change.cumsum(axis=1).max())
+
+
+def allocate(table: Table) -> Buffers:
+    """Places for a legal table (see `validate`), each buffer of a stage coloured as an interval graph: no deeper than
+    the most entries it holds at once."""
+    when = table.when()
+    last = table.virtual_stages - 1
     stage = table.stage_of(np.arange(table.virtual_stages))
-    f_in, f_inbox = _colour(table, arrives[F], f, stage, skip_first=True)
-    b_in, b_inbox = _colour(table, arrives[B], b, stage)
-    stash, stash_depth = _colour(table, f, w, stage)
-    cot, cot_depth = _colour(table, b, w, stage) if table.split else (np.zeros_like(stash), 0)
+    (stash, f_in, b_in, cot), deep = zip(*(_colour(table, life, stage) for life in _lives(table, when)), strict=True)
+
+    def active(slot: int) -> np.ndarray:
+        return table.cells[:, :, slot, 0] >= 0
 
     def at(slot: int, values: np.ndarray) -> np.ndarray:
         """Puts values [virtual stage, microbatch] where that op stands in the table."""
         return _scatter(table, when[slot], stage, values)
 
-    microbatch = np.broadcast_to(np.arange(table.microbatches), stash.shape)
-    chunk = np.broadcast_to(table.chunk_of(np.arange(table.virtual_stages))[:, None], stash.shape)
-    arrays = {}
-    for letter, slot in (("f", F), ("b", B), ("w", W)):
-        arrays[f"{letter}_active"] = table.cells[:, :, slot, 0] >= 0
-        arrays[f"{letter}_microbatch"] = at(slot, microbatch)
-        arrays[f"{letter}_chunk"] = at(slot, chunk)
-    virtual_stage = np.broadcast_to(np.arange(table.virtual_stages)[:, None], stash.shape)
-    arrays["first"] = arrays["f_active"] & (at(F, virtual_stage) == 0)
-    arrays["last"] = arrays["f_active"] & (at(F, virtual_stage) == last)
-
+    shape = (table.virtual_stages, table.microbatches)
+    microbatches = np.arange(table.microbatches)
+    virtual = np.broadcast_to(np.arange(table.virtual_stages)[:, None], shape)
+    microbatch, chunk = np.broadcast_to(microbatches, shape), table.chunk_of(virtual)
     return Buffers(
-        **arrays,
-        **_arrivals(table, when, f_in, b_in),
+        f_active=active(F),
+        f_microbatch=at(F, microbatch),
+        f_chunk=at(F, chunk),
         f_in=at(F, f_in),
         f_stash=at(F, stash),
+        b_active=active(B),
+        b_microbatch=at(B, microbatch),
+        b_chunk=at(B, chunk),
         b_in=at(B, b_in),
         b_stash=at(B, stash),
         b_cot=at(B, cot),
+        w_active=active(W),
+        w_microbatch=at(W, microbatch),
+        w_chunk=at(W, chunk),
         w_stash=at(W, stash),
         w_cot=at(W, cot),
-        enter=_per_tick(table, when[F, 0], np.arange(table.microbatches)),
-        exit=_per_tick(table, when[F, last], np.arange(table.microbatches)),
+        first=active(F) & (at(F, virtual) == 0),
+        last=active(F) & (at(F, virtual) == last),
+        enter=_per_tick(table, when[F, 0], microbatches),
+        exit=_per_tick(table, when[F, last], microbatches),
         head_out=_per_tick(table, when[F, last], b_in[last]),
-        leave=_per_tick(table, when[B, 0], np.arange(table.microbatches)),
-        f_inbox=f_inbox,
-        b_inbox=b_inbox,
-        stash=stash_depth,
-        cot=cot_depth,
+        leave=_per_tick(table, when[B, 0], microbatches),
+        arrivals=_arrivals(table, when, f_in, b_in),
+        depths=Depths(*deep),
     )
 
 
-def _colour(
-    table: Table, start: np.ndarray, end: np.ndarray, stage: np.ndarray, skip_first: bool = False
-) -> tuple[np.ndarray, int]:
-    """Slot of each entry that lives from `start` to `end` (moments, [virtual stage, microbatch]), and the depth.
+def _colour(table: Table, life: _Life, stage: np.ndarray) -> tuple[np.ndarray, int]:
+    """Place of each entry, [virtual stage, microbatch], and the depth.
 
-    Entries of one stage share its buffer. Taking them by start, and the lowest free slot for each, uses no more slots
-    than there are entries alive at one moment.
+    Entries of one stage share its buffer. Taking them by start, and the lowest free place for each, uses no more
+    places than there are entries alive at one moment.
     """
-    slots = np.zeros(start.shape, np.int32)
+    places = np.zeros(life.start.shape, np.int32)
     depth = 0
     for s in range(table.stages):
-        rows = np.flatnonzero((stage == s) & ~(skip_first & (np.arange(len(stage)) == 0)))
-        entries = sorted((start[k, j], end[k, j], k, j) for k in rows.tolist() for j in range(table.microbatches))
+        rows = np.flatnonzero((stage == s) & (life.end >= 0).all(axis=1))
+        entries = sorted(
+            (life.start[k, j], life.end[k, j], k, j) for k in rows.tolist() for j in range(table.microbatches)
+        )
         free: list[int] = []
-        busy: list[tuple[int, int]] = []  # (end, slot)
+        busy: list[tuple[int, int]] = []  # (end, place)
         used = 0
-        for begin, finish, k, j in entries:
+        for begin, end, k, j in entries:
             while busy and busy[0][0] < begin:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             if not free:
                 heapq.heappush(free, used)
                 used += 1
-            slots[k, j] = heapq.heappop(free)
-            heapq.heappush(busy, (finish, slots[k, j]))
+            places[k, j] = heapq.heappop(free)
+            heapq.heappush(busy, (end, places[k, j]))
         depth = max(depth, used)
-    return slots, depth
+    return places, depth
 
 
-def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray) -> dict[str, np.ndarray]:
-    """The `recv_*` arrays: each message at its tick, on the stage that gets it, by the way it comes."""
+def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray) -> tuple[Arrival, ...]:
+    """Each message at its tick, on the stage that gets it, by the way it comes."""
     k = np.arange(table.virtual_stages - 1)  # messages go between k and k + 1
     low, high = table.stage_of(k), table.stage_of(k + 1)
-    if table.placement == "loop":
-        down, up, local = np.ones_like(k, bool), np.zeros_like(k, bool), np.zeros_like(k, bool)
-    else:
-        down, up, local = high == low + 1, high == low - 1, high == low
-    arrays = {}
-    for name, way in (("", down), ("_up", up), ("_local", local)):
-        sent = when[F, k[way]]
-        arrays[f"recv_f{name}"] = _scatter(table, sent, high[way], f_in[k[way] + 1])
-        arrays[f"recv_f{name}_active"] = _scatter(table, sent, high[way], np.ones_like(sent)) > 0
-    for name, way in (
-        ("", down),
-        ("_down", up),
-        ("_local", local),
-    ):  # a cotangent goes back the way the activation came
-        sent = when[B, k[way] + 1]
-        arrays[f"recv_b{name}"] = _scatter(table, sent, low[way], b_in[k[way]])
-        arrays[f"recv_b{name}_active"] = _scatter(table, sent, low[way], np.ones_like(sent)) > 0
-    return arrays
+    shift = np.ones_like(k) if table.placement == "loop" else high - low
+    found = []
+    for slot in (F, B):
+        for step in (1, -1, 0) if slot == F else (-1, 1, 0):  # a cotangent goes back the way the activation came
+            way = k[shift == (step if slot == F else -step)]
+            if not len(way):
+                continue
+            sent = when[F, way] if slot == F else when[B, way + 1]
+            to, places = (high[way], f_in[way + 1]) if slot == F else (low[way], b_in[way])
+            active = _scatter(table, sent, to, np.ones_like(sent)) > 0
+            found.append(Arrival(slot, step, active, _scatter(table, sent, to, places)))
+    return tuple(found)
 
 
 def _scatter(table: Table, tick: np.ndarray, stage: np.ndarray, values: np.ndarray) -> np.ndarray:

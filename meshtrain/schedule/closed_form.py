@@ -1,4 +1,4 @@
-"""Idle time and makespan of the named schedules by formula, where a formula is exact: for searches over thousands of plans.
+"""Facts and idle time of the named schedules by formula, where a formula is exact: for searches over thousands of plans.
 
 p stages, m microbatches, v chunks a stage; F, I, W what a whole stage needs for one microbatch, B = I + W; c one message.
 With chunks, r = p - 1 + (v-1) max(0, p-m): fewer microbatches than stages leave the ring partly empty on every round.
@@ -16,78 +16,135 @@ With chunks, r = p - 1 + (v-1) max(0, p-m): fewer microbatches than stages leave
 n = min(m, p) - 1, so that with m >= p the two zero-bubble schedules have the (p-1)(F+I-W) of Qi et al. 2023. A W longer
 than an I stands in the way of the chain of I at the end, and one longer than an F can hold up the chain of F: then the
 idle time is longer. All stages are taken to be equally long, and the asynchronous formulas have no loss head.
+
+In lockstep the idle time follows from the facts: from how many ticks have an F, a B and a W.
 """
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.schedule.simulate import CLOCKS, Durations
-
-_ZERO_BUBBLE = ("zb_h1", "zb_interleaved")
-_KNOWN = ("gpipe", "1f1b", "zb_h1", "interleaved", "looped_bfs", "zb_interleaved", "v_1f1b")
+from meshtrain.schedule.buffers import Depths
+from meshtrain.schedule.facts import Facts
+from meshtrain.schedule.simulate import Durations
 
 
 class NotExact(ValueError):
     """There is no exact formula for this case, which must be simulated. The message says why."""
 
 
-def bubble(
-    schedule: str, stages: int, microbatches: int, chunks: int, durations: Durations, clock: str = "lockstep"
-) -> float:
-    """Time in which a stage does none of F, B and W, the same for every stage, as `simulate` finds it.
+class Formulas(NamedTuple):
+    """Of a schedule, for p stages, m microbatches and v chunks."""
 
-    The loss head, which only lockstep has a formula for, is left out: see `makespan`. Raises NotExact where no formula
-    is exact.
-    """
-    if clock not in CLOCKS:
-        raise ValueError(f"clock '{clock}' is not one of {', '.join(CLOCKS)}")
-    if schedule not in _KNOWN:
-        raise NotExact(f"there is no formula for schedule '{schedule}', only for {', '.join(_KNOWN)}")
-    p, m, v, c = stages, microbatches, chunks, durations.message
-    forward, input_grad, weight_grad = _whole_stage(durations, chunks)
-    split = schedule in _ZERO_BUBBLE
-    chain = forward + input_grad + (0.0 if split else weight_grad)  # what stages wait for, one after the other
-    if schedule == "v_1f1b":
-        rounds = 2 * (p - 1)
-    else:
-        rounds = p - 1 + (v - 1) * max(0, p - m)  # in which a stage is idle, each as long as one chunk
-
-    if clock == "lockstep":
-        if c and p > 1:
-            raise NotExact("in lockstep the formulas are for messages that take no time")
-        return rounds * chain / v
-
-    if durations.head:
-        raise NotExact("stages that run on their own wait for the loss head in ways that no formula here describes")
-    if split and weight_grad > min(forward, input_grad):
-        raise NotExact(
-            "the zero-bubble formulas are for a weight gradient no longer than a forward or an input gradient"
-        )
-    if v > 1 and m < p and schedule in ("zb_interleaved", "v_1f1b"):
-        raise NotExact(f"schedule {schedule} has a formula only for at least as many microbatches as stages")
-    if c and v > 1:
-        raise NotExact("with several chunks the formulas are for messages that take no time")
-    if c > chain / 2 and schedule not in ("gpipe", "looped_bfs"):
-        raise NotExact(
-            f"schedule {schedule} has a formula only for messages up to half of F+B (of F+I where it is split)"
-        )
-    if schedule == "v_1f1b":
-        return (p - 1) * max(forward, input_grad + weight_grad)
-    late = (min(p, m) - 1) * weight_grad if split else 0.0
-    return (rounds * chain - late) / v + 2 * (p - 1) * c
+    facts: Callable[[int, int, int], Facts]  # (p, m, v), for all sizes
+    # (p, m, v, F, I, W, c) -> idle time of every stage, each running on its own; NotExact where that is not exact
+    idle: Callable[[int, int, int, float, float, float, float], float] | None = None
 
 
-def makespan(
-    schedule: str, stages: int, microbatches: int, chunks: int, durations: Durations, clock: str = "lockstep"
-) -> float:
-    """Time from the first forward to the end of the optimizer. Raises NotExact like `bubble`."""
-    idle = bubble(schedule, stages, microbatches, chunks, durations, clock)
-    head = durations.head / (stages if durations.head_spread else 1)
-    return microbatches * (sum(_whole_stage(durations, chunks)) + head) + idle + durations.optimizer
-
-
-def _whole_stage(durations: Durations, chunks: int) -> tuple[float, float, float]:
+def whole_stage(durations: Durations, chunks: int) -> tuple[float, float, float]:
+    """F, I and W of a whole stage; NotExact where virtual stages differ."""
     parts = (durations.forward, durations.input_grad, durations.weight_grad)
     if any(np.ndim(part) for part in parts):
         raise NotExact("the formulas are for stages of equal length, and durations are given for each virtual stage")
     forward, input_grad, weight_grad = (float(part) * chunks for part in parts)
     return forward, input_grad, weight_grad
+
+
+def _all_forward_first(p: int, m: int, v: int) -> Facts:
+    waits = max(m, p) - p + 1  # ticks that a microbatch which came around the ring waits for its next chunk
+    inbox = waits if v > 1 else int(p > 1)
+    ticks = v * m + _rounds(p, m, v)
+    return Facts(ticks, m, ticks, 0, 1, Depths(v * m, inbox, m), split=False, turns=m > 2)
+
+
+def _all_forward_first_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: float) -> float:
+    _no_messages_between_chunks(v, c)
+    return _rounds(p, m, v) * (f + i + w) / v + 2 * (p - 1) * c
+
+
+def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False) -> Facts:
+    groups = max(1, m // p)
+    largest = math.ceil(m / groups)  # group of microbatches, see `generators`
+    waits = max(largest, p) - p + 1  # ticks that a microbatch which came around the ring waits for its next chunk
+    f_inbox, b_inbox = (waits, waits) if v > 1 else (int(p > 1), 1)
+    if v > 1 and m % groups:  # in a smaller group the heads' cotangents wait v - 1 ticks for their turn
+        b_inbox = max(waits, min(v, waits + largest - 1))
+    stash = min(v * m, (v - 1) * max(largest, p) + 2 * p - 1)
+    ticks = v * m + _rounds(p, m, v)
+    together = ticks - (v - 1) * max(largest, p) - (p - 1)
+    return Facts(
+        forward=ticks,
+        head=m,
+        backward=ticks,
+        weight=v * m if split else 0,
+        together=together,
+        depths=Depths(stash, f_inbox, b_inbox, min(p, m) if split else 0),
+        split=split,
+        alone=_alone(p, m, v, split),
+    )
+
+
+def _alone(p: int, m: int, v: int, split: bool) -> int:
+    """Two stages drain in one tick. W begins p - 1 ticks after B: with few microbatches in a tick of its own, or after one."""
+    if p == 2:
+        return int(v == 1 and m > 1 + split)
+    return int(split and m > 1 and (m in (p, p - 2) or (v == 2 and m == p - 1)))
+
+
+def _one_forward_one_backward_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: float) -> float:
+    _no_messages_between_chunks(v, c)
+    _short_messages(c, f + i + w)
+    return _rounds(p, m, v) * (f + i + w) / v + 2 * (p - 1) * c
+
+
+def _zero_bubble_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: float) -> float:
+    if w > min(f, i):
+        raise NotExact(
+            "the zero-bubble formulas are for a weight gradient no longer than a forward or an input gradient"
+        )
+    _enough_microbatches(p, m, v)
+    _no_messages_between_chunks(v, c)
+    _short_messages(c, f + i)
+    return ((p - 1) * (f + i) - (min(p, m) - 1) * w) / v + 2 * (p - 1) * c
+
+
+def _in_v(p: int, m: int, v: int) -> Facts:
+    ticks, depths = 2 * m + 2 * (p - 1), Depths(min(2 * m, 2 * p), 1, 1)
+    alone, beside = (1, 1) if m > 2 else (0, 2 * (m - 1))
+    return Facts(ticks, m, ticks, 0, 2 * m - 1, depths, split=False, alone=alone, beside=beside)
+
+
+def _in_v_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: float) -> float:
+    _enough_microbatches(p, m, v)
+    _no_messages_between_chunks(v, c)
+    return (p - 1) * max(f, i + w)
+
+
+def _rounds(p: int, m: int, v: int) -> int:
+    """In which a stage is idle, each as long as one chunk."""
+    return p - 1 + (v - 1) * max(0, p - m)
+
+
+def _no_messages_between_chunks(v: int, c: float) -> None:
+    if c and v > 1:
+        raise NotExact("with several chunks the formulas are for messages that take no time")
+
+
+def _short_messages(c: float, chain: float) -> None:
+    """`chain`: what stages wait for, one after the other."""
+    if c > chain / 2:
+        raise NotExact("the formula is only for messages up to half of F+B (of F+I where the backward is split)")
+
+
+def _enough_microbatches(p: int, m: int, v: int) -> None:
+    if v > 1 and m < p:
+        raise NotExact("the formula is only for at least as many microbatches as stages")
+
+
+ALL_FORWARD_FIRST = Formulas(_all_forward_first, _all_forward_first_idle)
+ONE_FORWARD_ONE_BACKWARD = Formulas(_one_forward_one_backward, _one_forward_one_backward_idle)
+ZERO_BUBBLE = Formulas(partial(_one_forward_one_backward, split=True), _zero_bubble_idle)
+IN_V = Formulas(_in_v, _in_v_idle)

@@ -19,19 +19,28 @@ are at least m v + p - 1 ticks with an F, as many with an I, and m v with a W. v
 The figures are for p dividing m; the conditions under which each idle time is exact, and what holds otherwise, stand in
 `closed_form`. Every schedule is legal for all p, m, v >= 1.
 
+A schedule from outside: `register(Schedule("mine", ticks))` makes `parallel.schedule: mine` legal, trained, planned, drawn and
+searched; formulas only make searches faster.
+
 1F1B holds 2(p-1-s) + 1 microbatches on stage s and not p - s as on machines that run at their own pace (Narayanan et
 al. 2019, "PipeDream"): a tick of the compiled program is a forward *and* a backward, a message needs a tick for a hop,
 and so a microbatch comes back to stage s 2(p-1-s) ticks after it left. For the same price a message as long as
 (F+B)/2 costs nothing.
 """
 
-import difflib
+import functools
+import os
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.errors import short
+from meshtrain.errors import nearest, short
+from meshtrain.registry import Registry
+from meshtrain.schedule import closed_form
+from meshtrain.schedule.closed_form import Formulas, NotExact, whole_stage
+from meshtrain.schedule.facts import Facts, facts
+from meshtrain.schedule.simulate import CLOCKS, Durations
 from meshtrain.schedule.table import IllegalTable, Table, read_csv
 from meshtrain.schedule.validate import validate
 
@@ -39,34 +48,115 @@ from meshtrain.schedule.validate import validate
 Ticks = tuple[np.ndarray, np.ndarray]
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule's one entry: `ticks(stages, microbatches, chunks)` places F and B, and W follows where B is split.
+
+    Its formulas, if it has any, must say what the table says.
+    """
+
+    name: str
+    ticks: Callable[[int, int, int], Ticks]
+    chunks: int | None = 1  # model chunks that a stage must have; None for any number
+    split: bool = False  # B is split into I and W
+    placement: str = "loop"
+    formulas: Formulas | None = None
+
+    def table(self, stages: int, microbatches: int, chunks: int) -> Table:
+        f, b = self.ticks(stages, microbatches, chunks)
+        w = _weights_together(b, stages) if self.split else np.full_like(b, -1)
+        when = np.stack([f, b, w])
+        return Table.at(when, name=self.name, stages=stages, chunks=chunks, split=self.split, placement=self.placement)
+
+    def bubble(
+        self, stages: int, microbatches: int, chunks: int, durations: Durations, clock: str = "lockstep"
+    ) -> float:
+        """Time in which a stage does none of F, B and W, the same for every stage, as `simulate` finds it.
+
+        The loss head, which only lockstep has a formula for, is left out: see `makespan`. Raises NotExact where no
+        formula is exact.
+        """
+        if clock not in CLOCKS:
+            raise ValueError(f"clock '{clock}' is not one of {', '.join(CLOCKS)}")
+        f, i, w = whole_stage(durations, chunks)
+        if clock == "lockstep":
+            if durations.message and stages > 1:
+                raise NotExact("in lockstep the formulas are for messages that take no time")
+            alone = Durations(durations.forward, durations.input_grad, durations.weight_grad)
+            return facts_of(self.name, stages, microbatches, chunks).seconds(alone) - microbatches * (f + i + w)
+        if self.formulas is None or self.formulas.idle is None:
+            raise NotExact(f"there is no formula for schedule '{self.name}'")
+        if durations.head:
+            raise NotExact("stages that run on their own wait for the loss head in ways that no formula here describes")
+        return self.formulas.idle(stages, microbatches, chunks, f, i, w, durations.message)
+
+    def makespan(
+        self, stages: int, microbatches: int, chunks: int, durations: Durations, clock: str = "lockstep"
+    ) -> float:
+        """Time from the first forward to the end of the optimizer. Raises NotExact like `bubble`."""
+        idle = self.bubble(stages, microbatches, chunks, durations, clock)
+        head = durations.head / (stages if durations.head_spread else 1)
+        return microbatches * (sum(whole_stage(durations, chunks)) + head) + idle + durations.optimizer
+
+
 def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
     """The table of a schedule: one of `SCHEDULES`, or the path of a CSV file (see `Table.to_csv`).
 
-    `chunks` is the number of model chunks (virtual stages) that each stage holds.
+    `chunks` is the number of model chunks (virtual stages) that each stage holds. Made once, and once for each state of a file.
     Raises ValueError, in one sentence, for an unknown name or numbers that the schedule cannot have; and IllegalTable
     for a file that is not legal or is for other numbers.
     """
+    return _made(schedule, stages, microbatches, chunks, _stamp(schedule))
+
+
+def facts_of(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Facts:
+    """The facts of such a table, by formula where there is one: the table need not be made."""
+    entry = SCHEDULES.get(schedule)
+    if entry and entry.formulas:
+        return entry.formulas.facts(stages, microbatches, chunks)
+    return _facts(schedule, stages, microbatches, chunks, _stamp(schedule))
+
+
+def legal_chunks(schedule: str) -> int | None:
+    """How many chunks a stage must have; None where any number will do, and for a file, which says itself."""
+    entry = SCHEDULES.get(schedule)
+    return entry.chunks if entry else None
+
+
+def _stamp(schedule: str) -> tuple[int, int] | None:
+    """Of a file, changed when the file is."""
+    try:
+        found = os.stat(schedule) if schedule.endswith(".csv") else None
+    except OSError:  # told when it is read
+        return None
+    return found and (found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=512)
+def _facts(schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None) -> Facts:
+    return facts(make_table(schedule, stages, microbatches, chunks))
+
+
+@functools.lru_cache(maxsize=64)
+def _made(schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None) -> Table:
     if schedule.endswith(".csv"):
         return _from_file(schedule, stages, microbatches, chunks)
     if schedule not in SCHEDULES:
-        near = difflib.get_close_matches(schedule, SCHEDULES, 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"schedule '{schedule}' is not one of {', '.join(SCHEDULES)} or a path ending in .csv{hint}")
+        known = ", ".join(SCHEDULES)
+        raise ValueError(
+            f"schedule '{schedule}' is not one of {known} or a path ending in .csv{nearest(schedule, SCHEDULES)}"
+        )
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
             raise ValueError(f"schedule {schedule}: {what} is {value}, and must be at least 1")
-    kind = _GENERATORS[schedule]
-    if kind.chunks is not None and chunks != kind.chunks:
-        many = [name for name, other in _GENERATORS.items() if other.chunks in (None, chunks)]
+    entry = SCHEDULES[schedule]
+    if entry.chunks not in (None, chunks):
+        many = [name for name, other in SCHEDULES.items() if other.chunks in (None, chunks)]
         raise ValueError(
-            f"schedule {schedule} has {kind.chunks} model chunk{'s' if kind.chunks > 1 else ''} a stage, "
+            f"schedule {schedule} has {entry.chunks} model chunk{'s' if entry.chunks != 1 else ''} a stage, "
             f"and {chunks} asked for; with {chunks} there are {', '.join(many)}"
         )
-    f, b = kind.ticks(stages, microbatches, chunks)
-    w = _weights_together(b, stages) if kind.split else np.full_like(b, -1)
-    return Table.at(
-        np.stack([f, b, w]), name=schedule, stages=stages, chunks=chunks, split=kind.split, placement=kind.placement
-    )
+    return entry.table(stages, microbatches, chunks)
 
 
 def _from_file(path: str, stages: int, microbatches: int, chunks: int) -> Table:
@@ -147,25 +237,13 @@ def _weights_together(b: np.ndarray, p: int) -> np.ndarray:
     return np.broadcast_to(chunks[:, :1], chunks.shape).reshape(b.shape)
 
 
-class _Generator(NamedTuple):
-    ticks: Callable[[int, int, int], Ticks]
-    chunks: int | None  # a stage must have; None for any number
-    split: bool = False  # B is split into I and W
-    placement: str = "loop"
-
-
-_GENERATORS: dict[str, _Generator] = {
-    "gpipe": _Generator(_all_forward_first, 1),
-    "1f1b": _Generator(_one_forward_one_backward, 1),
-    "interleaved": _Generator(_one_forward_one_backward, None),
-    "looped_bfs": _Generator(_all_forward_first, None),
-    "zb_h1": _Generator(_one_forward_one_backward, 1, split=True),
-    "zb_interleaved": _Generator(_one_forward_one_backward, None, split=True),
-    "v_1f1b": _Generator(_one_forward_one_backward_in_v, 2, placement="v"),
-}
-SCHEDULES: tuple[str, ...] = tuple(_GENERATORS)
-
-
-def legal_chunks(schedule: str) -> int | None:
-    """How many chunks a stage must have under one of `SCHEDULES`; None where any number will do."""
-    return _GENERATORS[schedule].chunks
+SCHEDULES = Registry(
+    Schedule("gpipe", _all_forward_first, formulas=closed_form.ALL_FORWARD_FIRST),
+    Schedule("1f1b", _one_forward_one_backward, formulas=closed_form.ONE_FORWARD_ONE_BACKWARD),
+    Schedule("interleaved", _one_forward_one_backward, chunks=None, formulas=closed_form.ONE_FORWARD_ONE_BACKWARD),
+    Schedule("looped_bfs", _all_forward_first, chunks=None, formulas=closed_form.ALL_FORWARD_FIRST),
+    Schedule("zb_h1", _one_forward_one_backward, split=True, formulas=closed_form.ZERO_BUBBLE),
+    Schedule("zb_interleaved", _one_forward_one_backward, chunks=None, split=True, formulas=closed_form.ZERO_BUBBLE),
+    Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas=closed_form.IN_V),
+)
+register = SCHEDULES.register

@@ -1,4 +1,4 @@
-"""Which ticks are compiled together: a schedule as a few loops over ticks with the same work.
+"""Which ticks are compiled together: a schedule as a few segments, each a loop over ticks with the same work.
 
     interleaved, 4 stages, 16 microbatches, 2 chunks:      F is forward, H the loss head, B backward
 
@@ -19,7 +19,7 @@ Work = tuple[bool, bool, bool, bool]  # whether any stage does F, the loss head,
 
 
 @dataclass(frozen=True)
-class Loop:
+class Segment:
     """`body`, done `repeats` times, from tick `first` on: a sequence of (number of ticks, work in each of them)."""
 
     first: int
@@ -31,10 +31,10 @@ class Loop:
         return sum(ticks for ticks, _ in self.body)
 
 
-def loops(table: Table, limit: int = 8) -> list[Loop]:
-    """The table's ticks in order, as loops with `limit` bodies at most, so that code size does not grow with the number
-    of microbatches. A table too irregular for that does some work idly: neighbours are joined, those first that
-    waste least.
+def segments(table: Table, limit: int = 8) -> list[Segment]:
+    """The table's ticks in order, in segments with `limit` bodies at most, so that code size does not grow with the
+    number of microbatches. A table too irregular for that does some work idly: neighbours are joined, those first
+    that waste least.
     """
     used = (table.cells[..., 0] >= 0).any(axis=1)
     head = np.zeros(table.ticks, bool)
@@ -43,22 +43,22 @@ def loops(table: Table, limit: int = 8) -> list[Loop]:
     weights = (1, 1, 1 if table.split else 2, 1)
     runs = [(end - start, mask) for start, end, mask in _merge_runs(work, weights, table.ticks)]
     found = _repeats(runs)
-    if sum(len(loop.body) for loop in found) > limit:
+    if sum(len(segment.body) for segment in found) > limit:
         found = _repeats([(end - start, mask) for start, end, mask in _merge_runs(work, weights, limit)])
     return found
 
 
-def _repeats(runs: list[tuple[int, Work]]) -> list[Loop]:
+def _repeats(runs: list[tuple[int, Work]]) -> list[Segment]:
     """Folds runs that come again and again, up to four at a time."""
     found, i, tick = [], 0, 0
     while i < len(runs):
         repeats, length = max(
             ((_count(runs, i, q), q) for q in range(1, 5)), key=lambda rq: ((rq[0] - 1) * rq[1], -rq[1])
         )
-        loop = Loop(tick, repeats, tuple(runs[i : i + length]))
-        found.append(loop)
+        segment = Segment(tick, repeats, tuple(runs[i : i + length]))
+        found.append(segment)
         i += repeats * length
-        tick += repeats * loop.period
+        tick += repeats * segment.period
     return found
 
 
@@ -69,9 +69,10 @@ def _count(runs: list[tuple[int, Work]], i: int, length: int) -> int:
     return repeats
 
 
-def work_per_tick(found: list[Loop]) -> np.ndarray:
+def work_per_tick(found: list[Segment]) -> np.ndarray:
     """bool [ticks, 4]: what the compiled program does in each tick, idly or not (F, head, B, W)."""
-    return np.array([mask for loop in found for _ in range(loop.repeats) for n, mask in loop.body for _ in range(n)])
+    once = [[mask for ticks, mask in segment.body for _ in range(ticks)] for segment in found]
+    return np.array([mask for masks, segment in zip(once, found, strict=True) for mask in masks * segment.repeats])
 
 
 def _merge_runs(work: np.ndarray, weights: tuple[int, ...], limit: int) -> list:

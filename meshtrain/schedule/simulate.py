@@ -5,7 +5,7 @@ Two clocks:
     asynchronous  each stage does its ops in the table's order, each as soon as its input has arrived. The model of the
                   papers, and of frameworks with one program per stage.
     lockstep      one program for all stages: every tick costs the sum of the slots that *any* stage uses in it (see
-                  `loops`), on the stage where it takes longest. What this framework's executor does on accelerators.
+                  `segments`), on the stage where it takes longest. What this framework's executor does on accelerators.
 
 Messages travel while stages work on. In lockstep a message leaves when its slot ends, and the next tick's slot of the
 same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F.
@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshtrain.schedule.segments import loops, work_per_tick
+from meshtrain.schedule.segments import segments, work_per_tick
 from meshtrain.schedule.table import B, F, Table, W
 
 HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
@@ -41,9 +41,8 @@ class Durations:
     weight_grad: PerChunk = 1.0
     message: float = 0.0  # one hop of an activation or cotangent to another stage
     head: float = 0.0  # the whole loss head, forward and backward, of one microbatch
-    head_spread: bool = (
-        False  # each stage does 1/stages of every head; otherwise the last virtual stage's stage does it
-    )
+    # Each stage does 1/stages of every head; otherwise the last virtual stage's stage does it.
+    head_spread: bool = False
     optimizer: float = 0.0  # on every stage, after everything else
 
     def work(self, table: Table) -> np.ndarray:
@@ -83,7 +82,6 @@ class Timeline:
     start: np.ndarray
     end: np.ndarray
     cause: np.ndarray
-    stash_bytes: np.ndarray  # [virtual stages]
 
     @cached_property
     def makespan(self) -> float:
@@ -107,12 +105,9 @@ class Timeline:
     @cached_property
     def peak_in_flight(self) -> np.ndarray:
         """Most entries (microbatches of one chunk) stashed at once, [stages]. The table's order alone decides it."""
-        return _peak(self.table, np.ones(self.table.virtual_stages)).astype(int)
-
-    @cached_property
-    def peak_bytes(self) -> np.ndarray:
-        """Most bytes stashed at once, [stages]."""
-        return _peak(self.table, self.stash_bytes)
+        done = self.table.cells[:, :, W if self.table.split else B, 0] >= 0  # its entry is held to the end of this tick
+        taken = self.table.cells[:, :, F, 0] >= 0
+        return (np.cumsum(taken, axis=0) - np.cumsum(done, axis=0) + done).max(axis=0)
 
     def in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """(times, entries stashed from then on) for a stage: a step function that ends with 0."""
@@ -132,11 +127,10 @@ class Timeline:
         return path[::-1]
 
 
-def simulate(table: Table, durations: Durations, clock: str = "lockstep", stash_bytes: PerChunk = 1.0) -> Timeline:
+def simulate(table: Table, durations: Durations, clock: str = "lockstep") -> Timeline:
     """Runs a legal table by `clock` ('lockstep' or 'asynchronous').
 
-    `stash_bytes` is the size of what F leaves for the backward of one microbatch of one chunk: a number, or an array over
-    the virtual stages. Raises ValueError for another clock, and for arrays of another length.
+    Raises ValueError for another clock, and for durations that are arrays of another length than the virtual stages.
     """
     if clock not in CLOCKS:
         raise ValueError(f"clock '{clock}' is not one of {', '.join(CLOCKS)}")
@@ -157,7 +151,6 @@ def simulate(table: Table, durations: Durations, clock: str = "lockstep", stash_
         start=np.append(start, np.full(table.stages, end[last])),
         end=np.append(end, np.full(table.stages, end[last] + durations.optimizer)),
         cause=np.append(cause, none + 1 + last),
-        stash_bytes=_per_virtual_stage(table, "stash_bytes", stash_bytes),
     )
 
 
@@ -241,7 +234,7 @@ def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.nda
     message = durations.message if table.stages > 1 else 0.0
     begin = np.zeros((table.ticks, 4))  # when F, B, W, HEAD begin in each tick
     clock = f_arrives = b_arrives = 0.0
-    for tick, (does_f, does_head, does_b, does_w) in enumerate(work_per_tick(loops(table)).tolist()):
+    for tick, (does_f, does_head, does_b, does_w) in enumerate(work_per_tick(segments(table)).tolist()):
         if does_f:
             begin[tick, F] = clock = max(clock, f_arrives)
             clock += f
@@ -271,15 +264,3 @@ def _slots(spans: _Spans) -> Iterator[slice]:
     edges = [0, *(np.flatnonzero(change) + 1).tolist(), len(spans.kind)]
     for first, end in itertools.pairwise(edges):
         yield slice(first, end)
-
-
-def _peak(table: Table, weight: np.ndarray) -> np.ndarray:
-    """Most weight stashed at once, [stages]: taken by F, given back after the last slot of the tick that needs it."""
-    stage = np.arange(table.stages)[None, :]
-    flow = {}
-    for slot in (F, W if table.split else B):
-        active = table.cells[:, :, slot, 0] >= 0
-        virtual = table.virtual(stage, np.where(active, table.cells[:, :, slot, 1], 0))
-        flow[slot] = np.where(active, weight[virtual], 0.0)
-    taken, given = flow.values()
-    return (np.cumsum(taken, axis=0) - np.cumsum(given, axis=0) + given).max(axis=0)

@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.config.check import MOST_WORK
 from meshtrain.errors import ConfigError, short
 from meshtrain.text import read_text
 
 F, B, W = 0, 1, 2
 PLACEMENTS = ("loop", "v")
+MOST_WORK = 2**20  # stages x ticks of a schedule: a plan of so many takes 10 s
 
 
 class IllegalTable(ConfigError):

@@ -1,4 +1,4 @@
-"""Proof that a table can be run: every op once, every input there in time, no buffer slot overwritten while it is needed.
+"""Proof that a table can be run: every op once, every input there in time, no place of a buffer overwritten while it is needed.
 
 A legal table cannot deadlock: every op waits only for ops of earlier ticks, or of earlier slots of its own tick and stage.
 """
@@ -88,31 +88,31 @@ def _check_order(table: Table) -> None:
 
 @dataclass
 class _Buffer:
-    """Slots of one buffer of one stage, each empty (None) or holding (virtual stage, microbatch)."""
+    """Places of one buffer of one stage, each empty (None) or holding (virtual stage, microbatch)."""
 
     name: str
-    slots: list
+    places: list
     live: int = 0
     peak: int = 0
 
-    def put(self, slot: int, entry: tuple[int, int]) -> None:
-        if not 0 <= slot < len(self.slots):
-            raise IllegalTable(f"slot {slot} of the {self.name}, which has {len(self.slots)}")
-        if self.slots[slot] is not None:
+    def put(self, place: int, entry: tuple[int, int]) -> None:
+        if not 0 <= place < len(self.places):
+            raise IllegalTable(f"place {place} of the {self.name}, which has {len(self.places)}")
+        if self.places[place] is not None:
             raise IllegalTable(
-                f"slot {slot} of the {self.name} still holds {self.slots[slot]} when {entry} is put there"
+                f"place {place} of the {self.name} still holds {self.places[place]} when {entry} is put there"
             )
-        self.slots[slot] = entry
+        self.places[place] = entry
         self.live += 1
         self.peak = max(self.peak, self.live)
 
-    def see(self, slot: int, entry: tuple[int, int]) -> None:
-        if not 0 <= slot < len(self.slots) or self.slots[slot] != entry:
-            raise IllegalTable(f"slot {slot} of the {self.name} must hold {entry}; the slots are {self.slots}")
+    def see(self, place: int, entry: tuple[int, int]) -> None:
+        if not 0 <= place < len(self.places) or self.places[place] != entry:
+            raise IllegalTable(f"place {place} of the {self.name} must hold {entry}; the places are {self.places}")
 
-    def take(self, slot: int, entry: tuple[int, int]) -> None:
-        self.see(slot, entry)
-        self.slots[slot] = None
+    def take(self, place: int, entry: tuple[int, int]) -> None:
+        self.see(place, entry)
+        self.places[place] = None
         self.live -= 1
 
 
@@ -126,13 +126,13 @@ class _Stage:
 
 
 def replay(table: Table, buffers: Buffers) -> dict[str, list[int]]:
-    """Plays the table through its buffers as the executor will, watching what each slot holds.
+    """Plays the table through its buffers as the executor will, watching what each place holds.
 
     Returns the most entries that each stage held at once, by buffer (`f_inbox`, `b_inbox`, `stash`, `cot`).
-    Raises IllegalTable where a slot does not hold what is read, or still holds what is needed.
+    Raises IllegalTable where a place does not hold what is read, or still holds what is needed.
     """
     _check_idle(table, buffers)
-    depths = {name: getattr(buffers, name) for name in ("f_inbox", "b_inbox", "stash", "cot")}
+    depths = buffers.depths._asdict()
     stages = [_Stage({n: _Buffer(n, [None] * depth) for n, depth in depths.items()}) for _ in range(table.stages)]
     ops: list[list[Op]] = [[] for _ in range(table.ticks)]
     for op in table.ops():
@@ -187,10 +187,14 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> None:
     virtual = int(table.virtual(op.stage, op.chunk))
     first, last = virtual == 0, virtual == table.virtual_stages - 1
     entry = (virtual, op.microbatch)
-    letter = "fbw"[op.slot]
-    told = [getattr(buffers, f"{letter}_{what}")[at] for what in ("active", "microbatch", "chunk")]
-    if told != [True, op.microbatch, op.chunk]:
-        raise IllegalTable(f"the buffers' arrays have {told} in slot {letter}")
+    arrays = (
+        (buffers.f_active, buffers.f_microbatch, buffers.f_chunk),
+        (buffers.b_active, buffers.b_microbatch, buffers.b_chunk),
+        (buffers.w_active, buffers.w_microbatch, buffers.w_chunk),
+    )
+    found = [array[at] for array in arrays[op.slot]]
+    if found != [True, op.microbatch, op.chunk]:
+        raise IllegalTable(f"the buffers' arrays have {found} in slot {table.letters[op.slot]}")
     if op.slot == F:
         if (buffers.first[at], buffers.last[at]) != (first, last):
             raise IllegalTable("first or last is wrong")
@@ -222,18 +226,16 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> None:
 
 
 def _replay_arrivals(table: Table, buffers: Buffers, tick: int, stage: int, stages: list[_Stage]) -> None:
-    # (array, slot that sent the message, where from, next virtual stage)
-    for name, slot, step, onward in (
-        ("recv_f", F, -1, 1), ("recv_f_up", F, 1, 1), ("recv_f_local", F, 0, 1),
-        ("recv_b", B, 1, -1), ("recv_b_down", B, -1, -1), ("recv_b_local", B, 0, -1),
-    ):  # fmt: skip
-        if not getattr(buffers, f"{name}_active")[tick, stage]:
+    for arrival in buffers.arrivals:
+        if not arrival.active[tick, stage]:
             continue
-        sender = stages[(stage + step) % table.stages]
-        if slot not in sender.sent:
-            raise IllegalTable(f"{name} expects a message that nobody sent")
-        virtual, microbatch = sender.sent.pop(slot)
-        if table.stage_of(virtual + onward) != stage:
-            raise IllegalTable(f"{name} keeps a message for stage {table.stage_of(virtual + onward)}")
-        inbox = stages[stage]["f_inbox" if slot == F else "b_inbox"]
-        inbox.put(getattr(buffers, name)[tick, stage], (virtual + onward, microbatch))
+        name = f"what comes by {arrival.shift:+d} for {table.letters[arrival.slot]}"
+        sender = stages[(stage - arrival.shift) % table.stages]
+        if arrival.slot not in sender.sent:
+            raise IllegalTable(f"{name} is a message that nobody sent")
+        virtual, microbatch = sender.sent.pop(arrival.slot)
+        virtual += 1 if arrival.slot == F else -1
+        if table.stage_of(virtual) != stage:
+            raise IllegalTable(f"{name} is a message for stage {table.stage_of(virtual)}")
+        inbox = stages[stage]["f_inbox" if arrival.slot == F else "b_inbox"]
+        inbox.put(arrival.place[tick, stage], (virtual, microbatch))

@@ -14,7 +14,8 @@ from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
 from meshtrain.plan import memory, named, plan, ticks
-from meshtrain.plan.memory import Depths, zero_state
+from meshtrain.plan.memory import zero_state
+from meshtrain.schedule.facts import ONE_STAGE
 from meshtrain.step import Program
 
 
@@ -140,7 +141,7 @@ def test_what_a_step_holds_is_what_xlas_cpu_program_holds(mesh, parallel):
     config = decode(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
     held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
-    planned = memory.total(memory.items(config, ticks.depths(config), cpu=True))
+    planned = memory.total(memory.items(config, ticks.facts(config), cpu=True))
     assert 0.95 < planned / (held + compiled.temp_size_in_bytes) < 1.08
 
 
@@ -177,7 +178,10 @@ def test_more_microbatches_hold_more_with_gpipe_and_no_more_with_1f1b(llama_8b):
 
 def test_the_fullest_moment_is_what_counts(llama_8b):
     config = llama_8b({"data": 16}, zero_stage=3, microbatches=1, remat="full")
-    name, held = memory.fullest(config, Depths(1))
-    passing = {moment: memory.total(items) for moment, items in memory.passing(config).items()}
+    name, held = memory.fullest(config, ONE_STAGE)
+    passing = {moment: memory.total(items) for moment, items in memory.passing(config, ONE_STAGE).items()}
     assert passing[name] == max(passing.values())
-    assert memory.total(held) == memory.total([*memory.state(config), *memory.kept(config, Depths(1))]) + passing[name]
+    assert (
+        memory.total(held)
+        == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE.depths)]) + passing[name]
+    )

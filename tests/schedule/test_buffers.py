@@ -1,13 +1,11 @@
 import numpy as np
 import pytest
 
-from meshtrain.schedule.buffers import allocate
+from meshtrain.schedule.buffers import Depths, allocate, depths
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import B, F, W
 from meshtrain.schedule.validate import replay
-
-DEPTHS = ("f_inbox", "b_inbox", "stash", "cot")
 
 
 def tables(schedule):
@@ -15,12 +13,16 @@ def tables(schedule):
         yield make_table(schedule, p, m, legal_chunks(schedule) or 3)
 
 
+def arriving(buffers):
+    return {(arrival.slot, arrival.shift): arrival.active for arrival in buffers.arrivals}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_buffer_is_exactly_as_deep_as_the_most_entries_any_stage_holds(schedule):
     for table in tables(schedule):
         buffers = allocate(table)
         held = replay(table, buffers)
-        assert {name: getattr(buffers, name) for name in DEPTHS} == {name: max(held[name]) for name in DEPTHS}
+        assert buffers.depths == depths(table) == Depths(**{name: max(stages) for name, stages in held.items()})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -36,16 +38,20 @@ def test_entries_held_are_those_that_the_simulator_has_in_flight(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_arrays_are_int32_or_bool_and_zero_where_idle(schedule):
     buffers = allocate(make_table(schedule, 3, 5, legal_chunks(schedule) or 2))
+    assert all(isinstance(depth, int) for depth in buffers.depths)
+    for arrival in buffers.arrivals:
+        assert (arrival.active.dtype, arrival.place.dtype) == (bool, np.int32)
+        assert arrival.active.shape == arrival.place.shape == buffers.f_active.shape
+        assert not arrival.place[~arrival.active].any()
     for name, array in vars(buffers).items():
-        if name in DEPTHS:
-            assert isinstance(array, int)
-        elif name in ("enter", "exit", "head_out", "leave"):
+        if name in ("arrivals", "depths"):
+            continue
+        if name in ("enter", "exit", "head_out", "leave"):
             assert array.dtype == np.int32 and array.ndim == 1 and array.min() == -1
         else:
             assert array.dtype == (bool if name.endswith("active") or name in ("first", "last") else np.int32), name
             assert array.shape == buffers.f_active.shape
             active = {"f": buffers.f_active, "b": buffers.b_active, "w": buffers.w_active}.get(name[0])
-            active = getattr(buffers, f"{name}_active", active)
             if active is not None and not name.endswith("active"):
                 assert not array[~active].any(), name
 
@@ -53,34 +59,33 @@ def test_arrays_are_int32_or_bool_and_zero_where_idle(schedule):
 def test_messages_of_a_loop_go_down_and_come_back_up_only():
     buffers = allocate(make_table("zb_interleaved", 3, 6, 2))
     sent = 6 * (2 * 3 - 1)  # each microbatch between virtual stages
-    assert buffers.recv_f_active.sum() == buffers.recv_b_active.sum() == sent
-    for name in ("recv_f_up", "recv_f_local", "recv_b_down", "recv_b_local"):
-        assert not getattr(buffers, f"{name}_active").any()
+    assert {ways: active.sum() for ways, active in arriving(buffers).items()} == {(F, 1): sent, (B, -1): sent}
 
 
 def test_messages_of_a_v_go_down_turn_on_the_last_stage_and_go_up():
     p, m = 3, 6
     buffers = allocate(make_table("v_1f1b", p, m, 2))
-    for down, up, local in (("recv_f", "recv_f_up", "recv_f_local"), ("recv_b_down", "recv_b", "recv_b_local")):
-        assert getattr(buffers, f"{down}_active").sum(axis=0).tolist() == [0] + [m] * (p - 1)
-        assert getattr(buffers, f"{up}_active").sum(axis=0).tolist() == [m] * (p - 1) + [0]
-        assert getattr(buffers, f"{local}_active").sum(axis=0).tolist() == [0] * (p - 1) + [m]
+    for slot in (F, B):
+        down, up, local = (arriving(buffers)[slot, shift] for shift in (1, -1, 0))
+        assert down.sum(axis=0).tolist() == [0] + [m] * (p - 1)
+        assert up.sum(axis=0).tolist() == [m] * (p - 1) + [0]
+        assert local.sum(axis=0).tolist() == [0] * (p - 1) + [m]
 
 
 def test_with_one_stage_a_loop_sends_to_itself():
     buffers = allocate(make_table("interleaved", 1, 4, 3))
-    assert buffers.recv_f_active.sum() == buffers.recv_b_active.sum() == 4 * 2
+    assert {ways: active.sum() for ways, active in arriving(buffers).items()} == {(F, 1): 4 * 2, (B, -1): 4 * 2}
 
 
 def test_with_one_virtual_stage_nothing_is_sent_and_no_forward_inbox_is_needed():
     buffers = allocate(make_table("1f1b", 1, 4))
-    assert not buffers.recv_f_active.any() and not buffers.recv_b_active.any()
-    assert (buffers.f_inbox, buffers.b_inbox, buffers.stash, buffers.cot) == (0, 1, 1, 0)
+    assert not buffers.arrivals
+    assert buffers.depths == Depths(stash=1, f_inbox=0, b_inbox=1, cot=0)
 
 
 def test_1f1b_keeps_one_message_at_a_time():
-    buffers = allocate(make_table("1f1b", 4, 32))
-    assert (buffers.f_inbox, buffers.b_inbox) == (1, 1)
+    held = allocate(make_table("1f1b", 4, 32)).depths
+    assert (held.f_inbox, held.b_inbox) == (1, 1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -3,15 +3,15 @@ import random
 import numpy as np
 import pytest
 
-from meshtrain.schedule.closed_form import NotExact, bubble, makespan
-from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.closed_form import NotExact
+from meshtrain.schedule.generators import SCHEDULES, Schedule, legal_chunks, make_table
 from meshtrain.schedule.simulate import CLOCKS, Durations, simulate
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_formulas_are_what_the_simulator_finds(schedule, clock):
-    rng = random.Random(schedule + clock)
+    rng, entry = random.Random(schedule + clock), SCHEDULES[schedule]
     exact = 0
     for _ in range(80):
         p, m, v = rng.randint(1, 6), rng.randint(1, 15), legal_chunks(schedule) or rng.randint(1, 4)
@@ -20,7 +20,7 @@ def test_the_formulas_are_what_the_simulator_finds(schedule, clock):
             head=rng.choice([0, 0, rng.uniform(0, 3)]), head_spread=rng.random() < 0.5, optimizer=rng.choice([0, 1.5]),
         )  # fmt: skip
         try:
-            idle, total = bubble(schedule, p, m, v, durations, clock), makespan(schedule, p, m, v, durations, clock)
+            idle, total = (f(p, m, v, durations, clock) for f in (entry.bubble, entry.makespan))
         except NotExact:
             continue
         exact += 1
@@ -42,13 +42,14 @@ def test_the_formulas_are_what_the_simulator_finds(schedule, clock):
         ("zb_interleaved", (4, 3, 2), Durations(), "asynchronous", "at least as many microbatches as stages"),
         ("v_1f1b", (4, 3, 2), Durations(1, 1, 1), "asynchronous", "at least as many microbatches as stages"),
         ("interleaved", (4, 8, 2), Durations(message=0.1), "asynchronous", "several chunks"),
-        ("mine.csv", (4, 8, 1), Durations(), "lockstep", "no formula for schedule 'mine.csv'"),
+        ("mine", (4, 8, 1), Durations(), "asynchronous", "no formula for schedule 'mine'"),
     ],
 )
 def test_where_no_formula_is_exact_it_says_why(schedule, sizes, durations, clock, why):
     p, m, v = sizes
+    entry = SCHEDULES.get(schedule) or Schedule(schedule, SCHEDULES["1f1b"].ticks)
     with pytest.raises(NotExact, match=why):
-        bubble(schedule, p, m, v, durations, clock)
+        entry.bubble(p, m, v, durations, clock)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_beyond_their_conditions_the_formulas_would_be_wrong(schedule, sizes, in
     p, m, v = sizes
     table = make_table(schedule, p, m, v)
     assert simulate(table, inside, "asynchronous").idle == pytest.approx(
-        bubble(schedule, p, m, v, inside, "asynchronous")
+        SCHEDULES[schedule].bubble(p, m, v, inside, "asynchronous")
     )
     f, i, w, c = (x * v for x in (outside.forward, outside.input_grad, outside.weight_grad, outside.message / v))
     formula = {
@@ -74,4 +75,4 @@ def test_beyond_their_conditions_the_formulas_would_be_wrong(schedule, sizes, in
 
 def test_another_clock_is_refused():
     with pytest.raises(ValueError, match="clock 'wall' is not one of asynchronous, lockstep"):
-        bubble("1f1b", 2, 2, 1, Durations(), "wall")
+        SCHEDULES["1f1b"].bubble(2, 2, 1, Durations(), "wall")

@@ -161,13 +161,6 @@ def test_the_longest_stage_sets_the_pace_when_stages_run_on_their_own():
     assert timeline.makespan == pytest.approx(timeline.busy[1] + 1 + 2)  # waits for one F in front, one B behind
 
 
-def test_peak_bytes_weigh_each_entry_by_its_virtual_stage():
-    table = make_table("1f1b", 3, 8)
-    timeline = simulate(table, Durations(), stash_bytes=np.array([10.0, 100.0, 1000.0]))
-    assert timeline.peak_bytes.tolist() == [50.0, 300.0, 1000.0]
-    assert simulate(table, Durations(), stash_bytes=7.0).peak_bytes.tolist() == [35.0, 21.0, 7.0]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_the_critical_path_is_the_makespan_without_gaps(schedule, clock):
@@ -224,5 +217,3 @@ def test_durations_for_another_number_of_virtual_stages_are_refused():
         ValueError, match="forward has 3 entries, and must be a number or have one for each of the 2 virtual stages"
     ):
         simulate(make_table("1f1b", 2, 2), Durations(forward=np.ones(3)))
-    with pytest.raises(ValueError, match="stash_bytes has 3 entries"):
-        simulate(make_table("1f1b", 2, 2), Durations(), stash_bytes=np.ones(3))

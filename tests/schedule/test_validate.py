@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from meshtrain.schedule.buffers import Buffers, allocate
+from meshtrain.schedule.buffers import Buffers, Depths, allocate
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.table import B, F, IllegalTable, W, parse_csv
 from meshtrain.schedule.validate import replay, validate
@@ -127,16 +127,12 @@ def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules
     assert 10 < sum(verdicts) < 140  # both verdicts were put to the test
 
 
-DEPTHS = ("f_inbox", "b_inbox", "stash", "cot")
-ARRAYS = [field.name for field in dataclasses.fields(Buffers) if field.name not in DEPTHS]
+ARRAYS = [field.name for field in dataclasses.fields(Buffers) if field.name not in ("arrivals", "depths")]
 
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
-    if re.match("recv_._(up|down|local)", name):
-        table = make_table("v_1f1b", 3, 5, 2)
-    else:
-        table = make_table("zb_interleaved", 3, 7, 2)
+    table = make_table("zb_interleaved", 3, 7, 2)
     buffers = allocate(table)
     array = getattr(buffers, name)
     letter = name[0] if name[:2] in ("f_", "b_", "w_") else None
@@ -144,8 +140,6 @@ def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
         places = np.argwhere(array)
     elif letter:
         places = np.argwhere(getattr(buffers, f"{letter}_active") & ~(buffers.first if name == "f_in" else False))
-    elif name.startswith("recv"):
-        places = np.argwhere(getattr(buffers, f"{name}_active"))
     else:
         places = np.argwhere(array >= 0)
     assert len(places)
@@ -154,6 +148,38 @@ def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
         wrong[tuple(place)] = ~array[tuple(place)] if array.dtype == bool else array[tuple(place)] + 1
         with pytest.raises(IllegalTable):
             replay(table, dataclasses.replace(buffers, **{name: wrong}))
+
+
+@pytest.mark.parametrize("name", ["active", "place"])
+@pytest.mark.parametrize("schedule, number", [("zb_interleaved", 2), ("v_1f1b", 6)])
+def test_replay_finds_one_wrong_entry_in_any_arrival(schedule, number, name):
+    table = make_table(schedule, 3, 5, 2)
+    buffers = allocate(table)
+    assert len(buffers.arrivals) == number
+    for i, arrival in enumerate(buffers.arrivals):
+        array = getattr(arrival, name)
+        for place in random.Random(name).sample(np.argwhere(arrival.active).tolist(), 4):
+            wrong = array.copy()
+            wrong[tuple(place)] = False if name == "active" else array[tuple(place)] + 1
+            with pytest.raises(IllegalTable):
+                replay(table, with_arrival(buffers, i, **{name: wrong}))
+
+
+def with_arrival(buffers, number, **changes):
+    arrivals = list(buffers.arrivals)
+    arrivals[number] = dataclasses.replace(arrivals[number], **changes)
+    return dataclasses.replace(buffers, arrivals=tuple(arrivals))
+
+
+def test_replay_finds_an_arrival_where_nothing_comes():
+    table = make_table("v_1f1b", 3, 5, 2)
+    buffers = allocate(table)
+    for i, arrival in enumerate(buffers.arrivals):
+        for place in random.Random(i).sample(np.argwhere(~arrival.active).tolist(), 4):
+            wrong = arrival.active.copy()
+            wrong[tuple(place)] = True
+            with pytest.raises(IllegalTable):
+                replay(table, with_arrival(buffers, i, active=wrong))
 
 
 @pytest.mark.parametrize(
@@ -171,21 +197,22 @@ def test_replay_finds_an_entry_where_nothing_is_done(name):
             replay(table, dataclasses.replace(buffers, **{name: wrong}))
 
 
-@pytest.mark.parametrize("name", DEPTHS)
+@pytest.mark.parametrize("name", Depths._fields)
 def test_replay_finds_a_buffer_that_is_too_shallow(name):
     table = make_table("zb_interleaved", 3, 7, 2)
     buffers = allocate(table)
-    with pytest.raises(IllegalTable, match=f"slot .* of the {name}, which has"):
-        replay(table, dataclasses.replace(buffers, **{name: getattr(buffers, name) - 1}))
+    shallow = buffers.depths._replace(**{name: getattr(buffers.depths, name) - 1})
+    with pytest.raises(IllegalTable, match=f"place .* of the {name}, which has"):
+        replay(table, dataclasses.replace(buffers, depths=shallow))
 
 
-def test_replay_finds_a_slot_that_is_overwritten_while_it_is_needed():
+def test_replay_finds_a_place_that_is_overwritten_while_it_is_needed():
     table = make_table("1f1b", 3, 6)
     buffers = allocate(table)
     wrong = buffers.f_stash.copy()
     wrong[1, 0] = wrong[0, 0]
     with pytest.raises(
-        IllegalTable, match=r"tick 1 \(CSV row 4\), stage 0, cell 'F1': slot 0 of the stash still holds \(0, 0\)"
+        IllegalTable, match=r"tick 1 \(CSV row 4\), stage 0, cell 'F1': place 0 of the stash still holds \(0, 0\)"
     ):
         replay(table, dataclasses.replace(buffers, f_stash=wrong))
 

@@ -14,11 +14,11 @@ start of the next tick that has a B, and travels during its F:
                ──►  the gx of tick t
 
 Every device runs the same program. On CPU idle slots are skipped (lax.cond). Elsewhere a predicate would be waited for, so a slot
-that any stage uses is computed by all and masked where idle; `loops` groups the ticks so that little is.
+that any stage uses is computed by all and masked where idle; `segments` groups the ticks so that little is.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,18 +30,19 @@ from meshtrain.compat import vary, varying
 from meshtrain.mesh import AXES, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.pipeline.stage import Stage
-from meshtrain.parallel.pipeline.storage import read, ring, write
+from meshtrain.parallel.pipeline.storage import empty, read, write
 from meshtrain.parallel.zero import Weights
-from meshtrain.schedule.buffers import Buffers, allocate
-from meshtrain.schedule.segments import Loop, Work, loops, work_per_tick
-from meshtrain.schedule.table import Table
+from meshtrain.schedule.buffers import Arrival, Buffers, allocate
+from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
+from meshtrain.schedule.table import B, F, Table
 
 Tree = Any
-Row = dict[str, jax.Array]  # this stage's entry of every array of Buffers, for one tick
+Row = dict[str, Any]  # this stage's entry of every array of Buffers, for one tick; `arrivals`: (active, place) of each
+Messages = dict[int, jax.Array]  # by the number of the arrival
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick: every buffer's first axis counts its slots."""
+    """What goes from tick to tick: every buffer's first axis counts its places."""
 
     f_inbox: jax.Array
     b_inbox: jax.Array
@@ -59,8 +60,8 @@ class Executor:
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward, self.table = forward, table
         self.skips = forward.skips
-        self.loops = _loops(table, self.skips)
-        self.buffers = _received_late(allocate(table), work_per_tick(self.loops)[:, 2])
+        self.segments = _segments(table, self.skips)
+        self.buffers = _received_late(allocate(table), work_per_tick(self.segments)[:, 2])
 
     # --- the two programs
 
@@ -74,8 +75,8 @@ class Executor:
         """All ticks; what the buffers hold after the last one is in the carry."""
         step = _Step(self, Stage(self.forward, self.table.chunks, weights, batches, key), seed)
         carry = step.start()
-        for loop in self.loops:
-            carry = self._loop(step, loop.first, loop.repeats, loop.body, carry)
+        for segment in self.segments:
+            carry = self._segment(step, segment, carry)
         return carry
 
     def evaluate(self, weights: Weights, batches: Batch) -> jax.Array:
@@ -89,35 +90,31 @@ class Executor:
     def _total(self, loss: jax.Array) -> jax.Array:
         return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss
 
-    def _loop(self, step: "_Step", first: int, repeats: int, body: Iterable[tuple[int, Work]], carry: Carry) -> Carry:
-        parts, at = [], 0
-        period = sum(ticks for ticks, _ in body)
-        for ticks, work in body:
-            places = first + at + np.arange(repeats)[:, None] * period + np.arange(ticks)
-            parts.append((self._rows(places), work))
-            at += ticks
+    def _segment(self, step: "_Step", segment: Segment, carry: Carry) -> Carry:
+        rows, first = [], segment.first
+        for ticks, _ in segment.body:
+            rows.append(self._rows(first + np.arange(segment.repeats)[:, None] * segment.period + np.arange(ticks)))
+            first += ticks
 
         def once(carry: Carry, rows: list[Row]) -> tuple[Carry, None]:
-            for row, (_, work) in zip(rows, parts, strict=True):
+            for row, (_, work) in zip(rows, segment.body, strict=True):
                 carry = _scan(step, work, carry, row)
             return carry, None
 
-        rows = [row for row, _ in parts]
-        if repeats == 1:
+        if segment.repeats == 1:
             return once(carry, jax.tree.map(lambda a: a[0], rows))[0]
         return lax.scan(once, carry, rows)[0]
 
     def _rows(self, ticks: np.ndarray) -> Row:
         """This stage's instructions of the given ticks."""
         stage = lax.axis_index(PIPELINE)
-        rows = {}
-        for field in dataclasses.fields(self.buffers):
-            array = getattr(self.buffers, field.name)
-            if isinstance(array, np.ndarray):
-                chosen = jnp.asarray(array[ticks])
-                per_stage = array.ndim == 2
-                rows[field.name] = lax.dynamic_index_in_dim(chosen, stage, ticks.ndim, False) if per_stage else chosen
-        return rows
+
+        def own(array: np.ndarray) -> jax.Array:
+            chosen = jnp.asarray(array[ticks])
+            return lax.dynamic_index_in_dim(chosen, stage, ticks.ndim, False) if array.ndim == 2 else chosen
+
+        rows: Row = {name: own(array) for name, array in vars(self.buffers).items() if isinstance(array, np.ndarray)}
+        return rows | {"arrivals": [(own(a.active), own(a.place)) for a in self.buffers.arrivals]}
 
 
 class _Step:
@@ -129,7 +126,7 @@ class _Step:
         self.shared_vocabulary = PIPELINE in executor.forward.collectives.vocabulary
 
     def start(self, forward_only: bool = False) -> Carry:
-        buffers, stage, x = self.buffers, self.stage, self.stage.zeros()
+        depths, stage, x = self.buffers.depths, self.stage, self.stage.zeros()
         zero = jnp.zeros((), jnp.int32)
         loss = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, jnp.array(True)), x)
         kept: Tree = []
@@ -138,16 +135,16 @@ class _Step:
         if not forward_only:
             kept = jax.eval_shape(lambda x: stage.forward(x, zero, zero)[1], x)
             if self.table.split:
-                first = lambda x, kept: stage.split(x, kept, x, zero, zero).first(x, kept, x)[1]  # noqa: E731
+                first = lambda x, kept: stage.halves(x, kept, x, zero, zero).first(x, kept, x)[1]  # noqa: E731
                 cotangents = jax.eval_shape(first, x, kept)
             f32 = lambda w: vary(jnp.zeros(w.shape, jnp.float32), AXES)  # noqa: E731
             gradients = (jax.tree.map(f32, stage.blocks), jax.tree.map(f32, stage.edge))
         return Carry(
-            f_inbox=ring(buffers.f_inbox, x),
-            b_inbox=ring(buffers.b_inbox, x),
+            f_inbox=empty(depths.f_inbox, x),
+            b_inbox=empty(depths.b_inbox, x),
             gx=x,
-            stash=ring(buffers.stash, (x, kept)) if not forward_only else [],
-            cotangents=ring(buffers.cot, cotangents),
+            stash=empty(depths.stash, (x, kept)) if not forward_only else [],
+            cotangents=empty(depths.cot, cotangents),
             loss=vary(jnp.zeros(()), varying(loss)),
             blocks=gradients[0],
             edge=gradients[1],
@@ -158,14 +155,13 @@ class _Step:
     def tick(self, work: Work, carry: Carry, row: Row) -> Carry:
         does_f, does_head, does_b, does_w = work
         if does_b:
-            arriving_b = self.send("recv_b", carry.gx)
+            arriving_b = self.send(B, carry.gx)
         if does_f:
             carry, y = self.do_forward(carry, row, stash=carry.blocks is not None)
-            if (
-                does_b
-            ):  # what comes is here when F is done: so the scheduler has it travel while F computes, not after it
+            if does_b:
+                # What comes is here when F is done: so the scheduler has it travel while F computes, not after it.
                 y, arriving_b = lax.optimization_barrier((y, arriving_b))
-            arriving_f = self.send("recv_f", y)
+            arriving_f = self.send(F, y)
             if does_head:
                 carry = self.do_head(carry, row, y)
         if does_b:
@@ -186,14 +182,15 @@ class _Step:
 
         x = self.when(enters, embed, lambda x: x, x)
 
-        def run(rings: Tree) -> tuple[jax.Array, Tree]:
+        def run(stashed: Tree) -> tuple[jax.Array, Tree]:
             if not stash:
-                return self.stage.run(x, row["f_microbatch"], row["f_chunk"]), rings
+                return self.stage.run(x, row["f_microbatch"], row["f_chunk"]), stashed
             y, kept = self.stage.forward(x, row["f_microbatch"], row["f_chunk"])
-            return y, write(rings, row["f_stash"], (x, kept), self.mask(row["f_active"]))
+            return y, write(stashed, row["f_stash"], (x, kept), self.mask(row["f_active"]))
 
-        y, rings = self.when(row["f_active"], run, lambda rings: (self.stage.zeros(), rings), carry.stash, masked=True)
-        return carry._replace(stash=rings), y
+        idle = lambda stashed: (self.stage.zeros(), stashed)  # noqa: E731
+        y, stashed = self.when(row["f_active"], run, idle, carry.stash, masked=True)
+        return carry._replace(stash=stashed), y
 
     def do_head(self, carry: Carry, row: Row, y: jax.Array) -> Carry:
         exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
@@ -217,7 +214,7 @@ class _Step:
             x, kept = read(carry.stash, row["b_stash"])
             at = row["b_microbatch"], row["b_chunk"]
             if self.table.split:
-                (gx,), left = self.stage.split(x, kept, cotangent, *at).first(x, kept, cotangent)
+                (gx,), left = self.stage.halves(x, kept, cotangent, *at).first(x, kept, cotangent)
                 return gx, blocks, write(cotangents, row["b_cot"], left, self.mask(row["b_active"]))
             gradient, _, gx = self.stage.backward(x, kept, *at)(cotangent)
             return gx, self.add_chunk(blocks, gradient, row["b_chunk"]), cotangents
@@ -238,7 +235,7 @@ class _Step:
         def run(blocks: Tree) -> Tree:
             x, kept = read(carry.stash, row["w_stash"])
             left = read(carry.cotangents, row["w_cot"])
-            halves = self.stage.split(x, kept, self.stage.zeros(), row["w_microbatch"], row["w_chunk"])
+            halves = self.stage.halves(x, kept, self.stage.zeros(), row["w_microbatch"], row["w_chunk"])
             leaves = halves.second(left, x, kept, None)
             gradient = jax.tree.unflatten(jax.tree.structure(self.stage.blocks), leaves)
             return self.add_chunk(blocks, gradient, row["w_chunk"])
@@ -252,21 +249,20 @@ class _Step:
             return jax.tree.map(lambda total, g: total + g[None].astype(jnp.float32), blocks, gradient)
         return jax.tree.map(lambda total, g: total.at[chunk].add(g.astype(jnp.float32)), blocks, gradient)
 
-    def send(self, name: str, message: jax.Array) -> dict[str, jax.Array]:
-        """Sends `message` every way that the table uses; what comes in instead, by the array that says where it is kept."""
-        stages, arriving = self.table.stages, {}
-        shifts = {"": 1, "_up": -1, "_local": 0} if name == "recv_f" else {"": -1, "_down": 1, "_local": 0}
-        for way, shift in shifts.items():
-            if getattr(self.buffers, f"{name}{way}_active").any():
-                around = self.table.chunks > 1 and self.table.placement == "loop"
+    def send(self, slot: int, message: jax.Array) -> Messages:
+        """Sends what F or B made every way that the table uses; what comes in instead."""
+        stages, around = self.table.stages, self.table.chunks > 1 and self.table.placement == "loop"
+        arriving = {}
+        for i, (shift, of) in enumerate((arrival.shift, arrival.slot) for arrival in self.buffers.arrivals):
+            if of == slot:
                 pairs = [(s, (s + shift) % stages) for s in range(stages) if around or 0 <= s + shift < stages]
-                arriving[f"{name}{way}"] = lax.ppermute(message, PIPELINE, pairs) if shift else message
+                arriving[i] = lax.ppermute(message, PIPELINE, pairs) if shift else message
         return arriving
 
-    def keep(self, inbox: jax.Array, arriving: dict[str, jax.Array], row: Row) -> jax.Array:
-        """Messages into the slots that the row says."""
-        for place, message in arriving.items():
-            inbox = write(inbox, row[place], message, row[f"{place}_active"])
+    def keep(self, inbox: jax.Array, arriving: Messages, row: Row) -> jax.Array:
+        for i, message in arriving.items():
+            active, place = row["arrivals"][i]
+            inbox = write(inbox, place, message, active)
         return inbox
 
     def mask(self, active: jax.Array) -> jax.Array | None:
@@ -287,23 +283,24 @@ def _scan(step: _Step, work: Work, carry: Carry, rows: Row) -> Carry:
     return lax.scan(lambda carry, row: (step.tick(work, carry, row), None), carry, rows)[0]
 
 
-def _loops(table: Table, skips: bool) -> list[Loop]:
-    """One loop where idle slots are skipped anyway; else loops whose ticks do the same work."""
+def _segments(table: Table, skips: bool) -> list[Segment]:
+    """One where idle slots are skipped anyway; else those whose ticks do the same work."""
     if skips:
-        return [Loop(0, 1, ((table.ticks, (True, True, True, table.split)),))]
-    return loops(table)
+        return [Segment(0, 1, ((table.ticks, (True, True, True, table.split)),))]
+    return segments(table)
 
 
 def _received_late(buffers: Buffers, does_b: np.ndarray) -> Buffers:
     """The table's cotangents kept one B later than they are sent: by the next of the ticks in which `does_b` holds."""
     ticks = np.flatnonzero(does_b)
-    later = {}
-    for field in dataclasses.fields(buffers):
-        if field.name.startswith("recv_b"):
-            array = getattr(buffers, field.name)
-            later[field.name] = np.zeros_like(array)
-            later[field.name][ticks[1:]] = array[ticks[:-1]]
-    return dataclasses.replace(buffers, **later)
+
+    def late(arrival: Arrival) -> Arrival:
+        active, place = np.zeros_like(arrival.active), np.zeros_like(arrival.place)
+        active[ticks[1:]], place[ticks[1:]] = arrival.active[ticks[:-1]], arrival.place[ticks[:-1]]
+        return dataclasses.replace(arrival, active=active, place=place)
+
+    arrivals = tuple(late(arrival) if arrival.slot == B else arrival for arrival in buffers.arrivals)
+    return dataclasses.replace(buffers, arrivals=arrivals)
 
 
 def _add(total: Tree, more: Tree) -> Tree:

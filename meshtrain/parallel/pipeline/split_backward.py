@@ -30,14 +30,14 @@ _INLINED = {
 Values = list[Any]
 
 
-class Split(NamedTuple):
+class Halves(NamedTuple):
     """Two halves of a function: the stash of the first is what the second needs of it."""
 
     first: Callable[..., tuple[Values, Values]]  # (*args) -> (leaves of wanted, stash)
     second: Callable[..., Values]  # (stash, *args) -> leaves of other; lost args may be None
 
 
-def split_backward(function: Callable[..., tuple[Any, Any]], lost: Sequence[bool], *args: Any) -> Split:
+def split_backward(function: Callable[..., tuple[Any, Any]], lost: Sequence[bool], *args: Any) -> Halves:
     """Splits `function(*args) -> (wanted, other)`; args that are `lost` are not there any more when `second` runs.
 
     `first` returns the flat leaves of `wanted` and the stash, `second` those of `other`.
@@ -67,7 +67,7 @@ def split_backward(function: Callable[..., tuple[Any, Any]], lost: Sequence[bool
         ]
         return parts.second(closed.consts, leaves, stash)
 
-    return Split(first, second)
+    return Halves(first, second)
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:

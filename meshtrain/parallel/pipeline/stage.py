@@ -10,7 +10,7 @@ from jax import lax
 from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.mesh import DATA, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
-from meshtrain.parallel.pipeline.split_backward import Split, split_backward
+from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
 from meshtrain.parallel.zero import Weights
 
 Tree = Any
@@ -63,7 +63,7 @@ class Stage:
         stored = iter(kept)
         return with_residuals(vjp, [next(stored) if DATA in varying(r) else r for r in residuals(vjp)])
 
-    def split(self, x: jax.Array, kept: Tree, cotangent: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> Split:
+    def halves(self, x: jax.Array, kept: Tree, cotangent: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> Halves:
         """`backward` as I (x, kept, cotangent) -> input gradient and W (stash, x, kept) -> leaves of the weight gradient."""
 
         def whole(x: jax.Array, kept: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:

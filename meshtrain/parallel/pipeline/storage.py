@@ -1,4 +1,4 @@
-"""Ring buffers inside the compiled step: trees of arrays whose first axis counts slots."""
+"""Buffers inside the compiled step: trees of arrays whose first axis counts places."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from meshtrain.mesh import PIPELINE
 Tree = Any
 
 
-def ring(depth: int, like: Tree) -> Tree:
-    """`depth` slots of zeros for values shaped `like`, which may differ between stages."""
+def empty(depth: int, like: Tree) -> Tree:
+    """`depth` places of zeros for values shaped `like`, which may differ between stages."""
 
     def zeros(a: jax.Array) -> jax.Array:
         return vary(jnp.zeros((depth, *a.shape), a.dtype), (*varying(a), PIPELINE))
@@ -21,16 +21,16 @@ def ring(depth: int, like: Tree) -> Tree:
     return jax.tree.map(zeros, like)
 
 
-def read(rings: Tree, slot: jax.Array) -> Tree:
-    return jax.tree.map(lambda ring: lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False), rings)
+def read(buffers: Tree, place: jax.Array) -> Tree:
+    return jax.tree.map(lambda buffer: lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False), buffers)
 
 
-def write(rings: Tree, slot: jax.Array, values: Tree, active: jax.Array | None = None) -> Tree:
-    """`values` into `slot` of the rings, where `active` (None: always)."""
+def write(buffers: Tree, place: jax.Array, values: Tree, active: jax.Array | None = None) -> Tree:
+    """`values` at `place` of the buffers, where `active` (None: always)."""
 
-    def one(ring: jax.Array, value: jax.Array) -> jax.Array:
+    def one(buffer: jax.Array, value: jax.Array) -> jax.Array:
         if active is not None:
-            value = jnp.where(active, value, lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False))
-        return lax.dynamic_update_index_in_dim(ring, value, slot, 0)
+            value = jnp.where(active, value, lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False))
+        return lax.dynamic_update_index_in_dim(buffer, value, place, 0)
 
-    return jax.tree.map(one, rings, values)
+    return jax.tree.map(one, buffers, values)
