@@ -14,7 +14,7 @@ Within a tick things happen in this order, and a place is free again after the l
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -209,6 +209,23 @@ def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray
             active = _scatter(table, sent, to, np.ones_like(sent)) > 0
             found.append(Arrival(slot, step, active, _scatter(table, sent, to, places)))
     return tuple(found)
+
+
+def received_late(buffers: Buffers, does_b: np.ndarray) -> Buffers:
+    """Cotangents kept one B later than they are sent: by the next of the ticks in which `does_b` holds. So the executor runs them."""
+    ticks = np.flatnonzero(does_b)
+
+    def late(array: np.ndarray) -> np.ndarray:
+        later = np.zeros_like(array)
+        later[ticks[1:]] = array[ticks[:-1]]
+        return later
+
+    def one(arrival: Arrival) -> Arrival:
+        return (
+            replace(arrival, active=late(arrival.active), place=late(arrival.place)) if arrival.slot == B else arrival
+        )
+
+    return replace(buffers, arrivals=tuple(map(one, buffers.arrivals)))
 
 
 def _scatter(table: Table, tick: np.ndarray, stage: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -52,7 +52,7 @@ Ticks = tuple[np.ndarray, np.ndarray]
 class Schedule:
     """A schedule's one entry: `ticks(stages, microbatches, chunks)` places F and B, and W follows where B is split.
 
-    Its formulas, if it has any, must say what the table says.
+    Its formulas, if it has any, must say what the table says. Without them every table is proved legal when it is made.
     """
 
     name: str
@@ -140,7 +140,7 @@ def _facts(schedule: str, stages: int, microbatches: int, chunks: int, stamp: tu
 @functools.lru_cache(maxsize=64)
 def _made(schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None) -> Table:
     if schedule.endswith(".csv"):
-        return _from_file(schedule, stages, microbatches, chunks)
+        return _proved(short(schedule), lambda: _from_file(schedule, stages, microbatches, chunks))
     if schedule not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ValueError(
@@ -156,23 +156,29 @@ def _made(schedule: str, stages: int, microbatches: int, chunks: int, stamp: tup
             f"schedule {schedule} has {entry.chunks} model chunk{'s' if entry.chunks != 1 else ''} a stage, "
             f"and {chunks} asked for; with {chunks} there are {', '.join(many)}"
         )
-    return entry.table(stages, microbatches, chunks)
+    if entry.formulas:
+        return entry.table(stages, microbatches, chunks)
+    return _proved(f"schedule {schedule}", lambda: entry.table(stages, microbatches, chunks))
+
+
+def _proved(where: str, make: Callable[[], Table]) -> Table:
+    """The table that is made, if it is legal; else what is wrong, and `where`."""
+    try:
+        table = make()
+        validate(table)
+    except IllegalTable as error:
+        known = str(error).startswith(where)
+        raise IllegalTable(f"parallel.schedule cannot run: {error if known else f'{where}: {error}'}.") from None
+    return table
 
 
 def _from_file(path: str, stages: int, microbatches: int, chunks: int) -> Table:
-    try:
-        table = read_csv(path)
-        for what, asked, given in (
-            ("stages", stages, table.stages),
-            ("microbatches", microbatches, table.microbatches),
-            ("chunks", chunks, table.chunks),
-        ):
-            if asked != given:
-                raise IllegalTable(f"{short(path)} is for {what}={given}, and {what}={asked} is asked for")
-        validate(table)
-    except IllegalTable as error:
-        where = "" if str(error).startswith(short(path)) else f"{short(path)}: "
-        raise IllegalTable(f"parallel.schedule cannot run: {where}{error}.") from None
+    table = read_csv(path)
+    given = {"stages": table.stages, "microbatches": table.microbatches, "chunks": table.chunks}
+    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    for what, value in given.items():
+        if asked[what] != value:
+            raise IllegalTable(f"{short(path)} is for {what}={value}, and {what}={asked[what]} is asked for")
     return table
 
 

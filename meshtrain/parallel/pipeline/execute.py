@@ -1,4 +1,4 @@
-"""Runs any legal schedule table inside the fully manual shard_map: one scan over ticks, four slots a tick.
+"""Runs any legal schedule table inside the fully manual shard_map: one scan over ticks, three slots a tick and the loss head.
 
     tick t   F: stage input → output, residuals to the stash      (this stage's row of the table says which microbatch)
              H: loss head on what left the last virtual stage      (all stages, where they share the vocabulary)
@@ -17,7 +17,6 @@ Every device runs the same program. On CPU idle slots are skipped (lax.cond). El
 that any stage uses is computed by all and masked where idle; `segments` groups the ticks so that little is.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.pipeline.storage import empty, read, write
 from meshtrain.parallel.zero import Weights
-from meshtrain.schedule.buffers import Arrival, Buffers, allocate
+from meshtrain.schedule.buffers import allocate, received_late
 from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
 from meshtrain.schedule.table import B, F, Table
 
@@ -61,7 +60,7 @@ class Executor:
         self.forward, self.table = forward, table
         self.skips = forward.skips
         self.segments = _segments(table, self.skips)
-        self.buffers = _received_late(allocate(table), work_per_tick(self.segments)[:, 2])
+        self.buffers = received_late(allocate(table), work_per_tick(self.segments)[:, 2])
 
     # --- the two programs
 
@@ -288,19 +287,6 @@ def _segments(table: Table, skips: bool) -> list[Segment]:
     if skips:
         return [Segment(0, 1, ((table.ticks, (True, True, True, table.split)),))]
     return segments(table)
-
-
-def _received_late(buffers: Buffers, does_b: np.ndarray) -> Buffers:
-    """The table's cotangents kept one B later than they are sent: by the next of the ticks in which `does_b` holds."""
-    ticks = np.flatnonzero(does_b)
-
-    def late(arrival: Arrival) -> Arrival:
-        active, place = np.zeros_like(arrival.active), np.zeros_like(arrival.place)
-        active[ticks[1:]], place[ticks[1:]] = arrival.active[ticks[:-1]], arrival.place[ticks[:-1]]
-        return dataclasses.replace(arrival, active=active, place=place)
-
-    arrivals = tuple(late(arrival) if arrival.slot == B else arrival for arrival in buffers.arrivals)
-    return dataclasses.replace(buffers, arrivals=arrivals)
 
 
 def _add(total: Tree, more: Tree) -> Tree:

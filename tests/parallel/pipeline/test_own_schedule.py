@@ -45,6 +45,15 @@ def test_without_its_entry_it_is_refused():
         load(None, ["parallel.schedule=lazy"])
 
 
+def test_one_that_cannot_run_is_refused():
+    register(Schedule("hasty", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m, v)[1] - 4)))
+    try:
+        with pytest.raises(ConfigError, match=r"parallel.schedule cannot run: schedule hasty: tick .* B0 is too early"):
+            plan(configuration("hasty"), named("h100", 8))
+    finally:
+        del SCHEDULES._entries["hasty"]
+
+
 def test_it_trains_like_another(registered):
     losses = {}
     for schedule in ("1f1b", "lazy"):

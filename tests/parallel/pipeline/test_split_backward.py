@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.pipeline.split_backward import Split, split_backward
+from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.step import Program
 
@@ -71,7 +71,7 @@ def total(counted: Counter) -> int:
     return sum(counted.values())
 
 
-def split(remat: bool) -> tuple[Any, list[jax.Array], jax.Array, Split]:
+def split(remat: bool) -> tuple[Any, list[jax.Array], jax.Array, Halves]:
     run, kept = backward(remat)
     cotangent = arguments()[2]
     return run, kept, cotangent, split_backward(run, (False, True), kept, cotangent)
@@ -166,7 +166,7 @@ def slots_products(**parallel: Any) -> list[Counter]:
             return stage.backward(x, kept, zero, zero)(cotangent), ()
 
         whole = split_backward(both, (False, False, False), x, kept, x)  # less what nothing depends on
-        halves = stage.split(x, kept, x, zero, zero)
+        halves = stage.halves(x, kept, x, zero, zero)
         stash = jax.eval_shape(halves.first, x, kept, x)[1]
         for function, *given in (
             (whole.first, x, kept, x),
