@@ -212,7 +212,7 @@ def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray
 
 
 def received_late(buffers: Buffers, does_b: np.ndarray) -> Buffers:
-    """Cotangents kept one B later than they are sent: by the next of the ticks in which `does_b` holds. So the executor runs them."""
+    """Cotangents kept one B later than they are sent, as the executor does: by the next of the ticks in which `does_b` holds."""
     ticks = np.flatnonzero(does_b)
 
     def late(array: np.ndarray) -> np.ndarray:

@@ -88,7 +88,7 @@ def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False) -> Fa
 
 
 def _alone(p: int, m: int, v: int, split: bool) -> int:
-    """Two stages drain in one tick. W begins p - 1 ticks after B: with few microbatches in a tick of its own, or after one."""
+    """Two stages drain in one tick. W begins p - 1 ticks after B: with few microbatches in, or after, a tick of its own."""
     if p == 2:
         return int(v == 1 and m > 1 + split)
     return int(split and m > 1 and (m in (p, p - 2) or (v == 2 and m == p - 1)))

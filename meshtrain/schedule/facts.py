@@ -1,13 +1,13 @@
-"""What planning needs to know of a table, whatever its name: how often each slot is computed, how deep the buffers are, and which
-ticks the compiler sees alone.
+"""What planning needs to know of a table, whatever its name: how often each slot is computed, how deep the buffers are, and
+which ticks the compiler sees alone.
 
-A segment of one tick is no loop: XLA compiles the tick by itself, and what is made there lives beside what the loops make. Where
-that counts was found by compiling the named schedules for described H100s (`experiments/bench_planner.py --compile h100`):
+A segment of one tick is no loop: XLA compiles the tick by itself, and what is made there lives beside what the loops make.
+Where that counts was found by compiling the named schedules for described GPUs (`experiments/bench_planner.py --compile h100`):
 
-    1f1b, 2 stages      F      | 8 x FHB          | B          the last B is alone after the steady segment
-    v_1f1b              7 x F  | 15 x (FHB FB)    | FHB | 7 x B    and so is this tick; of two in a turn one is beside the other
-    gpipe               3 x F  | 7 x FH | FHB     | 10 x B     no segment is steady: one tick turns from forward to backward
-    zb_interleaved      15 x F | 7 x FHB | FHBW | 8 x FBW ...  alone between steady segments: XLA holds no more for it
+    1f1b, 2 stages       F      | 8 x FHB      | B             the last B is alone after the steady segment
+    v_1f1b               7 x F  | 15 x (FHB FB) | FHB | 7 x B  so is this FHB; and in each turn one tick stands beside another
+    gpipe                3 x F  | 7 x FH | FHB | 10 x B        no segment is steady: forwards turn to backwards in one tick
+    zb_interleaved       15 x F | 7 x FHB | FHBW | 8 x FBW ... alone between steady segments: XLA holds no more for it
 """
 
 import itertools
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     turns: bool = False  # forwards become backwards in one tick that stands alone: no segment is steady
 
     def seconds(self, durations: Durations) -> float:
-        """Of all microbatches in lockstep, with stages of equal length and messages that take no time; `head` as one stage does it."""
+        """Of all microbatches in lockstep, stages being of equal length, messages taking no time, and one stage doing `head`."""
         whole = 0.0 if self.split else durations.weight_grad
         backward = self.backward * (durations.input_grad + whole) + self.weight * durations.weight_grad
         return float(self.forward * durations.forward + self.head * durations.head + backward)
@@ -47,54 +47,44 @@ def facts(table: Table) -> Facts:
     """The facts of a legal table."""
     found = segments(table)
     work = work_per_tick(found)
-    steady = [i for i, segment in enumerate(found) if not _alone(segment) and any(map(_both, _bodies(segment)))]
-    after = found[steady[-1] + 1 :] if steady else []
     forward, head, backward, weight = work.sum(axis=0).tolist()
-    return Facts(
-        forward,
-        head,
-        backward,
-        weight,
-        together=int((work[:, 0] & work[:, 2]).sum()),
-        depths=depths(table),
-        split=table.split,
-        alone=sum(_alone(segment) and does_b for segment in after for _, _, does_b, _ in _bodies(segment)),
-        beside=max(map(_beside, found)) if steady else _in_a_row(found),
-        turns=not steady and _turns(found),
-    )
+    together = int((work[:, 0] & work[:, 2]).sum())
+    steady = [i for i, segment in enumerate(found) if not _is_tick(segment) and any(_both(w) for _, w in segment.body)]
+    if steady:
+        alone = sum(_is_tick(segment) and segment.body[0][1].backward for segment in found[steady[-1] + 1 :])
+        beside, turns = max(map(_beside, found)), False
+    else:
+        alone, beside, turns = 0, _in_a_row(found), _turns(found)
+    return Facts(forward, head, backward, weight, together, depths(table), table.split, alone, beside, turns)
 
 
-def _alone(segment: Segment) -> bool:
+def _is_tick(segment: Segment) -> bool:
     return segment.repeats * segment.period == 1
 
 
-def _bodies(segment: Segment) -> list[Work]:
-    return [work for _, work in segment.body]
-
-
 def _both(work: Work) -> bool:
-    return work[0] and work[2]
+    return work.forward and work.backward
 
 
 def _beside(segment: Segment) -> int:
-    backward = sum(ticks == 1 and work[2] for ticks, work in segment.body)
+    backward = sum(ticks == 1 and work.backward for ticks, work in segment.body)
     return max(0, backward - 1) if segment.repeats > 1 else 0
 
 
 def _in_a_row(found: list[Segment]) -> int:
-    """Of a table too short for a steady segment: neighbours that are alone, go both ways and do the same but for the head."""
-    slots = [(w[2], w[3]) if _alone(segment) and _both(w := _bodies(segment)[0]) else None for segment in found]
+    """Of a table too short for a steady segment: single ticks that go both ways, next to one that does the same but for the head."""
+    slots = [w.weight if _is_tick(segment) and _both(w := segment.body[0][1]) else None for segment in found]
     longest = row = 0
-    for this, before in zip(slots, [None, *slots], strict=False):
-        row = row + 1 if this and this == before else 0
+    for before, this in itertools.pairwise(slots):
+        row = row + 1 if this is not None and this == before else 0
         longest = max(longest, row)
     return longest
 
 
 def _turns(found: list[Segment]) -> bool:
-    """A tick that is alone goes both ways, after a segment whose heads have left their cotangents."""
+    """A single tick goes both ways, after a segment whose heads have left their cotangents."""
     for before, segment in itertools.pairwise(found):
-        waits = not _alone(before) and any(head and not backward for _, head, backward, _ in _bodies(before))
-        if waits and _alone(segment) and _both(_bodies(segment)[0]):
+        waits = not _is_tick(before) and any(work.head and not work.backward for _, work in before.body)
+        if waits and _is_tick(segment) and _both(segment.body[0][1]):
             return True
     return False

@@ -19,8 +19,8 @@ are at least m v + p - 1 ticks with an F, as many with an I, and m v with a W. v
 The figures are for p dividing m; the conditions under which each idle time is exact, and what holds otherwise, stand in
 `closed_form`. Every schedule is legal for all p, m, v >= 1.
 
-A schedule from outside: `register(Schedule("mine", ticks))` makes `parallel.schedule: mine` legal, trained, planned, drawn and
-searched; formulas only make searches faster.
+A schedule from outside: `register(Schedule("mine", ticks))` makes `parallel.schedule: mine` legal, trained, planned,
+drawn and searched; formulas only make searches faster.
 
 1F1B holds 2(p-1-s) + 1 microbatches on stage s and not p - s as on machines that run at their own pace (Narayanan et
 al. 2019, "PipeDream"): a tick of the compiled program is a forward *and* a backward, a message needs a tick for a hop,
@@ -102,7 +102,7 @@ class Schedule:
 def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
     """The table of a schedule: one of `SCHEDULES`, or the path of a CSV file (see `Table.to_csv`).
 
-    `chunks` is the number of model chunks (virtual stages) that each stage holds. Made once, and once for each state of a file.
+    `chunks` is the number of model chunks (virtual stages) that each stage holds. Made once, or once a state of the file.
     Raises ValueError, in one sentence, for an unknown name or numbers that the schedule cannot have; and IllegalTable
     for a file that is not legal or is for other numbers.
     """

@@ -10,12 +10,20 @@ The head stands beside the slots because with chunks most ticks have none, and i
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from meshtrain.schedule.table import F, Table
 
-Work = tuple[bool, bool, bool, bool]  # whether any stage does F, the loss head, B, W
+
+class Work(NamedTuple):
+    """Whether any stage does F, the loss head, B, W."""
+
+    forward: bool
+    head: bool
+    backward: bool
+    weight: bool
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,9 @@ def segments(table: Table, limit: int = 8) -> list[Segment]:
     head[table.when()[F, -1]] = True
     work = np.insert(used, 1, head, axis=1)
     weights = (1, 1, 1 if table.split else 2, 1)
-    runs = [(end - start, mask) for start, end, mask in _merge_runs(work, weights, table.ticks)]
-    found = _repeats(runs)
+    found = _repeats(_merge_runs(work, weights, table.ticks))
     if sum(len(segment.body) for segment in found) > limit:
-        found = _repeats([(end - start, mask) for start, end, mask in _merge_runs(work, weights, limit)])
+        found = _repeats(_merge_runs(work, weights, limit))
     return found
 
 
@@ -52,9 +59,8 @@ def _repeats(runs: list[tuple[int, Work]]) -> list[Segment]:
     """Folds runs that come again and again, up to four at a time."""
     found, i, tick = [], 0, 0
     while i < len(runs):
-        repeats, length = max(
-            ((_count(runs, i, q), q) for q in range(1, 5)), key=lambda rq: ((rq[0] - 1) * rq[1], -rq[1])
-        )
+        folds = [(_count(runs, i, length), length) for length in range(1, 5)]
+        repeats, length = max(folds, key=lambda fold: ((fold[0] - 1) * fold[1], -fold[1]))
         segment = Segment(tick, repeats, tuple(runs[i : i + length]))
         found.append(segment)
         i += repeats * length
@@ -71,30 +77,27 @@ def _count(runs: list[tuple[int, Work]], i: int, length: int) -> int:
 
 def work_per_tick(found: list[Segment]) -> np.ndarray:
     """bool [ticks, 4]: what the compiled program does in each tick, idly or not (F, head, B, W)."""
-    once = [[mask for ticks, mask in segment.body for _ in range(ticks)] for segment in found]
-    return np.array([mask for masks, segment in zip(once, found, strict=True) for mask in masks * segment.repeats])
+    turns = [(segment.repeats, [work for ticks, work in segment.body for _ in range(ticks)]) for segment in found]
+    return np.array([work for repeats, turn in turns for work in turn * repeats])
 
 
-def _merge_runs(work: np.ndarray, weights: tuple[int, ...], limit: int) -> list:
-    """Runs of equal rows of `work` (bool [ticks, kinds]) as (first tick, one past the last, row), at most `limit`.
+def _merge_runs(work: np.ndarray, weights: tuple[int, ...], limit: int) -> list[tuple[int, Work]]:
+    """Runs of equal rows of `work` (bool [ticks, 4]) as (ticks, row), at most `limit`.
 
     Joined neighbours do the union of their work; `weights` is the relative cost of each kind in one tick.
     """
-    rows = [tuple(row) for row in work.tolist()]
-    starts = [t for t in range(len(rows)) if t == 0 or rows[t] != rows[t - 1]]
-    runs = [(a, b, rows[a]) for a, b in itertools.pairwise([*starts, len(rows)])]
+    runs = [(len(list(same)), row) for row, same in itertools.groupby(Work(*row) for row in work.tolist())]
 
     def waste(i: int) -> int:
-        (a, b, left), (_, c, right) = runs[i : i + 2]
-        return sum(
-            weight * ((b - a) * (y and not x) + (c - b) * (x and not y))
-            for weight, x, y in zip(weights, left, right, strict=True)
-        )
+        (left_ticks, left), (right_ticks, right) = runs[i : i + 2]
+        kinds = zip(weights, left, right, strict=True)
+        return sum(weight * (left_ticks * (y and not x) + right_ticks * (x and not y)) for weight, x, y in kinds)
 
     wastes = [waste(i) for i in range(len(runs) - 1)]
     while wastes and (len(runs) > limit or min(wastes) == 0):
         i = wastes.index(min(wastes))
-        (first, _, left), (_, end, right) = runs[i : i + 2]
-        runs[i : i + 2] = [(first, end, tuple(x or y for x, y in zip(left, right, strict=True)))]
+        (left_ticks, left), (right_ticks, right) = runs[i : i + 2]
+        union = Work(*(x or y for x, y in zip(left, right, strict=True)))
+        runs[i : i + 2] = [(left_ticks + right_ticks, union)]
         wastes[max(i - 1, 0) : i + 2] = [waste(j) for j in range(max(i - 1, 0), min(i + 1, len(runs) - 1))]
     return runs

@@ -87,15 +87,8 @@ class Table:
         return hash(self._key())
 
     def _key(self) -> tuple:
-        return (
-            self.name,
-            self.stages,
-            self.microbatches,
-            self.chunks,
-            self.split,
-            self.placement,
-            self.cells.tobytes(),
-        )
+        sizes = self.stages, self.microbatches, self.chunks
+        return self.name, *sizes, self.split, self.placement, self.cells.tobytes()
 
     @property
     def ticks(self) -> int:
@@ -171,7 +164,7 @@ class Table:
         return " ".join(words)
 
     def to_csv(self) -> str:
-        """The table as CSV for people: a line of facts, a line of stage names, then one row a tick.
+        """The table as CSV for people: a title, a line of stage names, then one row a tick.
 
         # schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop
         stage 0,stage 1
@@ -180,8 +173,8 @@ class Table:
         B0,F1 B1
         B1,
         """
-        facts = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
-        lines = [f"{facts} split={'yes' if self.split else 'no'} placement={self.placement}"]
+        title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
+        lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
         lines.append(",".join(f"stage {s}" for s in range(self.stages)))
         lines += [",".join(self.cell_text(t, s) for s in range(self.stages)) for t in range(self.ticks)]
         return "\n".join(lines) + "\n"
@@ -189,8 +182,8 @@ class Table:
 
 _WORD = re.compile(r"([A-Z])([0-9]{1,18})(?:\.([0-9]{1,18}))?")
 _NUMBER = re.compile("[0-9]{1,9}")
-_FACTS = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
-_FACTS_EXAMPLE = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
+_TITLE = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
+_TITLE_EXAMPLE = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
 _MOST_BYTES = 32 * MOST_WORK
 
 
@@ -203,17 +196,17 @@ def read_csv(path: str | Path) -> Table:
 def parse_csv(text: str, source: str = "csv") -> Table:
     """Like `read_csv`, from a string; `source` stands for the file in messages. Rows are counted from 1, as editors do."""
     lines = text.rstrip().splitlines()
-    facts = _read_facts(lines[0].strip('", ') if lines else "", source)
-    stages = facts["stages"]
+    title = _read_title(lines[0].strip('", ') if lines else "", source)
+    stages = title["stages"]
     if len(lines) > 1:
-        _check_rows(len(lines) - 2, facts, source)
+        _check_rows(len(lines) - 2, title, source)
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(lines)]
     except csv.Error as error:
         raise IllegalTable(f"{source} is not CSV: {error}") from None
     if len(rows) < 2 or len(rows[1]) != stages:
         raise IllegalTable(f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}")
-    table = Table(cells=np.full((len(rows) - 2, stages, 3, 2), -1), **facts)
+    table = Table(cells=np.full((len(rows) - 2, stages, 3, 2), -1), **title)
     cells = table.cells.copy()
     for tick, row in enumerate(rows[2:]):
         if row and len(row) != stages:  # an empty row is a tick in which all are idle
@@ -225,26 +218,29 @@ def parse_csv(text: str, source: str = "csv") -> Table:
                 cells[tick, stage] = _read_cell(cell, table)
             except IllegalTable as error:
                 raise IllegalTable(f"{source}, row {tick + 3}, column {stage + 1} (stage {stage}): {error}") from None
-    return Table(cells=cells, **facts)
+    return Table(cells=cells, **title)
 
 
-def _check_rows(ticks: int, facts: dict, source: str) -> None:
+def _check_rows(ticks: int, title: dict, source: str) -> None:
     """A stage has one forward a tick; and in more ticks than there are ops, some have none."""
-    least = facts["microbatches"] * facts["chunks"]
-    most = min(least * facts["stages"] * (3 if facts["split"] else 2), MOST_WORK // facts["stages"])
+    least = title["microbatches"] * title["chunks"]
+    most = min(least * title["stages"] * (3 if title["split"] else 2), MOST_WORK // title["stages"])
+    if least > most:
+        raise IllegalTable(
+            f"{source}, row 1: so many microbatches, chunks and stages make more than the {MOST_WORK} cells that a table can have"
+        )
     if not least <= ticks <= most:
         raise IllegalTable(
-            f"{source}: {ticks} rows after the first two, one a tick; for these microbatches, chunks and stages legal are {least} to {most}"
-            if least <= most
-            else f"{source}, row 1: so many microbatches, chunks and stages make more than the {MOST_WORK} cells that a table can have"
+            f"{source}: {ticks} rows after the first two, one a tick; for these microbatches, chunks and stages legal are "
+            f"{least} to {most}"
         )
 
 
-def _read_facts(line: str, source: str) -> dict:
+def _read_title(line: str, source: str) -> dict:
     words = dict(word.split("=", 1) for word in line.lstrip("#").split() if "=" in word)
-    if not line.startswith("#") or set(words) - set(_FACTS) or not {"stages", "microbatches"} <= set(words):
-        raise IllegalTable(f"{source}, row 1: must say what the table is for, as in '{_FACTS_EXAMPLE}'")
-    facts: dict = {
+    if not line.startswith("#") or set(words) - set(_TITLE) or not {"stages", "microbatches"} <= set(words):
+        raise IllegalTable(f"{source}, row 1: must say what the table is for, as in '{_TITLE_EXAMPLE}'")
+    title: dict = {
         "name": short(words.get("schedule") or "_".join(Path(source).stem.split())),
         "placement": words.get("placement", "loop"),
     }
@@ -254,15 +250,15 @@ def _read_facts(line: str, source: str) -> dict:
             raise IllegalTable(
                 f"{source}, row 1: {key}={short(value)}, and must be a whole number, at least 1 and below a billion"
             )
-        facts[key] = int(value)
+        title[key] = int(value)
     split = words.get("split", "no")
     if split not in ("yes", "no"):
         raise IllegalTable(f"{source}, row 1: split={short(split)}, and must be yes or no")
-    if facts["placement"] not in PLACEMENTS:
+    if title["placement"] not in PLACEMENTS:
         raise IllegalTable(
-            f"{source}, row 1: placement={short(facts['placement'])}, and must be {' or '.join(PLACEMENTS)}"
+            f"{source}, row 1: placement={short(title['placement'])}, and must be {' or '.join(PLACEMENTS)}"
         )
-    return facts | {"split": split == "yes"}
+    return title | {"split": split == "yes"}
 
 
 def _read_cell(text: str, table: Table) -> np.ndarray:

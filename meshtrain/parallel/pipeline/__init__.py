@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: written (table, generators), proved (validate, buffers), simulated, drawn, executed."""
+"""A schedule's table inside the compiled step: run (execute), what a stage computes (stage, split_backward), where values wait (storage)."""

@@ -84,7 +84,7 @@ class Executor:
         carry = step.start(forward_only=True)
         busy = np.flatnonzero(self.buffers.f_active.any(axis=1))
         rows = self._rows(busy)
-        return self._total(_scan(step, (True, True, False, False), carry, rows).loss)
+        return self._total(_scan(step, Work(True, True, False, False), carry, rows).loss)
 
     def _total(self, loss: jax.Array) -> jax.Array:
         return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss
@@ -285,7 +285,7 @@ def _scan(step: _Step, work: Work, carry: Carry, rows: Row) -> Carry:
 def _segments(table: Table, skips: bool) -> list[Segment]:
     """One where idle slots are skipped anyway; else those whose ticks do the same work."""
     if skips:
-        return [Segment(0, 1, ((table.ticks, (True, True, True, table.split)),))]
+        return [Segment(0, 1, ((table.ticks, Work(True, True, True, table.split)),))]
     return segments(table)
 
 

@@ -78,11 +78,8 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Value
         name = eqn.primitive.name
         if name in _INLINED:
             inner = eqn.params[_INLINED[name]]
-            outs = (
-                _evaluate(inner.jaxpr, inner.consts, values)
-                if hasattr(inner, "consts")
-                else _evaluate(inner, [], values)
-            )
+            jaxpr_of, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+            outs = _evaluate(jaxpr_of, consts, values)
         elif name == "scan":
             body = eqn.params["jaxpr"]
             outs = _scan(eqn, values, partial(_evaluate, body.jaxpr, body.consts))
@@ -235,7 +232,7 @@ class _ScanParts:
             carried = sum(first[: self.carries])
             return outs[:carried], [*outs[carried:], *stash]
 
-        carry, ys = self._scan(env, body, [f for f in first[: self.carries]])
+        carry, ys = self._scan(env, body, first[: self.carries])
         outs = [*carry, *ys[: len(self.first_outs) - len(carry)]]
         env.update(zip(self.first_outs, outs, strict=True))
         return ys[len(self.first_outs) - len(carry) :]
