@@ -6,9 +6,9 @@ import os
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.sources import MIXTURE, SOURCES, has_documents
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
 from meshtrain.schedule.table import MOST_WORK
+from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
