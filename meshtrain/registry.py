@@ -27,6 +27,10 @@ class Registry(Mapping[str, Entry]):
             raise ValueError(f"{entry.name} is registered already")
         return entry
 
+    def forget(self, name: str) -> None:
+        """Takes an entry out again: for a notebook's cell that is run twice, and for tests."""
+        del self._entries[name]
+
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
 

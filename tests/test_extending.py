@@ -1,0 +1,104 @@
+"""What the README says one touches to add something: each added here from outside the package, trained on 2 x 2 x 2 and planned."""
+
+import numpy as np
+import optax
+import pytest
+from short_runs import train
+
+import meshtrain as mt
+from meshtrain.config import Config, decode
+from meshtrain.families import FAMILIES, Family
+from meshtrain.hlo import live_bytes
+from meshtrain.optimizers import OPTIMIZERS, Optimizer
+from meshtrain.schedule.generators import SCHEDULES, Schedule
+from meshtrain.step import Program
+
+MODEL = {"layers": 5, "d_model": 24, "heads": 4, "kv_heads": 2, "vocab_size": 67}
+ON_EIGHT = {"data": 2, "tensor": 2, "pipeline": 2}
+
+
+def config(mesh: dict[str, int], **sections) -> Config:
+    train = {"global_batch_size": 8, "sequence_length": 16, "steps": 3}
+    parallel = {"microbatches": 4, "zero_stage": 2 if len(mesh) == 3 else 0} | sections.pop("parallel", {})
+    model = MODEL | sections.pop("model", {})
+    optimizer = {"warmup_steps": 0, "learning_rate": 0.01} | sections.pop("optimizer", {})
+    return decode(
+        {"mesh": mesh, "model": model, "train": train, "parallel": parallel, "optimizer": optimizer, **sections}
+    )
+
+
+def losses(of: Config) -> list[float]:
+    return [metrics["loss"] for metrics in train(of, of.train.steps)[0]]
+
+
+def check(**sections) -> None:
+    """Trained on 2 x 2 x 2 as on one device, and planned to the byte of its state."""
+    there, alone = config(ON_EIGHT, **sections), config({}, **sections)
+    np.testing.assert_allclose(losses(there), losses(alone), rtol=2e-5)
+    planned = mt.plan(there)
+    assert planned.seconds > 0 and planned.bytes > 0
+    between = sum(item.nbytes for item in planned.memory if item.between_steps)
+    assert between == pytest.approx(live_bytes(Program(there).init()), rel=0.01)
+
+
+def parallel_block(block, x, sequence, collectives, dropout):
+    """Attention and MLP side by side, from one norm (GPT-J)."""
+    h = collectives.enter(block.attention_norm(x))
+    y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(h, collectives)
+    return x + dropout.at(1).stream(y, collectives.first_position(x.shape[1]))
+
+
+@pytest.fixture
+def register():
+    """Adds an entry for a test."""
+    added = []
+
+    def add(registry, entry):
+        added.append((registry, entry.name))
+        registry.register(entry)
+
+    yield add
+    for registry, name in added:
+        registry.forget(name)
+
+
+@pytest.mark.parametrize("block", [None, parallel_block], ids=["options", "a block of its own"])
+def test_a_family_is_one_entry(register, block):
+    register(FAMILIES, Family(
+        name="toy", centred_norms=False, positions="learned", gated=True, activation="relu", biases=True, tied_head=True,
+        d_ff=lambda d_model: 3 * d_model + 2, block=block,
+    ))  # fmt: skip
+    check(model={"family": "toy"})
+    resolved = config({}, model={"family": "toy"}).model
+    assert (resolved.d_ff, resolved.tied_head) == (74, True)
+
+
+def test_a_schedule_is_one_entry(register):
+    def late_backward(stages, microbatches, chunks):
+        """All forwards, a tick in which nothing happens, all backwards in the order of the forwards."""
+        forward = np.arange(stages)[:, None] + np.arange(microbatches)
+        backward = forward.max() + 2 + np.arange(microbatches) + (stages - 1 - np.arange(stages))[:, None]
+        return forward, backward
+
+    register(SCHEDULES, Schedule("late", late_backward))
+    there = config(ON_EIGHT, parallel={"schedule": "late"})
+    np.testing.assert_allclose(losses(there), losses(config({})), rtol=2e-5)
+    planned = mt.plan(there)
+    assert planned.timeline.table.name == "late" and planned.peak_in_flight == 4
+    assert planned.ticks == 2 * (4 + 1) + 1
+
+
+def test_an_optimizer_is_one_entry(register):
+    register(OPTIMIZERS, Optimizer(
+        "toy", make=lambda o, rate, mask, weights: optax.sgd(rate, momentum=o.beta1, nesterov=True),
+        moments=lambda o, weight: [range(weight.stacked, len(weight.axes))],
+    ))  # fmt: skip
+    check(optimizer={"name": "toy"})
+
+
+def test_what_is_registered_is_named_where_a_word_is_wrong(register):
+    register(FAMILIES, Family("gemini", True, "rotary", False, "gelu", False, False, lambda d_model: d_model))
+    with pytest.raises(mt.ConfigError, match="llama, gpt2, gemini; did you mean gemini"):
+        config({}, model={"family": "gemin1"})
+    with pytest.raises(ValueError, match="gemini is registered already"):
+        FAMILIES.register(Family("gemini", True, "learned", False, "gelu", False, False, lambda d_model: d_model))
