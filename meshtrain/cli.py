@@ -47,7 +47,9 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 class _Sayer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        # Words for a terminal that was closed go nowhere.
+        with contextlib.suppress(OSError):
+            say(record.getMessage())
 
 
 @contextlib.contextmanager

@@ -76,19 +76,11 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
 def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how: signal.Signals, tmp_path: Path) -> None:
     big, out = tmp_path / "big.jsonl", tmp_path / "out"
     big.write_text("".join(f'{{"text": "{i}{"." * 180}"}}\n' for i in range(42_000)))  # two units of 4 MiB
-    command = [
-        sys.executable,
-        "-m",
-        "meshtrain.data",
-        "prepare",
-        "--input",
-        str(big),
-        "--output",
-        str(out),
-        "--workers",
-    ]
+    words = ["prepare", "--input", str(big), "--output", str(out), "--workers"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*command, "2"], env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshtrain.data", *words, "2"], env=environment, stderr=subprocess.PIPE, text=True
+    )
     while not (out / "plan.json").exists() and process.poll() is None:
         time.sleep(0.002)
     time.sleep(0.1)
@@ -96,7 +88,7 @@ def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how: signal.Signals,
     assert process.communicate(timeout=60)[1].endswith("meshtrain: stopped; run the same command again to go on.\n")
     assert process.returncode == 75 and not (out / "manifest.json").exists()
     assert not list(out.glob(".*.tokens.*"))
-    assert main([*command[3:], "1"]) == 0
+    assert main([*words, "1"]) == 0
     manifest = read_manifest(out)
     assert manifest.count("train", "documents") + manifest.count("validation", "documents") == 42_000
 

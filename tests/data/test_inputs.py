@@ -23,26 +23,13 @@ def write(folder: Path, *paths: str) -> None:
 
 
 def test_a_folder_gives_its_text_sorted_by_name_and_counts_the_rest(tmp_path: Path) -> None:
-    for name in (
-        "b.md",
-        "a.txt",
-        "c/d.py",
-        "c/e.jsonl.gz",
-        "picture.png",
-        ".git/config.txt",
-        "__pycache__/x.py",
-        ".hidden.txt",
-    ):
+    taken, left = ("b.md", "a.txt", "c/d.py", "c/e.jsonl.gz"), (".git/config.txt", "__pycache__/x.py", ".hidden.txt")
+    for name in (*taken, "picture.png", *left):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     found = find([str(tmp_path)])
     root = tmp_path.name
-    assert [file.name for file in found.files] == [
-        f"{root}/a.txt",
-        f"{root}/b.md",
-        f"{root}/c/d.py",
-        f"{root}/c/e.jsonl.gz",
-    ]
+    assert [file.name for file in found.files] == [f"{root}/{name}" for name in sorted(taken)]
     assert found.ignored == {".png": 1}
 
 
