@@ -27,6 +27,7 @@ class SourceKind:
     name: str
     documents: Callable[..., Any] | None = None
     rows: Callable[..., Any] | None = None
+    of_python: bool = False  # another version of Python has other content
 
 
 def has_documents(source: str) -> bool:
@@ -40,6 +41,6 @@ def _late(function: str) -> Callable[..., Any]:
 
 
 SOURCES = Registry(
-    SourceKind("stdlib", documents=_late("meshtrain.data.stdlib:open_stdlib")),
+    SourceKind("stdlib", documents=_late("meshtrain.data.stdlib:open_stdlib"), of_python=True),
     SourceKind("synthetic", rows=_late("meshtrain.data.synthetic:SyntheticRows")),
 )

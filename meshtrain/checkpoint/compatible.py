@@ -11,6 +11,7 @@ from meshtrain.config import Config, resolve
 from meshtrain.config.follow import followed, value_of
 from meshtrain.config.schema import Resume, keys, known
 from meshtrain.errors import ConfigError, nearest
+from meshtrain.sources import SOURCES
 
 # What counts for the weights alone; what of it the checkpoint can never have otherwise; what the digest of the data follows from.
 WEIGHTS = (Resume.SHAPE, Resume.SIZE, Resume.TOKENS)
@@ -98,7 +99,7 @@ def _other_content(manifest: Manifest, config: Config, digest: str) -> str:
     of_mixture = "mixture: " if config.data.mixture else ""
     sentence = of_mixture + " and ".join(f"{n} holds other tokens than it did ({what})" for n, what in changed.items())
     then, here = manifest.versions.get("python"), platform.python_version()
-    if "stdlib" in changed and then != here:
+    if then != here and any(name in SOURCES and SOURCES[name].of_python for name in changed):
         sentence += f": it is that of Python {here}, was that of {then}"
     return f"data.source {sentence}"
 
