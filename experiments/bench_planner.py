@@ -34,7 +34,7 @@ MODELS = {
 }  # fmt: skip
 
 # (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys of `parallel`)
-SEEN: list[tuple] = [  # the moments in `planner.memory` were found on these
+SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` counts were found on these
     ("gpt 125M", (1, 1, 1), 8, 1024, 1, {"zero_stage": 0}),
     ("gpt 125M", (8, 1, 1), 64, 1024, 1, {}),
     ("gpt 125M", (4, 2, 1), 64, 1024, 4, {"zero_stage": 2, "remat": "full"}),
@@ -79,6 +79,11 @@ SEEN: list[tuple] = [  # the moments in `planner.memory` were found on these
     ("3B", (4, 1, 4), 32, 4096, 8, {"schedule": "gpipe", "remat": "full"}),
     ("1B", (2, 2, 2), 32, 2048, 8, {"schedule": "v_1f1b", "sequence_parallel": True}),
     ("1B", (4, 1, 2), 16, 4096, 4, {"schedule": "gpipe"}),
+    ("1B", (2, 2, 2), 4, 4096, 2, {"schedule": "gpipe"}),
+    ("1B", (2, 2, 2), 16, 4096, 8, {"schedule": "interleaved", "virtual_stages": 1}),
+    ("1B", (2, 1, 4), 8, 4096, 4, {"schedule": "zb_h1"}),
+    ("1B", (2, 1, 4), 16, 4096, 8, {"schedule": "zb_interleaved", "virtual_stages": 2}),
+    ("1B", (2, 2, 2), 4, 4096, 2, {"schedule": "v_1f1b"}),
 ]  # fmt: skip
 UNSEEN: list[tuple] = [
     ("gpt 125M", (1, 1, 4), 16, 1024, 8, {"remat": "dots"}),

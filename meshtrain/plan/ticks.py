@@ -43,7 +43,7 @@ def trips(config: Config, skips: bool = False) -> Trips:
     return _trips(table(config))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def _trips(table: Table) -> Trips:
     """What a tick does is the same in all turns of a segment; of one that is compiled alone XLA leaves out what the table has no use
     for: embeddings of no microbatch, and messages that nobody keeps.
@@ -76,7 +76,7 @@ def _trips(table: Table) -> Trips:
 
 
 def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Durations:
-    """The simulator's durations from one microbatch's pieces. Layers of each virtual stage as the split has them."""
+    """The simulator's durations from one microbatch's pieces. Virtual stages are as long as they have layers."""
     stage = stages(config)
     share: PerChunk = 1.0  # of the longest virtual stage's layers
     if len(set(stage.counts)) > 1:
@@ -100,15 +100,13 @@ def timeline(config: Config, pieces: Pieces, practice: Practice = OURS, optimize
 
 def quick(config: Config, facts: Facts, pieces: Pieces) -> float:
     """Seconds of all microbatches by the facts alone, for searches: in lockstep, all stages as long as the longest."""
-    forward, backward, weight, head = (
-        pieces.chunk_forward,
-        pieces.chunk_backward,
-        pieces.chunk_weight_grad,
-        pieces.head_total,
-    )
     if config.mesh.pipeline == 1:
-        return config.parallel.microbatches * (stages(config).chunks * (forward + backward) + head)
-    seconds = facts.seconds(Durations(forward, backward - weight, weight, head=head))
+        layers = stages(config).chunks * (pieces.chunk_forward + pieces.chunk_backward)
+        return config.parallel.microbatches * (layers + pieces.head_total)
+    weight = pieces.chunk_weight_grad
+    each = Durations(pieces.chunk_forward, pieces.chunk_backward - weight, weight, head=pieces.head_total)
     # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an activation's.
-    seconds += (facts.forward + facts.backward - 2 * facts.together) * pieces.message
-    return seconds + sum(facts.together * max(0.0, pieces.message - hides) for hides in (forward, backward))
+    shown = (facts.forward + facts.backward - 2 * facts.together) * pieces.message
+    for hides in (pieces.chunk_forward, pieces.chunk_backward):
+        shown += facts.together * max(0.0, pieces.message - hides)
+    return facts.seconds(each) + shown

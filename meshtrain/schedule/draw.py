@@ -18,14 +18,10 @@ def figures(timeline: Timeline) -> list[str]:
     """The figures under a picture, one sentence each."""
     table = timeline.table
     fullest = int(np.argmax(timeline.peak_in_flight))
-    counts = (
-        _count(table.stages, "stage"),
-        _count(table.microbatches, "microbatch", "es"),
-        _count(table.chunks, "chunk"),
-    )
+    sizes = f"{_count(table.stages, 'stage')}, {_count(table.microbatches, 'microbatch', 'es')}"
     kept = "kept for the backward" if table.chunks == 1 else f"of 1/{table.chunks} stage each kept for the backward"
     return [
-        f"{table.name}: {', '.join(counts)} a stage, {timeline.clock} clock",
+        f"{table.name}: {sizes}, {_count(table.chunks, 'chunk')} a stage, {timeline.clock} clock",
         f"makespan {timeline.makespan:.6g}; idle {timeline.bubble_fraction:.1%} of the stages' time",
         f"peak in flight {_count(timeline.peak_in_flight[fullest], 'entr', 'ies', 'y')} {kept}, on stage {fullest}",
     ]

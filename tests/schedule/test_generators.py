@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from meshtrain.errors import ConfigError
 from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
@@ -134,6 +135,17 @@ def test_a_csv_file_is_a_schedule(tmp_path):
     assert make_table(str(path), 2, 4, 2) == make_table("interleaved", 2, 4, 2)
     with pytest.raises(ValueError, match=r"mine.csv is for microbatches=4, and microbatches=8 is asked for"):
         make_table(str(path), 2, 8, 2)
+
+
+def test_a_csv_file_that_was_edited_is_read_again(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(make_table("1f1b", 2, 2).to_csv())
+    assert make_table(str(path), 2, 2) is make_table(str(path), 2, 2)
+    path.write_text(make_table("gpipe", 2, 2).to_csv())
+    assert make_table(str(path), 2, 2) == make_table("gpipe", 2, 2)
+    path.unlink()
+    with pytest.raises(ConfigError, match="there is no schedule's table"):
+        make_table(str(path), 2, 2)
 
 
 def test_an_illegal_csv_file_is_refused(tmp_path):

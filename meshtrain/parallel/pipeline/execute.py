@@ -235,8 +235,7 @@ class _Step:
             x, kept = read(carry.stash, row["w_stash"])
             left = read(carry.cotangents, row["w_cot"])
             halves = self.stage.halves(x, kept, self.stage.zeros(), row["w_microbatch"], row["w_chunk"])
-            leaves = halves.second(left, x, kept, None)
-            gradient = jax.tree.unflatten(jax.tree.structure(self.stage.blocks), leaves)
+            gradient = jax.tree.unflatten(jax.tree.structure(self.stage.blocks), halves.second(left, x, kept, None))
             return self.add_chunk(blocks, gradient, row["w_chunk"])
 
         return carry._replace(blocks=self.when(row["w_active"], run, lambda same: same, carry.blocks))
@@ -252,8 +251,9 @@ class _Step:
         """Sends what F or B made every way that the table uses; what comes in instead."""
         stages, around = self.table.stages, self.table.chunks > 1 and self.table.placement == "loop"
         arriving = {}
-        for i, (shift, of) in enumerate((arrival.shift, arrival.slot) for arrival in self.buffers.arrivals):
-            if of == slot:
+        for i, arrival in enumerate(self.buffers.arrivals):
+            if arrival.slot == slot:
+                shift = arrival.shift
                 pairs = [(s, (s + shift) % stages) for s in range(stages) if around or 0 <= s + shift < stages]
                 arriving[i] = lax.ppermute(message, PIPELINE, pairs) if shift else message
         return arriving
