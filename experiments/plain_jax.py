@@ -14,7 +14,7 @@ Tree = Any
 
 def init(config: Config, key: jax.Array) -> Tree:
     m = config.model
-    d, h, g, k, f, layers = m.d_model, m.heads, m.kv_heads or m.heads, m.head_dim or 1, m.d_ff or 1, m.layers
+    d, h, g, k, f, layers = m.d_model, m.heads, m.kv_heads, m.head_dim, m.d_ff, m.layers
     shapes = {
         "embedding": (m.vocab_size, d), "head": (d, m.vocab_size), "q": (layers, d, h, k), "k": (layers, d, g, k), "v": (layers, d, g, k),
         "out": (layers, h, k, d), "gate": (layers, d, f), "up": (layers, d, f), "down": (layers, f, d),

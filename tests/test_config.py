@@ -252,40 +252,9 @@ def test_command_exits_with_2_and_one_sentence(arguments, says, tmp_path):
 
 
 ODD = [
-    "",
-    "~",
-    "off",
-    "0",
-    "-1",
-    "010",
-    "0x10",
-    "1e3",
-    "1e-50",
-    ".nan",
-    "-.inf",
-    "9" * 5000,
-    "a" * 5000,
-    "[]",
-    "[~]",
-    "[[1]]",
-    "{a: 1}",
-]
-ODD += [
-    "'",
-    '"\\0"',
-    '"\\uD800"',
-    "#",
-    "*a",
-    "&a",
-    "!!int 3",
-    "- a",
-    "|",
-    "%",
-    "\t",
-    "\ufeff",
-    "2147483647",
-    "4294967296",
-]
+    "", "~", "off", "0", "-1", "010", "0x10", "1e3", "1e-50", ".nan", "-.inf", "9" * 5000, "a" * 5000, "[]", "[~]", "[[1]]", "{a: 1}",
+    "'", '"\\0"', '"\\uD800"', "#", "*a", "&a", "!!int 3", "- a", "|", "%", "\t", "\ufeff", "2147483647", "4294967296",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(Config)])

@@ -167,11 +167,11 @@ def notes(config: Config) -> list[str]:
             found.append(
                 f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
             )
-    slots = mesh.pipeline * parallel.virtual_stages
-    if mesh.pipeline > 1 and model.layers % slots and parallel.layer_split is None:
-        most = math.ceil(model.layers / slots)
+    stages = mesh.pipeline * parallel.virtual_stages
+    if mesh.pipeline > 1 and model.layers % stages and parallel.layer_split is None:
+        most = math.ceil(model.layers / stages)
         found.append(
-            f"model.layers {model.layers} does not divide over {slots} stages: the longest has {most}, so {1 - model.layers / (most * slots):.0%} of the stages' time is idle."
+            f"model.layers {model.layers} does not divide over {stages} stages: the longest has {most}, so {1 - model.layers / (most * stages):.0%} of the stages' time is idle."
         )
     if config.optimizer.warmup_steps > config.train.steps:
         found.append(

@@ -48,9 +48,8 @@ def test_one_device_has_nothing_to_rearrange_and_padded_stages_have():
 def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
     """XLA, given shardings alone, replicates here; ours must have no all-gather, and nothing larger than a device's share."""
     built = program(layout)
-    leaf = next(
-        leaf for leaf in leaves(built) if leaf.name == "blocks.attention.q"
-    )  # 24 wide: every axis finds a place
+    # 24 wide: every axis finds a place
+    leaf = next(leaf for leaf in leaves(built) if leaf.name == "blocks.attention.q")
     way = rearrangement(built.layout, leaf, built.mesh)
     assert all(move.after is not None for move in way.moves)
     mapped = jax.shard_map(way.to_canonical, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec)

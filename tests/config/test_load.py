@@ -60,6 +60,10 @@ def test_null_stands_for_what_follows_from_other_keys(read):
     assert (model.kv_heads, model.head_dim, model.d_ff, model.tied_head) == (6, 16, 256, False)
     model = read("model: {family: gpt2, d_model: 96, heads: 6}\ntrain: {sequence_length: 40}").model
     assert (model.d_ff, model.tied_head, model.max_positions) == (384, True, 40)
+    config = read(
+        "parallel: {zero_stage: 2, zero_hold: null, microbatches: 2, schedule: v_1f1b}\ndata: {rows_multiple: ~}"
+    )
+    assert (config.parallel.zero_hold, config.parallel.virtual_stages, config.data.rows_multiple) == (True, 2, 16)
 
 
 def test_lists_are_tuples_of_the_declared_type(read):
