@@ -26,7 +26,7 @@ from meshtrain.errors import say
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.modules import callable_as
-from meshtrain.parallel import offload
+from meshtrain.parallel import offload, placement
 from meshtrain.precision import Watch
 from meshtrain.run.directory import CHECKPOINTS, run_directory
 from meshtrain.run.failures import RunFailure, end_at_once, explained
@@ -246,7 +246,7 @@ def opening(program: Program, data: TextBatches, start: int) -> list[str]:
         f"pipeline {mesh.pipeline} ({program.mesh.devices.size} {platform(program.mesh)} devices), "
         f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
         data.describe(),
-        *(f"note: {sentence}" for sentence in (*notes(config), *program.layout.notes())),
+        *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
     ]
     if start >= config.train.steps:
         lines.append(f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do")

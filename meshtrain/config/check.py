@@ -6,7 +6,8 @@ import os
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.schedule.generators import SCHEDULES, legal_chunks
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import MOST_WORK
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
@@ -173,6 +174,8 @@ def notes(config: Config) -> list[str]:
         found.append(
             f"model.layers {model.layers} does not divide over {stages} stages: the longest has {most}, so {1 - model.layers / (most * stages):.0%} of the stages' time is idle."
         )
+    if mesh.pipeline > 1 and parallel.microbatches < mesh.pipeline:
+        found.append(_few_microbatches(config))
     if config.optimizer.warmup_steps > config.train.steps:
         found.append(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
@@ -185,3 +188,20 @@ def notes(config: Config) -> list[str]:
     if mesh.pipeline == 1 and parallel.layer_split is not None:
         found.append("parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage.")
     return found
+
+
+def _few_microbatches(config: Config) -> str:
+    """What fewer microbatches than stages cost, stages being equally long."""
+    parallel, stages = config.parallel, config.mesh.pipeline
+
+    def idle(microbatches: int) -> str:
+        table = make_table(parallel.schedule, stages, microbatches, parallel.virtual_stages)
+        return f"{simulate(table, Durations()).bubble_fraction:.0%}"
+
+    # The table of a file is for one number of microbatches.
+    named = parallel.schedule in SCHEDULES
+    return (
+        f"parallel.microbatches {parallel.microbatches} is fewer than mesh.pipeline {stages}: every stage idles "
+        f"{idle(parallel.microbatches)} of the step; "
+        + (f"{4 * stages} would bring that to {idle(4 * stages)}." if named else "more would shorten that.")
+    )

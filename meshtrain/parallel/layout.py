@@ -1,4 +1,4 @@
-"""How each canonical leaf lies on a mesh: split over tensor and pipeline, padded where sizes don't divide, ZeRO over data.
+"""The arrays of a model on a mesh, as `placement` has them, and the way between their canonical and their live layout.
 
 The canonical layout (what is saved, and what every mesh can be restored to) has all layers stacked in order. The live one has
 the layers of one stage side by side, each virtual stage padded to the longest:
@@ -8,7 +8,6 @@ the layers of one stage side by side, each virtual stage padded to the longest:
     live, 2 chunks per stage         0 1 3 · │ 2 · 4 ·   virtual stage k lies on stage k mod S, or as the schedule's table says
 """
 
-import math
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +21,8 @@ from meshtrain.config import Config
 from meshtrain.mesh import DATA
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
-from meshtrain.parallel.placement import Placed, placed, stages
-from meshtrain.schedule.generators import SCHEDULES, make_table
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.parallel.placement import Placed, all_placed, stages
+from meshtrain.schedule.generators import make_table
 from meshtrain.schedule.table import Table
 
 Tree = Any
@@ -47,7 +45,7 @@ def is_placed(x: Any) -> bool:
 
 
 class Layout:
-    """The leaves of a model on a mesh shape, and the way between canonical and live trees."""
+    """The weights of a model on a mesh, and the way between canonical and live trees."""
 
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
         self.config, self.mesh = config, mesh
@@ -83,9 +81,8 @@ class Layout:
     @cached_property
     def weights(self) -> Tree:
         """A Placed for every parameter, in the tree of the parameters."""
-        parallel, tree = self.config.parallel, dict[str, Any]()
-        places = self.pipeline * self.stages.on_device
-        for weight in placed(self.config.model, self.config.mesh, parallel.vocab, places, parallel.zero_stage > 0):
+        tree: dict[str, Any] = {}
+        for weight in all_placed(self.config):
             *parents, name = weight.name.split(".")
             at = tree
             for parent in parents:
@@ -103,46 +100,10 @@ class Layout:
         """No stage has padding."""
         return bool((self.layer_at >= 0).all())
 
-    def notes(self) -> list[str]:
-        """What leaves stages idle, what ZeRO pads or cannot shard, and what it costs, a sentence each."""
-        found = []
-        m, p = self.config.parallel.microbatches, self.pipeline
-        if self.table is not None and m < p:
-            found.append(
-                f"parallel.microbatches {m} is fewer than mesh.pipeline {p}: every stage idles {self._idle(m)} of the step; "
-                + (f"{4 * p} would bring that to {self._idle(4 * p)}." if self.named else "more would shorten that.")
-            )
-        for leaf in self.flat:
-            held, used = math.prod(leaf.padded), math.prod(leaf.whole)
-            if held > used:
-                found.append(
-                    f"{leaf.name} {leaf.shape} is padded to {leaf.padded} so that data {self.data} divides it: "
-                    f"{held / used - 1:.1%} more."
-                )
-            if leaf.zero_dim is None and self.config.parallel.zero_stage and self.data > 1:
-                found.append(
-                    f"{leaf.name} {leaf.shape} cannot be sharded over data {self.data}: "
-                    f"{4 * used:,} bytes stay on every data rank, for the master and for each optimizer moment."
-                )
-        return found
-
-    @property
-    def named(self) -> bool:
-        """The schedule has a name, and so a table for every number of microbatches; a file has one."""
-        return self.config.parallel.schedule in SCHEDULES
-
-    def _idle(self, microbatches: int) -> str:
-        """The share of a step in which a stage has nothing to do, stages being equally long."""
-        if self.named:
-            schedule, sizes = SCHEDULES[self.config.parallel.schedule], (self.pipeline, microbatches, self.chunks)
-            return f"{schedule.bubble(*sizes, Durations()) / schedule.makespan(*sizes, Durations()):.0%}"
-        assert self.table is not None and microbatches == self.table.microbatches
-        return f"{simulate(self.table, Durations()).bubble_fraction:.0%}"
-
-    # --- trees of leaves
+    # --- trees of weights
 
     def map(self, function: Any, *trees: Tree) -> Tree:
-        """`function(leaf, *values)` over the parameters."""
+        """`function(weight, *values)` over the parameters."""
         return jax.tree.map(function, self.weights, *trees, is_leaf=is_placed)
 
     @property
@@ -151,23 +112,19 @@ class Layout:
         return parameters(self.config.model)
 
     @cached_property
-    def whole(self) -> Tree:
-        """PartitionSpecs of whole weights."""
-        return self.map(lambda leaf: whole_spec(leaf))
-
-    @cached_property
     def shards(self) -> Tree:
         """PartitionSpecs of masters, optimizer state and gradients."""
-        return self.map(lambda leaf: shard_spec(leaf))
+        return self.map(shard_spec)
 
     @cached_property
     def masters(self) -> Tree:
         """ShapeDtypeStructs of the live float32 masters."""
-        return self.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.padded, jnp.float32, sharding=NamedSharding(self.mesh, shard_spec(leaf))
-            )
-        )
+
+        def master(leaf: Placed) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, shard_spec(leaf))
+            return jax.ShapeDtypeStruct(leaf.padded, jnp.float32, sharding=sharding)
+
+        return self.map(master)
 
     def init(self, key: jax.Array) -> Tree:
         """Live masters, equal on every mesh; call it under jit with `masters`' shardings as output."""
@@ -175,11 +132,11 @@ class Layout:
 
     def live(self, canonical: Tree) -> Tree:
         """Canonical to live: layers to their places, zeros in the padding."""
-        return self.map(lambda leaf, x: self.live_leaf(leaf, x), canonical)
+        return self.map(self.live_leaf, canonical)
 
     def canonical(self, live: Tree) -> Tree:
         """Live to canonical: padding off, layers in order."""
-        return self.map(lambda leaf, x: self.canonical_leaf(leaf, x), live)
+        return self.map(self.canonical_leaf, live)
 
     def live_leaf(self, leaf: Placed, x: jax.Array) -> jax.Array:
         if leaf.stacked and not self.in_order:

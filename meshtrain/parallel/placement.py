@@ -151,6 +151,12 @@ def _stages(layers: int, pipeline: int, chunks: int, given: tuple[int, ...] | No
     return Stages(given or tuple(layers // virtual + (k < layers % virtual) for k in range(virtual)), chunks)
 
 
+def all_placed(config: Config) -> tuple[Placed, ...]:
+    """Every weight of a config, in the order of `model.weights`."""
+    places, parallel = config.mesh.pipeline * stages(config).on_device, config.parallel
+    return placed(config.model, config.mesh, parallel.vocab, places, parallel.zero_stage > 0)
+
+
 def zero_ways(config: Config) -> int:
     """Over how many devices ZeRO shards masters and optimizer state."""
     return config.mesh.data if config.parallel.zero_stage else 1
@@ -164,6 +170,23 @@ def gathers_at_use(config: Config) -> bool:
 def scatters_at_use(config: Config) -> bool:
     """ZeRO-2 and 3 without holding: gradients are scattered where they are made, in the backward."""
     return config.parallel.zero_stage >= 2 and config.mesh.data > 1 and not config.parallel.zero_hold
+
+
+def notes(config: Config) -> list[str]:
+    """What ZeRO pads or cannot shard, and what it costs, a sentence each."""
+    found, data = [], zero_ways(config)
+    for weight in all_placed(config):
+        held, used = math.prod(weight.padded), math.prod(weight.whole)
+        if held > used:
+            found.append(
+                f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: {held / used - 1:.1%} more."
+            )
+        if weight.zero_dim is None and data > 1:
+            found.append(
+                f"{weight.name} {weight.shape} cannot be sharded over data {data}: "
+                f"{4 * used:,} bytes stay on every data rank, for the master and for each optimizer moment."
+            )
+    return found
 
 
 def _devices(mesh: MeshConfig, axes: Collection[str]) -> int:

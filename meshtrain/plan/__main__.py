@@ -12,6 +12,7 @@ from meshtrain.cli import Parser, command, whole_number
 from meshtrain.config import Config, ConfigError, load, notes, refusal, short, to_yaml
 from meshtrain.errors import say
 from meshtrain.files import write_atomically
+from meshtrain.parallel import placement
 from meshtrain.plan import advice, page, report, scaling
 from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.plan.compiled import Compiled, compile_step, parse_target
@@ -103,15 +104,7 @@ def _print(planned: Plan, compiled: Compiled | None) -> None:
 
 def _notes(config: Config) -> list[str]:
     """What a run of this config would log before its first step: what is padded, replicated or cannot be sharded, and its cost."""
-    # Imported here: a plan in numbers alone needs no JAX, and is there in a third of a second.
-    from jax.sharding import AbstractMesh
-
-    from meshtrain.mesh import AXES
-    from meshtrain.parallel.layout import Layout
-
-    mesh = config.mesh
-    layout = Layout(config, AbstractMesh((mesh.data, mesh.tensor, mesh.pipeline), AXES))
-    return [*notes(config), *layout.notes()]
+    return [*notes(config), *placement.notes(config)]
 
 
 def _gantt(planned: Plan, target: str) -> None:

@@ -3,6 +3,8 @@
 import pytest
 
 from meshtrain.config import Config, ConfigError, decode, notes
+from meshtrain.schedule.generators import make_table
+from meshtrain.schedule.simulate import Durations, simulate
 
 
 def configuration(**sections: dict) -> Config:
@@ -86,3 +88,32 @@ def test_sequences_offered_for_sequence_parallelism_are_legal():
 def test_a_warm_up_that_outlasts_the_run_is_noted():
     found = notes(decode({"train": {"steps": 5}, "optimizer": {"warmup_steps": 10}}))
     assert any("warmup_steps 10 is more than train.steps 5" in sentence for sentence in found)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        (
+            {"microbatches": 2},
+            ["microbatches 2", "mesh.pipeline 4", "idles 60% of the step", "16 would bring that to 16%."],
+        ),
+        # of 9 turns of a chunk, 5 without work: the ring is partly empty in the second round too
+        (
+            {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
+            ["idles 56% of the step", "16 would bring that to 9%."],
+        ),
+    ],
+)
+def test_fewer_microbatches_than_stages_are_noted_with_their_cost(parallel, says):
+    (note,) = notes(configuration(mesh={"pipeline": 4}, parallel=parallel, model={"layers": 8}))
+    assert all(part in note for part in says), note
+    table = make_table(parallel.get("schedule", "1f1b"), 4, 2, parallel.get("virtual_stages", 1))
+    assert f"{simulate(table, Durations()).bubble_fraction:.0%}" in note
+
+
+def test_a_table_of_ones_own_is_noted_with_its_own_cost(tmp_path):
+    path = tmp_path / "mine.csv"
+    table = make_table("gpipe", 4, 2)
+    path.write_text(table.to_csv())
+    (note,) = notes(configuration(mesh={"pipeline": 4}, parallel={"microbatches": 2, "schedule": str(path)}))
+    assert "every stage idles 60% of the step; more would shorten that." in note

@@ -10,9 +10,7 @@ from short_runs import canonical_numbers, place, train
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout, shard_spec, whole_spec
-from meshtrain.parallel.placement import Placed
-from meshtrain.schedule.generators import make_table
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.parallel.placement import Placed, notes
 
 
 def configuration(mesh: tuple[int, int, int], family: str = "gpt2", zero: int = 1, **sections: dict) -> Config:
@@ -89,7 +87,7 @@ def test_every_leaf_divides_over_its_axes(mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_nothing_is_silently_replicated_over_data(mesh, zero):
     there = layout(mesh, zero=zero)
-    told = " ".join(there.notes())
+    told = " ".join(notes(there.config))
     for leaf in leaves(there).values():
         assert mesh[0] == 1 or leaf.zero_dim is not None or f"{leaf.name} {leaf.shape} cannot be sharded" in told
         assert leaf.padded == leaf.whole or f"{leaf.name} {leaf.shape} is padded to {leaf.padded}" in told
@@ -105,20 +103,20 @@ def test_leaf_that_data_does_not_divide_is_padded_where_it_costs_least():
     there = layout((4, 1, 1))  # 42 wide, 257 tokens
     embedding = leaves(there)["embedding.tokens"]
     assert (embedding.zero_dim, embedding.padded) == (0, (260, 42))
-    (note,) = [note for note in there.notes() if note.startswith("embedding.tokens")]
+    (note,) = [note for note in notes(there.config) if note.startswith("embedding.tokens")]
     assert note == "embedding.tokens (257, 42) is padded to (260, 42) so that data 4 divides it: 1.2% more."
 
 
 def test_leaf_that_cannot_be_sharded_is_told_with_its_bytes():
     there = layout((4, 2, 1))  # up_bias: 25 numbers a tensor rank, which data 4 does not divide
     assert leaves(there)["blocks.mlp.up_bias"].zero_dim is None
-    (note,) = [note for note in there.notes() if note.startswith("blocks.mlp.up_bias")]
+    (note,) = [note for note in notes(there.config) if note.startswith("blocks.mlp.up_bias")]
     assert "cannot be sharded over data 4: 1,000 bytes stay on every data rank" in note
 
 
 def test_without_zero_or_data_ranks_nothing_is_sharded_over_data():
     for there in (layout((4, 2, 1), zero=0), layout((1, 2, 4), zero=3)):
-        assert all(leaf.zero_dim is None for leaf in leaves(there).values()) and there.notes() == []
+        assert all(leaf.zero_dim is None for leaf in leaves(there).values()) and notes(there.config) == []
 
 
 def test_key_value_heads_that_tensor_does_not_divide_are_whole_on_every_rank():
@@ -158,34 +156,3 @@ def test_padding_is_still_zero_after_training():
     padding = jax.tree.map(lambda used, x: np.abs(x[np.asarray(used) == 0]).sum(), full, last.params)
     assert sum(jax.tree.leaves(padding)) == 0
     assert sum(int((np.asarray(used) == 0).sum()) for used in jax.tree.leaves(full)) > 9000
-
-
-@pytest.mark.parametrize(
-    ("mesh", "parallel", "says"),
-    [
-        (
-            (1, 1, 4),
-            {"microbatches": 2},
-            ["microbatches 2", "mesh.pipeline 4", "idles 60% of the step", "16 would bring that to 16%."],
-        ),
-        # of 9 turns of a chunk, 5 without work: the ring is partly empty in the second round too
-        (
-            (1, 1, 4),
-            {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
-            ["idles 56% of the step", "16 would bring that to 9%."],
-        ),
-    ],
-)
-def test_fewer_microbatches_than_stages_are_told_with_their_cost(mesh, parallel, says):
-    (note,) = layout(mesh, parallel=parallel, model={"layers": 8}).notes()
-    assert all(part in note for part in says), note
-    table = make_table(parallel.get("schedule", "1f1b"), 4, 2, parallel.get("virtual_stages", 1))
-    assert f"{simulate(table, Durations()).bubble_fraction:.0%}" in note
-
-
-def test_a_table_of_ones_own_is_told_its_own_cost(tmp_path):
-    path = tmp_path / "mine.csv"
-    table = make_table("gpipe", 4, 2)
-    path.write_text(table.to_csv())
-    (note,) = layout((1, 1, 4), parallel={"microbatches": 2, "schedule": str(path)}).notes()
-    assert "every stage idles 60% of the step; more would shorten that." in note
