@@ -44,13 +44,13 @@ from meshtrain.schedule.simulate import CLOCKS, Durations
 from meshtrain.schedule.table import IllegalTable, Table, read_csv
 from meshtrain.schedule.validate import validate
 
-# Ticks of F and of B, each int [virtual stage, microbatch].
-Ticks = tuple[np.ndarray, np.ndarray]
+# Ticks of F, of B and, where B is split into I and W, of W: each int [virtual stage, microbatch].
+Ticks = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule's one entry: `ticks(stages, microbatches, chunks)` places F and B, and W follows where B is split.
+    """A schedule's one entry: `ticks(stages, microbatches, chunks)` says when each op is done.
 
     Its formulas, if it has any, must say what the table says. Without them every table is proved legal when it is made.
     """
@@ -58,15 +58,20 @@ class Schedule:
     name: str
     ticks: Callable[[int, int, int], Ticks]
     chunks: int | None = 1  # model chunks that a stage must have; None for any number
-    split: bool = False  # B is split into I and W
     placement: str = "loop"
     formulas: Formulas | None = None
 
     def table(self, stages: int, microbatches: int, chunks: int) -> Table:
-        f, b = self.ticks(stages, microbatches, chunks)
-        w = _weights_together(b, stages) if self.split else np.full_like(b, -1)
-        when = np.stack([f, b, w])
-        return Table.at(when, name=self.name, stages=stages, chunks=chunks, split=self.split, placement=self.placement)
+        when = list(self.ticks(stages, microbatches, chunks))
+        split, shape = len(when) == 3, (stages * chunks, microbatches)
+        if [np.shape(ticks) for ticks in when] != [shape] * (2 + split):
+            raise IllegalTable(
+                f"schedule {self.name}: it must give the ticks of F, of B and perhaps of W, each {shape}"
+            )
+        if not split:
+            when.append(np.full(shape, -1))
+        at = np.stack(when)
+        return Table.at(at, name=self.name, stages=stages, chunks=chunks, split=split, placement=self.placement)
 
     def bubble(
         self, stages: int, microbatches: int, chunks: int, durations: Durations, clock: str = "lockstep"
@@ -224,6 +229,18 @@ def _one_forward_one_backward(p: int, m: int, v: int) -> Ticks:
     return start + c * round_ + s, turn + start + (v - 1 - c) * round_ + (p - 1 - s)
 
 
+def _zero_bubble(p: int, m: int, v: int) -> Ticks:
+    """The same with B split: all stages do the W of a microbatch in the tick in which stage 0 does its I.
+
+    In lockstep a tick costs what any stage does in it: so W costs m v ticks and not m v + p - 1. Running on their own,
+    the stages find work to do at the end: stage s has put off s of its W until then, which fills the time in which
+    it would wait for nothing (ZB-H1 of Qi et al. 2023, section 2.2). No stage holds more than stage 0 holds anyway.
+    """
+    f, b = _one_forward_one_backward(p, m, v)
+    chunks = b.reshape(v, p, m)
+    return f, b, np.broadcast_to(chunks[:, :1], chunks.shape).reshape(b.shape)
+
+
 def _one_forward_one_backward_in_v(p: int, m: int, v: int) -> Ticks:
     """1F1B through a V of two chunks (the placement of Qi et al. 2024, section 3): a microbatch enters every other tick.
 
@@ -234,24 +251,13 @@ def _one_forward_one_backward_in_v(p: int, m: int, v: int) -> Ticks:
     return 2 * j + k, 2 * j + 2 * (2 * p - 1) - k
 
 
-def _weights_together(b: np.ndarray, p: int) -> np.ndarray:
-    """Ticks of W when B is split: all stages do the W of a microbatch in the tick in which stage 0 does its I.
-
-    In lockstep a tick costs what any stage does in it: so W costs m v ticks and not m v + p - 1. Running on their own,
-    the stages find work to do at the end: stage s has put off s of its W until then, which fills the time in which
-    it would wait for nothing (ZB-H1 of Qi et al. 2023, section 2.2). No stage holds more than stage 0 holds anyway.
-    """
-    chunks = b.reshape(-1, p, b.shape[1])
-    return np.broadcast_to(chunks[:, :1], chunks.shape).reshape(b.shape)
-
-
 SCHEDULES = Registry(
     Schedule("gpipe", _all_forward_first, formulas=closed_form.ALL_FORWARD_FIRST),
     Schedule("1f1b", _one_forward_one_backward, formulas=closed_form.ONE_FORWARD_ONE_BACKWARD),
     Schedule("interleaved", _one_forward_one_backward, chunks=None, formulas=closed_form.ONE_FORWARD_ONE_BACKWARD),
     Schedule("looped_bfs", _all_forward_first, chunks=None, formulas=closed_form.ALL_FORWARD_FIRST),
-    Schedule("zb_h1", _one_forward_one_backward, split=True, formulas=closed_form.ZERO_BUBBLE),
-    Schedule("zb_interleaved", _one_forward_one_backward, chunks=None, split=True, formulas=closed_form.ZERO_BUBBLE),
+    Schedule("zb_h1", _zero_bubble, formulas=closed_form.ZERO_BUBBLE),
+    Schedule("zb_interleaved", _zero_bubble, chunks=None, formulas=closed_form.ZERO_BUBBLE),
     Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas=closed_form.IN_V),
 )
 register = SCHEDULES.register

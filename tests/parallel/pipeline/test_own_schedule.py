@@ -54,6 +54,11 @@ def test_one_that_cannot_run_is_refused():
         del SCHEDULES._entries["hasty"]
 
 
+def test_ticks_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"must give the ticks of F, of B and perhaps of W, each \(2, 4\)"):
+        Schedule("short", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m - 1, v)[1])).table(2, 4, 1)
+
+
 def test_it_trains_like_another(registered):
     losses = {}
     for schedule in ("1f1b", "lazy"):
