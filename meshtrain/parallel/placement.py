@@ -126,7 +126,7 @@ class Stages:
     counts: tuple[int, ...]  # layers of each virtual stage, in model order
     chunks: int  # virtual stages on a device
 
-    @property
+    @functools.cached_property
     def longest(self) -> int:
         """Layers of the longest virtual stage, to which the others are padded."""
         return max(self.counts)

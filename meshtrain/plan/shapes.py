@@ -102,8 +102,12 @@ def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
 
 def vocabulary_ways(config: Config) -> int:
     """Devices that share the vocabulary."""
-    over = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
-    return math.prod(getattr(config.mesh, axis) for axis in over)
+    return _vocabulary_ways(config.model, config.mesh, config.parallel.vocab)
+
+
+@functools.lru_cache(maxsize=4096)
+def _vocabulary_ways(model: ModelConfig, mesh: MeshConfig, vocab: str) -> int:
+    return math.prod(getattr(mesh, axis) for axis in splits(model, mesh, vocab)["vocab"])
 
 
 def vocabulary_rows(config: Config) -> int:
