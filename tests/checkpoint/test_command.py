@@ -65,10 +65,8 @@ def test_diff_names_what_differs_and_only_that(run, capsys):
     code, lines, _ = call(capsys, "diff", steps_of / "1", steps_of / "2")
     assert code == 1
     assert lines[:2] == ["step: 1 | 2", "loss: 1.0 | 0.5"]
-    assert (
-        sum(line.startswith("array params.head.weight: 6,168 of 6,168 numbers differ, by up to ") for line in lines)
-        == 1
-    )
+    differs = "array params.head.weight: 6,168 of 6,168 numbers differ, by up to "
+    assert sum(line.startswith(differs) for line in lines) == 1
     assert not any(line.startswith(("config", "version", "array step")) for line in lines)
     assert len(call(capsys, "diff", "--no-values", steps_of / "1", steps_of / "2")[1]) == 2
 
@@ -236,7 +234,5 @@ def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(damaged, monk
         with monkeypatch.context() as patch:
             patch.setattr(digests, "problems", removed)
             code, lines, _ = call(capsys, command, root)
-        assert (
-            code == 0
-            and [line.split(",")[0][: len(start)] for line, start in zip(lines, wanted, strict=False)] == wanted
-        )
+        found = [line.split(",")[0][: len(start)] for line, start in zip(lines, wanted, strict=False)]
+        assert code == 0 and found == wanted

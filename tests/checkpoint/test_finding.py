@@ -200,10 +200,8 @@ def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
     with pytest.raises(ConfigError) as refused:
         restored(run, resume=resume if resume == "auto" else str(three))
     sentence = str(refused.value)
-    assert (
-        f"the run in {run} had " in sentence
-        and ("3 has no COMMIT" if fault == "unmarked" else "there is none") in sentence
-    )
+    assert f"the run in {run} had " in sentence
+    assert ("3 has no COMMIT" if fault == "unmarked" else "there is none") in sentence
     assert "mount or restore checkpoints to go on, or start anew with --set checkpoint.resume=never" in sentence
     assert tree(run) == before
     step, _, said = restored(run, resume="never")

@@ -137,6 +137,5 @@ def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at
     assert load(run / "config.yaml").train.steps == 6
     assert steps.committed_in(run / "checkpoints") == [4, 6] and digests.problems(run / "checkpoints" / "6") == []
     said = capsys.readouterr().err
-    assert (
-        said.count("\n") == 1 and "went away while the run goes on, and are made again; checkpoints that went" in said
-    )
+    assert said.count("\n") == 1
+    assert "went away while the run goes on, and are made again; checkpoints that went" in said
