@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from meshtrain.config.schema import LARGEST
+from meshtrain.config.key import LARGEST
 from meshtrain.errors import ConfigError, nearest, refusal, say, short
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75

@@ -26,7 +26,7 @@ from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.restoring import read_weights
 from meshtrain.config import Config, check, decode, replaced
-from meshtrain.config.schema import known
+from meshtrain.config.key import known
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.mesh import AXES, DATA, make_mesh

@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain.cli import USAGE
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
-from meshtrain.config.schema import keys
+from meshtrain.config.key import keys
 from meshtrain.train import main
 
 GOOD = (

@@ -9,7 +9,7 @@ from typing import Any
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, resolve
 from meshtrain.config.follow import followed, value_of
-from meshtrain.config.schema import Resume, keys, known
+from meshtrain.config.key import Resume, keys, known
 from meshtrain.errors import ConfigError, nearest
 from meshtrain.sources import SOURCES
 

@@ -1,5 +1,5 @@
-"""The configuration: `schema` names every key, `load` reads YAML strictly, `follow` fills in what follows from other keys, `check`
-refuses what cannot run before a device is touched.
+"""The configuration: `schema` names every key and `key` is what it says, `load` reads YAML strictly, `follow` fills in what follows
+from other keys, `check` refuses what cannot run before a device is touched.
 """
 
 from meshtrain.config.check import check, notes

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from meshtrain.config.schema import Config, keys
+from meshtrain.config.key import keys
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)

@@ -15,7 +15,8 @@ import yaml
 
 from meshtrain.config.check import check
 from meshtrain.config.follow import put, resolve
-from meshtrain.config.schema import Config, keys
+from meshtrain.config.key import keys
+from meshtrain.config.schema import Config
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
 from meshtrain.config.values import value
 from meshtrain.errors import ConfigError, nearest, short

@@ -1,85 +1,21 @@
-"""Every key of the configuration in one line: its type, default, meaning and bounds, what it follows from, what a resume does with it.
+"""Every key of the configuration in one line: its type, its default, and what `key` takes besides.
 
 Nothing here reads a file or touches a device.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
+from meshtrain.config.key import Resume, key
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.families import FAMILIES
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
 
-# Numbers end up as int32 or float32: what these cannot hold is refused, and so is what float32 takes for zero.
-LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4028234663852886e38}
-TINIEST = 2.0**-126
+FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Resume.TOKENS
+SHAPE, SIZE = Resume.SHAPE, Resume.SIZE
 
 MOST_FAKE_DEVICES = 1024  # JAX starts so many CPU devices in 5 s; 4096 take more than a minute
-
-
-class Resume(Enum):
-    """What becomes of a resume when a key has another value than in the checkpoint."""
-
-    FREE = "nothing: the key is of the command, not of the run"
-    REPORTED = "it goes on, and says so"
-    REFUSED = "it is refused, unless checkpoint.allow names the key"
-    CONTENT = "likewise; the digest of the data follows from the key"
-    TOKENS = "likewise; and weights alone are refused too, which mean nothing for other tokens"
-    SHAPE = "it is refused, with the weights alone too: what they are, and what the model computes with them"
-    SIZE = "likewise; but the weights alone are taken as far as they fit, if checkpoint.allow names the key"
-
-
-@dataclass(frozen=True)
-class Key:
-    """What the line of a key says besides its type."""
-
-    default: Any
-    doc: str
-    # Bounds of a number, or of each number of a list; without `most` it is that of LARGEST.
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    # The legal texts, looked at when a value is read: more of them may be registered from outside.
-    one_of: Mapping[str, Any] | None = None
-    # Where the default stands, the value follows from the config; ConfigError if it does not.
-    follows: Callable[["Config"], Any] | None = None
-    resume: Resume = Resume.REPORTED
-    # Whether anything depends on the key, in a config.
-    counts: Callable[["Config"], bool] = lambda config: True
-
-    @property
-    def null(self) -> bool:
-        """Null may stand for what follows from the others; it never does in a resolved config."""
-        return self.default is None and self.follows is not None
-
-
-def key(default: Any, doc: str, **rules: Any) -> Any:
-    """The line of a key, with `rules` as in `Key`. A type with None has null as a value of its own."""
-    return field(default=default, metadata={"key": Key(default, doc, **rules)})
-
-
-def keys(kind: type) -> dict[str, Key]:
-    """The keys of a section by name; of sections in a config by path, as in model.layers."""
-    found: dict[str, Key] = {}
-    for entry in fields(kind):
-        if isinstance(entry.type, type) and is_dataclass(entry.type):
-            found |= {f"{entry.name}.{name}": rules for name, rules in keys(entry.type).items()}
-        elif "key" in entry.metadata:
-            found[entry.name] = entry.metadata["key"]
-    return found
-
-
-def known(values: Mapping[str, Mapping[str, Any]], kind: type) -> dict[str, dict[str, Any]]:
-    """What a config of another version, by section, has of the keys of this one's `kind`."""
-    legal, sections = keys(kind), {entry.name for entry in fields(kind)}
-    return {
-        section: {name: value for name, value in given.items() if f"{section}.{name}" in legal}
-        for section, given in values.items()
-        if section in sections
-    }
 
 
 def _head_dim(config: "Config") -> int:
@@ -101,24 +37,19 @@ def _virtual_stages(config: "Config") -> int:
     return legal_chunks(config.parallel.schedule) or 1
 
 
+# A key keeps together what it says.
+# fmt: off
 @dataclass(frozen=True)
 class RunConfig:
-    directory: str = key(
-        "runs/default", "where config.yaml, metrics.jsonl and checkpoints/ are written", resume=Resume.FREE
-    )
+    directory: str = key("runs/default", "where config.yaml, metrics.jsonl and checkpoints/ are written", resume=FREE)
     # JAX's keys take 32 bits of it
     seed: int = key(
-        0,
-        "the one seed: initialisation, dropout and the order of the data follow from it",
-        least=0,
-        most=2**32 - 1,
-        resume=Resume.REFUSED,
+        0, "the one seed: initialisation, dropout and the order of the data follow from it",
+        least=0, most=2**32 - 1, resume=REFUSED
     )
     fake_devices: int = key(
-        0,
-        "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs",
-        least=0,
-        most=MOST_FAKE_DEVICES,
+        0, "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs",
+        least=0, most=MOST_FAKE_DEVICES
     )
 
 
@@ -127,55 +58,35 @@ class ModelConfig:
     family: str = key(
         "llama",
         "llama: RMSNorm, RoPE, SwiGLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases; or one registered from outside",
-        one_of=FAMILIES,
-        resume=Resume.SHAPE,
+        one_of=FAMILIES, resume=SHAPE
     )
-    layers: int = key(8, "transformer blocks", least=1, most=65536, resume=Resume.SIZE)
-    d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=Resume.SHAPE)
-    heads: int = key(8, "query heads", least=1, resume=Resume.SHAPE)
+    layers: int = key(8, "transformer blocks", least=1, most=65536, resume=SIZE)
+    d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=SHAPE)
+    heads: int = key(8, "query heads", least=1, resume=SHAPE)
     kv_heads: int = key(
-        None,
-        "key/value heads (grouped-query attention); null: as many as heads",
-        least=1,
-        follows=lambda config: config.model.heads,
-        resume=Resume.SHAPE,
+        None, "key/value heads (grouped-query attention); null: as many as heads",
+        least=1, follows=lambda c: c.model.heads, resume=SHAPE
     )
-    head_dim: int = key(
-        None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=Resume.SHAPE
-    )
+    head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
     d_ff: int = key(
-        None,
-        "hidden width of the MLP; null: as wide as the family has it for d_model",
-        least=1,
-        follows=lambda config: FAMILIES[config.model.family].d_ff(config.model.d_model),
-        resume=Resume.SHAPE,
+        None, "hidden width of the MLP; null: as wide as the family has it for d_model",
+        least=1, follows=lambda c: FAMILIES[c.model.family].d_ff(c.model.d_model), resume=SHAPE
     )
-    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size", least=2, resume=Resume.SIZE)
-    dropout: float = key(
-        0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99
-    )
+    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size", least=2, resume=SIZE)
+    dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
     tied_head: bool = key(
-        None,
-        "use the embedding as output head; null: as the family does",
-        follows=lambda config: FAMILIES[config.model.family].tied_head,
-        resume=Resume.SHAPE,
+        None, "use the embedding as output head; null: as the family does",
+        follows=lambda c: FAMILIES[c.model.family].tied_head, resume=SHAPE
     )
-    rope_theta: float = key(
-        10000.0, "base of the rotary frequencies, where positions are rotary", above=0.0, resume=Resume.SHAPE
-    )
+    rope_theta: float = key(10000.0, "base of the rotary frequencies, where positions are rotary", above=0.0, resume=SHAPE)
     max_positions: int = key(
-        None,
-        "rows of the position table, where positions are learned; null: train.sequence_length",
-        least=1,
-        follows=lambda config: config.train.sequence_length,
-        resume=Resume.SHAPE,
-        counts=lambda config: FAMILIES[config.model.family].positions == "learned",
+        None, "rows of the position table, where positions are learned; null: train.sequence_length",
+        least=1, follows=lambda c: c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
     )
-    norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=Resume.SHAPE)
+    norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
     init_std: float = key(
-        0.02,
-        "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)",
-        above=0.0,
+        0.02, "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)",
+        above=0.0
     )
 
 
@@ -199,17 +110,16 @@ class ParallelConfig:
         1, "what is sharded over data: 0 nothing, 1 optimizer state and masters, 2 also gradients, 3 also parameters"
     )
     zero_hold: bool = key(
-        None,
-        "ZeRO-2/3 with several microbatches: hold full gradients (2) or gathered weights (3) over the whole step; "
+        None, "ZeRO-2/3 with several microbatches: hold full gradients (2) or gathered weights (3) over the whole step; "
         "less traffic, more memory. null: true for stage 2 (else its traffic grows with the microbatches), false for 3",
-        follows=_zero_hold,
+        follows=_zero_hold
     )
     sequence_parallel: bool = key(
         False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)"
     )
     remat: Literal["none", "full", "dots", "names"] = key(
         "none",
-        "what the backward pass recomputes: nothing, all of a layer, all but matmul outputs, or all but the names in remat_keep",
+        "what the backward pass recomputes: nothing, all of a layer, all but matmul outputs, or all but the names in remat_keep"
     )
     remat_keep: tuple[str, ...] = key(
         (), "remat: names keeps these activations on the device: qkv, attention, attention_out, mlp_hidden, mlp_out"
@@ -218,25 +128,21 @@ class ParallelConfig:
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
     schedule: str = key(
         "1f1b",
-        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table",
+        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table"
     )
     microbatches: int = key(
-        1,
-        "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1",
-        least=1,
+        1, "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1", least=1
     )
     virtual_stages: int = key(
-        1,
-        "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has",
-        least=1,
-        follows=_virtual_stages,
+        1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has",
+        least=1, follows=_virtual_stages
     )
     layer_split: tuple[int, ...] | None = key(
         None, "layers of each virtual stage in model order; null: as even as can be", least=0
     )
     vocab: Literal["spread", "edge"] = key(
         "spread",
-        "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage",
+        "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage"
     )
 
 
@@ -256,9 +162,8 @@ class PrecisionConfig:
     )
     loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
     loss_scale_hysteresis: int = key(
-        2,
-        "float16: which overflow since the scale last grew, in a row or not, halves it first; every later one does too",
-        least=1,
+        2, "float16: which overflow since the scale last grew, in a row or not, halves it first; every later one does too",
+        least=1
     )
 
 
@@ -268,60 +173,44 @@ class DataConfig:
         "stdlib",
         "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or synthetic "
         "(random tokens, for benchmarks)",
-        resume=Resume.CONTENT,
+        resume=CONTENT
     )
-    tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", resume=Resume.TOKENS)
+    tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", resume=TOKENS)
     mixture: tuple[str, ...] = key(
-        (),
-        "source: mixture draws from these sources (each stdlib, text or prepared shards)",
-        resume=Resume.CONTENT,
+        (), "source: mixture draws from these sources (each stdlib, text or prepared shards)", resume=CONTENT
     )
     weights: tuple[float, ...] = key(
-        (),
-        "share of each source of the mixture, in sequences (batching grouped and budget: in batches); "
+        (), "share of each source of the mixture, in sequences (batching grouped and budget: in batches); "
         "they are divided by their sum and rounded to 1/4096",
-        above=0.0,
-        resume=Resume.REFUSED,
+        above=0.0, resume=REFUSED
     )
     batching: Literal["window", "packed", "grouped", "budget"] = key(
         "window",
         "window: sequences that follow one another in the text; packed: whole documents side by side, attention and loss kept within each; "
         "grouped: documents of about equal length together, padded; budget: the same with more rows the shorter they are",
-        resume=Resume.REFUSED,
+        resume=REFUSED
     )
     last: Literal["drop", "pad"] = key(
-        "drop",
-        "what an epoch does with a last batch (or sequence) that is not full: leave it out, or pad it",
-        resume=Resume.REFUSED,
+        "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, or pad it", resume=REFUSED
     )
     lengths: int = key(
-        8,
-        "grouped, budget: sequence lengths to pad to, so the shapes to compile",
-        least=1,
-        most=64,
-        resume=Resume.REFUSED,
+        8, "grouped, budget: sequence lengths to pad to, so the shapes to compile", least=1, most=64, resume=REFUSED
     )
-    length_multiple: int = key(16, "grouped, budget: the lengths are multiples of this", least=1, resume=Resume.REFUSED)
+    length_multiple: int = key(16, "grouped, budget: the lengths are multiples of this", least=1, resume=REFUSED)
     rows_multiple: int = key(
-        None,
-        "budget: the rows of a batch are a multiple of this; null: train.global_batch_size",
-        least=1,
-        follows=lambda config: config.train.global_batch_size,
-        resume=Resume.REFUSED,
+        None, "budget: the rows of a batch are a multiple of this; null: train.global_batch_size",
+        least=1, follows=lambda c: c.train.global_batch_size, resume=REFUSED
     )
     validation: float | None = key(
-        None,
-        "share of the documents held out for evaluation; null: 0.01 (stdlib: 0.05), or what prepared shards were made with",
-        least=0.0,
-        most=0.5,
-        resume=Resume.CONTENT,
+        None, "share of the documents held out for evaluation; null: 0.01 (stdlib: 0.05), or what prepared shards were made with",
+        least=0.0, most=0.5, resume=CONTENT
     )
     validation_source: str | None = key(None, "held-out text of its own, instead of a share of the source")
-    text_field: str = key("text", "the field of a JSON Lines record that holds its text", resume=Resume.CONTENT)
+    text_field: str = key("text", "the field of a JSON Lines record that holds its text", resume=CONTENT)
     bad_documents: Literal["skip", "refuse"] = key(
         "skip",
         "a document that is empty, not UTF-8 or without text, met while preparing: name it in a log and skip it, or refuse",
-        resume=Resume.CONTENT,
+        resume=CONTENT
     )
     verify: bool = key(
         True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core); sizes always are"
@@ -332,19 +221,15 @@ class DataConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = key(100, "optimizer steps of the whole run", least=1)
-    global_batch_size: int = key(16, "sequences a step, over all devices", least=1, resume=Resume.REFUSED)
-    sequence_length: int = key(256, "tokens a sequence", least=1, resume=Resume.REFUSED)
-    label_smoothing: float = key(
-        0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99
-    )
-    z_loss: float = key(
-        0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0
-    )
+    global_batch_size: int = key(16, "sequences a step, over all devices", least=1, resume=REFUSED)
+    sequence_length: int = key(256, "tokens a sequence", least=1, resume=REFUSED)
+    label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
+    z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: str = key("adamw", "the Optax optimizer", one_of=OPTIMIZERS, resume=Resume.REFUSED)
+    name: str = key("adamw", "the Optax optimizer", one_of=OPTIMIZERS, resume=REFUSED)
     learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
     schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the learning rate after the warm-up")
     warmup_steps: int = key(10, "steps of linear warm-up, from the first rung to the peak", least=0)
@@ -367,23 +252,20 @@ class CheckpointConfig:
         "auto",
         "auto: go on from the newest intact checkpoint of the run directory; never; or the path of another run or of one "
         "checkpoint, under its step's number or a name that is none: where this one starts as long as it has no checkpoint of its own",
-        resume=Resume.FREE,
+        resume=FREE
     )
     weights_only: bool = key(
-        False,
-        "resume: PATH takes the weights alone; step, optimizer state and data position start anew",
-        resume=Resume.FREE,
+        False, "resume: PATH takes the weights alone; step, optimizer state and data position start anew", resume=FREE
     )
     allow: tuple[str, ...] = key(
-        (),
-        "keys that may differ from the checkpoint's although that is refused otherwise, such as data.source; "
+        (), "keys that may differ from the checkpoint's although that is refused otherwise, such as data.source; "
         "with weights_only also model.layers and model.vocab_size: what the checkpoint lacks stays as initialised",
-        resume=Resume.FREE,
+        resume=FREE
     )
     on_failed_save: Literal["continue", "stop"] = key(
         "continue",
         "a checkpoint cannot be written (disk full, read-only): say so and go on to the next one, or stop the run. "
-        "The one before stays intact; a run whose last checkpoint failed ends with an error either way",
+        "The one before stays intact; a run whose last checkpoint failed ends with an error either way"
     )
 
 

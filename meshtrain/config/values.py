@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from meshtrain.config.schema import LARGEST, TINIEST, Key
+from meshtrain.config.key import LARGEST, TINIEST, Key
 from meshtrain.config.tree import BOOL, NULL, shape
 from meshtrain.errors import ConfigError, nearest, short
 

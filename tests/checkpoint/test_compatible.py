@@ -8,7 +8,7 @@ from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.compatible import check_keys, compare, compare_data
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.schema import keys
+from meshtrain.config.key import keys
 
 
 def reported(new, weights_only=False, **old):

@@ -7,7 +7,7 @@ import pytest
 
 from meshtrain.checkpoint.compatible import check_keys, compare
 from meshtrain.config import Config, ConfigError, load, replaced, resolve, to_yaml
-from meshtrain.config.schema import Resume, key, keys
+from meshtrain.config.key import Resume, key, keys
 
 SHAPES = {"round": 1, "square": 2}
 

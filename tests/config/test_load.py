@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from meshtrain.config import Config, ConfigError, decode, load, to_yaml
-from meshtrain.config.schema import keys
+from meshtrain.config.key import keys
 
 
 @pytest.fixture

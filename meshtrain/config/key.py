@@ -1,0 +1,72 @@
+"""What the one line of a key says: its meaning and bounds, what it follows from, what a resume does with a change."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+# Numbers end up as int32 or float32: what these cannot hold is refused, and so is what float32 takes for zero.
+LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4028234663852886e38}
+TINIEST = 2.0**-126
+
+
+class Resume(Enum):
+    """What becomes of a resume when a key has another value than in the checkpoint."""
+
+    FREE = "nothing: the key is of the command, not of the run"
+    REPORTED = "it goes on, and says so"
+    REFUSED = "it is refused, unless checkpoint.allow names the key"
+    CONTENT = "likewise; the digest of the data follows from the key"
+    TOKENS = "likewise; and weights alone are refused too, which mean nothing for other tokens"
+    SHAPE = "it is refused, with the weights alone too: what they are, and what the model computes with them"
+    SIZE = "likewise; but the weights alone are taken as far as they fit, if checkpoint.allow names the key"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the line of a key says besides its type."""
+
+    default: Any
+    doc: str
+    # Bounds of a number, or of each number of a list; without `most` it is that of LARGEST.
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    # The legal texts, looked at when a value is read: more of them may be registered from outside.
+    one_of: Mapping[str, Any] | None = None
+    # Where the default stands, the value follows from the config; ConfigError if it does not.
+    follows: Callable[[Any], Any] | None = None
+    resume: Resume = Resume.REPORTED
+    # Whether anything depends on the key, in a config.
+    counts: Callable[[Any], bool] = lambda config: True
+
+    @property
+    def null(self) -> bool:
+        """Null may stand for what follows from the others; it never does in a resolved config."""
+        return self.default is None and self.follows is not None
+
+
+def key(default: Any, doc: str, **rules: Any) -> Any:
+    """The line of a key, with `rules` as in `Key`. A type with None has null as a value of its own."""
+    return field(default=default, metadata={"key": Key(default, doc, **rules)})
+
+
+def keys(kind: type) -> dict[str, Key]:
+    """The keys of a section by name; of sections in a config by path, as in model.layers."""
+    found: dict[str, Key] = {}
+    for entry in fields(kind):
+        if isinstance(entry.type, type) and is_dataclass(entry.type):
+            found |= {f"{entry.name}.{name}": rules for name, rules in keys(entry.type).items()}
+        elif "key" in entry.metadata:
+            found[entry.name] = entry.metadata["key"]
+    return found
+
+
+def known(values: Mapping[str, Mapping[str, Any]], kind: type) -> dict[str, dict[str, Any]]:
+    """What a config of another version, by section, has of the keys of this one's `kind`."""
+    legal, sections = keys(kind), {entry.name for entry in fields(kind)}
+    return {
+        section: {name: value for name, value in given.items() if f"{section}.{name}" in legal}
+        for section, given in values.items()
+        if section in sections
+    }
