@@ -50,7 +50,7 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
     """Clipping by the global norm, then the optimizer with decoupled weight decay on matrices (on all with `decay_norms`)."""
     o, rate = config.optimizer, learning_rate(config)
     kind = OPTIMIZERS[o.name]
-    mask = layout.map(lambda leaf: o.decay_norms or leaf.decayed)
+    mask = layout.map(lambda weight: o.decay_norms or weight.decayed)
 
     def make(weights: Tree) -> optax.GradientTransformation:
         return kind.make(o, rate, mask, weights)
@@ -77,18 +77,21 @@ def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Lay
 
     So its updates are the same on every mesh, whatever is padded there. `make` gets the tree of Placed that its part consists of.
     """
-    edge = {name: part for name, part in layout.weights.items() if name != "blocks"}
-    on_edge, on_layer = make(edge), make({"blocks": layout.weights["blocks"]})
 
-    def cut(leaf: Placed, x: jax.Array) -> jax.Array:
-        return x[tuple(slice(n) for n in leaf.unpadded)]
+    def cut(weight: Placed, x: jax.Array) -> jax.Array:
+        return x[tuple(slice(n) for n in weight.unpadded)]
 
-    def pad(leaf: Placed, x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, leaf.padded, strict=True)])
+    def pad(weight: Placed, x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)])
+
+    def divided(tree: Tree) -> tuple[Tree, Tree]:
+        """The layers' part of a tree, and the rest."""
+        return {"blocks": tree["blocks"]}, {name: tree[name] for name in tree if name != "blocks"}
 
     def parts(tree: Tree) -> tuple[Tree, Tree]:
-        tree = layout.map(cut, tree)
-        return {"blocks": tree["blocks"]}, {name: part for name, part in tree.items() if name != "blocks"}
+        return divided(layout.map(cut, tree))
+
+    on_layer, on_edge = map(make, divided(layout.weights))
 
     def axes(blocks: Tree) -> Tree:
         """0 for what each layer has, None for what all share (counts)."""

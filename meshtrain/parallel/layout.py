@@ -120,9 +120,9 @@ class Layout:
     def masters(self) -> Tree:
         """ShapeDtypeStructs of the live float32 masters."""
 
-        def master(leaf: Placed) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, shard_spec(leaf))
-            return jax.ShapeDtypeStruct(leaf.padded, jnp.float32, sharding=sharding)
+        def master(weight: Placed) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, shard_spec(weight))
+            return jax.ShapeDtypeStruct(weight.padded, jnp.float32, sharding=sharding)
 
         return self.map(master)
 
@@ -138,17 +138,17 @@ class Layout:
         """Live to canonical: padding off, layers in order."""
         return self.map(self.canonical_leaf, live)
 
-    def live_leaf(self, leaf: Placed, x: jax.Array) -> jax.Array:
-        if leaf.stacked and not self.in_order:
+    def live_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:
+        if weight.stacked and not self.in_order:
             places = self.layer_at.reshape(-1)
             kept = jnp.asarray(places >= 0).reshape((-1,) + (1,) * (x.ndim - 1))
             x = jnp.where(kept, x[jnp.asarray(np.maximum(places, 0))], 0)
-        return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, leaf.padded, strict=True)])
+        return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)])
 
-    def canonical_leaf(self, leaf: Placed, x: jax.Array) -> jax.Array:
-        if leaf.stacked and not self.in_order:
-            x = x[jnp.asarray(self.places[: leaf.shape[0]])]
-        return x[tuple(slice(n) for n in leaf.shape)]
+    def canonical_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:
+        if weight.stacked and not self.in_order:
+            x = x[jnp.asarray(self.places[: weight.shape[0]])]
+        return x[tuple(slice(n) for n in weight.shape)]
 
     @cached_property
     def in_order(self) -> bool:

@@ -70,64 +70,69 @@ class Zero:
 
     def close(self, gradients: Tree) -> Tree:
         """Inside shard_map: accumulated partial gradients to float32 shards, summed over every axis that the weight lacks."""
-        return self.layout.map(self._close_leaf, gradients)
+        return self.layout.map(self._closed, gradients)
 
-    def _close_leaf(self, leaf: Placed, g: jax.Array) -> jax.Array:
-        if self.scatters_at_use and leaf.zero_dim is not None:
-            shard = g  # summed over data where it was made
-        elif leaf.zero_dim is not None:
-            shard = scatter(leaf, g.astype(self.reduce))
+    def _closed(self, weight: Placed, g: jax.Array) -> jax.Array:
+        # Scattered at use it is summed over data already, where it was made.
+        if self.scatters_at_use and weight.zero_dim is not None:
+            shard = g
+        elif weight.zero_dim is not None:
+            shard = scatter(weight, g.astype(self.reduce))
         else:
             shard = lax.psum(g.astype(self.reduce), DATA)
-        return lax.psum(shard.astype(jnp.float32), leaf.replicated) if leaf.replicated else shard.astype(jnp.float32)
+        return (
+            lax.psum(shard.astype(jnp.float32), weight.replicated) if weight.replicated else shard.astype(jnp.float32)
+        )
 
-    def _gather_at_use(self, leaf: Placed, shard: jax.Array) -> jax.Array:
-        if leaf.zero_dim is None:
+    def _gather_at_use(self, weight: Placed, shard: jax.Array) -> jax.Array:
+        if weight.zero_dim is None:
             return shard
 
         @jax.custom_vjp
         def use(shard: jax.Array) -> jax.Array:
-            return gather(leaf, shard)
+            return gather(weight, shard)
 
-        use.defvjp(lambda shard: (gather(leaf, shard), None), lambda _, g: (self._scatter(leaf, g),))
+        use.defvjp(lambda shard: (gather(weight, shard), None), lambda _, g: (self._scatter(weight, g),))
         return use(shard)
 
-    def _scatter_at_use(self, leaf: Placed, shard: jax.Array, whole: jax.Array) -> jax.Array:
-        if leaf.zero_dim is None:
+    def _scatter_at_use(self, weight: Placed, shard: jax.Array, whole: jax.Array) -> jax.Array:
+        if weight.zero_dim is None:
             return shard
 
         @jax.custom_vjp
         def use(shard: jax.Array, whole: jax.Array) -> jax.Array:
             return whole
 
-        use.defvjp(lambda shard, whole: (whole, None), lambda _, g: (self._scatter(leaf, g), jnp.zeros_like(g)))
+        use.defvjp(lambda shard, whole: (whole, None), lambda _, g: (self._scatter(weight, g), jnp.zeros_like(g)))
         return use(shard, whole)
 
-    def _scatter(self, leaf: Placed, g: jax.Array) -> jax.Array:
-        return scatter(leaf, g.astype(self.reduce)).astype(g.dtype)
+    def _scatter(self, weight: Placed, g: jax.Array) -> jax.Array:
+        return scatter(weight, g.astype(self.reduce)).astype(g.dtype)
 
 
-def gather(leaf: Placed, shard: jax.Array) -> jax.Array:
-    """All-gather over data along the leaf's ZeRO dimension, padding off. Takes stacked leaves and single layers of them."""
-    if leaf.zero_dim is None:
+def gather(weight: Placed, shard: jax.Array) -> jax.Array:
+    """All-gather over data along the weight's ZeRO dimension, padding off. Takes stacked leaves and single layers of them."""
+    if weight.zero_dim is None:
         return shard
-    dim = _dimension(leaf, shard)
+    dim = _dimension(weight, shard)
     whole = lax.all_gather(shard, DATA, axis=dim, tiled=True)
-    return lax.slice_in_dim(whole, 0, leaf.whole[leaf.zero_dim], axis=dim) if leaf.padded != leaf.whole else whole
+    return (
+        lax.slice_in_dim(whole, 0, weight.whole[weight.zero_dim], axis=dim) if weight.padded != weight.whole else whole
+    )
 
 
-def scatter(leaf: Placed, g: jax.Array) -> jax.Array:
+def scatter(weight: Placed, g: jax.Array) -> jax.Array:
     """The transpose of `gather`: padding on, summed over data, each rank keeping its part."""
-    if leaf.zero_dim is None:
+    if weight.zero_dim is None:
         return g
-    dim = _dimension(leaf, g)
-    if leaf.padded != leaf.whole:
-        more = leaf.padded[leaf.zero_dim] - leaf.whole[leaf.zero_dim]
+    dim = _dimension(weight, g)
+    if weight.padded != weight.whole:
+        more = weight.padded[weight.zero_dim] - weight.whole[weight.zero_dim]
         g = jnp.pad(g, [(0, more if d == dim else 0) for d in range(g.ndim)])
     return lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
 
 
-def _dimension(leaf: Placed, x: jax.Array) -> int:
+def _dimension(weight: Placed, x: jax.Array) -> int:
     """The ZeRO dimension in `x`: a single layer lacks the first axis."""
-    assert leaf.zero_dim is not None
-    return leaf.zero_dim - (len(leaf.axes) - x.ndim)
+    assert weight.zero_dim is not None
+    return weight.zero_dim - (len(weight.axes) - x.ndim)
