@@ -21,10 +21,21 @@ from meshtrain.registry import Registry
 if TYPE_CHECKING:
     import optax
 
-    from meshtrain.config.schema import OptimizerConfig
-
 # Adafactor factors a moment whose two largest dimensions have at least as many elements.
 FACTORED_FROM = 32
+
+
+class Keys(Protocol):
+    """The section `optimizer` of a config, as far as it is asked here."""
+
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
 
 
 class Matrix(Protocol):
@@ -48,8 +59,8 @@ class Optimizer:
     """
 
     name: str
-    make: Callable[[OptimizerConfig, optax.Schedule, Any, Any], optax.GradientTransformation]
-    moments: Callable[[OptimizerConfig, Matrix], Sequence[Sequence[int]]]
+    make: Callable[[Keys, optax.Schedule, Any, Any], optax.GradientTransformation]
+    moments: Callable[[Keys, Matrix], Sequence[Sequence[int]]]
     # It does the decoupled decay itself; else that comes after it.
     decays: bool = False
     # An update of one number depends on others of its matrix, which must therefore be whole, unpadded, and of one layer.
@@ -61,31 +72,31 @@ def _all(weight: Matrix) -> list[int]:
     return list(range(weight.stacked, len(weight.axes)))
 
 
-def _adamw(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _adamw(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=mask)
 
 
-def _lion(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _lion(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.lion(rate, o.beta1, o.beta2, weight_decay=o.weight_decay, mask=mask)
 
 
-def _sgd(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _sgd(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.sgd(rate, o.beta1 or None)
 
 
-def _adafactor(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _adafactor(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.adafactor(rate, weight_decay_rate=None, min_dim_size_to_factor=FACTORED_FROM)
 
 
-def _factors(o: OptimizerConfig, weight: Matrix) -> list[list[int]]:
+def _factors(o: Keys, weight: Matrix) -> list[list[int]]:
     """The second moment less each of its two largest dimensions in turn, with a number in place of the whole; or the other way round."""
     every = _all(weight)
     by_size = sorted(every, key=lambda d: weight.shape[d])
@@ -94,7 +105,7 @@ def _factors(o: OptimizerConfig, weight: Matrix) -> list[list[int]]:
     return [[], *([d for d in every if d != dropped] for dropped in by_size[-2:])]
 
 
-def _muon(o: OptimizerConfig, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _muon(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import jax
     import optax
 
