@@ -22,7 +22,7 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.mesh import DATA, PIPELINE, make_mesh, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
-from meshtrain.parallel import offload, one_stage
+from meshtrain.parallel import accumulate, offload
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.logits import logits
@@ -154,7 +154,7 @@ class Program:
             key = None
             if self.config.model.dropout:
                 key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
-            run = self.executor.train if self.executor else partial(one_stage.accumulate, self.forward)
+            run = self.executor.train if self.executor else partial(accumulate.accumulate, self.forward)
             loss, gradients = run(weights, batches, key, scale / tokens)
             return _sum_everywhere(loss) / tokens, self.zero.close(gradients)
 
@@ -199,7 +199,7 @@ class Program:
         def local(masters: Tree, batch: Batch) -> jax.Array:
             weights = self.zero.open(masters)
             batches, tokens = self._microbatches(batch)
-            run = self.executor.evaluate if self.executor else partial(one_stage.evaluate, self.forward)
+            run = self.executor.evaluate if self.executor else partial(accumulate.evaluate, self.forward)
             return _sum_everywhere(run(weights, batches)) / tokens
 
         specs = (self.layout.shards, PartitionSpec(DATA))

@@ -24,7 +24,7 @@ from short_runs import place
 from meshtrain.config import Config, decode
 from meshtrain.hlo import live_bytes
 from meshtrain.mesh import AXES, make_mesh
-from meshtrain.parallel import one_stage, zero
+from meshtrain.parallel import accumulate, zero
 from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed
 from meshtrain.step import Program
@@ -56,7 +56,7 @@ def held_in_step(program: Program) -> dict[str, int]:
     def pieces(masters: Any, batch: Any) -> tuple[Any, Any]:
         opened = program.zero.open(masters)
         batches, tokens = program._microbatches(batch)
-        _, gradients = one_stage.accumulate(program.forward, opened, batches, None, 1 / tokens + zeros)
+        _, gradients = accumulate.accumulate(program.forward, opened, batches, None, 1 / tokens + zeros)
         read = opened.differentiated if opened.constant is None else opened.constant
         return jax.tree.map(lambda x: x[None], (read, gradients))
 
