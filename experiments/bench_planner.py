@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshtrain.config import decode, to_yaml
+from meshtrain.config.check import ACTIVATIONS
 from meshtrain.plan import named
 from meshtrain.plan.cluster.accelerators import ACCELERATORS
 from meshtrain.plan.fit import calibrate
@@ -33,7 +34,7 @@ MODELS = {
     "70B": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
 }  # fmt: skip
 
-# (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys of `parallel`)
+# (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys: of `parallel`, but for those in SECTIONS)
 SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` counts were found on these
     ("gpt 125M", (1, 1, 1), 8, 1024, 1, {"zero_stage": 0}),
     ("gpt 125M", (8, 1, 1), 64, 1024, 1, {}),
@@ -84,6 +85,17 @@ SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` 
     ("1B", (2, 1, 4), 8, 4096, 4, {"schedule": "zb_h1"}),
     ("1B", (2, 1, 4), 16, 4096, 8, {"schedule": "zb_interleaved", "virtual_stages": 2}),
     ("1B", (2, 2, 2), 4, 4096, 2, {"schedule": "v_1f1b"}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names"}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_keep": ("attention",)}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_offload": ("mlp_hidden",)}),
+    ("1B", (4, 2, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True}),
+    ("1B", (4, 2, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ACTIVATIONS}),
+    ("1B", (2, 2, 2), 32, 4096, 8, {"remat": "names"}),
+    ("1B", (2, 2, 2), 32, 4096, 8, {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True}),
+    ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ("mlp_hidden",)}),
+    ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ACTIVATIONS}),
+    ("1B", (8, 1, 1), 16, 2048, 1, {"batching": "packed"}),
+    ("1B", (8, 1, 1), 16, 2048, 1, {"dropout": 0.1}),
 ]  # fmt: skip
 UNSEEN: list[tuple] = [
     ("gpt 125M", (1, 1, 4), 16, 1024, 8, {"remat": "dots"}),
@@ -100,6 +112,8 @@ UNSEEN: list[tuple] = [
     ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "zb_h1"}),
     ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "v_1f1b", "remat": "dots"}),
     ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "looped_bfs", "virtual_stages": 2, "remat": "full"}),
+    ("8B", (4, 4, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ("attention_out", "mlp_hidden"), "sequence_parallel": True}),
+    ("8B", (2, 4, 2), 32, 4096, 8, {"remat": "names", "remat_keep": ("attention_out",), "sequence_parallel": True}),
 ]  # fmt: skip
 
 # Past about 80% of the device's memory XLA computes what it can a second time, rather than hold it: on a larger device
@@ -111,17 +125,22 @@ TIGHT: list[tuple] = [
 ]  # fmt: skip
 
 
+SECTIONS = {"compute": "precision", "dropout": "model", "batching": "data"}
+
+
 def config_of(row: tuple) -> dict:
     model, (data, tensor, pipeline), batch, length, microbatches, given = row
-    keys: dict = dict(given)
-    compute = keys.pop("compute", "bfloat16")
-    return {
-        "model": MODELS[model],
+    found: dict = {
+        "model": dict(MODELS[model]),
         "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
-        "parallel": {"microbatches": microbatches} | keys,
-        "precision": {"compute": compute},
+        "parallel": {"microbatches": microbatches},
+        "precision": {"compute": "bfloat16"},
+        "data": {},
         "train": {"global_batch_size": batch, "sequence_length": length},
     }
+    for key, value in given.items():
+        found[SECTIONS.get(key, "parallel")][key] = value
+    return found
 
 
 def times(console: Console) -> None:

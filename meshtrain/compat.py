@@ -1,4 +1,4 @@
-"""What differs between JAX 0.10, 0.11 and 0.12, and nowhere else."""
+"""What differs between JAX 0.10, 0.11 and 0.12 or is private to it, and nowhere else."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -56,3 +56,14 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carries, _ = params["ft_in"].unpack()
     return len(list(constants.vals)), len(list(carries.vals))
+
+
+def describe_cudnn(version: tuple[int, int, int]) -> None:
+    """Has JAX take cuDNN to be of a version, instead of asking the installed one before it writes a call to it.
+
+    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    major, minor, patch = version
+    fused_attention_stablehlo.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch

@@ -9,9 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout
+from meshtrain.model.kernels import attention_kernel, block_size
 
-# Off the GPU, BLOCK queries at a time, or more where that would make more than BLOCKS blocks: code grows with their number.
-BLOCK, BLOCKS = 128, 8
 MASKED = -1e30
 
 
@@ -47,16 +46,15 @@ def attend(
     Returns [B T, H K] in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     batch, length, heads, width = q_BTHK.shape
-    if collectives.platform in ("gpu", "cuda") and dropout.rate == 0.0:
-        fast = q_BTHK.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and segments_BT is None
-        mask = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
-        implementation: Literal["cudnn"] | None = "cudnn" if fast else None
-        out = jax.nn.dot_product_attention(
-            q_BTHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation=implementation
-        )
+    packed, drops = segments_BT is not None, dropout.rate > 0
+    kernel = attention_kernel(collectives.platform, q_BTHK.dtype.name, width, packed, drops)
+    if kernel != "blocks":
+        mask = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+        cudnn: Literal["cudnn"] | None = "cudnn" if kernel == "cudnn" else None
+        out = jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation=cudnn)
         return checkpoint_name(out, "attention").reshape(batch * length, heads * width)
-    first = collectives.first_head(heads) if dropout.rate else 0
-    key, rows = (dropout.key, dropout.rows) if dropout.rate else (None, None)
+    first = collectives.first_head(heads) if drops else 0
+    key, rows = (dropout.key, dropout.rows) if drops else (None, None)
     return blockwise(dropout.rate, q_BTHK, k_BTGK, v_BTGK, Given(segments_BT, key, rows, first))
 
 
@@ -126,7 +124,7 @@ blockwise.defvjp(_forward, _backward)
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-    size = max(BLOCK, -(-length // BLOCKS))
+    size = block_size(length)
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 

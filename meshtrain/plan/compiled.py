@@ -70,8 +70,7 @@ def compile_step(config: Config, target: str) -> Compiled:
 
     Must run before JAX has started a backend, since it chooses which. Raises ConfigError where the compiler is not installed.
     """
-    mesh = config.mesh
-    devices = mesh.data * mesh.tensor * mesh.pipeline
+    devices = config.mesh.devices
     name = parse_target(target, devices)
     found = _described(name, devices) if name != "cpu" else _fake(devices)
     # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
@@ -80,7 +79,8 @@ def compile_step(config: Config, target: str) -> Compiled:
     from meshtrain.step import Program
 
     jax_mesh = make_mesh(config, found)
-    lowered = Program(config, jax_mesh).lower()
+    program = Program(config, jax_mesh)
+    lowered = program.train_step.lower(program.state_shapes, program.batch_shapes(_batch(config)))  # type: ignore[attr-defined]
     start = clock.perf_counter()
     executable = lowered.compile()
     seconds = clock.perf_counter() - start
@@ -97,6 +97,12 @@ def compile_step(config: Config, target: str) -> Compiled:
         compile_seconds=seconds,
         collectives=[_row(c, share) for c in collectives(executable, jax_mesh)],
     )
+
+
+def _batch(config: Config) -> dict[str, None]:
+    """The arrays of a batch, by name."""
+    packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
+    return dict.fromkeys(("tokens", "labels", *packed))
 
 
 def _busy(config: Config) -> float:
@@ -137,8 +143,10 @@ def _described(name: str, devices: int) -> Sequence[Any]:
     import jax
     from jax.experimental import topologies
 
+    from meshtrain.compat import describe_cudnn
+
     jax.config.update("jax_platforms", "cpu,cuda")
-    _describe_cudnn()
+    describe_cudnn(CUDNN)
     shape = f"1x{-(-devices // 8)}x{min(8, devices)}"
     try:
         described = topologies.get_topology_desc(platform="cuda", target_config=target_config(name), topology=shape)
@@ -146,17 +154,6 @@ def _described(name: str, devices: int) -> Sequence[Any]:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--compile {name} needs XLA's CUDA compiler, though no GPU: install {PACKAGES} ({reason}).") from None  # fmt: skip
     return described.devices
-
-
-def _describe_cudnn() -> None:
-    """Has JAX take the described cuDNN's version instead of asking the installed one before it writes a call to it.
-
-    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    major, minor, patch = CUDNN
-    fused_attention_stablehlo.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
 
 
 def target_config(name: str) -> str:

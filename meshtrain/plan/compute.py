@@ -7,6 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
+from meshtrain.model.kernels import Kernel
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import shapes
 from meshtrain.plan.cluster.accelerators import Accelerator
@@ -24,7 +25,9 @@ class Practice:
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
     scatter_messages: bool = False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
     gradient_bytes: int = 4  # of one element, as summed over data
-    recomputes: tuple[float, float, float] | None = None  # shares of products, attention, memory; None: as remat says
+    recomputes: tuple[float, float, float] | None = (
+        None  # shares of products, attention, memory; None: as our remat does
+    )
 
 
 OURS = Practice()
@@ -58,39 +61,68 @@ def product(accelerator: Accelerator, dtype: str, m: float, k: float, n: float) 
     return max(compute, moved)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One layer forward on one device, in the parts that its backward may have to compute again."""
+
+    norms: Seconds  # both
+    qkv: Seconds
+    attention: Seconds
+    attention_out: Seconds  # the product
+    residual: Seconds  # the sum with attention's output
+    products: Seconds  # into the MLP
+    mlp_hidden: Seconds  # its activation alone
+    mlp_out: Seconds  # product and sum, which no backward needs
+
+    @functools.cached_property
+    def forward(self) -> Seconds:
+        """All of them."""
+        return sum(vars(self).values(), Seconds())
+
+
 @functools.lru_cache(maxsize=65536)
-def layer_forward(
-    model: ModelConfig,
-    accelerator: Accelerator,
-    dtype: str,
-    sequences: int,
-    length: int,
-    tensor: int,
-    sequence_parallel: bool,
-    practice: Practice = OURS,
-) -> Seconds:
-    """One layer forward on one device."""
+def layer(
+    model: ModelConfig, accelerator: Accelerator, dtype: str, sequences: int, length: int, tensor: int, sequence_parallel: bool,
+    kernel: Kernel, practice: Practice = OURS,
+) -> Layer:  # fmt: skip
+    """One layer forward on one device, for sequences of `length` tokens, attention computed by a kernel."""
     n, size = sequences * length, shapes.itemsize(dtype)
     d, k, f = model.d_model, model.head_dim or 1, -(-(model.d_ff or 1) // tensor)
     heads, groups = model.heads // tensor, model.kv_heads or model.heads
     groups = groups // tensor if groups % tensor == 0 else groups
     gated = model.family == "llama"
-    dots = [(n, d, heads * k), (n, d, 2 * groups * k), (n, heads * k, d), (n, f, d)] + [(n, d, f)] * (1 + gated)
-    matmul = sum(product(accelerator, dtype, *shape) for shape in dots)
 
-    scores = sequences * heads * length * length
-    rate = accelerator.flops(dtype) * accelerator.efficiency.attention
-    if practice.flash:
-        attention, score_bytes = 4 * k * scores / 2 / rate, 0.0
-    else:  # both products in full; scores written, scaled, masked, normalised and read again
-        attention = 4 * k * scores / (accelerator.flops(dtype) * accelerator.efficiency.matmul)
-        score_bytes = (4 * size + 1) * scores
-    # passes over the residual stream: two norms and two sums; over the inner activations: rotation of q and k, the MLP's own
-    split = tensor if sequence_parallel else 1
-    passes = 10 if practice.fused else 22
-    inner = (2 * (heads + groups) * k + (3 if gated else 2) * f) * (1 if practice.fused else 2)
-    moved = size * n * (passes * d / split + inner) + score_bytes
-    return Seconds(matmul, attention, moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
+    def products(*dots: tuple[int, int, int]) -> Seconds:
+        return Seconds(matmul=sum(product(accelerator, dtype, *shape) for shape in dots))
+
+    def passes(elements: float) -> Seconds:
+        moved = size * n * elements if elements else 0.0
+        return Seconds(memory=moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
+
+    # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k, the MLP's own.
+    stream = d / (tensor if sequence_parallel else 1) * (1.0 if practice.fused else 2.2)
+    inner = 1 if practice.fused else 2
+    return Layer(
+        norms=passes(4 * stream),
+        qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
+        attention=attention(accelerator, dtype, k, sequences * heads * length * length, kernel, practice),
+        attention_out=products((n, heads * k, d)),
+        residual=passes(3 * stream),
+        products=products(*[(n, d, f)] * (1 + gated)),
+        mlp_hidden=passes((3 if gated else 2) * f * inner),
+        mlp_out=products((n, f, d)) + passes(3 * stream),
+    )
+
+
+def attention(accelerator: Accelerator, dtype: str, width: int, scores: float, kernel: Kernel, practice: Practice) -> Seconds:  # fmt: skip
+    """Attention forward over `scores` elements of the whole square."""
+    flops, efficiency, size = accelerator.flops(dtype), accelerator.efficiency, shapes.itemsize(dtype)
+    if practice.flash and kernel != "scores":
+        return Seconds(attention=4 * width * scores / 2 / (flops * efficiency.attention))
+    # Both products in full; scores written, scaled, masked, normalised and read again: in float32 by XLA.
+    moved = scores * (12 + 2 * size if practice.flash else 4 * size + 1)
+    spent = 4 * width * scores / (flops * efficiency.matmul)
+    return Seconds(attention=spent, memory=moved / (accelerator.bandwidth * 1e9 * efficiency.memory))
 
 
 def layer_backward(forward: Seconds, flash: bool = True) -> Seconds:
@@ -98,20 +130,25 @@ def layer_backward(forward: Seconds, flash: bool = True) -> Seconds:
     return Seconds(2 * forward.matmul, (2.5 if flash else 2.0) * forward.attention, 2 * forward.memory)
 
 
-def recomputed(config: Config, forward: Seconds, practice: Practice = OURS) -> Seconds:
-    """What the backward computes again of a layer's forward."""
+def recomputed(config: Config, layer: Layer, kernel: Kernel, practice: Practice = OURS) -> Seconds:
+    """What the backward computes again of a layer's forward: what it reads and was not kept."""
     if practice.recomputes is not None:
         products, attention, memory = practice.recomputes
+        forward = layer.forward
         return Seconds(products * forward.matmul, attention * forward.attention, memory * forward.memory)
-    remat = config.parallel.remat
-    if remat == "none":
+    parallel = config.parallel
+    if parallel.remat == "none":
         return Seconds()
-    if remat == "dots":
-        return Seconds(0.0, forward.attention, forward.memory)
-    if remat == "full":
-        return forward
-    kept = set(config.parallel.remat_keep) | set(config.parallel.remat_offload)
-    return Seconds(forward.matmul, 0.0 if "attention" in kept else forward.attention, forward.memory)
+    if parallel.remat == "full" and config.mesh.pipeline > 1:  # a stage as a whole
+        return layer.forward
+    if parallel.remat == "dots":
+        return Seconds(0.0, layer.forward.attention, layer.forward.memory)
+    kept = {*parallel.remat_keep, *parallel.remat_offload}
+    if kernel != "blocks":  # the backward reads more of these kernels than what they return
+        kept.discard("attention")
+    parts = {name: getattr(layer, name) for name in ("qkv", "attention", "attention_out", "mlp_hidden")}
+    again = layer.norms + layer.residual + layer.products
+    return sum((part for name, part in parts.items() if name not in kept), again)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -17,7 +17,7 @@ from meshtrain.schedule.simulate import Timeline
 PART_NAMES = {
     "matmul": "matrix products", "attention": "attention", "memory": "norms, activations, sums", "recompute": "computed again",
     "head": "output head and loss", "tensor": "tensor collectives", "pipeline": "pipeline collectives", "data": "data collectives",
-    "bubble": "pipeline bubble", "optimizer": "optimizer", "checkpoint": "checkpoints",
+    "host": "copies to the host", "bubble": "pipeline bubble", "optimizer": "optimizer", "checkpoint": "checkpoints",
 }  # fmt: skip
 
 
@@ -135,7 +135,8 @@ def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pla
     """The plan of a checked config. The pipeline's time is simulated from its table."""
     pieces = pieces_of(config, cluster, practice)
     facts = ticks.facts(config)
-    held = memory.items(config, facts, cluster.cpu)
+    platform = cluster.accelerator.platform
+    held = memory.items(config, facts, platform)
     line = None
     if config.mesh.pipeline > 1:
         line = ticks.timeline(config, pieces, practice)
@@ -152,7 +153,7 @@ def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pla
         cluster=cluster,
         parameters=parameters(config.model),
         memory=held,
-        flows=traffic.flows(config, ticks.trips(config, skips=cluster.cpu)),
+        flows=traffic.flows(config, ticks.trips(config, skips=platform == "cpu")),
         pieces=pieces,
         time=spent,
         depths=facts.depths,
@@ -198,6 +199,7 @@ def assemble(
         tensor=layers * (pieces.forward_sends + pieces.backward_sends) + m * pieces.head_sends,
         pipeline=m * (pieces.vocab_sends + 2 * stage.chunks * pieces.waits),
         data=data,
+        host=layers * (pieces.forward_copies + pieces.backward_copies),
         bubble=microbatches - m * stage_seconds(config, pieces),
         optimizer=optimizer,
         checkpoint=0.0,

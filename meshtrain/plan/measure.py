@@ -15,6 +15,8 @@ import numpy as np
 import yaml
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.mesh import platform
+
 SIZES = (2**12, 2**16, 2**20, 2**23)  # bytes of a message
 REPEATS = 5
 
@@ -23,6 +25,7 @@ REPEATS = 5
 class Measured:
     """Figures of this machine; matrices are [devices, devices], of messages from row to column, diagonal 0."""
 
+    platform: str  # cpu, gpu or tpu
     kind: str
     devices: int
     matmul: dict[str, float]  # FLOP/s of one device by dtype
@@ -56,7 +59,7 @@ class Measured:
         if self.devices > 1:
             alpha, beta = float(np.median(self.latency[off])), float(np.median(self.bandwidth[off]))
             links = {"node": {"devices": self.devices, "latency": _short(alpha), "bandwidth": _short(beta / 1e9)}}
-        fake = self.kind == "cpu"
+        fake = self.platform == "cpu"
         ways = self.devices if fake else 1  # fake devices share one machine, whose figures the description gives
         described = {
             "name": f"measured-{self.kind}",
@@ -65,7 +68,8 @@ class Measured:
             "shared": fake,
             "topology": "flat",
             "accelerator": {
-                "name": "cpu" if fake else self.kind,
+                "name": self.kind,
+                "platform": self.platform,
                 "memory": _short(self.memory_bytes * ways / 2**30),
                 "bandwidth": _short(self.memory_bandwidth * ways / 1e9),
                 "peak": {dtype: _short(rate * ways / 1e12) for dtype, rate in self.matmul.items()},
@@ -86,10 +90,12 @@ def measure(devices: list[jax.Device] | None = None, side: int = 1024) -> Measur
     devices = devices or jax.devices()
     mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
     stats = devices[0].memory_stats() or {}
-    kind = devices[0].platform if devices[0].platform == "cpu" else devices[0].device_kind.lower().replace(" ", "-")
+    where = platform(mesh)
+    kind = "cpu" if where == "cpu" else devices[0].device_kind.lower().replace(" ", "-")
     latency, bandwidth = _between(mesh)
     all_reduce = _line([(size, _all_reduce(mesh, size)) for size in SIZES]) if len(devices) > 1 else (0.0, 0.0)
     return Measured(
+        platform=where,
         kind=kind,
         devices=len(devices),
         matmul={dtype: _matmul(mesh, side, dtype) for dtype in ("float32", "bfloat16", "float16")},

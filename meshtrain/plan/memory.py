@@ -1,16 +1,14 @@
 """What a device holds while a step runs, item by item.
 
-State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5); activations follow Korthikanti et al. 2022
-(section 4), with flash attention, which keeps no scores (Dao et al. 2022). Sizes are of the longest stage.
+State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5). Sizes are of the longest stage; `activations`
+has those of a layer.
 """
 
-import functools
-import math
 from dataclasses import dataclass
 
-from meshtrain.config import Config, ModelConfig
+from meshtrain.config import Config
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages, zero_ways
-from meshtrain.plan import shapes
+from meshtrain.plan import activations, shapes
 from meshtrain.plan.shapes import Held
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import Facts
@@ -37,15 +35,17 @@ def zero_state(
     return elements * (weight / ways[0] + gradient / ways[1] + state / ways[2])
 
 
-def items(config: Config, facts: Facts, cpu: bool = False) -> list[Item]:
+def items(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
     """Everything that a device holds at the fullest moment of a step, with the schedule's `facts` (see `ticks.facts`)."""
-    return fullest(config, facts, cpu)[1]
+    return fullest(config, facts, platform)[1]
 
 
-def fullest(config: Config, facts: Facts, cpu: bool = False) -> tuple[str, list[Item]]:
+def fullest(config: Config, facts: Facts, platform: str = "gpu") -> tuple[str, list[Item]]:
     """The moment of a step at which a device holds most, and what it holds then."""
-    always = [*state(config), *kept(config, facts.depths, cpu)]
-    moments = {name: [i for i in [*always, *found] if i.nbytes] for name, found in passing(config, facts, cpu).items()}
+    always = [*state(config), *kept(config, facts.depths, platform)]
+    moments = {
+        name: [i for i in [*always, *found] if i.nbytes] for name, found in passing(config, facts, platform).items()
+    }
     return max(moments.items(), key=lambda moment: total(moment[1]))
 
 
@@ -100,85 +100,31 @@ def _sums(config: Config) -> list[Item]:
     return [Item("float32 gradient sums", "gradients", 4 * held.whole)]
 
 
-@functools.lru_cache(maxsize=65536)
-def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, size: int, length: int, kernel: str) -> float:  # fmt: skip
-    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides weights.
-
-    Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `kernel` is how
-    attention is computed: flash (one kernel, which keeps no scores), scores (all of them) or blocks (off the GPU).
-    """
-    d, k, f = model.d_model, model.head_dim or 1, -(-(model.d_ff or 1) // tensor)
-    heads, groups = model.heads // tensor, model.kv_heads or model.heads
-    groups = groups // tensor if groups % tensor == 0 else heads  # replicated ones are spread out to the query heads
-    split = tensor if sequence_parallel else 1
-    gated = model.family == "llama"
-    if remat == "full":
-        return size * d / split
-    if remat == "dots":  # layer input, attention's output; up (and gate); q, k, v
-        return size * (d / split + d + (1 + gated) * f + (heads + 2 * groups) * k)
-    stream = size * (4 * d / split + 2 * d)  # twice: input, normalised, and scaled (gathered) as the products' input
-    scores = 2 * heads * length if kernel == "scores" else heads  # the log of each query's sum, where none are kept
-    outputs = 2 if kernel == "flash" else 1  # as the kernel made it, and as the rows of the product that follows
-    return stream + size * ((2 + gated) * f + ((1 + outputs) * heads + 2 * groups) * k) + 4 * scores
-
-
-def _left(config: Config, recomputed: bool) -> float:
-    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`): cotangents
-    of what the products and norms give, and where the layer was `recomputed` what these were given too.
-    """
-    model, split = config.model, config.mesh.tensor if config.parallel.sequence_parallel else 1
-    d, k, f = model.d_model, model.head_dim or 1, (model.d_ff or 1) / config.mesh.tensor
-    heads, groups = model.heads / config.mesh.tensor, (model.kv_heads or model.heads) / config.mesh.tensor
-    stream = 2 * d + 2 * d / split
-    width = stream + (1 + (model.family == "llama")) * f + (heads + 2 * groups) * k
-    if recomputed:
-        width += stream + f + heads * k
-    return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
-
-
-def kernel(config: Config, cpu: bool) -> str:
-    """How attention is computed (see `model.attention.attend`)."""
-    if cpu:
-        return "blocks"
-    half = config.precision.compute != "float32" and (config.model.head_dim or 1) % 8 == 0
-    return "flash" if half else "scores"
-
-
-def _layer(config: Config, remat: str, cpu: bool) -> float:
-    """Bytes that one layer keeps of one microbatch."""
-    size = shapes.itemsize(config.precision.compute)
-    a_token = residuals(config.model, config.mesh.tensor, config.parallel.sequence_parallel, remat, size, config.train.sequence_length, kernel(config, cpu))  # fmt: skip
-    return shapes.tokens(config) * a_token
-
-
-def kept(config: Config, depths: Depths, cpu: bool = False) -> list[Item]:
+def kept(config: Config, depths: Depths, platform: str = "gpu") -> list[Item]:
     """What the microbatches in flight keep for their backward, and what waits between stages."""
     stage, parallel = stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    layer = _layer(config, parallel.remat, cpu)
+    layer = activations.kept(config, parallel.remat, platform)
     if config.mesh.pipeline == 1:
         return [Item("activations kept for the backward", "activations", stage.on_device * layer)]
     entry = stage.longest * layer if parallel.remat != "full" else 0.0
+    waiting = depths.cot * stage.longest * activations.left(config, parallel.remat != "none")
     return [
         Item("activations kept for the backward", "activations", depths.stash * (stream + entry)),
-        Item(
-            "what weight gradients wait for",
-            "activations",
-            depths.cot * stage.longest * _left(config, parallel.remat != "none"),
-        ),
+        Item("what weight gradients wait for", "activations", waiting),
         Item("activations waiting between stages", "activations", (depths.f_inbox + depths.b_inbox) * stream),
     ]
 
 
-def passing(config: Config, facts: Facts, cpu: bool = False) -> dict[str, list[Item]]:
+def passing(config: Config, facts: Facts, platform: str = "gpu") -> dict[str, list[Item]]:
     """What is held only for a moment, by moment.
 
     What lives at once in them was read off XLA's live ranges; `experiments/bench_planner.py --compile` shows how well it holds.
     """
-    return _of_stages(config, facts, cpu) if config.mesh.pipeline > 1 else _of_one_stage(config, cpu)
+    return _of_stages(config, facts, platform) if config.mesh.pipeline > 1 else _of_one_stage(config, platform)
 
 
-def _of_one_stage(config: Config, cpu: bool) -> dict[str, list[Item]]:
+def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
     """Moments of a step without pipeline stages.
 
     XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden states and
@@ -195,14 +141,14 @@ def _of_one_stage(config: Config, cpu: bool) -> dict[str, list[Item]]:
     ]
     gradients = [Item("new gradients of the layers", "gradients", _new_gradients(config))]
     made = [Item("new gradients of the vocabulary", "gradients", 0 if waits else size * vocabulary.whole)]
-    early = several and not (config.parallel.remat == "dots" and tensor == 1)  # set to zero before the head
+    early = several and not (config.parallel.remat in ("dots", "names") and tensor == 1)  # set to zero before the head
     largest = [
         Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0),
         Item("gradient of the output head", "gradients", (size + 4 * scatters) * vocabulary.largest),
     ]
     layer = [
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
-        Item("work of one layer", "activations", _work(config, cpu)),
+        Item("work of one layer", "activations", activations.work(config, platform)),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
     ]
     return {
@@ -211,7 +157,7 @@ def _of_one_stage(config: Config, cpu: bool) -> dict[str, list[Item]]:
     }
 
 
-def _of_stages(config: Config, facts: Facts, cpu: bool) -> dict[str, list[Item]]:
+def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[Item]]:
     """Moments of a tick: a chunk goes forward, another backward, and the loss head between them.
 
     A stashed microbatch is made as a whole and read as a whole, and XLA reads one before the other is written: two beside the stash.
@@ -220,19 +166,20 @@ def _of_stages(config: Config, facts: Facts, cpu: bool) -> dict[str, list[Item]]
     gathers, scatters = gathers_at_use(config), scatters_at_use(config)
     held = shapes.held(config)
     block = held.block
+    cpu = platform == "cpu"
     # On CPU idle work is skipped by conditionals, whose branches share nothing and which leave the weights where they are.
     # Elsewhere ticks that are compiled alone, or beside another in one turn of a loop, hold what they make beside the rest.
     alone, beside = (0, 0) if cpu else (facts.alone, facts.beside)
     chunk = size * block.whole * stage.longest
     full = parallel.remat == "full"
-    entry = 0.0 if full else stage.longest * _layer(config, parallel.remat, cpu)
+    entry = 0.0 if full else stage.longest * activations.kept(config, parallel.remat, platform)
     copied = 1 if cpu else 2 + beside + facts.turns
     left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
     if facts.split:
-        made = 0 if cpu else (1 + alone) * _left(config, False)
-        left = stage.longest * (_left(config, parallel.remat != "none") + made)
-    again = stage.longest * _layer(config, "none", cpu) * (1 + alone + beside) if full else 0.0
-    layer = _layer(config, "none", cpu) if parallel.remat == "dots" else 0.0
+        made = 0 if cpu else (1 + alone) * activations.left(config, False)
+        left = stage.longest * (activations.left(config, parallel.remat != "none") + made)
+    again = stage.longest * activations.kept(config, "none", platform) * (1 + alone + beside) if full else 0.0
+    layer = activations.kept(config, "none", platform) if parallel.remat in ("dots", "names") else 0.0
     weights = 0 if gathers or cpu else 2 * (1 + beside) * (stage.chunks > 1) + alone
     always = [
         Item("copies of a chunk's weights", "parameters", chunk * weights),
@@ -243,7 +190,7 @@ def _of_stages(config: Config, facts: Facts, cpu: bool) -> dict[str, list[Item]]
     ]
     logits = Item("logits", "activations", _logits(config))
     waiting = [logits] if config.mesh.tensor == 1 else []  # for the gradient of the head, see _of_one_stage
-    work = Item("work of one layer", "activations", _work(config, cpu))
+    work = Item("work of one layer", "activations", activations.work(config, platform))
     copies = "copies of a microbatch's activations"
     recomputed = Item("activations computed again", "activations", again + layer)
     return {
@@ -271,23 +218,3 @@ def _new_gradients(config: Config) -> float:
     stage = stages(config)
     block = shapes.held(config).block
     return _itemsize(config) * (block.shard if scatters_at_use(config) else block.whole) * stage.longest
-
-
-def _work(config: Config, cpu: bool) -> float:
-    """What one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and the residual
-    stream in the forms that the products and the attention want it in. Off the GPU also blocks of attention scores, and if the
-    layer is computed again its forward's beside its backward's.
-    """
-    model, mesh, length = config.model, config.mesh, config.train.sequence_length
-    matrices, heads = 1 + (model.family == "llama"), model.heads // mesh.tensor
-    hidden, split = (model.d_ff or 1) / mesh.tensor, mesh.tensor if config.parallel.sequence_parallel else 1
-    streams = 4 * model.d_model + 3 * model.d_model / split + 3 * heads * (model.head_dim or 1)
-    mlp = _itemsize(config) * (2 * matrices * hidden + streams)
-    if cpu:
-        block = 4 * heads * min(length, max(128, math.ceil(length / 8)))  # see model.attention.BLOCKS
-        if config.parallel.remat == "none":
-            return shapes.tokens(config) * max(mlp, 6 * block + 2 * _itemsize(config) * model.d_model)
-        mlp += _itemsize(config) * matrices * hidden + 3 * block
-    elif kernel(config, cpu) == "scores":
-        mlp += 3 * 4 * heads * length
-    return shapes.tokens(config) * mlp

@@ -17,7 +17,7 @@ WIDTH = 400  # of pictures, about a phone's: text in them keeps its size there
 KIND_COLOURS = {"parameters": "#3b6fb6", "gradients": "#4f9d69", "optimizer_state": "#c2843a", "activations": "#a2559c"}
 PART_COLOURS = {
     "matmul": "#3b6fb6", "attention": "#5b8fd0", "memory": "#8fb3de", "head": "#2f5590", "recompute": "#a2559c",
-    "tensor": "#c2843a", "pipeline": "#d6a05c", "data": "#a86a22", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98",
+    "tensor": "#c2843a", "pipeline": "#d6a05c", "data": "#a86a22", "host": "#e6c79a", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98",
 }  # fmt: skip
 ROW = 34
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small

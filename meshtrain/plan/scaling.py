@@ -63,7 +63,7 @@ def _weaker(config: Config, most: int) -> Iterator[Config]:
 def _points(configs: Iterator[Config], cluster: Cluster) -> list[Point]:
     points: list[Point] = []
     for config in configs:
-        devices = config.mesh.data * config.mesh.tensor * config.mesh.pipeline
+        devices = config.mesh.devices
         # A schedule's own table has one number of microbatches, which not every size of the run has.
         try:
             check(config)

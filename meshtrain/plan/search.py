@@ -159,13 +159,13 @@ def _scheduled(config: Config, cluster: Cluster, outside: dict[int, list[_Zero]]
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
         facts = ticks.facts(scheduled)
-        held = memory.total(memory.kept(scheduled, facts.depths, cluster.cpu))
+        held = memory.total(memory.kept(scheduled, facts.depths, cluster.accelerator.platform))
         seconds, passing = math.inf, dict[tuple[bool, bool], float]()
         for zero in outside[stage.on_device]:
             nbytes = held + zero.nbytes
             if nbytes <= usable:
                 if zero.at_use not in passing:
-                    moments = memory.passing(_with_zero(scheduled, zero.zero), facts, cluster.cpu)
+                    moments = memory.passing(_with_zero(scheduled, zero.zero), facts, cluster.accelerator.platform)
                     passing[zero.at_use] = max(map(memory.total, moments.values()))
                 nbytes += passing[zero.at_use]
             if nbytes <= usable and seconds == math.inf:

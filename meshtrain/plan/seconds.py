@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshtrain.config import Config
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages
-from meshtrain.plan import compute, shapes
+from meshtrain.plan import activations, compute, shapes
 from meshtrain.plan.cluster import algorithms
 from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from meshtrain.plan.cluster.cluster import Cluster, Group
@@ -17,7 +17,8 @@ from meshtrain.plan.traffic import BOTH, edge_flows, layer_flows
 class Pieces:
     """Seconds of one microbatch on one device, the parts from which a step is put together.
 
-    `forward` and `backward` are of one layer; `*_sends` their collectives over tensor as they delay the device.
+    `forward` and `backward` are of one layer; `*_sends` their collectives over tensor as they delay the device, `*_copies` what it
+    waits for activations on the host: they leave while the layer goes on, but XLA has them back before its backward begins.
     """
 
     forward: Seconds
@@ -25,6 +26,8 @@ class Pieces:
     again: Seconds  # the recomputation alone
     forward_sends: float
     backward_sends: float
+    forward_copies: float
+    backward_copies: float
     head: Seconds  # forward and backward, on one device
     head_sends: float  # its sums over tensor
     vocab_sends: float  # its sums over the stages that share the vocabulary
@@ -40,11 +43,11 @@ class Pieces:
     @property
     def chunk_forward(self) -> float:
         """One microbatch through one model chunk, forward."""
-        return self.layers * (self.forward.total + self.forward_sends) + self.waits
+        return self.layers * (self.forward.total + self.forward_sends + self.forward_copies) + self.waits
 
     @property
     def chunk_backward(self) -> float:
-        return self.layers * (self.backward.total + self.backward_sends) + self.waits
+        return self.layers * (self.backward.total + self.backward_sends + self.backward_copies) + self.waits
 
     @property
     def chunk_weight_grad(self) -> float:
@@ -56,18 +59,10 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
     """What one microbatch costs on one device of a cluster."""
     device, mesh, parallel = cluster.accelerator, config.mesh, config.parallel
     dtype, stage = config.precision.compute, stages(config)
-    forward = compute.layer_forward(
-        config.model,
-        device,
-        dtype,
-        shapes.sequences(config),
-        config.train.sequence_length,
-        mesh.tensor,
-        parallel.sequence_parallel,
-        practice,
-    )
-    again = compute.recomputed(config, forward, practice)
-    backward = compute.layer_backward(forward, practice.flash) + again
+    kernel, length = activations.kernel(config, device.platform), config.train.sequence_length
+    layer = compute.layer(config.model, device, dtype, shapes.sequences(config), length, mesh.tensor, parallel.sequence_parallel, kernel, practice)  # fmt: skip
+    again = compute.recomputed(config, layer, kernel, practice)
+    copy = activations.offloaded(config, device.platform) / (cluster.host_bandwidth * 1e9)
     tensor = cluster.axis("tensor", mesh)
     hidden = device.efficiency.exposed if practice.overlap_tensor else 1.0
     pipeline = cluster.axis("pipeline", mesh)
@@ -86,23 +81,25 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message = algorithms.best(PERMUTE, pipeline, stream / shared).seconds
         message += algorithms.best(ALL_GATHER, tensor, stream).seconds if shared > 1 else 0.0
     return Pieces(
-        forward,
-        backward,
-        again,
-        sends["forward"],
-        sends["backward"],
-        head,
-        edges["tensor"],
-        edges["pipeline"] + edges[BOTH],
-        message if practice.overlap_pipeline else 0.0,
-        0.0 if practice.overlap_pipeline else message,
-        stage.longest,
+        forward=layer.forward,
+        backward=compute.layer_backward(layer.forward, practice.flash) + again,
+        again=again,
+        forward_sends=sends["forward"],
+        backward_sends=sends["backward"],
+        forward_copies=max(0.0, copy - layer.forward.total),
+        backward_copies=copy,
+        head=head,
+        head_sends=edges["tensor"],
+        vocab_sends=edges["pipeline"] + edges[BOTH],
+        message=message if practice.overlap_pipeline else 0.0,
+        waits=0.0 if practice.overlap_pipeline else message,
+        layers=stage.longest,
     )
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are spent on; the device waits in `tensor`, `pipeline`, `data` and `bubble`."""
+    """Seconds of a step by what they are spent on; the device waits in `tensor`, `pipeline`, `data`, `host` and `bubble`."""
 
     matmul: float
     attention: float
@@ -112,6 +109,7 @@ class StepTime:
     tensor: float
     pipeline: float
     data: float
+    host: float
     bubble: float
     optimizer: float
     checkpoint: float
@@ -129,7 +127,7 @@ class StepTime:
         groups = {
             "compute": self.matmul + self.attention + self.recompute + self.head,
             "memory": self.memory + self.optimizer + self.checkpoint,
-            "communication": self.tensor + self.pipeline + self.data,
+            "communication": self.tensor + self.pipeline + self.data + self.host,
             "bubble": self.bubble,
         }
         return max(groups, key=lambda name: groups[name])

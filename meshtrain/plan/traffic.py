@@ -46,7 +46,7 @@ class Trips:
 
 @dataclass(frozen=True)
 class Flow:
-    """Collectives of one sort in a step: `nbytes` is the size S of the whole array (see `collectives`), `count` how many."""
+    """Collectives of one sort in a step: `nbytes` is the size S of the whole array (see `algorithms`), `count` how many."""
 
     axis: str
     kind: str
@@ -92,6 +92,9 @@ def layer_flows(config: Config) -> list[Moment]:
     layers = stages(config).longest
     # Where several layers are recomputed together each also sums what it passes to the next; one alone does not need that.
     again = 0 if parallel.remat == "none" else 2 if whole_stage(config) and layers > 1 else 1
+    gathered = 2 * (again > 0)
+    if "attention_out" in (*parallel.remat_keep, *parallel.remat_offload):
+        again = 0
 
     def over(moment: str, kind: str, what: str, count: int) -> Moment:
         return moment, Flow("tensor", kind, what, whole, count * layers, ranks)
@@ -100,7 +103,7 @@ def layer_flows(config: Config) -> list[Moment]:
         return [
             over("forward", ALL_GATHER, "layer inputs gathered", 2),
             over("forward", REDUCE_SCATTER, "layer outputs scattered", 2),
-            over("backward", ALL_GATHER, "layer inputs gathered again", 2 * (again > 0)),
+            over("backward", ALL_GATHER, "layer inputs gathered again", gathered),
             over("backward", REDUCE_SCATTER, "layer outputs scattered again", again),
             over("backward", ALL_GATHER, "output cotangents gathered", 2),
             over("backward", REDUCE_SCATTER, "input cotangents scattered", 2),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from meshtrain.model import attention
-from meshtrain.model.attention import BLOCK, BLOCKS
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
+from meshtrain.model.kernels import BLOCK, BLOCKS, attention_kernel
 
 
 def attend(q: jax.Array, *others: Any) -> jax.Array:
@@ -105,3 +105,19 @@ def test_dropped_probabilities_still_sum_to_one_on_average():
     sums = jnp.stack([attend(q, k, jnp.ones_like(v), None, Collectives(), dropout.at(i)) for i in range(20)])
     assert float(sums.std()) > 0.1
     np.testing.assert_allclose(sums.mean(), 1, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "platform, dtype, width, packed, dropout, kernel",
+    [
+        ("gpu", "bfloat16", 64, False, False, "cudnn"),
+        ("gpu", "float16", 60, False, False, "scores"),
+        ("gpu", "float32", 64, False, False, "scores"),
+        ("gpu", "bfloat16", 64, True, False, "scores"),
+        ("gpu", "bfloat16", 64, False, True, "blocks"),
+        ("tpu", "bfloat16", 64, False, False, "blocks"),
+        ("cpu", "float32", 64, True, True, "blocks"),
+    ],
+)
+def test_the_kernel_follows_from_platform_dtype_packing_and_dropout(platform, dtype, width, packed, dropout, kernel):
+    assert attention_kernel(platform, dtype, width, packed, dropout) == kernel

@@ -13,7 +13,7 @@ from meshtrain.config import decode
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
-from meshtrain.plan import memory, named, plan, ticks
+from meshtrain.plan import activations, memory, named, plan, shapes, ticks
 from meshtrain.plan.memory import zero_state
 from meshtrain.schedule.facts import ONE_STAGE
 from meshtrain.step import Program
@@ -80,9 +80,10 @@ def traced_residuals(config) -> float:
     def local(masters, tokens):
         weights = program.zero.open(masters)
         batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(tokens.shape[0])}
+        key = jax.random.key(0) if config.model.dropout else None
         x = program.forward.embed(weights, batch, None)
         stack = program.forward.layers(
-            batch, None, jnp.asarray(program.forward.layout.layer_at[0, 0]), config.parallel.remat
+            batch, key, jnp.asarray(program.forward.layout.layer_at[0, 0]), config.parallel.remat
         )
         y, vjp = jax.vjp(stack, weights.part("blocks"), x)
         layers = config.model.layers
@@ -98,28 +99,31 @@ def traced_residuals(config) -> float:
     return sum(found) / config.model.layers / (shape[0] * shape[1])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "sequence parallel"])
-def test_activations_of_a_layer_are_what_the_traced_model_keeps(family, remat, split):
-    # One block of queries, so that the blockwise attention of CPUs keeps the scores as one array
-    config = decode(
+NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
+KEPT = [(), *((name,) for name in NAMES), ("qkv", "attention"), NAMES]
+
+
+def layer(family, tensor=2, dropout=0.0, **parallel):
+    """A model of odd sizes; with one block of queries, so that the blockwise attention of CPUs keeps the scores as one array."""
+    sizes = {"layers": 7, "d_model": 96, "heads": 8, "kv_heads": 4, "d_ff": 320, "vocab_size": 64}
+    return decode(
         {
-            "model": {
-                "family": family,
-                "layers": 7,
-                "d_model": 96,
-                "heads": 8,
-                "kv_heads": 4,
-                "d_ff": 320,
-                "vocab_size": 64,
-            },
-            "mesh": {"tensor": 2},
-            "parallel": {"sequence_parallel": split, "remat": remat},
+            "model": {"family": family, "dropout": dropout} | sizes,
+            "mesh": {"tensor": tensor},
+            "parallel": parallel,
             "train": {"global_batch_size": 3, "sequence_length": 60},
         }
     )
-    planned = memory.residuals(config.model, 2, split, remat, 4, 60, "blocks")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "sequence parallel"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full", *KEPT], ids=str)
+def test_activations_of_a_layer_are_what_the_traced_model_keeps(family, remat, split, dropout):
+    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+    config = layer(family, dropout=dropout, sequence_parallel=split, **keys)
+    planned = activations.kept(config, config.parallel.remat, "cpu") / shapes.tokens(config)
     assert planned == pytest.approx(traced_residuals(config), rel=0.03)
 
 
@@ -141,7 +145,7 @@ def test_what_a_step_holds_is_what_xlas_cpu_program_holds(mesh, parallel):
     config = decode(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
     held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
-    planned = memory.total(memory.items(config, ticks.facts(config), cpu=True))
+    planned = memory.total(memory.items(config, ticks.facts(config), platform="cpu"))
     assert 0.95 < planned / (held + compiled.temp_size_in_bytes) < 1.08
 
 

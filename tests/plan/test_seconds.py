@@ -2,10 +2,15 @@ import dataclasses
 
 import pytest
 
+from meshtrain.config import decode
+from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
-from meshtrain.plan import ACCELERATORS, compute, named, plan, shapes
+from meshtrain.plan import ACCELERATORS, compute, named, plan, seconds, shapes
 from meshtrain.plan.cluster.accelerators import Efficiency
 from meshtrain.plan.shapes import replaced
+from meshtrain.step import Program
+
+NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
 
 
 def test_the_parts_of_a_step_sum_to_it_and_the_bubble_is_the_simulators(llama_8b):
@@ -23,13 +28,34 @@ def test_model_flops_are_those_of_palm_and_megatron(llama_8b):
     assert shapes.model_flops(config) == pytest.approx(per_token * tokens, rel=1e-3)
 
 
+def without_limits(name):
+    """An accelerator of which a matrix product takes its FLOPs at the peak rate, and nothing else anything."""
+    most = Efficiency(1.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+    return dataclasses.replace(ACCELERATORS[name], bandwidth=1e9, efficiency=most)
+
+
 def test_an_ideal_device_without_links_to_wait_for_reaches_its_peak(llama_8b):
-    h100 = ACCELERATORS["h100"]
-    ideal = dataclasses.replace(h100, bandwidth=1e9, efficiency=Efficiency(1.0, 0.0, 1.0, 1.0, 1.0, 1.0))
-    cluster = dataclasses.replace(named("h100", 1), accelerator=ideal)
+    cluster = dataclasses.replace(named("h100", 1), accelerator=without_limits("h100"))
     config = llama_8b({"data": 1}, {"global_batch_size": 4}, microbatches=4)
     # causal attention does half of what the model's FLOPs count, and flash attention's backward 2.5 times its forward
     assert 1.0 < plan(config, cluster).mfu < 1.15
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_computed_again_is_what_xla_compiles_again(family):
+    """Of one layer, whose loop XLA counts; sequences are so short that hardly anything but products is there."""
+
+    def made(**parallel):
+        sizes = {"layers": 1, "d_model": 256, "heads": 8, "head_dim": 32, "d_ff": 512, "vocab_size": 64}
+        config = decode({"model": {"family": family} | sizes, "parallel": parallel, "train": {"global_batch_size": 32, "sequence_length": 8}})  # fmt: skip
+        return config, Program(config, make_mesh(config)).lower().compile().cost_analysis()["flops"]
+
+    cluster = dataclasses.replace(named("cpu", 1), accelerator=without_limits("cpu"))
+    none = made()[1]
+    for kept in [(), *((name,) for name in NAMES), NAMES]:
+        config, flops = made(remat="names", remat_keep=kept)
+        planned = seconds.pieces_of(config, cluster).again.matmul * cluster.accelerator.flops("float32")
+        assert planned == pytest.approx(flops - none, rel=0.05), kept
 
 
 def test_short_sides_make_matrix_products_slow():
@@ -42,6 +68,23 @@ def test_every_recomputation_costs_and_less_recomputation_costs_less(llama_8b):
     cluster = named("h100", 16)
     none, dots, full = (plan(llama_8b(remat=remat), cluster).seconds for remat in ("none", "dots", "full"))
     assert none < dots < full < 1.5 * none
+
+
+def test_what_is_kept_is_not_computed_again_and_what_is_offloaded_waits_for_the_host(llama_8b):
+    cluster = named("h100", 16)
+    fast = dataclasses.replace(cluster, host_bandwidth=10 * cluster.host_bandwidth)
+    nothing, kept, all_kept = (plan(llama_8b(remat="names", remat_keep=k), cluster) for k in ((), ("qkv",), NAMES))
+    away, nearer = (plan(llama_8b(remat="names", remat_offload=("qkv",)), on) for on in (cluster, fast))
+    assert nothing.seconds > kept.seconds > all_kept.seconds and nothing.bytes < kept.bytes < all_kept.bytes
+    assert away.bytes == nothing.bytes and away.time.recompute == kept.time.recompute
+    assert away.time.host == pytest.approx(10 * nearer.time.host) and kept.time.host == 0
+
+
+def test_packing_and_float32_write_their_scores_to_memory(llama_8b):
+    config, cluster = llama_8b(), named("h100", 16)
+    packed = replaced(config, data={"batching": "packed"})
+    assert plan(packed, cluster).time.memory > 2 * plan(config, cluster).time.memory
+    assert plan(packed, cluster).bytes > plan(config, cluster).bytes
 
 
 def test_tensor_parallelism_across_nodes_waits_for_the_links_between_them(llama_8b):

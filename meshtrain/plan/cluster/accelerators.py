@@ -10,13 +10,15 @@ Dense rates without sparsity, in TFLOP/s; bandwidth in GB/s (10^9); memory in Gi
     b200              NVIDIA HGX B200 data sheet (2025): 2250 bf16/fp16, 1100 tf32; 180 GB at 7700 GB/s
     v100              NVIDIA V100 SXM2 data sheet (2020): 125 fp16, 15.7 fp32 (no bf16 units), 32 GB at 900 GB/s
     tpu-v5p           cloud.google.com/tpu/docs/v5p: 459 bf16, 95 GiB at 2765 GB/s
-    cpu               one core of a small cloud machine as `--measure` found it; measure your own
+    cpu               a small cloud machine, a 2-core x86 virtual machine with AVX-512, as a whole: medians of four runs of
+                      `python -m meshtrain.plan --measure` on two fake devices, memory given by hand; measure your own
 
 float32 matmuls on NVIDIA devices are counted at the TF32 rate, which is what XLA uses by default.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Literal
 
 from meshtrain.config.schema import key
 
@@ -55,6 +57,7 @@ class Efficiency:
 @dataclass(frozen=True)
 class Accelerator:
     name: str = key("", "one of the accelerators known by name, or a new one with all its figures")
+    platform: Literal["gpu", "tpu", "cpu"] = key("gpu", "what JAX takes it for; of one known by name that is known")
     memory: float = key(0.0, "memory in GiB, as the device reports it", least=0.0)
     reserved: float = key(
         0.0, "GiB of it that programs cannot have: context, collective buffers, fragmentation", least=0.0
@@ -77,31 +80,36 @@ class Accelerator:
         return (self.memory - self.reserved) * 2**30
 
 
-def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, **more) -> Accelerator:
-    more = {"bfloat16": half} | more
-    efficiency = more.pop("efficiency", Efficiency())
-    peak = Peak(float32=single, float16=half, bfloat16=more["bfloat16"])
-    return Accelerator(name, memory, 2.0, bandwidth, watts, peak, efficiency)
+def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, efficiency: Efficiency, bfloat16: float | None = None) -> Accelerator:  # fmt: skip
+    peak = Peak(float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16)
+    return Accelerator(name, "gpu", memory, 2.0, bandwidth, watts, peak, efficiency)
 
 
 # Fitted by `calibrate` on the rows of `published`; `experiments/bench_planner.py` prints the fit and its leave-one-out errors.
 # Other accelerators borrow the nearest of the two.
-AMPERE = Efficiency(matmul=0.735, half_size=99.4, attention=0.45, memory=0.728, link=0.833, exposed=0.3)
-HOPPER = Efficiency(matmul=0.587, half_size=142.0, attention=0.275, memory=0.66, link=0.802, exposed=0.195)
+AMPERE = Efficiency(matmul=0.731, half_size=101.0, attention=0.45, memory=0.735, link=0.84, exposed=0.3)
+HOPPER = Efficiency(matmul=0.588, half_size=142.0, attention=0.275, memory=0.66, link=0.803, exposed=0.195)
 
 ACCELERATORS: dict[str, Accelerator] = {
     a.name: a
     for a in (
-        _gpu("a100-40", 39.4, 1555, 312, 156, 400, efficiency=AMPERE),
-        _gpu("a100-80", 79.2, 2039, 312, 156, 400, efficiency=AMPERE),
-        _gpu("h100", 79.6, 3350, 989.4, 494.7, 700, efficiency=HOPPER),
-        _gpu("h100-96", 95.0, 2400, 912, 456, 500, efficiency=HOPPER),
-        _gpu("h200", 139.8, 4800, 989.4, 494.7, 700, efficiency=HOPPER),
-        _gpu("b200", 178.4, 7700, 2250, 1100, 1000, efficiency=HOPPER),
-        _gpu("v100", 31.7, 900, 125, 15.7, 300, bfloat16=0.0, efficiency=AMPERE),
-        Accelerator("tpu-v5p", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float16=0.0, float32=230.0), AMPERE),
+        _gpu("a100-40", 39.4, 1555, 312, 156, 400, AMPERE),
+        _gpu("a100-80", 79.2, 2039, 312, 156, 400, AMPERE),
+        _gpu("h100", 79.6, 3350, 989.4, 494.7, 700, HOPPER),
+        _gpu("h100-96", 95.0, 2400, 912, 456, 500, HOPPER),
+        _gpu("h200", 139.8, 4800, 989.4, 494.7, 700, HOPPER),
+        _gpu("b200", 178.4, 7700, 2250, 1100, 1000, HOPPER),
+        _gpu("v100", 31.7, 900, 125, 15.7, 300, AMPERE, bfloat16=0.0),
+        Accelerator("tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), AMPERE),
         Accelerator(
-            "cpu", 8.0, 0.0, 10.0, 0.0, Peak(0.045, 0.0225, 0.0225), Efficiency(half_size=32.0, matmul=0.8, exposed=1.0)
+            "cpu",
+            "cpu",
+            16.0,
+            0.0,
+            33.0,
+            0.0,
+            Peak(0.45, 0.44, 0.44),
+            Efficiency(matmul=0.8, half_size=32.0, exposed=1.0),
         ),
     )
 }
@@ -113,10 +121,8 @@ def complete(given: Accelerator) -> Accelerator:
     if known is None:
         return given
     filled = {
-        f.name: getattr(given, f.name) or getattr(known, f.name)
-        for f in dataclasses.fields(Accelerator)
-        if f.name not in ("peak", "efficiency")
+        name: getattr(given, name) or getattr(known, name) for name in ("memory", "reserved", "bandwidth", "watts")
     }
     peak = Peak(*(getattr(given.peak, f.name) or getattr(known.peak, f.name) for f in dataclasses.fields(Peak)))
     efficiency = known.efficiency if given.efficiency == Efficiency() else given.efficiency
-    return Accelerator(**filled, peak=peak, efficiency=efficiency)
+    return dataclasses.replace(known, **filled, peak=peak, efficiency=efficiency)

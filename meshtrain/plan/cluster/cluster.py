@@ -96,11 +96,6 @@ class Cluster:
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
-    @property
-    def cpu(self) -> bool:
-        """Whether the devices are CPUs, where the program skips idle work and attention runs in blocks."""
-        return self.accelerator.name == "cpu"
-
     def levels(self) -> tuple[tuple[str, Link], ...]:
         """The levels that there are, innermost first."""
         return tuple((name, getattr(self.links, name)) for name in LEVELS if getattr(self.links, name).devices)
@@ -208,37 +203,23 @@ def _divided(cluster: Cluster, devices: int) -> Cluster:
 
 
 def named(name: str, devices: int) -> Cluster:
-    """A known cluster (`known/NAME.yaml`), an accelerator's name alone, or a path; sized for `devices`.
+    """A known cluster (`known/NAME.yaml`, one for each accelerator) or a path; sized for `devices`.
 
     A file keeps its own size; a bare name is as large as the mesh needs.
     """
     if name.endswith((".yaml", ".yml")) or "/" in name:
         cluster = load_cluster(name)
         return resized(cluster, devices) if cluster.shared else cluster
-    shipped = {path.stem: path for path in DIRECTORY.glob("*.yaml")}
-    if name in shipped:
-        return resized(load_cluster(shipped[name]), devices)
-    if name in ACCELERATORS:
-        return resized(default(name), devices)
-    near = difflib.get_close_matches(name, ACCELERATORS, n=1)
+    if name in known():
+        return resized(known()[name], devices)
+    near = difflib.get_close_matches(name, known(), n=1)
     raise ConfigError(
-        f"--cluster {short(name)}: there is no such file or accelerator; give a YAML file or one of {', '.join(ACCELERATORS)}"
+        f"--cluster {short(name)}: there is no such file or accelerator; give a YAML file or one of {', '.join(known())}"
         + (f"; did you mean {near[0]}?" if near else ".")
     )
 
 
-# NVLink and network of the machines that these accelerators are sold in: (GB/s in the node, GB/s between nodes), one way.
-_USUAL_LINKS = {
-    "a100-40": (300, 25), "a100-80": (300, 25), "h100": (450, 50), "h100-96": (450, 50), "h200": (450, 50),
-    "b200": (900, 50), "v100": (150, 12.5), "tpu-v5p": (600, 600), "cpu": (5, 5),
-}  # fmt: skip
-
-
-def default(accelerator: str) -> Cluster:
-    """Nodes of eight of an accelerator, joined as they usually are."""
-    node, network = _USUAL_LINKS[accelerator]
-    links = Links(node=Link(8, 3e-6, node), rail=Link(2**20, 8e-6, network))
-    cluster = Cluster(
-        name=accelerator, shared=accelerator == "cpu", accelerator=Accelerator(name=accelerator), links=links
-    )
-    return checked(cluster, accelerator)
+@functools.cache
+def known() -> dict[str, Cluster]:
+    """The clusters that come along, by name: of each accelerator the machines that it is sold in."""
+    return {path.stem: load_cluster(path) for path in sorted(DIRECTORY.glob("*.yaml"))}

@@ -13,14 +13,14 @@ torchtitan      benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: H10
 from dataclasses import dataclass, replace
 
 from meshtrain.config import Config, decode
-from meshtrain.plan.cluster.accelerators import ACCELERATORS, Accelerator
-from meshtrain.plan.cluster.cluster import Cluster, default, resized
+from meshtrain.plan.cluster.accelerators import Accelerator
+from meshtrain.plan.cluster.cluster import named
 from meshtrain.plan.compute import Practice
 from meshtrain.plan.estimate import estimate
 
 MEGATRON_2021 = Practice(
-    clock="asynchronous", flash=False, overlap_pipeline=False, scatter_messages=True, gradient_bytes=2
-)
+    clock="asynchronous", flash=False, overlap_pipeline=False, scatter_messages=True, gradient_bytes=2, recomputes=(1, 1, 1),
+)  # fmt: skip
 MEGATRON_2024 = Practice(clock="asynchronous", overlap_data=True, overlap_tensor=True)
 EAGER = Practice(clock="asynchronous", overlap_data=True, fused=False, recomputes=(0.5, 0.0, 1.0))
 COMPILED = replace(EAGER, fused=True)
@@ -38,17 +38,11 @@ class Run:
     seconds: float
     reported: str
 
-    @property
-    def devices(self) -> int:
-        mesh = self.config.mesh
-        return mesh.data * mesh.tensor * mesh.pipeline
-
     def predicted(self, accelerator: Accelerator | None = None) -> float:
         """Seconds of a step by the planner, with the accelerator's own figures or others."""
-        cluster: Cluster = resized(default(self.accelerator), self.devices)
-        return estimate(
-            self.config, replace(cluster, accelerator=accelerator or ACCELERATORS[self.accelerator]), self.practice
-        ).seconds
+        cluster = named(self.accelerator, self.config.mesh.devices)
+        given = replace(cluster, accelerator=accelerator or cluster.accelerator)
+        return estimate(self.config, given, self.practice).seconds
 
 
 def _gpt(

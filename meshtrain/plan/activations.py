@@ -1,0 +1,132 @@
+"""What one layer makes of a microbatch: what it keeps for its backward, and what that has at hand for a moment.
+
+Activations follow Korthikanti et al. 2022 (section 4), with flash attention, which keeps no scores (Dao et al. 2022).
+"""
+
+import functools
+from typing import NamedTuple
+
+from meshtrain.config import Config, ModelConfig
+from meshtrain.model.kernels import Kernel, attention_kernel, block_size
+from meshtrain.plan import shapes
+
+
+class Widths(NamedTuple):
+    """Elements a token of one layer's activations on one device."""
+
+    stream: float  # residual stream: 1/tensor of it with sequence parallelism
+    whole: int  # the same as the products take it
+    heads: int
+    query: int
+    key: int  # and value: replicated ones are spread out to the query heads
+    hidden: int
+    matrices: int  # products into `hidden`
+
+
+@functools.lru_cache(maxsize=4096)
+def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
+    """The widths of a model's layers over `tensor` devices."""
+    heads, groups, k = model.heads // tensor, model.kv_heads or model.heads, model.head_dim or 1
+    groups = groups // tensor if groups % tensor == 0 else heads
+    stream = model.d_model / (tensor if sequence_parallel else 1)
+    hidden = -(-(model.d_ff or 1) // tensor)
+    return Widths(stream, model.d_model, heads, heads * k, groups * k, hidden, 1 + (model.family == "llama"))
+
+
+def kernel(config: Config, platform: str) -> Kernel:
+    """How the program computes attention on a platform."""
+    model = config.model
+    return attention_kernel(platform, config.precision.compute, model.head_dim or 1, _packed(config), model.dropout > 0)
+
+
+def _packed(config: Config) -> bool:
+    return config.data.batching == "packed"
+
+
+@functools.lru_cache(maxsize=65536)
+def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int, length: int, attention: Kernel, packed: bool) -> float:  # fmt: skip
+    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides weights.
+
+    Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those that
+    remat: names keeps, `size` is of an element, `length` of a sequence, in which documents may be `packed`.
+    """
+    w = widths(model, tensor, sequence_parallel)
+    if remat == "full":
+        return size * w.stream
+    if remat == "names":
+        return size * w.stream + sum(named(w, name, size, attention) for name in names)
+    if remat == "dots":  # layer input, attention's output; up (and gate); q, k, v
+        return size * (w.stream + w.whole + w.matrices * w.hidden + w.query + 2 * w.key)
+    # twice: input, normalised, and scaled (gathered) as the products' input
+    stream = size * (4 * w.stream + 2 * w.whole)
+    # where the scores are not kept, in float32 and with a mask that shows documents, the log of each query's sum is
+    scores = (8 + packed) * w.heads * length if attention == "scores" else 4 * w.heads
+    # as the kernel made it, and as the rows of the product that follows
+    outputs = 2 if attention == "cudnn" else 1
+    # a byte for each element that may go
+    dropped = 2 * w.stream if model.dropout else 0
+    return stream + size * ((1 + w.matrices) * w.hidden + (1 + outputs) * w.query + 2 * w.key) + scores + dropped
+
+
+def named(w: Widths, name: str, size: int, attention: Kernel) -> float:
+    """Bytes a token of an activation that remat: names can keep (see `model.layers`). Nothing of the backward reads mlp_out."""
+    sums = 4 * w.heads if attention == "blocks" else 0
+    return {
+        "qkv": size * (w.query + 2 * w.key),
+        "attention": size * w.query + sums,
+        "attention_out": size * w.stream,
+        "mlp_hidden": size * w.hidden,
+        "mlp_out": 0,
+    }[name]
+
+
+def kept(config: Config, remat: str, platform: str) -> float:
+    """Bytes that one layer keeps of one microbatch on the device, under a remat mode."""
+    return _bytes(config, remat, config.parallel.remat_keep, platform)
+
+
+def offloaded(config: Config, platform: str) -> float:
+    """Bytes that one layer sends to the host of one microbatch, and has back for its backward."""
+    names = config.parallel.remat_offload
+    return _bytes(config, "names", names, platform) - _bytes(config, "names", (), platform) if names else 0.0
+
+
+def _bytes(config: Config, remat: str, names: tuple[str, ...], platform: str) -> float:
+    tensor, split, length = config.mesh.tensor, config.parallel.sequence_parallel, config.train.sequence_length
+    size = shapes.itemsize(config.precision.compute)
+    return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size, length, kernel(config, platform), _packed(config))  # fmt: skip
+
+
+def left(config: Config, recomputed: bool) -> float:
+    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`): cotangents
+    of what the products and norms give, and where the layer was `recomputed` what these were given too.
+    """
+    model, tensor = config.model, config.mesh.tensor
+    w = widths(model, tensor, config.parallel.sequence_parallel)
+    key = (model.kv_heads or model.heads) / tensor * (model.head_dim or 1)
+    stream = 2 * w.whole + 2 * w.stream
+    width = stream + w.matrices * w.hidden + w.query + 2 * key
+    if recomputed:
+        width += stream + w.hidden + w.query
+    return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
+
+
+def work(config: Config, platform: str) -> float:
+    """What one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and the residual
+    stream in the forms that the products and the attention want it in. Where attention runs in blocks also some of scores; if the
+    layer is computed again its forward's beside its backward's, and with dropout what the random numbers are made of.
+    """
+    w, length = (
+        widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel),
+        config.train.sequence_length,
+    )
+    size, how = shapes.itemsize(config.precision.compute), kernel(config, platform)
+    mlp = size * (2 * w.matrices * w.hidden + 4 * w.whole + 3 * w.stream + 3 * w.query)
+    if how == "blocks":
+        block = 4 * w.heads * min(length, block_size(length))
+        if config.parallel.remat == "none":
+            return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.whole)
+        mlp += size * w.matrices * w.hidden + (10 if config.model.dropout else 3) * block
+    elif how == "scores":
+        mlp += (2 * 4 + size) * w.heads * length
+    return shapes.tokens(config) * mlp
