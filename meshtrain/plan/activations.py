@@ -7,6 +7,7 @@ import functools
 from typing import NamedTuple
 
 from meshtrain.config import Config, ModelConfig
+from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
 from meshtrain.plan import shapes
 
@@ -26,17 +27,17 @@ class Widths(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
     """The widths of a model's layers over `tensor` devices."""
-    heads, groups, k = model.heads // tensor, model.kv_heads or model.heads, model.head_dim or 1
+    heads, groups, k = model.heads // tensor, model.kv_heads, model.head_dim
     groups = groups // tensor if groups % tensor == 0 else heads
     stream = model.d_model / (tensor if sequence_parallel else 1)
-    hidden = -(-(model.d_ff or 1) // tensor)
-    return Widths(stream, model.d_model, heads, heads * k, groups * k, hidden, 1 + (model.family == "llama"))
+    hidden = -(-model.d_ff // tensor)
+    return Widths(stream, model.d_model, heads, heads * k, groups * k, hidden, 1 + FAMILIES[model.family].gated)
 
 
 def kernel(config: Config, platform: str) -> Kernel:
     """How the program computes attention on a platform."""
     model = config.model
-    return attention_kernel(platform, config.precision.compute, model.head_dim or 1, _packed(config), model.dropout > 0)
+    return attention_kernel(platform, config.precision.compute, model.head_dim, _packed(config), model.dropout > 0)
 
 
 def _packed(config: Config) -> bool:
@@ -103,7 +104,7 @@ def left(config: Config, recomputed: bool) -> float:
     """
     model, tensor = config.model, config.mesh.tensor
     w = widths(model, tensor, config.parallel.sequence_parallel)
-    key = (model.kv_heads or model.heads) / tensor * (model.head_dim or 1)
+    key = model.kv_heads / tensor * model.head_dim
     stream = 2 * w.whole + 2 * w.stream
     width = stream + w.matrices * w.hidden + w.query + 2 * key
     if recomputed:

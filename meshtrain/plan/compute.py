@@ -7,6 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
+from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import shapes
@@ -87,10 +88,10 @@ def layer(
 ) -> Layer:  # fmt: skip
     """One layer forward on one device, for sequences of `length` tokens, attention computed by a kernel."""
     n, size = sequences * length, shapes.itemsize(dtype)
-    d, k, f = model.d_model, model.head_dim or 1, -(-(model.d_ff or 1) // tensor)
-    heads, groups = model.heads // tensor, model.kv_heads or model.heads
+    d, k, f = model.d_model, model.head_dim, -(-model.d_ff // tensor)
+    heads, groups = model.heads // tensor, model.kv_heads
     groups = groups // tensor if groups % tensor == 0 else groups
-    gated = model.family == "llama"
+    gated = FAMILIES[model.family].gated
 
     def products(*dots: tuple[int, int, int]) -> Seconds:
         return Seconds(matmul=sum(product(accelerator, dtype, *shape) for shape in dots))
