@@ -75,16 +75,20 @@ def _neighbours(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
     parallel, mesh = config.parallel, config.mesh
 
     def one(section: str, **keys) -> tuple[tuple[str, ...], Config]:
-        return tuple(f"{section}.{k}={v}".lower() for k, v in keys.items()), replaced(config, **{section: keys})
+        settings = tuple(f"{section}.{k}={_text(v)}" for k, v in keys.items())
+        return settings, replaced(config, **{section: keys})
 
     if mesh.data > 1:
         for stage in range(parallel.zero_stage + 1, 4):
             yield one("parallel", zero_stage=stage)
         if parallel.zero_stage >= 2 and parallel.zero_hold is not False:
             yield one("parallel", zero_hold=False)
+    unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
     for remat in ("dots", "full"):
         if parallel.remat != remat:
-            yield one("parallel", remat=remat)
+            yield one("parallel", remat=remat, **unnamed)
+    for name in parallel.remat_keep:
+        yield one("parallel", remat_keep=tuple(other for other in parallel.remat_keep if other != name))
     if mesh.tensor > 1 and not parallel.sequence_parallel:
         yield one("parallel", sequence_parallel=True)
     for factor in (2, 4, 8):
@@ -96,3 +100,8 @@ def _neighbours(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
     if mesh.data % 2 == 0:
         yield one("mesh", data=mesh.data // 2, tensor=mesh.tensor * 2)
         yield one("mesh", data=mesh.data // 2, pipeline=mesh.pipeline * 2)
+
+
+def _text(value: object) -> str:
+    """A value as --set takes it."""
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()

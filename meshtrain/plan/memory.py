@@ -171,15 +171,16 @@ def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[It
     # Elsewhere ticks that are compiled alone, or beside another in one turn of a loop, hold what they make beside the rest.
     alone, beside = (0, 0) if cpu else (facts.alone, facts.beside)
     chunk = size * block.whole * stage.longest
-    full = parallel.remat == "full"
+    full, names = parallel.remat == "full", parallel.remat == "names"
     entry = 0.0 if full else stage.longest * activations.kept(config, parallel.remat, platform)
-    copied = 1 if cpu else 2 + beside + facts.turns
+    # With remat: names a tick that is compiled alone copies too, but what is made again adds nothing to the work of its layer.
+    copied = 1 if cpu else 2 + beside + facts.turns + alone * names
     left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
     if facts.split:
         made = 0 if cpu else (1 + alone) * activations.left(config, False)
         left = stage.longest * (activations.left(config, parallel.remat != "none") + made)
     again = stage.longest * activations.kept(config, "none", platform) * (1 + alone + beside) if full else 0.0
-    layer = activations.kept(config, "none", platform) if parallel.remat in ("dots", "names") else 0.0
+    layer = activations.kept(config, "none", platform) if parallel.remat == "dots" else 0.0
     weights = 0 if gathers or cpu else 2 * (1 + beside) * (stage.chunks > 1) + alone
     always = [
         Item("copies of a chunk's weights", "parameters", chunk * weights),
