@@ -7,9 +7,11 @@ python experiments/bench_planner.py --compile h100    bytes: memory and traffic 
 """
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -18,7 +20,6 @@ from rich.table import Table
 from meshtrain.config import decode, to_yaml
 from meshtrain.config.check import ACTIVATIONS
 from meshtrain.plan import named
-from meshtrain.plan.cluster.accelerators import ACCELERATORS
 from meshtrain.plan.fit import calibrate
 from meshtrain.plan.fit.published import FITTED, HELD_OUT
 from meshtrain.plan.search import search
@@ -172,7 +173,7 @@ def searched(console: Console) -> None:
     train = {"global_batch_size": 2048, "sequence_length": 8192}
     config = decode({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
     found = search(config, named("h100", 16384), 16384)
-    console.print(f"405B on 16,384 {ACCELERATORS['h100'].name}: {found.legal:,} layouts in {found.seconds:.1f} s")
+    console.print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
 
 
 def compiled(console: Console, target: str) -> None:
@@ -202,9 +203,6 @@ def compiled(console: Console, target: str) -> None:
 
 
 def _plan(row: tuple, target: str) -> dict | None:
-    import json
-    import tempfile
-
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(to_yaml(decode(config_of(row))))
         file.flush()

@@ -134,13 +134,9 @@ def checked(cluster: Cluster, source: str) -> Cluster:
     missing += [] if accelerator.peak.float32 else ["peak.float32"]
     if missing:
         near = difflib.get_close_matches(accelerator.name, ACCELERATORS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"a new one needs accelerator.{', accelerator.'.join(missing)}."
         raise ConfigError(
-            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}"
-            + (
-                f"; did you mean {near[0]}?"
-                if near
-                else f"; a new one needs accelerator.{', accelerator.'.join(missing)}."
-            )
+            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}; {hint}"
         )
     if accelerator.reserved >= accelerator.memory:
         raise ConfigError(
@@ -156,7 +152,8 @@ def checked(cluster: Cluster, source: str) -> Cluster:
             )
         if before and link.devices <= before[1].devices:
             raise ConfigError(
-                f"{source}: links.{name}.devices {link.devices} is not more than links.{before[0]}.devices {before[1].devices}; levels must grow from island to spine."
+                f"{source}: links.{name}.devices {link.devices} is not more than links.{before[0]}.devices {before[1].devices}; "
+                "levels must grow from island to spine."
             )
         before = name, link
     reach = levels[-1][1].devices if levels else 1
