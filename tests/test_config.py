@@ -62,6 +62,12 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "an activation that has no such name": (
         GOOD, ["parallel.remat=names", "parallel.remat_keep=[qvk]"], ["'qvk'", "legal are qkv", "did you mean qkv?"]
     ),
+    "an activation that is to be kept in two places": (
+        GOOD, ["parallel.remat=names", "parallel.remat_keep=[qkv, mlp_out]", "parallel.remat_offload=[mlp_out]"], ["both have mlp_out", "in one of them"]
+    ),
+    "activations on the host that stages would have to reach": (
+        GOOD, ["mesh.pipeline=2", "parallel.remat=names", "parallel.remat_offload=[qkv]"], ["remat_offload", "mesh.pipeline is 2", "remat_keep"]
+    ),
     "names that nobody asked for": (GOOD, ["parallel.remat_keep=[qkv]"], ["parallel.remat_keep", "remat: names"]),
     "an empty file": ("", [], ["is empty"]),
     "a file of comments": ("# nothing yet\n", [], ["is empty"]),

@@ -43,6 +43,11 @@ def check(config: Config) -> None:
     _check_batch(config)
     _check_pipeline(config)
     _check_data(config)
+    _check_remat(config)
+
+
+def _check_remat(config: Config) -> None:
+    parallel = config.parallel
     for name in ("remat_keep", "remat_offload"):
         chosen = getattr(parallel, name)
         if chosen and parallel.remat != "names":
@@ -53,6 +58,15 @@ def check(config: Config) -> None:
             if activation not in ACTIVATIONS:
                 given, ending = short(repr(activation)), nearest(activation, ACTIVATIONS) or "."
                 raise ConfigError(f"parallel.{name} has {given}; legal are {', '.join(ACTIVATIONS)}{ending}")
+    if both := [activation for activation in parallel.remat_keep if activation in parallel.remat_offload]:
+        raise ConfigError(
+            f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
+        )
+    if parallel.remat_offload and config.mesh.pipeline > 1:
+        raise ConfigError(
+            f"parallel.remat_offload is given, but mesh.pipeline is {config.mesh.pipeline}; stages keep what is in flight on the device, "
+            "so leave it out, or keep less with parallel.remat_keep."
+        )
 
 
 def _check_batch(config: Config) -> None:

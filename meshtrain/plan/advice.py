@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshtrain.config import Config, ConfigError, check
+from meshtrain.config import Config, ConfigError, check, replaced
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.shapes import replaced
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def _neighbours(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
     if mesh.data > 1:
         for stage in range(parallel.zero_stage + 1, 4):
             yield one("parallel", zero_stage=stage)
-        if parallel.zero_stage >= 2 and parallel.zero_hold is not False:
+        if parallel.zero_stage >= 2 and parallel.zero_hold:
             yield one("parallel", zero_hold=False)
     unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
     for remat in ("dots", "full"):

@@ -8,10 +8,9 @@ where microbatches run out, collectives over data grow with the number of hops.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshtrain.config import Config, ConfigError, check
+from meshtrain.config import Config, ConfigError, check, replaced
 from meshtrain.plan.cluster.cluster import Cluster, resized
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.shapes import replaced
 
 MOST_DEVICES = 16384
 

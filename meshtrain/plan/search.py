@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.config import Config, ConfigError
+from meshtrain.config.follow import put
+from meshtrain.config.schema import ParallelConfig
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import memory, ticks
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import Pieces, pieces_of
-from meshtrain.plan.shapes import replaced
 from meshtrain.schedule.generators import SCHEDULES
 
 MOST_CHUNKS = 8
@@ -35,7 +36,7 @@ class Candidate(NamedTuple):
     seconds: float
     nbytes: float
     base: Config
-    zero: tuple[int, bool | None]
+    zero: tuple[int, bool]
 
     @property
     def config(self) -> Config:
@@ -114,7 +115,7 @@ def divisors(n: int) -> tuple[int, ...]:
 def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
     """Every (schedule, virtual stages) for a number of stages."""
     if stages == 1:
-        return [("1f1b", 1)]
+        return [(ParallelConfig().schedule, 1)]
     any_number = range(2, MOST_CHUNKS + 1)
     chunks = [(s.name, v) for s in SCHEDULES.values() for v in ([s.chunks] if s.chunks else any_number)]
     return [(name, v) for name, v in chunks if v * stages <= layers]
@@ -122,26 +123,26 @@ def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
 
 def candidates(config: Config, cluster: Cluster, devices: int) -> Iterator[Candidate]:
     """Every legal layout with its bytes and seconds by formula."""
-    base = replaced(config, parallel={"layer_split": None, "zero_hold": None})
+    base = put(config, parallel={"layer_split": None, "zero_hold": False})
     if base.parallel.remat == "names":
-        base = replaced(base, parallel={"remat": "none", "remat_keep": (), "remat_offload": ()})
+        base = put(base, parallel={"remat": "none", "remat_keep": (), "remat_offload": ()})
     for data, tensor, stages in meshes(base, devices):
-        mesh = replaced(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
+        mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         microbatches = divisors(base.train.global_batch_size // data)
         for vocab, m in itertools.product(vocabularies, microbatches):
-            cut = replaced(mesh, parallel={"vocab": vocab, "microbatches": m})
+            cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             outside: dict[int, list[_Zero]] = {}
             for split, remat in itertools.product(splits, REMAT):
                 keys = {"sequence_parallel": split, "remat": remat}
-                yield from _scheduled(replaced(cut, parallel=keys), cluster, outside)
+                yield from _scheduled(put(cut, parallel=keys), cluster, outside)
 
 
 class _Zero(NamedTuple):
     """What a ZeRO stage (and hold) decides."""
 
-    zero: tuple[int, bool | None]
+    zero: tuple[int, bool]
     seconds: float  # outside the microbatches
     nbytes: float  # of state
     at_use: tuple[bool, bool]  # whether weights are gathered, gradients scattered, layer by layer
@@ -154,7 +155,7 @@ def _scheduled(config: Config, cluster: Cluster, outside: dict[int, list[_Zero]]
     usable = cluster.accelerator.usable_bytes
     pieces: dict[int, Pieces] = {}
     for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
-        scheduled = replaced(config, parallel={"schedule": schedule, "virtual_stages": chunks})
+        scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
         stage = stages_of(scheduled)
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
@@ -175,17 +176,17 @@ def _scheduled(config: Config, cluster: Cluster, outside: dict[int, list[_Zero]]
             yield Candidate(seconds + zero.seconds, nbytes, scheduled, zero.zero)
 
 
-def _with_zero(config: Config, zero: tuple[int, bool | None]) -> Config:
-    return replaced(config, parallel={"zero_stage": zero[0], "zero_hold": zero[1]})
+def _with_zero(config: Config, zero: tuple[int, bool]) -> Config:
+    return put(config, parallel={"zero_stage": zero[0], "zero_hold": zero[1]})
 
 
 def _zeros(config: Config, cluster: Cluster) -> Iterator[_Zero]:
     """ZeRO stages with and without holding, where that makes a difference: for stages 2 and 3 with several microbatches."""
     several = config.parallel.microbatches > 1 or config.mesh.pipeline > 1
     holds = (False, True) if several else (False,)
-    choices: list[tuple[int, bool | None]] = [(0, None)]
+    choices: list[tuple[int, bool]] = [(0, False)]
     if config.mesh.data > 1:
-        choices += [(1, None), *itertools.product((2, 3), holds)]
+        choices += [(1, False), *itertools.product((2, 3), holds)]
     for stage, hold in choices:
         chosen = _with_zero(config, (stage, hold))
         nbytes = sum(item.nbytes for item in memory.state(chosen))

@@ -3,10 +3,9 @@ import itertools
 
 import pytest
 
-from meshtrain.config import ConfigError, check, decode
+from meshtrain.config import ConfigError, check, decode, replaced
 from meshtrain.plan import named, plan
 from meshtrain.plan.search import candidates, meshes, reason, search
-from meshtrain.plan.shapes import replaced
 
 
 @pytest.fixture

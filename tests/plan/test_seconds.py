@@ -2,12 +2,11 @@ import dataclasses
 
 import pytest
 
-from meshtrain.config import decode
+from meshtrain.config import decode, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.plan import ACCELERATORS, compute, named, plan, seconds, shapes
 from meshtrain.plan.cluster.accelerators import Efficiency
-from meshtrain.plan.shapes import replaced
 from meshtrain.step import Program
 
 NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
@@ -71,10 +70,14 @@ def test_every_recomputation_costs_and_less_recomputation_costs_less(llama_8b):
 
 
 def test_what_is_kept_is_not_computed_again_and_what_is_offloaded_waits_for_the_host(llama_8b):
-    cluster = named("h100", 16)
+    cluster, mesh = named("h100", 16), {"data": 8, "tensor": 2}
     fast = dataclasses.replace(cluster, host_bandwidth=10 * cluster.host_bandwidth)
-    nothing, kept, all_kept = (plan(llama_8b(remat="names", remat_keep=k), cluster) for k in ((), ("qkv",), NAMES))
-    away, nearer = (plan(llama_8b(remat="names", remat_offload=("qkv",)), on) for on in (cluster, fast))
+    nothing, kept, all_kept = (
+        plan(llama_8b(mesh, microbatches=8, remat="names", remat_keep=k), cluster) for k in ((), ("qkv",), NAMES)
+    )
+    away, nearer = (
+        plan(llama_8b(mesh, microbatches=8, remat="names", remat_offload=("qkv",)), on) for on in (cluster, fast)
+    )
     assert nothing.seconds > kept.seconds > all_kept.seconds and nothing.bytes < kept.bytes < all_kept.bytes
     assert away.bytes == nothing.bytes and away.time.recompute == kept.time.recompute
     assert away.time.host == pytest.approx(10 * nearer.time.host) and kept.time.host == 0
