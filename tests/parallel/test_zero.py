@@ -25,9 +25,9 @@ from meshtrain.config import Config, decode
 from meshtrain.hlo import live_bytes
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.model.weights import Weight
-from meshtrain.parallel import accumulate, zero
+from meshtrain.parallel import accumulate, placement, zero
 from meshtrain.parallel.layout import Layout, shard_spec
-from meshtrain.parallel.placement import Placed, place, splits
+from meshtrain.parallel.placement import Placed, splits
 from meshtrain.step import Program
 
 WITHIN = 0.02
@@ -118,7 +118,7 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
     config = configuration((8, 1, 1), 1)
     mesh = make_mesh(config)
     weight = Weight("x", tuple(zip(("vocab", "embed"), shape, strict=True)), std=1.0)
-    leaf = place(weight, splits(config.model, config.mesh, "spread"), config.mesh, places=1, zero=True)
+    leaf = placement.place(weight, splits(config.model, config.mesh, "spread"), config.mesh, places=1, zero=True)
     assert leaf.zero_dim is not None
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     padded = np.zeros(leaf.padded, np.float32)
