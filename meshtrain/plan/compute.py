@@ -26,9 +26,8 @@ class Practice:
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
     scatter_messages: bool = False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
     gradient_bytes: int = 4  # of one element, as summed over data
-    recomputes: tuple[float, float, float] | None = (
-        None  # shares of products, attention, memory; None: as our remat does
-    )
+    # shares of products, attention, memory; None: as our remat does
+    recomputes: tuple[float, float, float] | None = None
 
 
 OURS = Practice()
