@@ -31,7 +31,7 @@ from meshtrain.config import Config, decode
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.parallel.forward import Forward
 from meshtrain.parallel.pipeline.execute import Executor
-from meshtrain.plan.compiled import _described
+from meshtrain.plan.compiled import described_devices
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
 from meshtrain.schedule.segments import segments, work_per_tick
 from meshtrain.schedule.simulate import Durations, simulate
@@ -98,7 +98,7 @@ def entries_held(program: Program) -> list[int]:
     run = program.executor.run
 
     def local(masters: Any, batch: Any) -> jax.Array:
-        batches, _ = program._microbatches(batch)
+        batches, _ = program.microbatches(batch)
         inputs, _ = run(program.zero.open(masters), batches, None, jnp.float32(1)).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
@@ -177,7 +177,7 @@ def large() -> None:
     )
     kinds = {"fake CPU devices": None}
     if find_spec("jax_cuda12_plugin"):
-        kinds["described GPUs"] = _described("h100", 512)
+        kinds["described GPUs"] = described_devices("h100", 512)
     for kind, devices in kinds.items():
         program = Program(config, make_mesh(config, devices))
         lower, lowered = cpu_seconds(program.lower)
@@ -200,7 +200,7 @@ def vocabulary(schedules: list[str]) -> None:
         flops = {}
         for vocab in ("edge", "spread"):
             config = configuration(schedule, 16, LLAMA_8B, (1, 1, 4), 8192, "bfloat16", vocab=vocab)
-            program = Program(config, make_mesh(config, _described("h100", 4)))
+            program = Program(config, make_mesh(config, described_devices("h100", 4)))
             text = program.lower().compile().as_text()
             assert text is not None
             flops[vocab] = product_flops(text) / 1e12

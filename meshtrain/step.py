@@ -150,7 +150,7 @@ class Program:
 
         def local(masters: Tree, batch: Batch, step: jax.Array, scale: jax.Array) -> tuple[jax.Array, Tree]:
             weights = self.zero.open(masters)
-            batches, tokens = self._microbatches(batch)
+            batches, tokens = self.microbatches(batch)
             key = None
             if self.config.model.dropout:
                 key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
@@ -162,7 +162,7 @@ class Program:
         mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=(PartitionSpec(), specs))
         return mapped(params, batch, step, scale)
 
-    def _microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
+    def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
         """This data rank's rows as [microbatches, rows, T] with their global indices, and the tokens that count in the batch."""
         rows = batch["tokens"].shape[0]
         batch = {**batch, "rows": lax.axis_index(DATA) * rows + jnp.arange(rows)}
@@ -198,7 +198,7 @@ class Program:
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
         def local(masters: Tree, batch: Batch) -> jax.Array:
             weights = self.zero.open(masters)
-            batches, tokens = self._microbatches(batch)
+            batches, tokens = self.microbatches(batch)
             run = self.executor.evaluate if self.executor else partial(accumulate.evaluate, self.forward)
             return _sum_everywhere(run(weights, batches)) / tokens
 

@@ -46,14 +46,14 @@ def assembled(blocks: Sequence[Block], shape: tuple[int, ...], places: np.ndarra
             elif all(begin < end for begin, end in common[1:]):
                 into = [slice(begin - a, end - a) for (begin, end), (a, _) in zip(common[1:], bounds[1:], strict=True)]
                 out_of = [slice(begin - c, end - c) for (begin, end), (c, _) in zip(common[1:], live[1:], strict=True)]
-                for first, place, n in _runs(places[slice(*bounds[0])], *live[0]):
+                for first, place, n in runs(places[slice(*bounds[0])], *live[0]):
                     made[first : first + n, *into] = data[place : place + n, *out_of]
         return made
 
     return jax.make_array_from_callback(shape, _once(to), block)
 
 
-def _runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """(index, place - begin, how many) of what lies in begin .. end, as long as both count on together."""
     here = np.flatnonzero((places >= begin) & (places < end))
     breaks = np.flatnonzero((np.diff(here) != 1) | (np.diff(places[here]) != 1)) + 1

@@ -65,7 +65,7 @@ class Canonical:
         scalars = [None] * len(jax.tree.leaves(shapes.scale))
         mirrored = mirrored_leaves(self.layout, shapes.optimizer)
         # in the order of State: step, params, optimizer, scale
-        leaves = [None, *self._parameters, *mirrored, *scalars]
+        leaves = [None, *self.layout.flat, *mirrored, *scalars]
         found: dict[str, Entry] = {}
         flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
         for (path, live), leaf in zip(flat, leaves, strict=True):
@@ -76,19 +76,19 @@ class Canonical:
     def compile(self) -> None:
         """Compiles what `to_write` needs, so that the first save takes no longer than the others."""
         if jax.process_count() > 1:
-            for batch in self._batches(self.entries):
+            for batch in self.batches(self.entries):
                 self._compiled_way("canonical", batch)
 
     # --- to disk
 
     def to_write(self, state: State) -> Callable[[], dict[str, jax.Array]] | dict[str, jax.Array]:
         """Canonical arrays of a live state; if they take time to make, a function that makes them once, whatever becomes of the state."""
-        if jax.process_count() > 1 or not any(self._batches(self.entries)):
+        if jax.process_count() > 1 or not any(self.batches(self.entries)):
             return self.arrays(state)
         blocks = dict(zip((e.name for e in self.entries), assembling.held(jax.tree.leaves(state)), strict=True))
-        return lambda: {e.name: self._assembled(e, blocks.pop(e.name)) for e in self.entries}
+        return lambda: {e.name: self.assembled(e, blocks.pop(e.name)) for e in self.entries}
 
-    def _assembled(self, entry: Entry, blocks: Sequence[assembling.Block]) -> jax.Array:
+    def assembled(self, entry: Entry, blocks: Sequence[assembling.Block]) -> jax.Array:
         """The canonical array of live blocks, in host memory."""
         live, leaf = entry.live.sharding, entry.leaf
         spec = live.spec if leaf is None or self._direct(leaf) else self._placed(entry).sharding.spec
@@ -100,8 +100,8 @@ class Canonical:
     def arrays(self, state: State) -> dict[str, jax.Array]:
         """Canonical arrays of a live state; those that had to be rearranged are copies, in host memory if there is an accelerator."""
         found = dict(zip((e.name for e in self.entries), jax.tree.leaves(state), strict=True))
-        for batch in self._batches(self.entries):
-            copies = self._rearrange("canonical", batch, [found[e.name] for e in batch])
+        for batch in self.batches(self.entries):
+            copies = self.rearranged("canonical", batch, [found[e.name] for e in batch])
             for entry, copy in zip(batch, copies, strict=True):
                 found[entry.name] = copy if platform(self.mesh) == "cpu" else _to_host(copy)
         return found
@@ -122,9 +122,9 @@ class Canonical:
         """Live arrays by name."""
         as_stored = [e for e in entries if e.leaf is None or self._direct(e.leaf)]
         found = arrays.read(directory, {e.name: e.live for e in as_stored})
-        for batch in self._batches(entries):
+        for batch in self.batches(entries):
             read = arrays.read(directory, {e.name: self._placed(e) for e in batch})
-            live = self._rearrange("live", batch, [read.pop(e.name) for e in batch])
+            live = self.rearranged("live", batch, [read.pop(e.name) for e in batch])
             # what is offloaded goes to the host
             placed = [jax.device_put(x, e.live.sharding) for x, e in zip(live, batch, strict=True)]
             found |= zip((e.name for e in batch), jax.block_until_ready(placed), strict=True)
@@ -150,18 +150,14 @@ class Canonical:
 
     # --- rearranging
 
-    @cached_property
-    def _parameters(self) -> list[Placed]:
-        return self.layout.flat
-
     def _direct(self, leaf: Placed) -> bool:
         """The live layout is the canonical one."""
         return leaf.padded == leaf.shape and (not leaf.stacked or self.layout.in_order)
 
-    def _batches(self, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    def batches(self, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         """The entries to be rearranged, in PARTS of the parameters; the same parts for their moments."""
-        sizes = np.cumsum([math.prod(leaf.shape) for leaf in self._parameters])
-        part = {leaf.name: PARTS * size // (sizes[-1] + 1) for leaf, size in zip(self._parameters, sizes, strict=True)}
+        sizes = np.cumsum([math.prod(leaf.shape) for leaf in self.layout.flat])
+        part = {leaf.name: PARTS * size // (sizes[-1] + 1) for leaf, size in zip(self.layout.flat, sizes, strict=True)}
         wanted = [e for e in entries if e.leaf is not None and not self._direct(e.leaf)]
         copy_and_part = lambda e: (e.name.removesuffix(e.parameter.name), part.get(e.parameter.name))  # noqa: E731
         for _, batch in itertools.groupby(wanted, copy_and_part):
@@ -172,7 +168,7 @@ class Canonical:
         sharding = NamedSharding(self.mesh, rearrangement(self.layout, entry.parameter, self.mesh).spec)
         return jax.ShapeDtypeStruct(entry.shape, entry.live.dtype, sharding=sharding)
 
-    def _rearrange(self, way: str, batch: Sequence[Entry], arrays: list[jax.Array]) -> list[jax.Array]:
+    def rearranged(self, way: str, batch: Sequence[Entry], arrays: list[jax.Array]) -> list[jax.Array]:
         """The arrays of a batch, each on its way to `canonical` or to `live`, on the devices."""
         on_device = [jax.device_put(x, NamedSharding(self.mesh, x.sharding.spec)) for x in arrays]  # type: ignore[attr-defined]
         return jax.block_until_ready(self._compiled_way(way, batch)(on_device))

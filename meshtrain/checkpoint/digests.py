@@ -26,7 +26,7 @@ def write(directory: Path) -> int:
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), BLOCK)]
     files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
     with ThreadPoolExecutor(_threads()) as pool:
-        found = pool.map(lambda b: _digest(directory / b[0], b[1], BLOCK), blocks)
+        found = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, found, strict=True):
             files[name]["sha256"].append(digest)
     write_atomically(directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode())
@@ -88,14 +88,15 @@ def _size_problem(path: Path, size: int) -> str | None:
 
 def _problem(directory: Path, name: str, start: int, expected: str, block: int) -> str | None:
     try:
-        digest = _digest(directory / name, start, block)
+        digest = digest_of(directory / name, start, block)
     # a bad sector, say
     except OSError as error:
         return f"{name} cannot be read: {refusal(error)}"
     return None if digest == expected else f"{name} is damaged between bytes {start:,} and {start + block:,}"
 
 
-def _digest(path: Path, start: int, block: int) -> str:
+def digest_of(path: Path, start: int, block: int) -> str:
+    """The sha256 of the bytes of a file from `start` on, at most a block of them."""
     digest, buffer = hashlib.sha256(), bytearray(min(READ, block))
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:

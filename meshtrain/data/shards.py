@@ -103,7 +103,7 @@ class _Descriptor:
 
 
 @lru_cache(maxsize=MOST_OPEN)
-def _descriptor(file: TokenFile) -> _Descriptor:
+def descriptor(file: TokenFile) -> _Descriptor:
     """Opened when first read; of many files, the least recently used are closed."""
     return _Descriptor(file.path)
 
@@ -148,7 +148,7 @@ class Corpus:
         width = self.dtype.itemsize
         wanted = list(zip(shards.tolist(), (places * width).tolist(), ((lengths + 1) * width).tolist(), strict=True))
         found = [
-            _descriptor(self.tokens[shard]).read(size, at) if shard >= 0 else bytes(size) for shard, at, size in wanted
+            descriptor(self.tokens[shard]).read(size, at) if shard >= 0 else bytes(size) for shard, at, size in wanted
         ]
         tokens, labels = b"".join([data[:-width] for data in found]), b"".join([data[width:] for data in found])
         if len(tokens) != width * lengths.sum():

@@ -72,7 +72,7 @@ def compile_step(config: Config, target: str) -> Compiled:
     """
     devices = config.mesh.devices
     name = parse_target(target, devices)
-    found = _described(name, devices) if name != "cpu" else _fake(devices)
+    found = described_devices(name, devices) if name != "cpu" else _fake(devices)
     # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
     from meshtrain.hlo import collectives
     from meshtrain.mesh import make_mesh
@@ -136,7 +136,7 @@ def _fake(devices: int) -> Sequence[Any]:
     return jax.devices("cpu")
 
 
-def _described(name: str, devices: int) -> Sequence[Any]:
+def described_devices(name: str, devices: int) -> Sequence[Any]:
     """Described GPUs, eight to a host."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -21,7 +21,7 @@ def leaves(built):
 
 def together(canonical, entries, live):
     """The canonical arrays of live ones."""
-    return [canonical._assembled(e, blocks) for e, blocks in zip(entries, assembling.held(live), strict=True)]
+    return [canonical.assembled(e, blocks) for e, blocks in zip(entries, assembling.held(live), strict=True)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -50,9 +50,9 @@ def test_the_blocks_are_those_of_the_devices_way_and_each_is_there_once(layout):
 
 def test_runs_count_on_in_both_orders_and_leave_out_what_lies_elsewhere():
     places = np.array([0, 1, 4, 5, 2, 3, 6])
-    assert list(assembling._runs(places, 0, 7)) == [(0, 0, 2), (2, 4, 2), (4, 2, 2), (6, 6, 1)]
-    assert list(assembling._runs(places, 4, 7)) == [(2, 0, 2), (6, 2, 1)]
-    assert list(assembling._runs(places, 7, 9)) == []
+    assert list(assembling.runs(places, 0, 7)) == [(0, 0, 2), (2, 4, 2), (4, 2, 2), (6, 6, 1)]
+    assert list(assembling.runs(places, 4, 7)) == [(2, 0, 2), (6, 2, 1)]
+    assert list(assembling.runs(places, 7, 9)) == []
 
 
 def test_save_returns_before_anything_is_rearranged_and_the_next_steps_do_not_change_what_is_written(

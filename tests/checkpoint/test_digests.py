@@ -50,14 +50,14 @@ def test_truncated_grown_and_missing_files_are_found(step):
 
 def test_a_file_that_cannot_be_read_is_named(step, monkeypatch):
     """A bad sector of the disk."""
-    digest = digests._digest
+    digest = digests.digest_of
 
     def failing(path, start, block):
         if path.parent.name == "block":
             raise OSError(errno.EIO, "Input/output error")
         return digest(path, start, block)
 
-    monkeypatch.setattr(digests, "_digest", failing)
+    monkeypatch.setattr(digests, "digest_of", failing)
     assert digests.problems(step) == ["deep/block/file cannot be read: input/output error"]
 
 

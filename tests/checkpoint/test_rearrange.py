@@ -16,7 +16,7 @@ from meshtrain.parallel.layout import shard_spec
 def batches(built):
     canonical = Canonical(built)
     entries = [e for e in canonical.entries if e.name.startswith("params.")]
-    return canonical, list(canonical._batches(entries))
+    return canonical, list(canonical.batches(entries))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -30,8 +30,8 @@ def test_every_leaf_comes_and_goes_bit_for_bit(layout):
     }
     canonical, found = batches(built)
     for batch in found:
-        there = canonical._rearrange("canonical", batch, [live[e.name] for e in batch])
-        back = canonical._rearrange("live", batch, there)
+        there = canonical.rearranged("canonical", batch, [live[e.name] for e in batch])
+        back = canonical.rearranged("live", batch, there)
         for entry, x, y in zip(batch, there, back, strict=True):
             assert np.array_equal(np.asarray(x), expected[entry.name]), entry.name
             assert np.array_equal(np.asarray(y), np.asarray(live[entry.name])), entry.name

@@ -86,8 +86,8 @@ def test_a_stretch_is_cut_at_every_border_that_it_reaches_over(prepared: tuple[P
 
 
 def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = lru_cache(maxsize=3)(shards._descriptor.__wrapped__)
-    monkeypatch.setattr(shards, "_descriptor", opened)
+    opened = lru_cache(maxsize=3)(shards.descriptor.__wrapped__)
+    monkeypatch.setattr(shards, "descriptor", opened)
     corpus, before = shards_of(tmp_path, 10), len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         tokens, _ = corpus.read(3 * np.arange(10), np.ones(10, int))
@@ -99,7 +99,7 @@ def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path: Path, monk
 def test_threads_that_close_each_others_files_never_read_the_wrong_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_descriptor", lru_cache(maxsize=2)(shards._descriptor.__wrapped__))
+    monkeypatch.setattr(shards, "descriptor", lru_cache(maxsize=2)(shards.descriptor.__wrapped__))
     corpus = shards_of(tmp_path, 8)
 
     def read_often(seed: int) -> bool:

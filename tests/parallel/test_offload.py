@@ -59,7 +59,7 @@ def test_offloaded_activations_give_the_gradients_of_recomputed_ones():
 
 def test_offloaded_activations_of_all_layers_wait_in_host_memory_for_the_backward_pass():
     program, _, _ = step(configuration(remat="names", remat_offload=["mlp_hidden"]))
-    text = str(jax.make_jaxpr(program._train)(program.state_shapes, program.batch_shapes()))
+    text = str(jax.make_jaxpr(program.train_step)(program.state_shapes, program.batch_shapes()))
     assert "f32<host>[2,32,16]" in text  # layers, tokens of a data rank, d_ff of a tensor rank
 
 

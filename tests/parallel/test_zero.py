@@ -56,7 +56,7 @@ def held_in_step(program: Program) -> dict[str, int]:
 
     def pieces(masters: Any, batch: Any) -> tuple[Any, Any]:
         opened = program.zero.open(masters)
-        batches, tokens = program._microbatches(batch)
+        batches, tokens = program.microbatches(batch)
         _, gradients = accumulate.accumulate(program.forward, opened, batches, None, 1 / tokens + zeros)
         read = opened.differentiated if opened.constant is None else opened.constant
         return jax.tree.map(lambda x: x[None], (read, gradients))

@@ -244,7 +244,7 @@ def used_places(program: Program) -> np.ndarray:
     run = program.executor.run
 
     def local(masters: Tree, batch: Tree) -> jax.Array:
-        batches, _ = program._microbatches(batch)
+        batches, _ = program.microbatches(batch)
         inputs, _ = run(program.zero.open(masters), batches, None, jnp.float32(1)).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
@@ -322,7 +322,7 @@ def stash_shapes(program: Program) -> list[tuple[int, ...]]:
     run = program.executor.run
 
     def local(masters: Tree, batch: Tree) -> jax.Array:
-        batches, _ = program._microbatches(batch)
+        batches, _ = program.microbatches(batch)
         carry = run(program.zero.open(masters), batches, None, jnp.float32(1))
         shapes.extend(stash.shape for stash in jax.tree.leaves(carry.stash))
         return carry.loss[None]

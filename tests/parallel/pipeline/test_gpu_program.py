@@ -24,7 +24,7 @@ COMPILE = """
 import sys
 from meshtrain.config import decode
 from meshtrain.mesh import make_mesh
-from meshtrain.plan.compiled import _described
+from meshtrain.plan.compiled import described_devices
 from meshtrain.step import Program
 
 schedule, chunks, *mesh = sys.argv[1:]
@@ -36,7 +36,7 @@ config = decode({
     "precision": {"compute": "bfloat16"},
     "train": {"global_batch_size": 16 * data, "sequence_length": 4096},
 })
-print(Program(config, make_mesh(config, _described("h100", 8))).lower().compile().as_text())
+print(Program(config, make_mesh(config, described_devices("h100", 8))).lower().compile().as_text())
 """
 LAYOUTS = [
     ("1f1b", 1, (1, 2, 4)),

@@ -157,7 +157,7 @@ def slots_products(**parallel: Any) -> list[Counter]:
     counted: list[Counter] = []
 
     def local(masters: Any, batch: Any) -> jax.Array:
-        batches, _ = program._microbatches(batch)
+        batches, _ = program.microbatches(batch)
         stage = Stage(program.forward, 1, program.zero.open(masters), batches, None)
         x, zero = stage.zeros(), jnp.int32(0)
         kept = stage.forward(x, zero, zero)[1]
