@@ -1,6 +1,7 @@
 """Every test sees 8 fake CPU devices, a compiler told to be quick, and what was compiled the last time."""
 
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,8 @@ if version("jaxlib") < "0.11":  # later versions know no other way, and end on a
 
 
 def pytest_configure() -> None:
+    # Under nohup it is ignored, as a run then does too; the tests of signals send it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = " ".join([*FLAGS, given]).strip()  # what the user sets comes last and wins
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
