@@ -156,7 +156,7 @@ class Saver:
         if is_first():
             self._note(step)
             try:
-                self._retain()
+                self.retain()
             except OSError as error:
                 self.say(f"{self.root} cannot be looked through for steps that need not stay: {_reason(error)}.")
         return None
@@ -173,7 +173,7 @@ class Saver:
         except OSError as error:
             self.say(f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}.")
 
-    def _retain(self) -> None:
+    def retain(self) -> None:
         """Removes the steps that need not stay. The save is done: what cannot be read or removed is reported, and stays."""
         found: dict[int, float | None] = {}
         # A link is somebody's, and what was never committed is reported at the next start.
@@ -184,7 +184,8 @@ class Saver:
                 manifest = Manifest.read(directory)
                 found[manifest.step] = manifest.eval_loss
             except (steps.Damaged, steps.NewerFormat) as problem:
-                if directory not in self._left_alone:
+                # One that has gone meanwhile needs no word.
+                if directory.exists() and directory not in self._left_alone:
                     self._left_alone.add(directory)
                     self.say(f"checkpoint {directory} is left alone: {problem}.")
         for step in found.keys() - kept(found, self.config.checkpoint).keys():

@@ -1,7 +1,7 @@
 """Whole runs, in this process: what metrics.jsonl, the directory and the terminal have of checkpoints."""
 
 import shutil
-import time
+import threading
 
 import pytest
 from checkpoint_runs import LAYOUTS
@@ -9,8 +9,8 @@ from training_processes import rows, settings
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import load
-from meshtrain.run.directory import noted_checkpoint
 from meshtrain.run.record import RunRecord
 from meshtrain.train import main
 
@@ -125,12 +125,17 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path
 def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at_its_end(tmp_path, capsys, monkeypatch):
     def remove_at_3(self, row):
         if row["step"] == 3:
-            while noted_checkpoint(tmp_path / "run") != "2":
-                time.sleep(0.01)
+            # The save of step 2 has nothing left to do in the directory.
+            assert saved.wait(60)
             shutil.rmtree(tmp_path / "run")
         write(self, row)
 
-    write = RunRecord.write
+    def retain_and_say(self):
+        retain(self)
+        saved.set()
+
+    saved, write, retain = threading.Event(), RunRecord.write, Saver.retain
+    monkeypatch.setattr(Saver, "retain", retain_and_say)
     monkeypatch.setattr(RunRecord, "write", remove_at_3)
     run = train(tmp_path, 6, 2)
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
