@@ -6,6 +6,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering, thorough_but
 from jax.sharding import PartitionSpec
 
 from meshtrain.compat import residuals, vary, varying
@@ -116,11 +117,13 @@ def layer(family, tensor=2, dropout=0.0, **parallel):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "sequence parallel"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
-@pytest.mark.parametrize("remat", ["none", "dots", "full", *KEPT], ids=str)
-def test_activations_of_a_layer_are_what_the_traced_model_keeps(family, remat, split, dropout):
+# Of each layer: family, what is kept, sequence parallelism, dropout.
+LAYERS = list(itertools.product(("llama", "gpt2"), ("none", "dots", "full", *KEPT), (False, True), (0.0, 0.1)))
+
+
+@pytest.mark.parametrize("cell", thorough_but(LAYERS, covering(LAYERS).__contains__), ids=str)
+def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
+    family, remat, split, dropout = cell
     keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
     config = layer(family, dropout=dropout, sequence_parallel=split, **keys)
     planned = activations.kept(config, config.parallel.remat, "cpu") / shapes.tokens(config)

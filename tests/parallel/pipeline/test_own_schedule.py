@@ -59,6 +59,7 @@ def test_ticks_of_another_shape_are_refused():
         Schedule("short", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m - 1, v)[1])).table(2, 4, 1)
 
 
+@pytest.mark.thorough
 def test_it_trains_like_another(registered):
     losses = {}
     for schedule in ("1f1b", "lazy"):
