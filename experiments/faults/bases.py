@@ -67,7 +67,7 @@ def import_all(directory: Path) -> None:
 
     ended = place.start("", call=run).end()
     assert ended.code == 0, ended.said
-    others = [f"meshtrain.{name}" for name in ("train", "plan", "data.__main__", "checkpoint.__main__")]
+    others = [f"meshtrain.{name}" for name in ("train", "plan.__main__", "data.__main__", "checkpoint.__main__")]
     for name in [*others, "multiprocessing.spawn", "tokenizers", *(place.dir / "modules").read_text().split("\n")]:
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -26,7 +26,7 @@ links:
 def plan(p: Place, *arguments: str) -> Ended:
     if not (p.dir / "config.yaml").exists():
         p.config()
-    return p.command("plan", "--config", "config.yaml", *arguments)
+    return p.command("plan.__main__", "--config", "config.yaml", *arguments)
 
 
 # --- cluster files
@@ -188,7 +188,7 @@ option("an option that there is not", "--jsn", words=("--jsn",))
 
 @fault(ROOM, "plan without --config")
 def without(p: Place) -> None:
-    refused(p.command("plan"), "--config")
+    refused(p.command("plan.__main__"), "--config")
 
 
 @fault(ROOM, "plan on a full disk: --html is whole or not there")

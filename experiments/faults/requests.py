@@ -323,7 +323,7 @@ def early_command(module: str, *arguments: str, seconds: float) -> None:
 
 early_command("data", "prepare", "--input", "text", "--output", "shards", seconds=0.2)
 early_command("checkpoint", "verify", "run", seconds=0.8)
-early_command("plan", "--config", "config.yaml", seconds=0.3)
+early_command("plan.__main__", "--config", "config.yaml", seconds=0.3)
 
 
 # --- one of two processes (point 12)
