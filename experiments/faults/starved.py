@@ -131,7 +131,7 @@ def inodes(name: str, arrange: Callable[[Place], None], *words: str, refuses: bo
         if ended.code == 0:
             raise Silent("exit code 0")
         if any(not line.startswith("meshtrain: ") for line in ended.sentences) or not ended.sentences:
-            raise Unclear(last_line(ended.err))
+            raise Unclear(repr(ended.err))
         if not any("no space" in line for line in ended.sentences):
             raise Unclear(last_line(ended.err))
 

@@ -2,13 +2,16 @@
 
 import logging
 import sys
+import warnings
 
 before = sys.unraisablehook
 
 
 def without_tracebacks() -> None:
-    """From here on Orbax logs no tracebacks of its own, and its closed event loops are not reported."""
+    """From here on Orbax logs no tracebacks of its own, and neither its closed event loops nor what was to run on them is reported."""
     logging.getLogger("absl").addFilter(_is_worth_a_line)
+    # The garbage collector meets them whenever it comes by.
+    warnings.filterwarnings("ignore", r"coroutine 'OrbaxLayout\..*' was never awaited", RuntimeWarning)
     if sys.unraisablehook is not report:
         global before
         before, sys.unraisablehook = sys.unraisablehook, report

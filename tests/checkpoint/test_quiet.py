@@ -35,3 +35,15 @@ def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch
 def test_the_hook_is_there_as_soon_as_checkpoints_are_imported():
     command = "import sys, meshtrain.checkpoint.quiet as q; assert sys.unraisablehook is q.report"
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
+def test_what_orbax_began_and_never_awaited_is_not_printed_and_of_all_else_it_is():
+    command = """
+import meshtrain.checkpoint
+async def run(): pass
+for name in ("OrbaxLayout.save_checkpointables.<locals>._run_background", "mine"):
+    run.__qualname__ = name
+    run()
+"""
+    printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stderr
+    assert "OrbaxLayout" not in printed and "coroutine 'mine' was never awaited" in printed
