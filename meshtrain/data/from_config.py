@@ -194,7 +194,7 @@ def _grouped(
     if data.batching == "grouped":
         rows = [size] * len(lengths)
     else:
-        rows = [budget_rows(size * length, n, data.rows_multiple or size) for n in lengths]
+        rows = [budget_rows(size * length, n, data.rows_multiple) for n in lengths]
     sources = [
         Grouped(corpus, pieces, make_groups(pieces, lengths, rows, data.last == "pad"), config.run.seed)
         for corpus, pieces in zip(corpora, tables, strict=True)

@@ -28,11 +28,6 @@ from meshtrain.schedule.table import Table
 Tree = Any
 
 
-def whole_spec(placed: Placed) -> PartitionSpec:
-    """A weight as the model uses it, the same on every data rank."""
-    return PartitionSpec(*(axes or None for axes in placed.over))
-
-
 def shard_spec(placed: Placed) -> PartitionSpec:
     """Masters, optimizer state and reduced gradients."""
     split = [(*axes, DATA) if d == placed.zero_dim else axes for d, axes in enumerate(placed.over)]

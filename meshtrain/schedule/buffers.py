@@ -221,9 +221,9 @@ def received_late(buffers: Buffers, does_b: np.ndarray) -> Buffers:
         return later
 
     def one(arrival: Arrival) -> Arrival:
-        return (
-            replace(arrival, active=late(arrival.active), place=late(arrival.place)) if arrival.slot == B else arrival
-        )
+        if arrival.slot == F:
+            return arrival
+        return replace(arrival, active=late(arrival.active), place=late(arrival.place))
 
     return replace(buffers, arrivals=tuple(map(one, buffers.arrivals)))
 

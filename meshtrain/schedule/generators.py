@@ -19,7 +19,7 @@ are at least m v + p - 1 ticks with an F, as many with an I, and m v with a W. v
 The figures are for p dividing m; the conditions under which each idle time is exact, and what holds otherwise, stand in
 `closed_form`. Every schedule is legal for all p, m, v >= 1.
 
-A schedule from outside: `register(Schedule("mine", ticks))` makes `parallel.schedule: mine` legal, trained, planned,
+A schedule from outside: `SCHEDULES.register(Schedule("mine", ticks))` makes `parallel.schedule: mine` legal, trained, planned,
 drawn and searched; formulas only make searches faster.
 
 1F1B holds 2(p-1-s) + 1 microbatches on stage s and not p - s as on machines that run at their own pace (Narayanan et
@@ -260,4 +260,3 @@ SCHEDULES = Registry(
     Schedule("zb_interleaved", _zero_bubble, chunks=None, formulas=closed_form.ZERO_BUBBLE),
     Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas=closed_form.IN_V),
 )
-register = SCHEDULES.register

@@ -5,25 +5,13 @@ import random
 import shutil
 
 import pytest
-from checkpoint_runs import config, numbered, program, same, saved
+from checkpoint_runs import config, numbered, program, same
 
 from meshtrain.checkpoint import Checkpointer, steps
 from meshtrain.config import ConfigError
 from meshtrain.run.directory import NEWEST
 
 FLIPS = 6  # in each kind of file
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    """A run directory with intact steps 1, 2 and 3."""
-    return saved(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def run(three, tmp_path):
-    """A copy to damage."""
-    return shutil.copytree(three, tmp_path / "run")
 
 
 def restored(directory, read=None, **checkpoint):

@@ -7,23 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import config, numbered, program, same, saved
+from checkpoint_runs import config, numbered, program, same
 
 from meshtrain.checkpoint import Checkpointer, finding, steps
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import ConfigError
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    """A run directory with intact steps 1, 2 and 3."""
-    return saved(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def run(three, tmp_path):
-    """A copy to damage."""
-    return shutil.copytree(three, tmp_path / "run")
 
 
 def chosen(directory, **checkpoint):

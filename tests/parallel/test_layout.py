@@ -9,7 +9,7 @@ from short_runs import canonical_numbers, place, train
 
 from meshtrain.config import Config, decode
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.layout import Layout, shard_spec, whole_spec
+from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed, notes
 
 
@@ -121,8 +121,8 @@ def test_without_zero_or_data_ranks_nothing_is_sharded_over_data():
 
 def test_key_value_heads_that_tensor_does_not_divide_are_whole_on_every_rank():
     found = leaves(layout((1, 2, 1), model={"kv_heads": 3}))
-    assert whole_spec(found["blocks.attention.k"]) == jax.P("pipeline", None, None, None)
-    assert whole_spec(found["blocks.attention.q"]) == jax.P("pipeline", None, "tensor", None)
+    assert found["blocks.attention.k"].over == (("pipeline",), (), (), ())
+    assert found["blocks.attention.q"].over == (("pipeline",), (), ("tensor",), ())
     assert found["blocks.attention.k"].replicated == ("tensor",)
 
 

@@ -12,7 +12,7 @@ from meshtrain.mesh import make_mesh
 from meshtrain.plan import named, plan
 from meshtrain.plan.search import candidates, schedules
 from meshtrain.schedule.draw import gantt_text
-from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table, register
+from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
 from meshtrain.schedule.simulate import Durations
 from meshtrain.step import Program
 
@@ -25,7 +25,7 @@ def lazy(p: int, m: int, v: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture
 def registered():
-    yield register(Schedule("lazy", lazy))
+    yield SCHEDULES.register(Schedule("lazy", lazy))
     del SCHEDULES._entries["lazy"]
 
 
@@ -46,7 +46,7 @@ def test_without_its_entry_it_is_refused():
 
 
 def test_one_that_cannot_run_is_refused():
-    register(Schedule("hasty", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m, v)[1] - 4)))
+    SCHEDULES.register(Schedule("hasty", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m, v)[1] - 4)))
     try:
         with pytest.raises(ConfigError, match=r"parallel.schedule cannot run: schedule hasty: tick .* B0 is too early"):
             plan(configuration("hasty"), named("h100", 8))
@@ -89,7 +89,7 @@ def test_it_is_planned_drawn_and_searched(registered):
 def test_formulas_only_make_it_faster(registered):
     durations = Durations(1.0, 0.8, 0.9)
     plain = dataclasses.replace(SCHEDULES["1f1b"], name="plain", formulas=None)
-    register(plain)
+    SCHEDULES.register(plain)
     try:
         assert plain.bubble(4, 8, 1, durations) == SCHEDULES["1f1b"].bubble(4, 8, 1, durations)
         assert (make_table("plain", 4, 8).cells == make_table("1f1b", 4, 8).cells).all()
