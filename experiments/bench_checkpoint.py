@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 from meshtrain.checkpoint import Checkpointer, digests
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
@@ -80,7 +80,7 @@ def program(directory: Path, megabytes: int, layout: str) -> tuple[Config, Progr
     mesh, parallel = LAYOUTS[layout]
     per_layer = 4 * WIDTH**2 + 3 * WIDTH * D_FF
     layers = max(8, round((megabytes * 1e6 / 12 - 2 * VOCABULARY * WIDTH) / per_layer))
-    config = decode(
+    config = load(
         {
             "run": {"directory": str(directory), "fake_devices": 8},
             "model": {"layers": layers, "d_model": WIDTH, "heads": 8, "d_ff": D_FF, "vocab_size": VOCABULARY},

@@ -39,7 +39,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.data import Loader, open_data
 from meshtrain.data.documents import read, units
 from meshtrain.data.inputs import find
@@ -74,7 +74,7 @@ def main() -> None:
 
 def config(source: str, batching: str, length: int = LENGTH, **data: Any) -> Config:
     values = {"source": source, "batching": batching, **data}
-    return decode({"data": values, "train": {"sequence_length": length, "global_batch_size": ROWS}})
+    return load({"data": values, "train": {"sequence_length": length, "global_batch_size": ROWS}})
 
 
 def table(title: str, *columns: str) -> Table:

@@ -14,7 +14,7 @@ import numpy as np
 import plain_jax
 from interleave import HEADER, Stepping, compare
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.step import Program
 
@@ -23,7 +23,7 @@ MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (2, 4, 1), (1, 
 
 
 def config(mesh: tuple[int, ...], parallel: dict, batch: int, length: int) -> Config:
-    return decode(
+    return load(
         {
             "model": MODEL,
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),

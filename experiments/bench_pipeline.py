@@ -27,7 +27,7 @@ import plain_jax
 from interleave import HEADER, Stepping, compare
 from jax.sharding import PartitionSpec
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.parallel.forward import Forward
 from meshtrain.parallel.pipeline.execute import Executor
@@ -53,7 +53,7 @@ def configuration(
     **parallel: Any,
 ) -> Config:
     chunks = legal_chunks(schedule) or 2
-    return decode(
+    return load(
         {
             "model": model,
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
@@ -155,7 +155,7 @@ def cpu_seconds(function: Callable[[], Any]) -> tuple[float, Any]:
 
 def step_time(schedules: list[str], rounds: int) -> None:
     microbatches, length = 16, 256
-    single = dataclasses.replace(configuration("1f1b", microbatches, MEDIUM, length=length), mesh=decode({}).mesh)
+    single = dataclasses.replace(configuration("1f1b", microbatches, MEDIUM, length=length), mesh=load({}).mesh)
     reference, reference_state = plain_jax.make_step(single)
     plain: Stepping | None = None
     print(f"4 stages, {microbatches} microbatches of 1 x {length}; step over one device, median of {rounds} rounds")

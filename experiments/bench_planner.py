@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from meshtrain.config import decode, to_yaml
+from meshtrain.config import load, to_yaml
 from meshtrain.config.check import ACTIVATIONS
 from meshtrain.plan import named
 from meshtrain.plan.fit import calibrate
@@ -171,7 +171,7 @@ def searched(console: Console) -> None:
     """Llama-3 405B on 16,384 H100."""
     model = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
     train = {"global_batch_size": 2048, "sequence_length": 8192}
-    config = decode({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
+    config = load({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
     found = search(config, named("h100", 16384), 16384)
     console.print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
 
@@ -204,7 +204,7 @@ def compiled(console: Console, target: str) -> None:
 
 def _plan(row: tuple, target: str) -> dict | None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(to_yaml(decode(config_of(row))))
+        file.write(to_yaml(load(config_of(row))))
         file.flush()
         command = [sys.executable, "-m", "meshtrain.plan", "--config", file.name, "--compile", target, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

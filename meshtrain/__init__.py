@@ -16,13 +16,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshtrain import schedule as schedule
     from meshtrain.checkpoint import Checkpointer as Checkpointer
     from meshtrain.checkpoint import CheckpointError as CheckpointError
     from meshtrain.config import Config as Config
     from meshtrain.config import ConfigError as ConfigError
     from meshtrain.config import load as load
     from meshtrain.data import open_data as open_data
+    from meshtrain.mesh import fake_devices as fake_devices
     from meshtrain.mesh import make_mesh as make_mesh
+    from meshtrain.pictures import show as show
     from meshtrain.plan import plan as plan
     from meshtrain.reader import Model as Model
     from meshtrain.reader import read_model as read_model
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 # Where each name is defined; "" for a module that is also the function of its name.
 _HOMES = {
     "CheckpointError": "checkpoint", "Checkpointer": "checkpoint", "Config": "config", "ConfigError": "config", "Model": "reader",
-    "Program": "step", "State": "step", "load": "config", "make_mesh": "mesh", "open_data": "data", "plan": "", "read_model": "reader",
-    "train": "",
+    "Program": "step", "State": "step", "fake_devices": "mesh", "load": "config", "make_mesh": "mesh", "open_data": "data", "plan": "",
+    "read_model": "reader", "schedule": "", "show": "pictures", "train": "",
 }  # fmt: skip
 __all__ = list(_HOMES)
 

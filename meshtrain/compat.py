@@ -1,7 +1,8 @@
 """What differs between JAX 0.10, 0.11 and 0.12 or is private to it, and nowhere else."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -56,6 +57,18 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carries, _ = params["ft_in"].unpack()
     return len(list(constants.vals)), len(list(carries.vals))
+
+
+@contextlib.contextmanager
+def lines_as_they_are() -> Iterator[None]:
+    """What is compiled in here tells the lines of today's source: else JAX may give a program that it kept from before they moved."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def describe_cudnn(version: tuple[int, int, int]) -> None:

@@ -4,18 +4,23 @@ The HLO text is read as XLA prints it. A collective inside loops runs as often a
 runs at most so often, and how often is known only to whoever wrote the predicate (for the pipeline: the schedule's table).
 
     ENTRY ──► while (8 turns) ──► conditional ──► while (4 turns) ──► all-reduce        trips 32, at most
+
+XLA prints with it from which lines of Python each instruction came, as tables of files, functions, places and frames.
 """
 
 import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+
+from meshtrain.shown import Shown
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
@@ -23,9 +28,33 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+
+
+class Line(NamedTuple):
+    """A line of Python that an instruction came from."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{short_path(self.file)}:{self.number} {self.function.rpartition('<locals>.')[2]}"
+
+
+def short_path(file: str) -> str:
+    """A source file without the machine's folders: from its package on, or `cell` for a notebook's."""
+    path = Path(file)
+    if "ipykernel" in file or file.startswith("<"):
+        return "cell"
+    for root in (Path(__file__).parents[1], *(parent for parent in path.parents if parent.name == "site-packages")):
+        if path.is_relative_to(root):
+            return path.relative_to(root).as_posix()
+    return path.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +79,14 @@ class Module:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Operation]] = {}
         self.entry = current = ""
+        self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+        listed: dict[int, str] | None = None
         for line in text.splitlines():
+            if line in self._tables:
+                listed = self._tables[line]
+            elif listed is not None and (entry := re.match(r"(\d+) (.*)", line)):
+                listed[int(entry.group(1))] = entry.group(2)
+                continue
             if header := _HEADER.match(line):
                 current = header.group(2)
                 self.computations[current] = []
@@ -59,6 +95,19 @@ class Module:
                 self.computations[current].append(operation(_COMMENT.sub("", instruction.group(2))))
         if not self.entry:
             raise ValueError("this text is no HLO module: it has no ENTRY computation")
+
+    def lines(self, op: Operation) -> tuple[Line, ...]:
+        """The lines of Python that an instruction came from, the innermost first; none where XLA does not tell."""
+        found, told = [], _FRAME.search(op.attributes)
+        frame = int(told.group(1)) if told else 0
+        files, functions, places, frames = (self._tables[name] for name in _TABLES)
+        while frame in frames:
+            place, parent = map(int, re.findall(r"=(\d+)", frames[frame])[:2])
+            file, function, number = map(int, re.findall(r"=(\d+)", places[place])[:3])
+            found.append(Line(files[file].strip('"'), number, functions[function].strip('"')))
+            # counted from 1, where 1 is none
+            frame = parent - 1
+        return tuple(found)
 
     def walk(
         self, name: str | None = None, loops: tuple[int | None, ...] = (), conditionals: tuple[int, ...] = ()
@@ -201,6 +250,18 @@ class Collective:
     loops: tuple[int | None, ...]  # turns of the enclosing loops, outermost first; None: not known before it runs
     conditionals: tuple[int, ...]  # for each enclosing conditional, how many of `loops` are around it
     source: str  # the JAX operation it came from
+    lines: tuple[Line, ...] = ()  # of Python that it came from, the innermost first
+    busy: float = 1.0  # share of the trips that are made: 1 unless in conditionals
+
+    @property
+    def where(self) -> str:
+        """The line that it came from and the one that called that, in short; what only stands between JAX's versions is left out."""
+        return " ← ".join([str(line) for line in self.lines if Path(line.file).name != "compat.py"][:2])
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is in the transpose of what its line says."""
+        return "transpose(" in self.source
 
     @property
     def axis(self) -> str:
@@ -217,6 +278,11 @@ class Collective:
         return math.prod(n for n in self.loops if n is not None)
 
     @property
+    def times(self) -> float:
+        """Executions in one run of the program, on average over the devices."""
+        return self.trips * self.busy
+
+    @property
     def sent(self) -> float:
         """Bytes that one device sends in one execution, by a ring: n-1 of n parts, twice for an all-reduce; a message once."""
         if self.kind == "collective-permute":
@@ -224,12 +290,27 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
 
 
-def collectives(compiled: str | jax.stages.Compiled, mesh: Mesh) -> list[Collective]:
-    """Every collective of a compiled program (or of its HLO text) that ran on `mesh`."""
+class Collectives(Shown, list[Collective]):
+    """The collectives of a program."""
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Bytes that one device sends in one run of the program, by axis."""
+        total: dict[str, float] = defaultdict(float)
+        for c in self:
+            total[c.axis] += c.sent * c.times
+        return dict(total)
+
+
+def collectives(compiled: str | jax.stages.Compiled, mesh: Mesh, busy: float = 1.0) -> Collectives:
+    """Every collective of a compiled program (or of its HLO text) that ran on `mesh`.
+
+    `busy` is how often the branches of its conditionals are taken, of all times, that hold collectives.
+    """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None, "this backend keeps no HLO"
     program = Module(text)
-    return [
+    return Collectives(
         Collective(
             kind=op.kind,
             axes=axes,
@@ -239,18 +320,12 @@ def collectives(compiled: str | jax.stages.Compiled, mesh: Mesh) -> list[Collect
             loops=loops,
             conditionals=conditionals,
             source=op.source,
+            lines=program.lines(op),
+            busy=busy if conditionals else 1.0,
         )
         for op, loops, conditionals in program.walk()
         for axes, ranks in [_axes(op.attributes, mesh)]
-    ]
-
-
-def traffic(found: Iterable[Collective], taken: Callable[[Collective], float] = lambda c: 1.0) -> dict[str, float]:
-    """Bytes that one device sends in one run of the program, by axis; `taken` is the share of a collective's trips that execute."""
-    total: dict[str, float] = defaultdict(float)
-    for c in found:
-        total[c.axis] += c.sent * c.trips * taken(c)
-    return dict(total)
+    )
 
 
 def live_bytes(tree: Any, device: jax.Device | None = None) -> int:

@@ -47,6 +47,23 @@ def fake_cpu_devices(count: int) -> bool:
     return True
 
 
+def fake_devices(count: int = 8) -> None:
+    """This process runs on `count` fake CPU devices from now on, whatever accelerators the machine has: a mesh in a notebook.
+
+    ConfigError where JAX has started already with others, and where XLA_FLAGS asks for fewer.
+    """
+    if not 1 <= count <= MOST_FAKE_DEVICES:
+        raise ConfigError(f"mt.fake_devices({short(repr(count))}): it must be a number from 1 to {MOST_FAKE_DEVICES}.")
+    jax.config.update("jax_platforms", "cpu")
+    fake_cpu_devices(count)
+    found = jax.devices()
+    if len(found) < count or kind_of(found[0]) != "cpu":
+        raise ConfigError(
+            f"JAX has started already, with {len(found)} {kind_of(found[0])} devices (XLA_FLAGS may have asked for them); call "
+            f"mt.fake_devices({count}) before anything uses JAX, after a restart of the kernel."
+        )
+
+
 def join_cluster() -> None:
     """Makes this process one of many where the environment says that there are more.
 

@@ -25,20 +25,21 @@ from meshtrain.checkpoint.finding import problems
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.restoring import read_weights
-from meshtrain.config import Config, check, decode, replaced
+from meshtrain.config import Config, check, load, replaced
 from meshtrain.config.key import known
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
+from meshtrain.shown import Shown
 from meshtrain.step import Program
 
 OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32}  # of a batch, beside tokens and labels
 TRIES = 5  # steps that retention may take away under a reader, one after the other
 
 
-class Model:
+class Model(Shown):
     """The model of one checkpoint: `model(tokens)` gives logits. `config` is the run's, with this mesh in place of its own."""
 
     def __init__(self, program: Program, params: Any, step: int, directory: Path) -> None:
@@ -119,7 +120,7 @@ def read_model(
     """
     root = Path(path).expanduser().absolute()
     # before anything asks for the process's number, which starts JAX
-    mesh = make_mesh(decode({})) if mesh is None else mesh
+    mesh = make_mesh(load({})) if mesh is None else mesh
     if mesh.axis_names != AXES:
         raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
     damaged: dict[Path, str] = {}
@@ -195,7 +196,7 @@ def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
 def _config(manifest: Manifest, mesh: Mesh) -> Config:
     """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
     sections = known(manifest.config, Config)
-    run = decode({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
+    run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.
     rows = math.ceil(run.train.global_batch_size / mesh.shape[DATA]) * mesh.shape[DATA]

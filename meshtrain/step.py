@@ -7,18 +7,20 @@ state (float32 shards) ──open──► weights ──forward, backward──
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.compat import varying
+from meshtrain.compat import lines_as_they_are, varying
 from meshtrain.config import Config, ConfigError
+from meshtrain.hlo import Collectives, collectives
 from meshtrain.mesh import DATA, PIPELINE, make_mesh, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
@@ -29,6 +31,7 @@ from meshtrain.parallel.logits import logits
 from meshtrain.parallel.pipeline.execute import Executor
 from meshtrain.parallel.zero import Zero
 from meshtrain.precision import LossScale, factor, initial_scale, next_scale, sound, taken_if, unscaled
+from meshtrain.shown import Shown
 
 Tree = Any
 
@@ -42,7 +45,7 @@ class State(NamedTuple):
     scale: LossScale | None  # float16 only
 
 
-class Program:
+class Program(Shown):
     """`init`, `train_step`, `eval_step` and `logits` of one config on one mesh, by default that of `make_mesh`.
 
     `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet. ConfigError for
@@ -137,6 +140,10 @@ class Program:
         example = example or {"tokens": None, "labels": None}
         dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in example}
         return {n: jax.ShapeDtypeStruct(shape, d, sharding=self.batch_sharding) for n, d in dtypes.items()}
+
+    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own rows (`mesh.own_rows`)."""
+        return {name: jax.make_array_from_process_local_data(self.batch_sharding, rows) for name, rows in batch.items()}
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -252,9 +259,23 @@ class Program:
 
         return float(jax.jit(difference)(state.params, batch, state.step))
 
-    def lower(self) -> jax.stages.Lowered:
-        """The train step lowered on abstract arrays, for devices that may only be described."""
-        return self.train_step.lower(self.state_shapes, self.batch_shapes())  # type: ignore[attr-defined]
+    # --- the compiled step, read
+
+    def lower(self, batch: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
+        """The train step lowered on abstract arrays, for devices that may only be described, and a batch like this one."""
+        return self.train_step.lower(self.state_shapes, batch or self.batch_shapes())  # type: ignore[attr-defined]
+
+    def collectives(self, batch: Mapping[str, Any] | None = None) -> Collectives:
+        """What a step sends, read from the program compiled for a batch like this one (default: `batch_shapes`). Compiles it."""
+        with lines_as_they_are():
+            compiled = self.lower(batch).compile()
+        return collectives(compiled, self.mesh, self.busy)
+
+    @property
+    def busy(self) -> float:
+        """How often what stands in conditionals of the compiled step is done: on CPU idle stages skip a tick's work, elsewhere none does."""
+        table = self.layout.table
+        return table.busy if table and platform(self.mesh) == "cpu" else 1.0
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int]:

@@ -116,7 +116,7 @@ class Loop:
         self.record, self.start = record, start
         self.watch = Watch(self.config, start)
         depth = self.config.data.prefetch
-        self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
+        self.loader = Loader(data, start, rows=self.own_rows, put=program.place, depth=depth)
         self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
         self.waited, self.clock = 0.0, time.perf_counter()
         self.steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
@@ -210,7 +210,7 @@ class Loop:
         began, losses = time.perf_counter(), []
         for k in range(self.config.eval.batches):
             rows = self.own_rows(self.held_out.batch_shape(k)[0])
-            losses.append(self.program.eval_step(state.params, self.place(self.held_out.batch(k, rows))))
+            losses.append(self.program.eval_step(state.params, self.program.place(self.held_out.batch(k, rows))))
             if self.synchronous:
                 jax.block_until_ready(losses[-1])
         mean = float(np.mean(jax.device_get(losses)))
@@ -220,11 +220,6 @@ class Loop:
     def own_rows(self, rows: int) -> slice:
         """The rows of a global batch that this process's devices hold."""
         return own_rows(self.program.batch_sharding, rows)
-
-    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows of a batch, onto its devices as parts of the global arrays."""
-        sharding = self.program.batch_sharding
-        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
     def close(self) -> None:
         self.loader.close()

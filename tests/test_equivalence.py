@@ -17,7 +17,7 @@ import reference
 from covering import Cell, covering, pairs, thorough_but
 from short_runs import canonical_numbers, first_moment, token_batches, train
 
-from meshtrain.config import Config, ConfigError, check, decode, replaced
+from meshtrain.config import Config, ConfigError, check, load, replaced
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel.layout import Layout
 from meshtrain.step import Program
@@ -58,7 +58,7 @@ def one_device(family: str, size: str) -> Config:
     model, training = SIZES[size]["model"], SIZES[size]["train"]
     if size == "other head":
         model = {**model, "tied_head": family == "llama"}
-    return decode(
+    return load(
         {
             "model": {**model, "family": family},
             "train": {"global_batch_size": 8, "steps": STEPS, **training},

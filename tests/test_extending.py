@@ -6,7 +6,7 @@ import pytest
 from short_runs import train
 
 import meshtrain as mt
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.families import FAMILIES, Family
 from meshtrain.hlo import live_bytes
 from meshtrain.optimizers import OPTIMIZERS, Optimizer
@@ -22,7 +22,7 @@ def config(mesh: dict[str, int], **sections) -> Config:
     parallel = {"microbatches": 4, "zero_stage": 2 if len(mesh) == 3 else 0} | sections.pop("parallel", {})
     model = MODEL | sections.pop("model", {})
     optimizer = {"warmup_steps": 0, "learning_rate": 0.01} | sections.pop("optimizer", {})
-    return decode(
+    return load(
         {"mesh": mesh, "model": model, "train": train, "parallel": parallel, "optimizer": optimizer, **sections}
     )
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain import hlo
-from meshtrain.hlo import Collective, collectives, live_bytes, traffic
+from meshtrain.hlo import Collective, collectives, live_bytes, short_path
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +168,14 @@ def test_trips_multiply_over_loops_and_conditionals_are_told(mesh):
 
 def test_traffic_sums_what_is_sent_by_axis_as_often_as_it_is_executed(mesh):
     found = collectives(NESTED, mesh)
-    assert traffic(found) == {"tensor": 55 * 32, "pipeline": 11 * 32, "data": 16}
-    taken = traffic(found, lambda c: 0.5 if c.conditionals else 1.0)
-    assert taken == {"tensor": 55 * 32 / 2, "pipeline": 11 * 32, "data": 16}
+    assert found.traffic == {"tensor": 55 * 32, "pipeline": 11 * 32, "data": 16}
+    assert collectives(NESTED, mesh, busy=0.5).traffic == {"tensor": 55 * 32 / 2, "pipeline": 11 * 32, "data": 16}
 
 
 def test_a_loop_of_unknown_length_is_no_number(mesh):
     unknown = NESTED.replace(', backend_config={"known_trip_count":{"n":"11"}}', "")
     with pytest.raises(ValueError, match="number of turns"):
-        traffic(collectives(unknown, mesh))
+        collectives(unknown, mesh).traffic  # noqa: B018
 
 
 def test_text_that_is_no_program_is_refused(mesh):
@@ -208,3 +207,42 @@ def test_live_bytes_are_those_of_one_device(mesh):
     assert live_bytes({"a": split, "b": [everywhere]}, jax.devices()[0]) == 32 + 3
     assert live_bytes([split, everywhere, alone]) == 32 + 3 + 100
     assert live_bytes([]) == 0
+
+
+FRAMES = """
+FileNames
+1 "/anywhere/model.py"
+2 "/anywhere/site-packages/optax/norm.py"
+
+FunctionNames
+1 "<module>"
+2 "Model.step.<locals>.local"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=31 end_line=33 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=1 parent_frame_id=3}
+
+"""
+
+
+def test_a_collective_knows_its_line_and_who_called_it(mesh):
+    instruction = f"ROOT %a = f32[8]{{0}} all-reduce(%p), {PAIRS}"
+    found = only(FRAMES + program(instruction), mesh)  # of frame 3
+    assert [(line.file, line.number, line.function) for line in found.lines] == [
+        ("/anywhere/model.py", 7, "<module>"),
+        ("/anywhere/site-packages/optax/norm.py", 31, "Model.step.<locals>.local"),
+        ("/anywhere/model.py", 7, "<module>"),
+    ]
+    assert found.where == "model.py:7 <module> ← optax/norm.py:31 local"
+    assert only(program(instruction), mesh).where == "", "where XLA does not tell"
+
+
+def test_a_path_is_told_without_the_machines_folders():
+    assert short_path(hlo.__file__) == "meshtrain/hlo.py"
+    assert short_path("/tmp/ipykernel_12/345.py") == short_path("<stdin>") == "cell"
+    assert short_path("/home/me/mine.py") == "mine.py"

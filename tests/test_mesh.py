@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from free_port import free_port
 
-from meshtrain.config import ConfigError, MeshConfig, decode
+from meshtrain.config import ConfigError, MeshConfig, load
 from meshtrain.mesh import AXES, arranged, join_cluster, make_mesh, platform
 
 
 def test_axes_are_data_tensor_pipeline_in_this_order():
-    mesh = make_mesh(decode({"mesh": {"data": 4, "pipeline": 2}}))
+    mesh = make_mesh(load({"mesh": {"data": 4, "pipeline": 2}}))
     assert mesh.axis_names == AXES == ("data", "tensor", "pipeline")
     assert dict(mesh.shape) == {"data": 4, "tensor": 1, "pipeline": 2}
 
 
 def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart():
-    mesh = make_mesh(decode({"mesh": {"data": 2, "tensor": 2, "pipeline": 2}}))
+    mesh = make_mesh(load({"mesh": {"data": 2, "tensor": 2, "pipeline": 2}}))
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
     assert ids[0, :, 0].tolist() == [0, 1]
     assert ids[:, 0, 0].tolist() == [0, 2]
@@ -29,16 +29,16 @@ def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart():
 
 
 def test_mesh_smaller_than_the_machine_takes_its_first_devices():
-    assert [d.id for d in make_mesh(decode({"mesh": {"tensor": 2}})).devices.flat] == [0, 1]
+    assert [d.id for d in make_mesh(load({"mesh": {"tensor": 2}})).devices.flat] == [0, 1]
 
 
 def test_given_devices_are_used_in_their_order():
     chosen = jax.devices()[:3:-1]
-    assert list(make_mesh(decode({"mesh": {"data": 4}}), chosen).devices.flat) == chosen
+    assert list(make_mesh(load({"mesh": {"data": 4}}), chosen).devices.flat) == chosen
 
 
 def test_too_few_devices_are_told_with_the_way_out():
-    config = decode({"mesh": {"data": 4, "tensor": 4}, "run": {"fake_devices": 8}})
+    config = load({"mesh": {"data": 4, "tensor": 4}, "run": {"fake_devices": 8}})
     with pytest.raises(
         ConfigError, match=r"data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 .*fakes up to 1024\.$"
     ):
@@ -46,7 +46,7 @@ def test_too_few_devices_are_told_with_the_way_out():
 
 
 def test_fake_devices_are_platform_cpu():
-    assert platform(make_mesh(decode({}))) == "cpu"
+    assert platform(make_mesh(load({}))) == "cpu"
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def test_a_process_has_neighbouring_rows_however_a_torus_is_cut():
 
 
 DEVICES = """
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 import jax, os
-make_mesh(decode({sections}))
+make_mesh(load({sections}))
 print(jax.device_count(), os.environ.get("PJRT_NPROC"))
 """
 
@@ -174,4 +174,4 @@ def test_a_backend_that_jax_does_not_have_is_one_sentence(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^JAX finds no devices to run on: .*'moon': it is far away; JAX_PLATFORMS=cpu"
     ):
-        make_mesh(decode({"run": {"fake_devices": 8}}))
+        make_mesh(load({"run": {"fake_devices": 8}}))

@@ -6,7 +6,7 @@ import optax
 import pytest
 from short_runs import canonical_numbers, place, token_batches
 
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.optim import learning_rate, updates_made
 from meshtrain.step import Program
@@ -21,7 +21,7 @@ PLACED = {  # layers, d_ff and vocabulary are padded there, layers out of order,
 def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
     """Canonical parameters before and after two steps with made-up gradients."""
     optimizer = {"name": name, "learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.1}
-    config = decode({"model": MODEL, "optimizer": optimizer, "train": {"global_batch_size": 4}, **layout})
+    config = load({"model": MODEL, "optimizer": optimizer, "train": {"global_batch_size": 4}, **layout})
     program = Program(config, make_mesh(config))
     before = canonical_numbers(program.layout, 0)
     params = place(program.layout, before)
@@ -51,7 +51,7 @@ def test_updates_are_the_same_on_a_mesh_that_pads_and_reorders(name):
 def test_updates_of_a_layer_are_those_of_optax_on_its_own_matrices(name):
     before, after = updates_of_two_steps(name, {})
     layer = jax.tree.map(lambda x: x[1].reshape(_matrix(x.shape)), before["blocks"])
-    config = decode({"model": MODEL, "train": {"global_batch_size": 4}})
+    config = load({"model": MODEL, "train": {"global_batch_size": 4}})
     layout = Program(config, make_mesh(config)).layout
     if name == "adafactor":
         theirs = optax.adafactor(0.01, min_dim_size_to_factor=32)
@@ -76,7 +76,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_optimizer_state_on_matrices_is_sharded_over_data(name):
-    config = decode(
+    config = load(
         {
             "model": MODEL | {"layers": 4, "d_ff": 64, "vocab_size": 64},
             "mesh": {"data": 4, "tensor": 2},
@@ -92,7 +92,7 @@ def test_optimizer_state_on_matrices_is_sharded_over_data(name):
 
 def rates(steps: int, **optimizer: object) -> list[float]:
     """The learning rate of each step over the peak."""
-    config = decode({"optimizer": {"learning_rate": 2.0, **optimizer}, "train": {"steps": steps}})
+    config = load({"optimizer": {"learning_rate": 2.0, **optimizer}, "train": {"steps": steps}})
     return [float(learning_rate(config)(k)) / 2.0 for k in range(steps)]
 
 
@@ -126,13 +126,13 @@ def test_a_run_no_longer_than_its_warm_up_never_decays(schedule, steps, warmup, 
 
 
 def test_learning_rate_stays_at_its_last_value_in_a_run_that_is_longer_than_planned():
-    rate = learning_rate(decode({"optimizer": {"learning_rate": 2.0}, "train": {"steps": 20}}))
+    rate = learning_rate(load({"optimizer": {"learning_rate": 2.0}, "train": {"steps": 20}}))
     assert float(rate(19)) == float(rate(30)) == pytest.approx(0.2)
 
 
 def test_learning_rate_goes_by_the_updates_that_the_optimizer_has_seen():
     """A float16 run that goes on in float32 has no count of skipped steps, but an optimizer that never saw them."""
-    config = decode({"model": MODEL, "train": {"global_batch_size": 4, "sequence_length": 8}})
+    config = load({"model": MODEL, "train": {"global_batch_size": 4, "sequence_length": 8}})
     program = Program(config, make_mesh(config))
     state = program.init()
     state = state._replace(

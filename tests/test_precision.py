@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from short_runs import canonical_numbers, start, token_batches, train
 
-from meshtrain.config import Config, ConfigError, PrecisionConfig, decode
+from meshtrain.config import Config, ConfigError, PrecisionConfig, load
 from meshtrain.mesh import make_mesh
 from meshtrain.precision import LossScale, Watch, initial_scale, next_scale
 from meshtrain.step import Program
@@ -21,7 +21,7 @@ STEPS = 10
 
 
 def configuration(mesh: tuple[int, int, int] = (2, 2, 2), **sections: dict[str, Any]) -> Config:
-    return decode(
+    return load(
         {
             "model": {"layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 64, "vocab_size": 64},
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
@@ -145,7 +145,7 @@ def test_loss_scale_never_grows_beyond_the_largest():
     assert seen == [2.0**31, 2.0**32, 2.0**32, 2.0**32]
     assert float(initial_scale(PrecisionConfig(compute="float16", loss_scale=1e40)).value) == 2.0**32
     with pytest.raises(ConfigError, match=r"precision.loss_scale is 1e\+40"):
-        decode({"precision": {"loss_scale": 1e40}})
+        load({"precision": {"loss_scale": 1e40}})
 
 
 # --- states that are not saved

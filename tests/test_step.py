@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from short_runs import train
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
@@ -12,7 +12,7 @@ STEPS = 20
 
 
 def configuration(family: str, mesh: tuple[int, int, int], microbatches: int, batch: int = 8) -> Config:
-    return decode(
+    return load(
         {
             "model": {
                 "family": family,

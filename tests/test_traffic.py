@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.hlo import Collective, collectives
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.placement import Placed
@@ -26,7 +26,7 @@ WITHIN = 0.03
 
 def configuration(mesh: tuple[int, int, int], family: str = "llama", **parallel: Any) -> Config:
     model = {"layers": 8, "d_model": 32, "heads": 8, "kv_heads": 8, "d_ff": 128, "vocab_size": 128, "max_positions": 64}
-    return decode(
+    return load(
         {
             "model": {**model, "family": family},
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
@@ -121,14 +121,13 @@ def held(leaf: Placed, tensor: int, stages: int) -> float:
 def measured(program: Program) -> dict[str, float]:
     """Bytes sent by name, from the compiled step; on CPU idle slots of the pipeline are skipped."""
     config = program.config
-    busy = config.parallel.microbatches / ticks(program)
     found: dict[str, float] = defaultdict(float)
-    for c in collectives(program.lower().compile(), program.mesh):
-        found[name(c, config)] += c.sent * c.trips * (busy if c.conditionals else 1)
+    for c in collectives(program.lower().compile(), program.mesh, program.busy):
+        found[name(c, config)] += c.sent * c.times
     found.pop("nothing: one device", None)
     if "messages" in found:
-        found["messages in idle ticks"] = found["messages"] * (1 - busy)
-        found["messages"] *= busy
+        found["messages in idle ticks"] = found["messages"] * (1 - program.busy)
+        found["messages"] *= program.busy
     return dict(found)
 
 

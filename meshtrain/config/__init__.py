@@ -4,7 +4,7 @@ from other keys, `check` refuses what cannot run before a device is touched.
 
 from meshtrain.config.check import check, notes
 from meshtrain.config.follow import replaced, resolve
-from meshtrain.config.load import decode, load, to_yaml
+from meshtrain.config.load import load, to_yaml
 from meshtrain.config.schema import (
     CheckpointConfig,
     Config,
@@ -23,6 +23,6 @@ from meshtrain.errors import ConfigError, refusal, short
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "decode", "load", "notes", "refusal", "replaced", "resolve", "short",
+    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "load", "notes", "refusal", "replaced", "resolve", "short",
     "to_yaml",
 ]  # fmt: skip

@@ -20,12 +20,14 @@ def resolve(config: AnyConfig) -> AnyConfig:
 
 def replaced(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
     """A resolved config with other values, by section: replaced(config, mesh={"data": 2}). What followed from the others follows again."""
-    changed = put(config, **sections)
-    for path, key in keys(type(config)).items():
-        section, _, name = path.partition(".")
-        if name not in sections.get(section, ()) and followed(config, path):
-            changed = _with(changed, path, key.default)
-    return resolve(changed)
+    return resolve(put(unresolved(config), **sections))
+
+
+def unresolved(config: AnyConfig) -> AnyConfig:
+    """A resolved config before what follows was filled in."""
+    for path in [path for path in keys(type(config)) if followed(config, path)]:
+        config = _with(config, path, keys(type(config))[path].default)
+    return config
 
 
 def put(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:

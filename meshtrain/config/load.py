@@ -7,14 +7,14 @@ Values are decoded by the type that `schema` declares, since YAML itself reads `
 import contextlib
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from meshtrain.config.check import check
-from meshtrain.config.follow import put, resolve
+from meshtrain.config.follow import put, resolve, unresolved
 from meshtrain.config.key import keys
 from meshtrain.config.schema import Config
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
@@ -27,12 +27,20 @@ GIVEN = "the given values"
 EXAMPLE = "it needs at least one section, such as 'mesh: {data: 2}'"
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The checked, resolved config of a YAML file (None: of the defaults) with `key.path=value` overrides, in their order.
+def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()) -> Config:
+    """The checked, resolved config of a YAML file, of nested dicts, of another config or (None) of the defaults, with
+    `key.path=value` overrides in their order. What follows from other keys follows from the overridden ones.
 
     ConfigError (one sentence) otherwise.
     """
-    config = Config() if path is None else read_section(Config, path, "config", "--config", EXAMPLE)
+    if source is None:
+        config = Config()
+    elif isinstance(source, Config):
+        config = unresolved(source)
+    elif isinstance(source, Mapping):
+        config = _of_mapping(source)
+    else:
+        config = read_section(Config, source, "config", "--config", EXAMPLE)
     for override in overrides:
         config = _override(config, override)
     config = resolve(config)
@@ -40,17 +48,14 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def decode(values: dict[str, Any]) -> Config:
-    """A checked config from nested dicts, for notebooks and tests."""
+def _of_mapping(values: Mapping[str, Any]) -> Config:
     try:
-        node = compose(yaml.safe_dump(values)) if values else None
+        node = compose(yaml.safe_dump(dict(values))) if values else None
     except yaml.representer.RepresenterError as error:
         raise ConfigError(
             f"the given values hold {short(repr(error.args[-1]))}; they may be texts, numbers, switches and lists."
         ) from None
-    config = resolve(_section(Config, node, "", GIVEN, "config") if node is not None else Config())
-    check(config)
-    return config
+    return _section(Config, node, "", GIVEN, "config") if node is not None else Config()
 
 
 def to_yaml(config: Config) -> str:

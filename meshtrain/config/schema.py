@@ -11,6 +11,7 @@ from meshtrain.errors import ConfigError, divisors
 from meshtrain.families import FAMILIES
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
+from meshtrain.shown import Shown
 
 FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Resume.TOKENS
 SHAPE, SIZE = Resume.SHAPE, Resume.SIZE
@@ -280,8 +281,8 @@ class LogConfig:
     every: int = key(1, "steps between rows of metrics.jsonl", least=1)
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, repr=False)
+class Config(Shown):
     """The whole configuration; `load.load` makes one from YAML and overrides."""
 
     run: RunConfig = field(default_factory=RunConfig)

@@ -24,6 +24,7 @@ from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, all_placed, stages
 from meshtrain.schedule.generators import make_table
 from meshtrain.schedule.table import Table
+from meshtrain.shown import Shown
 
 Tree = Any
 
@@ -39,7 +40,7 @@ def is_placed(x: Any) -> bool:
     return isinstance(x, Placed)
 
 
-class Layout:
+class Layout(Shown):
     """The weights of a model on a mesh, and the way between canonical and live trees."""
 
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:

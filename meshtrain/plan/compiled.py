@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshtrain.config import Config, ConfigError, short
-from meshtrain.plan import ticks, traffic
+from meshtrain.plan import traffic
 from meshtrain.plan.estimate import Plan
 
 # Streaming multiprocessors, clock in GHz, L2 and shared memory in bytes, compute capability, memory and its bandwidth:
@@ -80,14 +80,12 @@ def compile_step(config: Config, target: str) -> Compiled:
 
     jax_mesh = make_mesh(config, found)
     program = Program(config, jax_mesh)
-    lowered = program.train_step.lower(program.state_shapes, program.batch_shapes(_batch(config)))  # type: ignore[attr-defined]
+    lowered = program.lower(program.batch_shapes(_batch(config)))
     start = clock.perf_counter()
     executable = lowered.compile()
     seconds = clock.perf_counter() - start
     memory = executable.memory_analysis()
     assert memory is not None, "XLA's CPU and GPU compilers both tell what they allocate"
-    # On CPU idle work stands in conditionals, taken as often as the table has work for a stage.
-    share = _busy(config) if name == "cpu" else 1.0
     return Compiled(
         target=f"{name}x{devices}",
         argument_bytes=memory.argument_size_in_bytes,
@@ -95,7 +93,7 @@ def compile_step(config: Config, target: str) -> Compiled:
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         compile_seconds=seconds,
-        collectives=[_row(c, share) for c in collectives(executable, jax_mesh)],
+        collectives=[_row(c) for c in collectives(executable, jax_mesh, program.busy)],
     )
 
 
@@ -105,23 +103,15 @@ def _batch(config: Config) -> dict[str, None]:
     return dict.fromkeys(("tokens", "labels", *packed))
 
 
-def _busy(config: Config) -> float:
-    """Share of a pipeline's ticks in which a stage has work."""
-    if config.mesh.pipeline == 1:
-        return 1.0
-    table = ticks.table(config)
-    return table.microbatches * table.chunks / table.ticks
-
-
-def _row(collective: Any, share: float) -> dict[str, Any]:
-    trips = round(collective.trips * (share if collective.conditionals else 1.0))
+def _row(collective: Any) -> dict[str, Any]:
+    times = round(collective.times)
     return {
         "kind": collective.kind,
         "axis": collective.axis,
         "bytes": collective.bytes,
         "ranks": collective.ranks,
-        "trip_count": trips,
-        "sent_bytes": collective.sent * trips,
+        "trip_count": times,
+        "sent_bytes": collective.sent * times,
         "source": collective.source,
     }
 

@@ -13,6 +13,7 @@ from meshtrain.plan.seconds import Pieces, StepTime, checkpoint_seconds, data_se
 from meshtrain.plan.traffic import Flow
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulate import Timeline
+from meshtrain.shown import Shown
 
 PART_NAMES = {
     "matmul": "matrix products", "attention": "attention", "memory": "norms, activations, sums", "recompute": "computed again",
@@ -21,8 +22,8 @@ PART_NAMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Shown):
     """What a config holds, sends and takes on a cluster. Sizes in bytes, times in seconds, of one device and one step."""
 
     config: Config

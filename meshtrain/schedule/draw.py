@@ -9,8 +9,8 @@ from meshtrain.schedule.simulate import HEAD, OPTIMIZER, Timeline
 from meshtrain.schedule.table import B, F, W
 
 # Colours that stand on white and on black alike; the text on cells is dark, all other text is a middle grey.
-_FILL = {F: "#79aef2", B: "#5fc4a3", W: "#f0c25a", HEAD: "#c79cf0", OPTIMIZER: "#b4bcc6"}
-_INK, _GREY = "#132231", "#7d8590"
+FILL = {F: "#79aef2", B: "#5fc4a3", W: "#f0c25a", HEAD: "#c79cf0", OPTIMIZER: "#b4bcc6"}
+INK, _GREY = "#132231", "#7d8590"
 _ROW, _CELL, _LEFT, _RIGHT, _CURVE = 30, 26, 64, 150, 110  # heights of a row, a cell; margins; height of the curve
 
 
@@ -90,12 +90,12 @@ def gantt_svg(timeline: Timeline) -> str:
 def _legend(timeline: Timeline) -> Iterator[str]:
     x = 12
     for kind, word in _words(timeline).items():
-        yield f'<rect x="{x}" y="52" width="12" height="12" rx="2" fill="{_FILL[kind]}"/><text x="{x + 17}" y="62">{word}</text>'
+        yield f'<rect x="{x}" y="52" width="12" height="12" rx="2" fill="{FILL[kind]}"/><text x="{x + 17}" y="62">{word}</text>'
         x += 30 + 7 * len(word)
     yield f'<rect x="{x}" y="52" width="12" height="12" fill="url(#idle)" stroke="{_GREY}" stroke-width="0.5"/>'
     yield f'<text x="{x + 17}" y="62">idle</text>'
     if timeline.clock == "asynchronous":
-        yield f'<rect x="{x + 52}" y="61" width="12" height="3" fill="{_INK}" stroke="{_GREY}" stroke-width="0.5"/>'
+        yield f'<rect x="{x + 52}" y="61" width="12" height="3" fill="{INK}" stroke="{_GREY}" stroke-width="0.5"/>'
         yield f'<text x="{x + 69}" y="62">critical path</text>'
 
 
@@ -104,7 +104,7 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     critical = set(timeline.critical_path()) if timeline.clock == "asynchronous" else set()
     words = _words(timeline)
     chunks = timeline.table.chunks
-    yield f'<g text-anchor="middle" font-size="10" stroke="{_INK}" stroke-width="0">'
+    yield f'<g text-anchor="middle" font-size="10" stroke="{INK}" stroke-width="0">'
     for i in range(len(timeline.kind)):
         kind, stage, chunk = int(timeline.kind[i]), int(timeline.stage[i]), int(timeline.chunk[i])
         start, end = float(timeline.start[i]), float(timeline.end[i])
@@ -116,18 +116,18 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         place = f"stage {stage}, tick {timeline.tick[i]}: {start:.6g} to {end:.6g}"
         yield (
             f'<g><title>{words[kind]} {label}, {place}</title><rect x="{x + 0.25:.2f}" y="{y}" width="{max(w - 0.5, 0.3):.2f}" '
-            f'height="{_CELL}" rx="1.5" fill="{_lighter(_FILL[kind], pale)}"/>'
+            f'height="{_CELL}" rx="1.5" fill="{lighter(FILL[kind], pale)}"/>'
         )
         if label and w >= 3 + 5.6 * len(label):
-            yield f'<text x="{x + w / 2:.2f}" y="{y + 17}" fill="{_INK}">{label}</text>'
+            yield f'<text x="{x + w / 2:.2f}" y="{y + 17}" fill="{INK}">{label}</text>'
         if i in critical:
-            yield f'<rect x="{x + 0.25:.2f}" y="{y + _CELL - 3}" width="{max(w - 0.5, 0.3):.2f}" height="3" fill="{_INK}"/>'
+            yield f'<rect x="{x + 0.25:.2f}" y="{y + _CELL - 3}" width="{max(w - 0.5, 0.3):.2f}" height="3" fill="{INK}"/>'
         yield "</g>"
     yield "</g>"
 
 
-def _lighter(colour: str, part: float) -> str:
-    """The colour mixed with this part of white."""
+def lighter(colour: str, part: float) -> str:
+    """A colour mixed with this part of white."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from meshtrain.schedule.segments import segments, work_per_tick
 from meshtrain.schedule.table import B, F, Table, W
+from meshtrain.shown import Shown
 
 HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
 CLOCKS = ("asynchronous", "lockstep")
@@ -64,8 +65,8 @@ def _per_virtual_stage(table: Table, name: str, value: PerChunk) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, float), table.virtual_stages)
 
 
-@dataclass(frozen=True, eq=False)
-class Timeline:
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline(Shown):
     """What `simulate` found. Spans are arrays of one length, in the order (tick, place in the tick, stage).
 
     `kind` is F, B, W, HEAD or OPTIMIZER; `microbatch` and `chunk` are -1 for OPTIMIZER. `cause[i]` is the span

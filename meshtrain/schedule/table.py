@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.errors import ConfigError, short
+from meshtrain.shown import Shown
 from meshtrain.text import read_text
 
 F, B, W = 0, 1, 2
@@ -48,8 +49,8 @@ class Op(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
+@dataclass(frozen=True, eq=False, repr=False)
+class Table(Shown):
     """A schedule. `cells[tick, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle."""
 
     name: str
@@ -93,6 +94,11 @@ class Table:
     @property
     def ticks(self) -> int:
         return self.cells.shape[0]
+
+    @property
+    def busy(self) -> float:
+        """Share of the ticks in which a stage has a forward; so many have a backward."""
+        return self.microbatches * self.chunks / self.ticks
 
     @property
     def virtual_stages(self) -> int:

@@ -2,18 +2,18 @@
 
 import pytest
 
-from meshtrain.config import Config, ConfigError, decode, notes
+from meshtrain.config import Config, ConfigError, load, notes
 from meshtrain.schedule.generators import make_table
 from meshtrain.schedule.simulate import Durations, simulate
 
 
 def configuration(**sections: dict) -> Config:
     model = {"layers": 4, "d_model": 48, "heads": 6, "d_ff": 96, "vocab_size": 264}
-    return decode({**sections, "model": {**model, **sections.get("model", {})}})
+    return load({**sections, "model": {**model, **sections.get("model", {})}})
 
 
 def test_default_config_is_legal_and_free_of_notes():
-    assert notes(decode({})) == []
+    assert notes(load({})) == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_sequences_offered_for_sequence_parallelism_are_legal():
 
 
 def test_a_warm_up_that_outlasts_the_run_is_noted():
-    found = notes(decode({"train": {"steps": 5}, "optimizer": {"warmup_steps": 10}}))
+    found = notes(load({"train": {"steps": 5}, "optimizer": {"warmup_steps": 10}}))
     assert any("warmup_steps 10 is more than train.steps 5" in sentence for sentence in found)
 
 

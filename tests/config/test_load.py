@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshtrain.config import Config, ConfigError, decode, load, to_yaml
+from meshtrain.config import Config, ConfigError, load, to_yaml
 from meshtrain.config.key import keys
 
 
@@ -21,7 +21,7 @@ def read(tmp_path):
 
 
 def test_keys_left_out_keep_their_defaults(read):
-    assert read("mesh: {data: 2}") == decode({"mesh": {"data": 2}})
+    assert read("mesh: {data: 2}") == load({"mesh": {"data": 2}})
     assert read("mesh:").mesh == Config().mesh, "a section may stand there without keys"
 
 
@@ -113,7 +113,7 @@ def test_an_alias_stands_for_what_it_names_and_a_bomb_of_them_takes_no_room(read
 
 def test_what_yaml_has_no_word_for_is_refused_when_given_from_python():
     with pytest.raises(ConfigError, match=r"^the given values hold Path\('x'\)"):
-        decode({"run": {"directory": type("Path", (), {"__repr__": lambda self: "Path('x')"})()}})
+        load({"run": {"directory": type("Path", (), {"__repr__": lambda self: "Path('x')"})()}})
 
 
 def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
@@ -151,4 +151,4 @@ def test_errors_name_file_and_line(read, tmp_path):
 
 def test_given_values_are_named_without_a_line():
     with pytest.raises(ConfigError, match=r"^the given values: there is no key model\.layer; did you mean layers\?$"):
-        decode({"model": {"layer": 3}})
+        load({"model": {"layer": 3}})

@@ -56,7 +56,9 @@ def test_a_cache_that_cannot_be_written_is_reported(
 
 
 def test_processes_that_start_at_once_share_one_preparation(own_cache: Path) -> None:
-    script = "from meshtrain.config import decode; from meshtrain.data import open_data; print(open_data(decode({}))[0].digest)"
+    script = (
+        "from meshtrain.config import load; from meshtrain.data import open_data; print(open_data(load({}))[0].digest)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)

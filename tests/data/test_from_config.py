@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_configs import config
 
-from meshtrain.config import Config, ConfigError, DataConfig, decode
+from meshtrain.config import Config, ConfigError, DataConfig, load
 from meshtrain.data import open_data
 from meshtrain.data.cache import open_files
 from meshtrain.data.inputs import find
@@ -36,7 +36,7 @@ def prepared(text: Path, bpe: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_the_standard_library_is_there_without_a_config() -> None:
-    train, validation = open_data(decode({}))
+    train, validation = open_data(load({}))
     assert validation is not None
     batch = train.batch(0)
     assert batch.keys() == {"tokens", "labels"}
@@ -103,7 +103,7 @@ def test_a_line_of_the_log_says_what_an_epoch_is(batching: str, text: Path) -> N
 def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("words " * 1000)
     assert open_data(config(tmp_path / "one.txt"))[1] is None
-    asked = decode(
+    asked = load(
         {"data": {"source": str(tmp_path / "one.txt")}, "train": {"sequence_length": 64}, "eval": {"every": 5}}
     )
     with pytest.raises(ConfigError, match=r"eval.every is 5, but of held-out text \S+one\.txt holds no document"):
@@ -120,7 +120,7 @@ def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling() -> N
 
 def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size 256 is less than the 257 tokens of data\.tokenizer byte"):
-        open_data(decode({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
+        open_data(load({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
 
 
 def test_shards_of_another_tokenizer_are_refused_with_the_right_one(prepared: Path) -> None:
@@ -222,7 +222,7 @@ def test_bad_documents_in_text_are_refused_by_choice(tmp_path: Path) -> None:
 )
 def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(values: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        decode(values)
+        load(values)
 
 
 # --- kinds of source from outside

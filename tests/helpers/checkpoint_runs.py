@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from meshtrain.checkpoint import Checkpointer
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program, State
 
@@ -41,7 +41,7 @@ def config(directory: Path | str = "unused", layout: str = "one device", **secti
     }
     for name, keys in sections.items():
         values[name] = {**values.get(name, {}), **keys}
-    return decode(values)
+    return load(values)
 
 
 @cache

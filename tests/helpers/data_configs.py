@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.data.manifest import Manifest
 from meshtrain.data.shards import ShardWriter
 from meshtrain.data.tokenizer import load_tokenizer
@@ -14,7 +14,7 @@ from meshtrain.data.tokenizer import load_tokenizer
 def config(source: Path | str, *, length: int = 64, batch: int = 8, seed: int = 0, **data: Any) -> Config:
     """A config that reads `source` in batches of `batch` rows of `length`."""
     train = {"sequence_length": length, "global_batch_size": batch}
-    return decode({"data": {"source": str(source), **data}, "train": train, "run": {"seed": seed}})
+    return load({"data": {"source": str(source), **data}, "train": train, "run": {"seed": seed}})
 
 
 def write_random_shards(directory: Path, shards: int, documents: int, mean: int) -> None:

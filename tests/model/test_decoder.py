@@ -8,7 +8,7 @@ import reference
 from flax import nnx
 from short_runs import canonical_numbers, place, token_batches, train
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.model.decoder import Decoder
 from meshtrain.parallel.layout import Layout
@@ -17,7 +17,7 @@ from meshtrain.step import Program
 
 def configuration(family: str = "llama", mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict) -> Config:
     model = {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "d_ff": 36, "vocab_size": 61}
-    return decode(
+    return load(
         {
             **sections,
             "model": {**model, "family": family, **sections.get("model", {})},

@@ -15,7 +15,7 @@ from covering import thorough_but
 from short_runs import canonical_numbers, place, start, token_batches
 
 import meshtrain as mt
-from meshtrain.config import Config, ConfigError, decode
+from meshtrain.config import Config, ConfigError, load
 from meshtrain.model import hooks
 from meshtrain.model.attention import attend
 from meshtrain.model.layers import Block
@@ -111,7 +111,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 
 def configuration(mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict[str, Any]) -> Config:
-    return decode(
+    return load(
         {
             "model": sections.pop("model", MODEL),
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),

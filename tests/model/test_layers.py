@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.model.layers import Norm, rotary, rotate
 
 
 def model(family: str) -> object:
-    return decode({"model": {"family": family, "d_model": 16, "heads": 2, "layers": 1}}).model
+    return load({"model": {"family": family, "d_model": 16, "heads": 2, "layers": 1}}).model
 
 
 def test_rms_norm_has_unit_mean_square_and_its_scale():

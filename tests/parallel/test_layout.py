@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from short_runs import canonical_numbers, place, train
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed, notes
@@ -15,7 +15,7 @@ from meshtrain.parallel.placement import Placed, notes
 
 def configuration(mesh: tuple[int, int, int], family: str = "gpt2", zero: int = 1, **sections: dict) -> Config:
     model = {"layers": 5, "d_model": 42, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
-    return decode(
+    return load(
         {
             "model": {**model, "family": family, **sections.get("model", {})},
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),

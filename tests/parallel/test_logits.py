@@ -8,7 +8,7 @@ import pytest
 import reference
 from short_runs import canonical_numbers, place, token_batches
 
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.parallel.forward import Forward
 from meshtrain.step import Program
 
@@ -23,7 +23,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logits_are_the_references_on_every_layout(name):
     mesh, parallel, family = LAYOUTS[name]
-    config = decode(
+    config = load(
         {
             "model": {"family": family, "layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257},
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),

@@ -6,7 +6,7 @@ import pytest
 from covering import thorough_but
 from short_runs import token_batches
 
-from meshtrain.config import Config, ConfigError, decode
+from meshtrain.config import Config, ConfigError, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel import offload
 from meshtrain.step import Program, State
@@ -17,7 +17,7 @@ MODEL = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
 def configuration(precision: dict[str, object] | None = None, **parallel: object) -> Config:
     train = {"global_batch_size": 4, "sequence_length": 16}
     mesh = {"data": 2, "tensor": 2}
-    return decode({"model": MODEL, "mesh": mesh, "parallel": parallel, "precision": precision or {}, "train": train})
+    return load({"model": MODEL, "mesh": mesh, "parallel": parallel, "precision": precision or {}, "train": train})
 
 
 def step(config: Config) -> tuple:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.parallel.placement import splits
 
 
@@ -15,7 +15,7 @@ from meshtrain.parallel.placement import splits
     ],
 )
 def test_named_dimensions_lie_on_the_axes_that_divide_them(sections, expected):
-    config = decode(sections)
+    config = load(sections)
     table = splits(config.model, config.mesh, config.parallel.vocab)
     assert {name: table[name] for name in expected} == expected
     assert (table["layers"], table["heads"], table["mlp"]) == (("pipeline",), ("tensor",), ("tensor",))

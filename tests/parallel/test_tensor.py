@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain.compat import vary, varying
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.hlo import collectives
 from meshtrain.mesh import make_mesh
 from meshtrain.model.loss import Vocabulary, cross_entropy
@@ -22,7 +22,7 @@ WIDTH, HIDDEN, LENGTH = 12, 32, 8
 
 
 def on_mesh(tensor: int, pipeline: int = 1, **parallel: object) -> tuple[Config, Mesh, MeshCollectives]:
-    config = decode(
+    config = load(
         {
             "model": {"layers": 4, "d_model": 64, "heads": 8},
             "mesh": {"tensor": tensor, "pipeline": pipeline},

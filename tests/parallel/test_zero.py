@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from short_runs import place
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.hlo import live_bytes
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.model.weights import Weight
@@ -37,7 +37,7 @@ STACKED = PartitionSpec(AXES)  # what each device holds for itself, one entry a 
 def configuration(
     mesh: tuple[int, int, int], stage: int, compute: str = "bfloat16", layers: int = 4, **parallel: Any
 ) -> Config:
-    return decode(
+    return load(
         {
             "model": {"layers": layers, "d_model": 64, "heads": 8, "kv_heads": 4, "d_ff": 200, "vocab_size": 257},
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),

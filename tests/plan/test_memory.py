@@ -10,7 +10,7 @@ from covering import covering, thorough_but
 from jax.sharding import PartitionSpec
 
 from meshtrain.compat import residuals, vary, varying
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
@@ -31,7 +31,7 @@ def test_the_zero_papers_table_comes_out(data, expected):
 def odd(family, mesh, **parallel):
     """A model whose sizes divide by nothing, on a mesh (data, tensor, pipeline)."""
     data, tensor, stages = mesh
-    return decode(
+    return load(
         {
             "model": {
                 "family": family, "layers": 5, "d_model": 84, "heads": 6, "kv_heads": 3, "d_ff": 190, "vocab_size": 257,
@@ -107,7 +107,7 @@ KEPT = [(), *((name,) for name in NAMES), ("qkv", "attention"), NAMES]
 def layer(family, tensor=2, dropout=0.0, **parallel):
     """A model of odd sizes; with one block of queries, so that the blockwise attention of CPUs keeps the scores as one array."""
     sizes = {"layers": 7, "d_model": 96, "heads": 8, "kv_heads": 4, "d_ff": 320, "vocab_size": 64}
-    return decode(
+    return load(
         {
             "model": {"family": family, "dropout": dropout} | sizes,
             "mesh": {"tensor": tensor},
@@ -145,7 +145,7 @@ ON_CPU = [
 
 @pytest.mark.parametrize("mesh, parallel", ON_CPU, ids=str)
 def test_what_a_step_holds_is_what_xlas_cpu_program_holds(mesh, parallel):
-    config = decode(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
+    config = load(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
     held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
     planned = memory.total(memory.items(config, ticks.facts(config), platform="cpu"))

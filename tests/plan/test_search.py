@@ -3,14 +3,14 @@ import itertools
 
 import pytest
 
-from meshtrain.config import ConfigError, check, decode, replaced
+from meshtrain.config import ConfigError, check, load, replaced
 from meshtrain.plan import named, plan
 from meshtrain.plan.search import candidates, meshes, reason, search
 
 
 @pytest.fixture
 def small():
-    return decode(
+    return load(
         {
             "model": {"layers": 6, "d_model": 512, "heads": 8, "vocab_size": 1000},
             "precision": {"compute": "bfloat16"},

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from meshtrain.config import decode, replaced
+from meshtrain.config import load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.plan import ACCELERATORS, compute, named, plan, seconds, shapes
@@ -46,7 +46,7 @@ def test_what_is_computed_again_is_what_xla_compiles_again(family):
 
     def made(**parallel):
         sizes = {"layers": 1, "d_model": 256, "heads": 8, "head_dim": 32, "d_ff": 512, "vocab_size": 64}
-        config = decode({"model": {"family": family} | sizes, "parallel": parallel, "train": {"global_batch_size": 32, "sequence_length": 8}})  # fmt: skip
+        config = load({"model": {"family": family} | sizes, "parallel": parallel, "train": {"global_batch_size": 32, "sequence_length": 8}})  # fmt: skip
         return config, Program(config, make_mesh(config)).lower().compile().cost_analysis()["flops"]
 
     cluster = dataclasses.replace(named("cpu", 1), accelerator=without_limits("cpu"))

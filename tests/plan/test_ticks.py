@@ -5,7 +5,7 @@ import itertools
 import pytest
 from covering import covering, thorough_but
 
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.plan import named, plan
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 
@@ -25,7 +25,7 @@ def test_a_schedule_and_its_own_csv_are_planned_alike(case, tmp_path):
     file.write_text(make_table(schedule, stages, microbatches, chunks).to_csv())
 
     def planned(name: str) -> tuple:
-        config = decode(
+        config = load(
             {
                 "model": MODEL,
                 "mesh": {"data": 2, "tensor": 2, "pipeline": stages},

@@ -1,13 +1,13 @@
 import pytest
 
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.plan import named, plan, ticks, traffic
 from meshtrain.plan.compiled import compile_step
 
 
 def small(mesh, **parallel):
     data, tensor, stages = mesh
-    return decode(
+    return load(
         {
             "model": {"layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 96, "vocab_size": 128},
             "mesh": {"data": data, "tensor": tensor, "pipeline": stages},

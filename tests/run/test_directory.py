@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.config import ConfigError, decode
+from meshtrain.config import ConfigError, load
 from meshtrain.run.directory import NEWEST, note_checkpoint, noted_checkpoint, run_directory, set_aside
 
 NOBODY = 65534
 
 
 def entered(directory):
-    return run_directory(decode({"run": {"directory": str(directory)}}))
+    return run_directory(load({"run": {"directory": str(directory)}}))
 
 
 def test_a_directory_and_the_metrics_of_a_run_before_are_taken(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from meshtrain.config import decode, load
+from meshtrain.config import load
 from meshtrain.run.failures import RunFailure
 from meshtrain.run.lock import RunLock
 from meshtrain.run.record import RunRecord
@@ -19,7 +19,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def record(directory):
-    config = decode({"run": {"directory": str(directory)}})
+    config = load({"run": {"directory": str(directory)}})
     lock = RunLock(directory)
     record = RunRecord(directory, config, 0, lock)
     record.write({"step": 1})

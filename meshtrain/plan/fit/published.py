@@ -12,7 +12,7 @@ torchtitan      benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: H10
 
 from dataclasses import dataclass, replace
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.plan.cluster.accelerators import Accelerator
 from meshtrain.plan.cluster.cluster import named
 from meshtrain.plan.compute import Practice
@@ -54,7 +54,7 @@ def _gpt(
     schedule = "interleaved" if chunks > 1 else "1f1b"
     pieces = {"schedule": schedule, "virtual_stages": chunks, "vocab": "edge"}
     pieces["microbatches"] = batch // data // microbatch
-    return decode(
+    return load(
         {
             "model": {"family": "gpt2", "layers": layers, "d_model": width, "heads": heads, "vocab_size": vocabulary},
             "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
@@ -92,7 +92,7 @@ def _megatron_2024(name: str, shape: tuple[int, int, int], layout: tuple[int, in
 
 def _torchtitan(name: str, devices: int, practice: Practice, reported: float) -> Run:
     batch, length = 2 * devices, 8192
-    config = decode(
+    config = load(
         {
             "model": {
                 "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256,

@@ -21,7 +21,7 @@ from covering import covering, thorough_but
 from jax.sharding import PartitionSpec
 from short_runs import canonical_numbers, place, token_batches
 
-from meshtrain.config import Config, decode
+from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.forward import Forward
 from meshtrain.parallel.layout import Layout
@@ -101,7 +101,7 @@ def configuration(cell: Cell, folder: Path, **model: Any) -> Config:
         schedule = str(folder / "own.csv")
         Path(schedule).write_text(own_table(stages, cell.microbatches, cell.chunks).to_csv())
     sizes = {"layers": layers, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": VOCABULARY}
-    return decode(
+    return load(
         {
             "model": {"family": cell.family, **sizes, **model},
             "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
@@ -152,7 +152,7 @@ def expected(config: Config) -> tuple[Tree, float, Tree]:
 
 def one_device(config: Config) -> Config:
     """What of a config the reference depends on."""
-    plain = decode({})
+    plain = load({})
     return dataclasses.replace(plain, model=config.model, train=config.train)
 
 

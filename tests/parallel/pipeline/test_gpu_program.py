@@ -22,14 +22,14 @@ pytestmark = pytest.mark.skipif(
 
 COMPILE = """
 import sys
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.plan.compiled import described_devices
 from meshtrain.step import Program
 
 schedule, chunks, *mesh = sys.argv[1:]
 data, tensor, pipeline = map(int, mesh)
-config = decode({
+config = load({
     "model": {"layers": 2 * pipeline * int(chunks), "d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 32768},
     "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
     "parallel": {"schedule": schedule, "virtual_stages": int(chunks), "microbatches": 16},

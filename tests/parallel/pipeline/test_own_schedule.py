@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from short_runs import canonical_numbers, place, token_batches
 
-from meshtrain.config import ConfigError, decode, load
+from meshtrain.config import ConfigError, load
 from meshtrain.mesh import make_mesh
 from meshtrain.plan import named, plan
 from meshtrain.plan.search import candidates, schedules
@@ -30,7 +30,7 @@ def registered():
 
 
 def configuration(schedule: str):
-    return decode(
+    return load(
         {
             "model": {"layers": 4, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 40},
             "mesh": {"data": 2, "tensor": 2, "pipeline": 2},

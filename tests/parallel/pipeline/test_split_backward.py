@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
 
-from meshtrain.config import decode
+from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
 from meshtrain.parallel.pipeline.stage import Stage
@@ -152,7 +152,7 @@ def slots_products(**parallel: Any) -> list[Counter]:
     model = {"layers": 6, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 37}
     schedule = {"schedule": "zb_h1", "microbatches": 2, **parallel}
     train = {"global_batch_size": 4, "sequence_length": 8}
-    config = decode({"model": model, "mesh": mesh, "parallel": schedule, "train": train})
+    config = load({"model": model, "mesh": mesh, "parallel": schedule, "train": train})
     program = Program(config, make_mesh(config))
     counted: list[Counter] = []
 

@@ -1,0 +1,28 @@
+"""What a step sends: a row for each collective of one kind, size and place in the source."""
+
+from collections import Counter
+
+from meshtrain.hlo import Collective, Collectives
+from meshtrain.pictures.picture import AXES, GREY, Picture, bar, block, chip, code, columns, faint, table
+from meshtrain.plan.report import size
+
+
+def picture(found: Collectives) -> Picture:
+    """The largest first. Times are those of one step, on average over the devices."""
+    alike: Counter[Collective] = Counter()
+    for c in found:
+        alike[c] += 1
+    rows = sorted(alike.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
+    total = found.traffic
+    most = max((c.sent * c.times * n for c, n in rows), default=0.0) or 1.0
+    heads = ("axis", "kind", "array", "times", "a device sends", "", "from")
+    html, text = [], [["axis", "kind", "array", "times", "a device sends", "from"]]
+    for c, n in rows:
+        sent, array = c.sent * c.times * n, f"{c.dtype} {size(c.bytes)}"
+        long = bar(sent / most, AXES.get(c.axes[0], GREY) if c.axes else GREY)
+        kind = f"{c.kind}, backward" if c.backward else c.kind
+        html.append((chip(c.axis), kind, array, f"{c.times * n:,.4g}", size(sent), long, code(c.where)))
+        text.append([c.axis, kind, array, f"{c.times * n:,.4g}", size(sent), c.where])
+    sums = [f"{axis} {size(sent)}" for axis, sent in sorted(total.items(), key=lambda item: -item[1])]
+    end = f"a device sends in a step: {', '.join(sums) or 'nothing'}"
+    return Picture(block(table(heads, html), faint(end)), f"{columns(text)}\n{end}")

@@ -1,0 +1,36 @@
+"""Where each weight of a model lies on its mesh, by the names of its axes."""
+
+import jax
+from jax.sharding import Mesh
+
+from meshtrain.mesh import DATA
+from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.placement import Placed
+from meshtrain.pictures import arrays
+from meshtrain.pictures import mesh as meshes
+from meshtrain.pictures.picture import Picture, block, chip, code, columns, faint, table
+from meshtrain.plan.report import count, size
+
+
+def picture(layout: Layout) -> Picture:
+    rows, lines = [], [["weight", "shape, split over", "a device holds"]]
+    masters = jax.tree.leaves(layout.masters)
+    for weight, master in zip(layout.flat, masters, strict=True):
+        part = " x ".join(map(str, master.sharding.shard_shape(master.shape)))
+        held = size(arrays.nbytes(master))
+        axes = _axes(weight)
+        chips = " × ".join(f"{axis} {n} {chip(over) if over else ''}" for axis, n, over in axes)
+        rows.append((code(weight.name), arrays.drawing(master), chips, f"{code(part)} {faint(held)}"))
+        told = " x ".join(f"{axis} {n}" + (f"/{over}" if over else "") for axis, n, over in axes)
+        lines.append([weight.name, told, f"{part}, {held}"])
+    total = sum(arrays.nbytes(master) for master in masters)
+    end = f"{count(layout.parameters)} parameters, {size(total)} of float32 masters a device"
+    devices = meshes.picture(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
+    drawn = table(("weight", "which device holds which part", "shape, split over", "a device holds"), rows)
+    return Picture(block(devices, drawn, end), f"{columns(lines)}\n{end}")
+
+
+def _axes(weight: Placed) -> list[tuple[str, int, str]]:
+    """Each axis of a weight with its size, and the mesh axes that split it, ZeRO's among them."""
+    over = ["+".join((*axes, *((DATA,) if d == weight.zero_dim else ()))) for d, axes in enumerate(weight.over)]
+    return list(zip(weight.axes, weight.shape, over, strict=True))
