@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
+from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, short
 from meshtrain.pictures import mesh as meshes
 from meshtrain.pictures.picture import Picture, block, chip, code, columns, faint, svg, table
@@ -131,7 +132,7 @@ def _part(leaf: Any, part: tuple[tuple[int, int], ...], held: list[Any], place: 
     """One part: a stripe for each device that holds it."""
     x, y, wide, high = place
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    colour = meshes.colours(mesh) if isinstance(mesh, Mesh) and len(mesh.axis_names) == 3 else {}
+    colour = meshes.colours(mesh) if isinstance(mesh, Mesh) and mesh.axis_names == AXES else {}
     ids = [device.id for device in held]
     told = ", ".join(map(str, ids))
     yield f"<g><title>[{', '.join(f'{low}:{end}' for low, end in part)}] on device{'s' * (len(ids) > 1)} {told}</title>"

@@ -1,6 +1,7 @@
 """What a step sends: a row for each collective of one kind, size and place in the source."""
 
 from collections import Counter
+from html import escape
 
 from meshtrain.hlo import Collective, Collectives
 from meshtrain.pictures.picture import AXES, GREY, Picture, bar, block, chip, code, columns, faint, table
@@ -21,8 +22,15 @@ def picture(found: Collectives) -> Picture:
         sent, array = c.sent * c.times * n, f"{c.dtype} {size(c.bytes)}"
         long = bar(sent / most, AXES.get(c.axes[0], GREY) if c.axes else GREY)
         kind = f"{c.kind}, backward" if c.backward else c.kind
-        html.append((chip(c.axis), kind, array, f"{c.times * n:,.4g}", size(sent), long, code(c.where)))
+        html.append((chip(c.axis), kind, array, f"{c.times * n:,.4g}", size(sent), long, _from(c)))
         text.append([c.axis, kind, array, f"{c.times * n:,.4g}", size(sent), c.where])
     sums = [f"{axis} {size(sent)}" for axis, sent in sorted(total.items(), key=lambda item: -item[1])]
     end = f"a device sends in a step: {', '.join(sums) or 'nothing'}"
     return Picture(block(table(heads, html), faint(end)), f"{columns(text)}\n{end}")
+
+
+def _from(c: Collective) -> str:
+    """The line, and beneath it the one that called it; pointing there shows all that led to it."""
+    line, _, caller = c.where.partition(" ← ")
+    below = f"<br>{faint(f'← {caller}')}" if caller else ""
+    return f'<span title="{escape(chr(10).join(map(str, c.lines)))}">{code(line)}{below}</span>'

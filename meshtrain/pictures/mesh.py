@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshtrain.config.schema import AXES, DATA, PIPELINE, TENSOR
+from meshtrain.errors import ConfigError
 from meshtrain.pictures.picture import Picture, block, chip, columns, faint, stage_hue, svg
 
 MOST_DEVICES = 256  # drawn: beyond that numbers are not readable
@@ -18,7 +19,7 @@ _SIDE, _GAP = 34, 26
 
 
 def picture(mesh: Mesh) -> Picture:
-    """ValueError for a mesh whose axes are not data, tensor and pipeline."""
+    """ConfigError for a mesh whose axes are not data, tensor and pipeline."""
     sizes = sizes_of(mesh)
     kind = mesh.devices.flat[0].device_kind
     words = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -33,7 +34,7 @@ def picture(mesh: Mesh) -> Picture:
 def sizes_of(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """Devices along each axis."""
     if tuple(mesh.axis_names) != AXES:
-        raise ValueError(f"the mesh has axes {mesh.axis_names}; a picture is of {', '.join(AXES)}")
+        raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
     return dict(mesh.shape)
 
 

@@ -1,0 +1,239 @@
+"""What is drawn is what is: every part of an array on the devices that hold it, every op of a table, every byte of a step."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import meshtrain as mt
+from meshtrain.hlo import Collective, Collectives, Line
+from meshtrain.pictures import arrays
+from meshtrain.pictures.picture import Picture
+
+TINY = {
+    "model": {"layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 259},
+    "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
+    "parallel": {"microbatches": 2},
+    "train": {"steps": 2, "global_batch_size": 4, "sequence_length": 16},
+    "data": {"source": "synthetic"},
+}
+
+
+@pytest.fixture(scope="module")
+def program() -> mt.Program:
+    return mt.Program(mt.load(TINY))
+
+
+def shown(thing) -> Picture:
+    """The picture of a thing, after what must be true of each: whole HTML that fetches and runs nothing, and says no address."""
+    picture = thing if isinstance(thing, Picture) else mt.show(thing)
+    assert thing._repr_html_() == picture.html and repr(thing) == picture.text
+    ElementTree.fromstring(f"<div>{picture.html}</div>")
+    assert not re.search(r"<script|<style|src=|href=|url\(http|@import", picture.html)
+    assert not re.search(r"0x[0-9a-f]{6}", picture.html + picture.text)
+    return picture
+
+
+def titles(html: str) -> list[str]:
+    return [e.text or "" for e in ElementTree.fromstring(f"<div>{html}</div>").iter() if e.tag.endswith("title")]
+
+
+def test_a_mesh_shows_each_device_once_where_it_is(program):
+    found = titles(shown(mt.show(program.mesh)).html)
+    assert sorted(found) == sorted(
+        f"device {device.id}: data {d}, tensor {t}, pipeline {p}"
+        for (d, t, p), device in np.ndenumerate(program.mesh.devices)
+    )
+    rows = repr(mt.show(program.mesh)).splitlines()
+    assert rows[2].split() == ["data", "0", *(str(program.mesh.devices[0, t, p].id) for p in (0, 1) for t in (0, 1))]
+
+
+def test_every_device_of_a_mesh_has_a_colour_of_its_own():
+    from meshtrain.pictures.mesh import colours
+
+    for shape in ((2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 1, 2)):
+        found = colours(mt.make_mesh(mt.load({"mesh": dict(zip(("data", "tensor", "pipeline"), shape, strict=True))})))
+        assert len(set(found.values())) == 8, shape
+
+
+SPECS = [
+    ((8, 8), PartitionSpec()),
+    ((8,), PartitionSpec("data")),
+    ((8, 6), PartitionSpec(None, "tensor")),
+    ((4, 8, 6, 2), PartitionSpec("pipeline", "data", "tensor")),
+    ((4, 8, 6, 2), PartitionSpec("pipeline")),
+    ((16, 3), PartitionSpec(("pipeline", "tensor", "data"))),
+    ((), PartitionSpec()),
+    ((2, 4, 3, 8), PartitionSpec(None, "tensor", None, "data")),
+]
+
+
+@pytest.mark.parametrize(("shape", "spec"), SPECS)
+def test_an_array_shows_each_part_on_the_devices_that_hold_it_and_the_parts_cover_it(shape, spec, program):
+    array = jax.device_put(jnp.zeros(shape), NamedSharding(program.mesh, spec))
+    html = shown(mt.show(array)).html
+    told = {}
+    for title in titles(html):
+        bounds, devices = re.fullmatch(r"\[(.*)\] on devices? (.*)", title).groups()
+        told[bounds] = {int(device) for device in devices.split(", ")}
+    held: dict[str, set[int]] = {}
+    for shard in array.addressable_shards:
+        bounds = ", ".join("{}:{}".format(*part.indices(n)[:2]) for part, n in zip(shard.index, shape, strict=True))
+        held.setdefault(bounds, set()).add(shard.device.id)
+    assert told == held
+    # the outlines, drawn without fill, together fill the panels
+    (drawing,) = [e for e in ElementTree.fromstring(f"<div>{html}</div>").iter() if e.tag.endswith("svg")]
+    outlines = [e for e in drawing.iter() if e.tag.endswith("rect") and e.get("fill") == "none"]
+    area = sum(float(e.get("width")) * float(e.get("height")) for e in outlines)
+    panels = {e.get("x") for e in drawing.iter() if e.tag.endswith("text") and e.get("font-size") == "9"}
+    gaps = 8 * max(len(panels) - 1, 0)
+    top = 14 if panels else 1
+    assert area == pytest.approx(
+        (float(drawing.get("width")) - gaps) * (float(drawing.get("height")) - top - 1), rel=0.02
+    )
+
+
+def test_an_array_cut_along_more_dimensions_than_there_are_on_paper_is_told_in_words_alone():
+    devices = np.array(jax.devices()).reshape(2, 2, 2, 1)
+    mesh = Mesh(devices, ("a", "b", "c", "d"))
+    wide = jax.device_put(jnp.zeros((2, 2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c", "d")))
+    assert arrays.drawing(wide), "three of the four are cut"
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
+    assert "0: a, 1: b, 2: c" in repr(
+        mt.show(jax.device_put(jnp.zeros((2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c"))))
+    )
+
+
+def test_a_layout_tells_of_each_weight_what_the_live_arrays_hold(program):
+    state = program.init()
+    lines = {line.split()[0]: line for line in shown(program.layout).text.splitlines()[1:-1]}
+    assert set(lines) == {weight.name for weight in program.layout.flat}
+    for weight, array in zip(program.layout.flat, jax.tree.leaves(state.params), strict=True):
+        part = " x ".join(map(str, array.addressable_shards[0].data.shape))
+        assert f" {part}, " in lines[weight.name]
+    q = lines["blocks.attention.q"]
+    assert "layers 3/pipeline" in q and "heads 4/tensor" in q and "embed 16/data" in q
+    assert titles(shown(program.layout).html) == titles(mt.show(program.mesh).html) + [
+        title for array in jax.tree.leaves(state.params) for title in titles(mt.show(array).html)
+    ]
+
+
+def test_a_state_is_a_table_of_its_arrays_and_their_bytes_on_a_device(program):
+    text = shown(mt.show(program.init())).text
+    assert len(text.splitlines()) == len(jax.tree.leaves(program.state_shapes)) + 1
+    from meshtrain.plan.report import size
+
+    assert text.splitlines()[-1] == f"{size(program.state_bytes)} a device"
+
+
+def test_a_program_shows_its_mesh_its_schedule_and_what_is_replaced(program):
+    def my_loss(logits, labels, vocabulary):
+        return vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels)
+
+    text = shown(program).text
+    assert "data 2 x tensor 2 x pipeline 2 = 8 devices" in text and "1f1b: 2 stages, 2 microbatches" in text
+    assert "the loss is my_loss" in shown(mt.Program(program.config, loss=my_loss)).text
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)])
+def test_a_table_shows_every_op_once_in_its_tick_and_stage(name, chunks):
+    table = mt.schedule.make_table(name, 2, 4, chunks)
+    picture = shown(table)
+    words = [e.text for e in ElementTree.fromstring(picture.html).iter() if e.tag.endswith("text")]
+    assert Counter(w for w in words if re.fullmatch(r"[FBIW]\d+(\.\d+)?", w or "")) == Counter(
+        word for tick in range(table.ticks) for stage in range(2) for word in table.cell_text(tick, stage).split()
+    )
+    _, ticks, *rows, verdict = picture.text.splitlines()
+    assert ticks.split() == ["tick", *map(str, range(table.ticks))] and verdict.startswith("legal")
+    starts = [match.start() for match in re.finditer(r"\S+", ticks)][1:]
+    for stage, row in enumerate(rows):
+        ends = [*starts[1:], None]
+        assert [row[a:b].strip() for a, b in zip(starts, ends, strict=True)] == [
+            table.cell_text(tick, stage) for tick in range(table.ticks)
+        ]
+
+
+def test_an_illegal_table_is_drawn_with_what_is_wrong_with_it():
+    wrong = mt.schedule.parse_csv("# schedule=w stages=2 microbatches=1\nstage 0,stage 1\nF0 B0,\n,F0\n,B0\n")
+    verdict = shown(wrong).text.splitlines()[-1]
+    with pytest.raises(mt.schedule.IllegalTable) as raised:
+        mt.schedule.validate(wrong)
+    assert verdict == f"it cannot be run: {raised.value}"
+
+
+def test_what_is_too_large_to_draw_is_told_in_words():
+    large = mt.schedule.make_table("1f1b", 16, 512)
+    assert "<svg" not in shown(large).html and "542 ticks" in shown(large).text
+
+
+def test_a_timeline_is_its_gantt_chart():
+    line = mt.schedule.simulate(mt.schedule.make_table("1f1b", 2, 4), mt.schedule.Durations())
+    assert mt.schedule.gantt_svg(line) in shown(line).html and shown(line).text == mt.schedule.gantt_text(line)
+
+
+def test_a_config_shows_what_is_not_by_default_and_can_be_loaded_again(tmp_path):
+    config = mt.load({**TINY, "checkpoint": {"allow": ["data.source"]}, "parallel": {"sequence_parallel": True}})
+    text = shown(config).text
+    assert mt.load(yaml.safe_load(text)) == config
+    assert "kv_heads: 2" in text and "beta1" not in text
+    assert shown(mt.load(None)).text == "{}  # the defaults"
+
+
+def test_a_plan_shows_the_pictures_of_its_page(program):
+    from meshtrain.plan import page
+
+    plan = mt.plan(mt.load("configs/llama3_8b.yaml"))
+    picture = shown(plan)
+    assert page.memory_bars(plan) in picture.html and page.waterfall(plan) in picture.html
+    assert picture.text.startswith("8.03 B parameters on 64 x h100")
+
+
+def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
+    line = Line("/x/site-packages/p/a.py", 5, "F.f")
+    one = dict(ranks=2, dtype="f32", loops=(), conditionals=(), source="jit(s)/psum", lines=(line,))
+    reduce = Collective("all-reduce", ("data",), bytes=2048, **one)
+    gather = Collective(
+        "all-gather", ("tensor",), bytes=4096, **(one | {"source": "jit(s)/transpose(jvp())/x", "loops": (3,)})
+    )
+    picture = shown(Collectives([reduce, reduce, gather]))
+    _, first, second, end = picture.text.splitlines()
+    assert first.split() == ["tensor", "all-gather,", "backward", "f32", "4", "KiB", "3", "6", "KiB", "p/a.py:5", "F.f"]
+    assert second.split() == ["data", "all-reduce", "f32", "2", "KiB", "2", "4", "KiB", "p/a.py:5", "F.f"]
+    assert end == "a device sends in a step: tensor 6 KiB, data 4 KiB"
+    assert shown(Collectives([])).text.endswith("a device sends in a step: nothing")
+
+
+def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_ours(program):
+    found = program.collectives()
+    assert {axis for c in found for axis in c.axes} == {"data", "tensor", "pipeline"}
+    assert all(c.where for c in found)
+    sends = {c.lines[0].function for c in found if c.kind == "collective-permute"}
+    assert sends == {"_Step.send"}
+    # as many messages of activations as the table has ticks, whether or not a stage has something to say
+    assert {c.times for c in found if c.kind == "collective-permute"} == {program.layout.table.ticks}
+    assert any(c.backward for c in found) and not all(c.backward for c in found)
+
+
+@pytest.mark.parametrize("thing", [3, "text", {"a": 1}, [], np.zeros(3)])
+def test_what_has_no_picture_is_refused_in_a_sentence(thing):
+    with pytest.raises(mt.ConfigError, match=r"there is no picture of .*; mt.show takes a mesh, arrays"):
+        mt.show(thing)
+
+
+def test_a_mesh_of_other_axes_is_refused_in_a_sentence():
+    with pytest.raises(mt.ConfigError, match="the mesh has axes x; make one"):
+        mt.show(Mesh(np.array(jax.devices()), ("x",)))
+
+
+def test_a_schedule_is_drawn_without_loading_jax():
+    script = "import sys, meshtrain as mt; print(mt.schedule.make_table('1f1b', 2, 2)); print('jax' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout.splitlines()[-1] == "False"
