@@ -206,6 +206,19 @@ def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_
     assert run(block=other) == ["meshtrain: the block was silent and is other from here on."]
 
 
+def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = mt.load(TINY, ["run.directory=run", "checkpoint.resume=never"])
+    assert mt.train(config) == 0
+    program, (data, _) = mt.Program(config), mt.open_data(config)
+    state, losses = program.init(), []
+    for k in range(2):
+        state, metrics = program.train_step(state, program.place(data.batch(k)))
+        losses.append(float(metrics["loss"]))
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert losses == [row["loss"] for row in rows]
+
+
 def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(r"## As a library\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10

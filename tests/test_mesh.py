@@ -119,6 +119,40 @@ def test_devices_are_faked_before_jax_starts_and_flags_win(sections, flags, prin
     assert ended.stdout.strip() == printed, ended.stderr
 
 
+NOTEBOOK = """
+import meshtrain as mt, jax
+{before}
+try:
+    mt.fake_devices({count})
+    print(len(jax.devices()), jax.devices()[0].platform, mt.make_mesh(mt.load({{"mesh": {{"tensor": 6}}, "model": {{"heads": 6, "d_model": 48}}}})).size)
+except mt.ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "flags", "printed"),
+    [
+        ("", 6, "", "6 cpu 6"),
+        ("", 6, "--xla_force_host_platform_device_count=7", "7 cpu 6"),
+        ("jax.devices()", 6, "", "JAX has started already, with 1 cpu devices"),
+        (
+            "",
+            6,
+            "--xla_force_host_platform_device_count=5",
+            "JAX has started already, with 5 cpu devices (XLA_FLAGS may",
+        ),
+        ("mt.fake_devices(6)", 6, "", "6 cpu 6"),
+        ("", 0, "", "mt.fake_devices(0): it must be a number from 1 to"),
+    ],
+)
+def test_a_notebook_asks_for_fake_devices_once_and_first(before, count, flags, printed):
+    bare = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
+    command = [sys.executable, "-c", NOTEBOOK.format(before=before, count=count)]
+    ended = subprocess.run(command, env={**bare, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.startswith(printed), ended.stdout + ended.stderr
+
+
 def joins(**environment: str) -> subprocess.Popen:
     script = "import jax; from meshtrain.mesh import join_cluster; join_cluster(); print(jax.process_index(), jax.process_count())"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "JOB_"))}

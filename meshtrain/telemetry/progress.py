@@ -17,7 +17,8 @@ class Reporter:
 
     def __init__(self, steps: int, start: int, quiet: bool = False) -> None:
         self.steps = steps
-        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
+        # in a notebook too: rich would make each line a picture of its own there
+        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, force_jupyter=False)
         self.bar: Progress | None = None
         self.seconds: list[float] = []
         if self.console.is_terminal:

@@ -144,6 +144,16 @@ def test_sections_cannot_be_changed_after_loading(read):
         read("mesh: {data: 2}").mesh.data = 4
 
 
+def test_another_config_is_loaded_with_overrides_and_what_followed_follows_again(read):
+    one = read("train: {steps: 200}\nmodel: {d_model: 64}\noptimizer: {warmup_steps: 7}")
+    assert load(one) == one
+    changed = load(one, ["model.d_model=128", "train.steps=300"])
+    assert changed == read("train: {steps: 300}\nmodel: {d_model: 128}\noptimizer: {warmup_steps: 7}")
+    assert changed.model.d_ff != one.model.d_ff, "it follows from the width"
+    with pytest.raises(ConfigError, match=r"--set mesh\.pipelin=3: there is no key"):
+        load(one, ["mesh.pipelin=3"])
+
+
 def test_errors_name_file_and_line(read, tmp_path):
     with pytest.raises(ConfigError, match=r"c\.yaml, line 4: train\.steps is 'ten'"):
         read("model:\n  layers: 2\ntrain:\n  steps: ten")
