@@ -1,10 +1,11 @@
 """The compiled step: the same run on three axes as on one device, and memory that does not grow with the microbatches."""
 
+import jax
 import numpy as np
 import pytest
 from short_runs import train
 
-from meshtrain.config import Config, load
+from meshtrain.config import Config, load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
@@ -45,3 +46,16 @@ def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
         return Program(config, make_mesh(config)).lower().compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(32) == pytest.approx(temporary(8), rel=0.05)
+
+
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_step_gives_back_arrays_of_the_types_it_took_so_that_it_is_compiled_once(family, compute):
+    def types(tree):
+        # weak ones too, of a dtype that nobody gave
+        return jax.tree.map(lambda x: (x.dtype, x.weak_type), tree)
+
+    program = Program(replaced(configuration(family, (2, 1, 1), 1), precision={"compute": compute}))
+    before = jax.eval_shape(program.init)
+    after, _ = jax.eval_shape(program.train_step, before, program.batch_shapes())
+    assert types(after) == types(before)

@@ -38,7 +38,9 @@ def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nn
         parent, _, attribute = weight.name.rpartition(".")
         if parent == name:
             shape = tuple(n for _, n in weight.dims)
-            drawn = weight.std * jax.random.normal(rngs.params(), shape) if weight.std else jnp.full(shape, weight.fill)
+            # of a dtype that is given: with a weak one the first step would be compiled once more for the second
+            filled = jnp.full(shape, weight.fill, jnp.float32)
+            drawn = weight.std * jax.random.normal(rngs.params(), shape) if weight.std else filled
             setattr(module, attribute, nnx.Param(drawn))
 
 
