@@ -20,9 +20,9 @@ Tree = Any
 def learning_rate(config: Config) -> optax.Schedule:
     """The rate of an update by the number of those before it: a linear climb to the peak, then down to `final_ratio` of it.
 
-    step           1          2         ...  warmup_steps   ...      steps
-    before it      0          1                                    steps - 1
-    rate      peak / warmup  2 peak / warmup      peak     cosine, linear   final_ratio x peak     (constant: peak)
+        step           1          2         ...  warmup_steps   ...      steps
+        before it      0          1                                    steps - 1
+        rate      peak / warmup  2 peak / warmup      peak     cosine, linear   final_ratio x peak     (constant: peak)
 
     A step that float16 skips moves nothing on. Without warm-up the first step has the peak; a run that ends in it never decays.
     """

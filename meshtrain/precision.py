@@ -1,9 +1,11 @@
 """Numbers that stay numbers: float16's dynamic loss scale on the device, and the steps at which a run must end.
 
-float32, bfloat16   a loss or gradient norm that is not finite ends the run
-float16             a step that has one is skipped: no bit of the state changes but the counters and the loss scale, which
-                    falls; a run that would skip for ever ends
-both                a state is saved only if it is `sound`
+By what the step computes in, `precision.compute`:
+
+    float32, bfloat16   a loss or gradient norm that is not finite ends the run
+    float16             a step that has one is skipped: no bit of the state changes but the counters and the loss scale, which
+                        falls; a run that would skip for ever ends
+    both                a state is saved only if it is `sound`
 """
 
 import math

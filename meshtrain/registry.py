@@ -1,6 +1,8 @@
 """Things of one kind that a key of the config names: those of the package, and those that somebody registers from outside.
 
-@SCHEDULES.register / FAMILIES.register(Family("mine", ...))        from then on `model.family: mine` is legal
+    FAMILIES.register(Family("mine", ...))
+
+From then on `model.family: mine` is legal; schedules, optimizers and sources of data are registered likewise.
 """
 
 from collections.abc import Iterator, Mapping

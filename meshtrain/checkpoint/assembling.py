@@ -1,10 +1,10 @@
 """Canonical arrays put together in host memory, where one process has every block of the live ones.
 
-save()      blocked: the live blocks come to the host; on CPU devices they are there, and nothing is copied
-a thread    leaf by leaf, block by block of the canonical array:
+    save()      blocked: the live blocks come to the host; on CPU devices they are there, and nothing is copied
+    a thread    leaf by leaf, block by block of the canonical array:
 
-    live, pipeline 2, 2 chunks    0 1 4 5 │ 2 3 6 7
-    canonical                     0 1 2 3   4 5 6 7      a copy for each run of layers that follow one another in both
+        live, pipeline 2, 2 chunks    0 1 4 5 │ 2 3 6 7
+        canonical                     0 1 2 3   4 5 6 7      a copy for each run of layers that follow one another in both
 
 Nothing is computed on the devices and nothing waits for them. Several processes have to trade blocks: rearrange.py.
 """

@@ -12,16 +12,16 @@ def without_tracebacks() -> None:
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     # The garbage collector meets them whenever it comes by.
     warnings.filterwarnings("ignore", r"coroutine 'OrbaxLayout\..*' was never awaited", RuntimeWarning)
-    if sys.unraisablehook is not report:
+    if sys.unraisablehook is not _report:
         global before
-        before, sys.unraisablehook = sys.unraisablehook, report
+        before, sys.unraisablehook = sys.unraisablehook, _report
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def report(unraisable: "sys.UnraisableHookArgs") -> None:
+def _report(unraisable: "sys.UnraisableHookArgs") -> None:
     # TensorStore reports each write to the loop that Orbax closed when the first one failed.
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         before(unraisable)

@@ -1,8 +1,9 @@
 """Writing steps while training goes on: one at a time, whole or not at all.
 
-save()      blocked: the save before, if it still runs; device to host
-a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► steps beyond retention removed
-            (first, where one process has a live layout that is not the canonical one: assembling.py)
+    save()      blocked: the save before, if it still runs; device to host
+    a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► steps beyond retention removed
+
+The thread begins by putting the arrays together (`checkpoint.assembling`) where one process has them in another layout than the canonical.
 """
 
 import errno

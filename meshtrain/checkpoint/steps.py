@@ -1,14 +1,14 @@
 """The step directories of a run: their names, their commit marker, and what a killed process leaves.
 
-checkpoints/
-  12/               committed: written whole, then renamed; COMMIT was written last
-    arrays/         Orbax: parameters, optimizer state, loss scale, step
-    manifest.json   step, losses, config, versions, the tree of leaves
-    digests.json    SHA-256 of every file above, in blocks
-    COMMIT          format version and the digest of digests.json
-  18.writing/       a save under way, or killed: removed at the next start
-  9.removing/       likewise
-  15.damaged/       failed verification, or stood where a step belongs: set aside, for a person to look at
+    checkpoints/
+      12/               committed: written whole, then renamed; COMMIT was written last
+        arrays/         Orbax: parameters, optimizer state, loss scale, step
+        manifest.json   step, losses, config, versions, the tree of leaves
+        digests.json    SHA-256 of every file above, in blocks
+        COMMIT          format version and the digest of digests.json
+      18.writing/       a save under way, or killed: removed at the next start
+      9.removing/       likewise
+      15.damaged/       failed verification, or stood where a step belongs: set aside, for a person to look at
 
 A number is a claim: a directory, or a link to one, is the step of its name only if its manifest says the same number. Any other name
 is a person's own, such as best/: never gone on from by itself, and as good as a number where a person gives its path.

@@ -1,7 +1,9 @@
 """One unit of the input (documents.units): read, tokenized, written as one shard of each split, and noted.
 
-DIR/units/00000.json       its shards, with counts and digests
-DIR/units/00000.skipped    the documents that it skipped, a line each
+What a unit that is finished leaves beside its shards:
+
+    DIR/units/00000.json       its shards, with counts and digests
+    DIR/units/00000.skipped    the documents that it skipped, a line each
 """
 
 import hashlib

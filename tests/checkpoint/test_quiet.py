@@ -28,7 +28,7 @@ def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch
         RuntimeError("something else"),
         OSError("Event loop is closed"),
     ):
-        quiet.report(SimpleNamespace(exc_type=type(error), exc_value=error))
+        quiet._report(SimpleNamespace(exc_type=type(error), exc_value=error))
     assert [str(u.exc_value) for u in passed] == ["something else", "Event loop is closed"]
 
 

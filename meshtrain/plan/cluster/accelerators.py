@@ -34,14 +34,16 @@ class Peak:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Six numbers between the data sheet and what training reaches; `calibrate` fits them on published runs.
+    """Six numbers between the data sheet and what training reaches.
 
-    matmul      share of the peak that a very large matrix product reaches
-    half_size   a product (m, k, n) reaches that share times 1/(1 + half_size (1/m + 1/k + 1/n))
-    attention   share of the peak that flash attention reaches on the half of the scores that is not masked
-    memory      share of the memory bandwidth that norms, activations, residuals and the optimizer reach
-    link        share of a link's bandwidth that collectives reach
-    exposed     share of the communication that could hide behind compute, but does not
+        matmul      share of the peak that a very large matrix product reaches
+        half_size   a product (m, k, n) reaches that share times 1/(1 + half_size (1/m + 1/k + 1/n))
+        attention   share of the peak that flash attention reaches on the half of the scores that is not masked
+        memory      share of the memory bandwidth that norms, activations, residuals and the optimizer reach
+        link        share of a link's bandwidth that collectives reach
+        exposed     share of the communication that could hide behind compute, but does not
+
+    `plan.fit.calibrate` fits them on published runs.
     """
 
     matmul: float = key(0.75, "share of the peak that a very large matrix product reaches", above=0.0, most=1.0)

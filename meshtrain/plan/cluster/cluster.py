@@ -1,8 +1,10 @@
 """A described cluster: nodes of devices, the links between them by level, and what fails how often.
 
-spine   ┌───────────────┴──────────────┐         a level joins blocks of `devices` devices;
-rail    ├──────────┐        ├──────────┐         a message goes over the lowest level whose
-node   [12345678] [12345678] ...                 block holds both ends
+    spine   ┌───────────────┴──────────────┐
+    rail    ├──────────┐        ├──────────┐
+    node   [12345678] [12345678] ...
+
+A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends.
 """
 
 import dataclasses

@@ -1,13 +1,15 @@
 """Published training runs with their speed, as configs that the planner can be held against.
 
-Megatron 2021   Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-                table 1: A100-80, everything recomputed; TFLOP/s count the recomputation,
-                96 B s L h² (1 + s/6h + V/16Lh). Microbatch and virtual stages of rows that are not in `FITTED` are our guess.
-Megatron 2024   README of NVIDIA/Megatron-LM, "Training Speed and Scalability": H100, data parallel 48; TFLOP/s of the model,
-                72 B s L h² (1 + s/6h + V/12Lh). It does not give microbatch and virtual stages: we take chunks of one or two
-                layers and one sequence (two for the smallest model).
-torchtitan      benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: H100 with 96 GB at 500 W; tokens/s a device.
-                "Selective" recomputation keeps attention and every second product.
+Where their figures stand, and what these leave open:
+
+    Megatron 2021   Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+                    table 1: A100-80, everything recomputed; TFLOP/s count the recomputation,
+                    96 B s L h² (1 + s/6h + V/16Lh). Microbatch and virtual stages of rows that are not in `FITTED` are our guess.
+    Megatron 2024   README of NVIDIA/Megatron-LM, "Training Speed and Scalability": H100, data parallel 48; TFLOP/s of the model,
+                    72 B s L h² (1 + s/6h + V/12Lh). It does not give microbatch and virtual stages: we take chunks of one or two
+                    layers and one sequence (two for the smallest model).
+    torchtitan      benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: H100 with 96 GB at 500 W; tokens/s a device.
+                    "Selective" recomputation keeps attention and every second product.
 """
 
 from dataclasses import dataclass, replace
