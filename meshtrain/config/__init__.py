@@ -1,5 +1,18 @@
-"""The configuration: `schema` names every key and `key` is what it says, `load` reads YAML strictly, `follow` fills in what follows
-from other keys, `check` refuses what cannot run before a device is touched.
+"""The configuration: YAML and `--set` in, one frozen `Config` out, and every mistake refused before a device is touched.
+
+    YAML ──tree──► nodes ──values──► by declared type ──follow──► what follows from other keys ──check──► Config
+             with lines    by the key's own line
+
+A key is one line of `meshtrain.config.schema`: its type, default, bounds, meaning, what it follows from, and what a resume does when it
+has changed. Everything else reads that line. A mistake is one sentence: where, what, what is legal, and the nearest right spelling.
+
+- `meshtrain.config.schema`: every key. `meshtrain.config.key`: what its line can say.
+- `meshtrain.config.load`: `load` (a file and overrides), `decode` (dicts), `to_yaml`.
+- `meshtrain.config.tree`, `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type.
+- `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed.
+- `meshtrain.config.check`: which keys contradict each other; `notes` on what is legal but costs something.
+
+Tried (`python -m experiments.faults`, room `config`): of 116 odd configs none is met by silence or a traceback.
 """
 
 from meshtrain.config.check import check, notes

@@ -1,4 +1,24 @@
-"""From text to the same global batches on any mesh: `open_data` for the batches of a config, `Loader` to have them ahead of time."""
+"""From text to the same global batches on any mesh.
+
+Batch k of a run is a pure function of the seed and k. So the state of the data is one integer, and a run goes on with any number of
+processes in the order that it would have had: each process computes which rows are its own.
+
+    files ──documents──► units ──unit──► shards ──pieces──► windows, packing, grouping   rows of T labels
+                                                               │ permutation, anew each epoch
+    devices ◄──Loader, a thread ahead── rows of this process ◄─┴─ batches: rows of batch k
+
+- `meshtrain.data.from_config`: `open_data`, from a config to `TextBatches`. `meshtrain.data.loader`: `Loader`.
+- `meshtrain.data.inputs`, `meshtrain.data.formats`, `meshtrain.data.documents`: what is read, as what, in what order.
+- `meshtrain.data.prepare`, `meshtrain.data.unit`: text to shards, in parallel, interrupted and gone on with.
+- `meshtrain.data.shards`, `meshtrain.data.manifest`: what lies on disk. `meshtrain.data.cache`: the same, unasked.
+- `meshtrain.data.windows`, `meshtrain.data.packing`, `meshtrain.data.grouping`: the batchings. `meshtrain.data.mixture`: several sources.
+- `meshtrain.data.permutation`: a shuffle without a table. `meshtrain.data.tokenizer`: bytes, or a tokenizer.json.
+
+`python -m meshtrain.data` prepares text, trains a tokenizer and verifies shards.
+
+Measured (`experiments/bench_data.py`): packing fills 0.9998 of the places in rows of 1024. Batches come at 0.48 to 1.30 of the rate at
+which a bare loop copies their tokens and labels out of a memory map.
+"""
 
 from meshtrain.data.from_config import TextBatches, open_data
 from meshtrain.data.loader import Loader

@@ -1,1 +1,21 @@
-"""What is computed: `decoder` puts together the parts in `layers`, `attention` and `loss`; `collectives` are the places where devices meet; `hooks` says what can be replaced from outside."""
+"""What is computed, on whatever share of the weights a device holds.
+
+    tokens [B, T] ─► Embedding ─► Block x layers ─► Head ─► logits [B, T, V] ─► loss [B, T]
+
+    Block     x ─┬─ norm ─ attention ─ + ─┬─ norm ─ MLP ─ + ─►          enter after each norm, leave before each sum
+                 └─────────────────────┘  └───────────────┘
+
+The model knows of no mesh. It calls named places, `meshtrain.model.collectives`, where devices that share a layer must meet; on one
+device these do nothing, and `meshtrain.parallel.tensor` fills them in. One decoder serves all families, which differ by options only
+(`meshtrain.families`).
+
+- `meshtrain.model.weights`: every weight: its name, axes, shape and first value. Without JAX: planner and checkpoints read it too.
+- `meshtrain.model.decoder`, `meshtrain.model.layers`: the drawing above, in Flax NNX.
+- `meshtrain.model.attention`, `meshtrain.model.kernels`: attention, and which kernel is taken where.
+- `meshtrain.model.loss`: cross-entropy where no device has all the logits.
+- `meshtrain.model.dropout`: masks that follow from what a value is, not from where it lies.
+- `meshtrain.model.hooks`: block, attention and loss as functions of your own.
+
+A block is Vaswani et al. 2017 ("Attention is all you need", section 3) with its norms first; each part names its own paper. What makes
+the layers quick on a CPU was found with `experiments/bench_layouts.py`, see "Layouts" in `experiments/README.md`.
+"""

@@ -1,10 +1,29 @@
 """What a layout holds, sends and takes on a described cluster, before a device is paid for.
 
-from meshtrain import config, plan
-planned = plan.plan(config.load("configs/quickstart.yaml"), plan.named("h100", devices=8))
-planned.bytes, planned.seconds, planned.mfu
+    from meshtrain import config, plan
+    planned = plan.plan(config.load("configs/quickstart.yaml"), plan.named("h100", devices=8))
+    planned.bytes, planned.seconds, planned.mfu
 
-A call of the module is a call of its function `plan`, and `python -m meshtrain.plan` its command.
+A call of the module is a call of its function `plan`. `python -m meshtrain.plan --config FILE` is its command.
+
+    config ─┬─ shapes, activations ─► memory     bytes a device
+            ├─ traffic ──────┐
+            ├─ compute ──────┼─► seconds ──► estimate: the plan ──► report, page; search, scaling, advice
+            └─ ticks ────────┘      ▲
+    cluster: accelerators, links, what a collective costs over them
+
+It stands on the facts that the program runs on (`meshtrain.model.weights`, `meshtrain.parallel.placement`, `meshtrain.schedule`), adds
+them up by formula, and imports no JAX but for `--compile` and `--measure`.
+
+- `meshtrain.plan.memory`: bytes. `meshtrain.plan.traffic`: what is sent. `meshtrain.plan.compute`, `meshtrain.plan.seconds`: time.
+- `meshtrain.plan.cluster`: describing machines. `meshtrain.plan.fit`: what the efficiencies are fitted on.
+- `meshtrain.plan.search`: every legal layout, ranked. `meshtrain.plan.advice`: what helps one that does not fit.
+- `meshtrain.plan.failures`: how often to save, and what failures cost. `meshtrain.plan.scaling`: more devices.
+- `meshtrain.plan.compiled`: XLA's own figures for described devices. `meshtrain.plan.measure`: this machine's.
+
+Measured (`experiments/bench_planner.py`): memory against XLA's analysis, 14 configs that nothing was fitted to: median error 2.4%, worst
+7.1%; up to 22% too much where a device is so full that XLA computes again to save memory. Step time of published runs, each left out
+of the fit: median 3.3%, worst 12.3%. A search of 269,580 layouts for 16,384 devices: 1.7 s.
 """
 
 from meshtrain.modules import callable_as

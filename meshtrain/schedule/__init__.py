@@ -1,8 +1,26 @@
 """Pipeline schedules as data, without JAX: tables, the formulas that make them, proof, memory, time and pictures.
 
-table = mt.schedule.make_table("1f1b", stages=4, microbatches=8)    # or mt.schedule.read_csv("mine.csv")
-mt.schedule.validate(table)                                         # IllegalTable says where and why
-mt.schedule.simulate(table, mt.schedule.Durations(head=0.5))        # makespan, bubble_fraction, peak_in_flight
+    table = mt.schedule.make_table("1f1b", stages=4, microbatches=8)    # or mt.schedule.read_csv("mine.csv")
+    mt.schedule.validate(table)                                         # IllegalTable says where and why
+    mt.schedule.simulate(table, mt.schedule.Durations(head=0.5))        # makespan, bubble_fraction, peak_in_flight
+
+Which stage does what in which tick is a table, and all that is to be known of a schedule follows from it. So a new one is a formula
+for its ticks, and memory, bubble, plan, picture and execution come with it. The planner and the compiled step read the same table.
+
+    generators ─┐                 ┌─► validate    proof that it can be run
+    CSV file ───┴─► table.Table ──┼─► buffers     where each value waits, and how deep that is
+                                  ├─► simulate ──► draw     when everything happens, and a picture of it
+                                  └─► segments ──► meshtrain.parallel.pipeline.execute
+
+- `meshtrain.schedule.table`: what a table is, and its CSV; with a drawing of 1F1B.
+- `meshtrain.schedule.generators`: the named schedules with their papers, and how to add one.
+- `meshtrain.schedule.closed_form`, `meshtrain.schedule.facts`: the same without a table, for searches over thousands.
+- `meshtrain.schedule.validate`: what legal means.
+- `meshtrain.schedule.buffers`, `meshtrain.schedule.segments`: for the executor.
+- `meshtrain.schedule.simulate`: the two clocks; `meshtrain.schedule.draw`.
+
+Compared by simulation, with no device: `experiments/pipeline_schedules.py`. That the executor holds what is said here is measured by
+`experiments/bench_pipeline.py`.
 """
 
 from meshtrain.schedule.draw import gantt_svg, gantt_text

@@ -1,1 +1,20 @@
-"""A schedule's table inside the compiled step: run (execute), what a stage computes (stage, split_backward), where values wait (storage)."""
+"""A schedule's table inside the compiled step.
+
+Every device runs one program: a scan over ticks, in which it looks up its own row of the table. A schedule is thus no code, and one
+that is read from a CSV file runs as the named ones do. Forwards and backwards of different microbatches alternate, so there is no `jax.grad`
+around the pipeline: the forward of a stage stashes its residuals in one tick, and the backward takes them up in another.
+
+    table ──buffers──► places ──segments──► loops over ticks           meshtrain.schedule, without JAX
+                                               │
+      F  stage.forward ── residuals ─► storage │ ─► B  stage.backward  execute, this package
+                                               │       or I, W         split_backward
+
+- `meshtrain.parallel.pipeline.execute`: the executor; when messages travel.
+- `meshtrain.parallel.pipeline.stage`: what one stage computes of a microbatch.
+- `meshtrain.parallel.pipeline.split_backward`: a backward as its two halves (Qi et al. 2023, section 2).
+- `meshtrain.parallel.pipeline.storage`: buffers as arrays.
+
+Measured (`experiments/bench_pipeline.py`): 64 microbatches need at most 1% more temporary memory than 8, under all schedules that do
+not hold every microbatch by their nature; to compile 256 takes 0.91 to 1.04 of the time for 8. Each stage holds as many entries as the
+simulator says. Llama-3 8B on 4 stages: with the vocabulary spread over them a GPU has 12% to 14% less work in matrix products.
+"""

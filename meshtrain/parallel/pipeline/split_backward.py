@@ -1,4 +1,4 @@
-"""Splits a backward pass into the input gradient (I) and the weight gradient (W) of zero-bubble schedules (Qi et al. 2024).
+"""Splits a backward pass into the input gradient (I) and the weight gradient (W) of zero-bubble schedules (Qi et al. 2023).
 
     B:  cotangent, residuals ──► input gradient, weight gradients
 

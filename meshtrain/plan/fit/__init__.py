@@ -1,1 +1,13 @@
-"""Published runs, and the efficiency numbers that are fitted on them."""
+"""Published runs, and the efficiency numbers that are fitted on them.
+
+A data sheet says what a device could do. What training reaches of it is six numbers a family of accelerators, fitted on step times that
+others have published for GPUs:
+
+    published: runs as configs ──► the planner's seconds ──► calibrate: numbers that bring the two together
+
+- `meshtrain.plan.fit.published`: the runs, with their sources, and what these leave open.
+- `meshtrain.plan.fit.calibrate`: the fit, and how well it predicts runs that it has not seen.
+
+The numbers themselves stand with their devices, in `meshtrain.plan.cluster.accelerators`; how good they are is printed by
+`experiments/bench_planner.py`.
+"""

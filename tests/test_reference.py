@@ -1,0 +1,115 @@
+"""The API reference: every public module and name says what it is, every page is built, every link leads somewhere."""
+
+import ast
+import html
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import meshtrain as mt
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "meshtrain").rglob("*.py"))
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in MODULES}
+# A drawing, a table or code: columns, or what draws lines.
+COLUMNS = re.compile(r"\S {2,}\S|[─│┌┐└┘├┤┬┴►◄╰╭]")
+# What Markdown may take for its own and lose: a word, a comparison, a heading, a column.
+MEANS = re.compile(r"\w+|[<>#|]")
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Where each docstring of the package stands, and its text."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield f"{path} {getattr(node, 'name', '')}".strip(), text
+
+
+def test_every_module_says_what_it_is():
+    assert not [path for path, tree in TREES.items() if not ast.get_docstring(tree)]
+
+
+def test_every_public_name_says_what_it_is():
+    for name in mt.__all__:
+        found = getattr(getattr(mt, name), "function", getattr(mt, name))
+        # A dataclass without one is given its signature.
+        assert (said := found.__doc__) and not said.startswith(f"{found.__name__}("), name
+        assert inspect.cleandoc(said).splitlines()[0].endswith((".", ",", ":", ";")) or "\n" in said, name
+
+
+def text_of(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page))
+
+
+def test_docstrings_are_shown_as_they_are_written():
+    to_html = pytest.importorskip("pdoc.render_helpers").to_html
+    lost, loose = {}, {}
+    for where, text in docstrings():
+        shown = to_html(text)
+        code = text_of("\n".join(re.findall(r"<pre>.*?</pre>", shown, re.DOTALL)))
+        if MEANS.findall(text) != MEANS.findall(text_of(shown)):
+            lost[where] = text
+        if lines := [line for line in text.splitlines() if COLUMNS.search(line) and line.strip() not in code]:
+            loose[where] = lines
+    assert not lost, "Markdown has taken something of these for its own"
+    assert not loose, "drawings and tables are indented by 4, more than some other line of their docstring below the first"
+
+
+# --- the pages
+
+BUILDING = """
+import json, sys
+from pathlib import Path
+
+def refuse(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        raise RuntimeError(f"{event} {arguments}")
+
+sys.addaudithook(refuse)
+from api_reference import build
+pages = build(Path(sys.argv[1]))
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+print(json.dumps(pages))
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The built pages by path: no warning, no backend and no network."""
+    pytest.importorskip("pdoc")
+    directory = tmp_path_factory.mktemp("reference")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])}
+    command = [sys.executable, "-c", BUILDING, str(directory)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return {path.resolve(): path.read_text() for path in directory.rglob("*.html")}
+
+
+@pytest.mark.thorough
+def test_every_module_has_a_page_and_every_link_leads_somewhere(pages):
+    shown = {match[1] for page in pages.values() if (match := re.search(r"<title>(meshtrain\S*) API", page))}
+    public = (path for path in TREES if not path.endswith("__main__.py"))
+    assert shown == {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in public}
+
+    # What a script builds while one searches is in no page yet.
+    still = {path: re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL) for path, page in pages.items()}
+    anchors = {path: set(re.findall(r'\bid="([^"]*)"', page)) for path, page in still.items()}
+    broken, links = [], 0
+    for path, page in still.items():
+        for link in re.findall(r'\b(?:href|src)="([^"]*)"', page):
+            if link.startswith(("data:", "https://pdoc.dev")):
+                continue
+            links += 1
+            file, _, anchor = unquote(link).partition("#")
+            target = (path.parent / file).resolve() if file else path
+            if target not in pages or (anchor and anchor not in anchors[target]):
+                broken.append((path.name, link))
+    assert not broken and links > 10 * len(pages)
