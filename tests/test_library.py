@@ -219,6 +219,22 @@ def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkey
     assert losses == [row["loss"] for row in rows]
 
 
+def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_path, monkeypatch):
+    (example,) = re.findall(r"\n\n((?:    .*\n|\n)+)", mt.__doc__)[:1]
+    lines = [line.split("  #")[0].strip() for line in example.splitlines() if line.strip()]
+    assert len(lines) == 10 and lines[0] == "import meshtrain as mt"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text(yaml.safe_dump({**TINY, "mesh": {"pipeline": 2}}))
+    monkeypatch.chdir(tmp_path)
+    assert mt.train(mt.load("configs/quickstart.yaml", ["run.directory=runs/quickstart"])) == 0
+    found: dict = {}
+    exec("\n".join(lines), found)
+    assert found["logits"].shape == (1, 2, 260) and float(found["metrics"]["loss"]) > 0
+    looked_at = [line for line in lines if re.fullmatch(r"program\.[\w.()]+", line)]
+    assert [type(eval(line, found)).__name__ for line in looked_at] == ["Layout", "Collectives", "Table"]
+    assert all("<svg" in html or "<table" in html for html in (eval(line, found)._repr_html_() for line in looked_at))
+
+
 def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(r"## As a library\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10

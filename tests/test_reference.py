@@ -59,7 +59,9 @@ def test_docstrings_are_shown_as_they_are_written():
         if lines := [line for line in text.splitlines() if COLUMNS.search(line) and line.strip() not in code]:
             loose[where] = lines
     assert not lost, "Markdown has taken something of these for its own"
-    assert not loose, "drawings and tables are indented by 4, more than some other line of their docstring below the first"
+    assert not loose, (
+        "drawings and tables are indented by 4, more than some other line of their docstring below the first"
+    )
 
 
 # --- the pages

@@ -30,7 +30,9 @@ def build(directory: Path) -> list[str]:
     for module in found:
         if hasattr(module, "__all__") and hasattr(module, "__path__"):
             below = (m.__name__.rpartition(".") for m in found)
-            module.__all__ += [name for parent, _, name in below if parent == module.__name__ and name not in module.__all__]
+            module.__all__ += [
+                name for parent, _, name in below if parent == module.__name__ and name not in module.__all__
+            ]
     # Our docstrings are Markdown; pdoc's default first reads them as reStructuredText.
     pdoc.render.configure(docformat="markdown")
     with warnings.catch_warnings():
