@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     width = max(map(len, ["notebook", *chosen])) + 2
-    print(f"{'notebook':<{width}}{'cells':>5}{'seconds':>9}  verdict")
+    print(f"{'notebook':<{width}}{'cells':>5}{'seconds':>9}  verdict", flush=True)
     began, failed = time.monotonic(), 0
     for name in chosen:
         started = time.monotonic()

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -70,7 +71,9 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
         # A profile of its own: no start-up files of the user's.
         environment["IPYTHONDIR"] = f"{directory}/profile"
         try:
-            with client.setup_kernel(cwd=str(NOTEBOOKS), env=environment, cleanup_kc=True):
+            # What it writes past its cells' outputs is no row of the table here.
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            with client.setup_kernel(cwd=str(NOTEBOOKS), env=environment, cleanup_kc=True, **quiet):
                 for position, (cell, executed) in enumerate(zip(cells, notebook.cells, strict=True), 1):
                     try:
                         client.execute_cell(executed, position - 1)
