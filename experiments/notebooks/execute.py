@@ -21,7 +21,7 @@ _SILENT = logging.Logger("nbclient", logging.CRITICAL + 1)
 
 
 class Raised(Exception):
-    """A cell did not come to its end: which and why, in a sentence, and its text."""
+    """A notebook did not come to its end: which cell and why, in a sentence, and the cell's text."""
 
 
 def check_installed() -> None:
@@ -44,7 +44,7 @@ def as_jupytext_reads(text: str) -> list[Cell]:
 def execute(cells: list[Cell]) -> list[list[Output]]:
     """The outputs of each cell, executed in order in one new kernel whose directory is that of the notebooks.
 
-    Raises Raised for a cell that raises, takes longer than LONGEST, or ends its kernel. The kernel and what it started are ended in
+    Raises Raised for a cell that raises, takes longer than LONGEST, or ends its kernel, and for a kernel that does not start. The kernel and what it started are ended in
     any case, an interrupt included.
     """
     import nbformat
@@ -83,6 +83,8 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
                         raise Raised(f"cell {position} took more than {LONGEST} s.", cell.text) from None
                     except DeadKernelError:
                         raise Raised(f"cell {position} ended its kernel.", cell.text) from None
+        except RuntimeError as error:
+            raise Raised(f"the kernel did not start: {error}") from None
         finally:
             # What the kernel had started, and itself where it was only just starting.
             if (group := getattr(kernel.provisioner, "pgid", None)) is not None:

@@ -65,7 +65,10 @@ def merged(outputs: list[Output]) -> list[Output]:
 
 def stale(committed: str, cells: list[Cell]) -> list[str]:
     """How the committed file's text differs, apart from its outputs, from what the source makes; a sentence at most."""
-    of_file, outputs = read(committed)
+    try:
+        of_file, outputs = read(committed)
+    except (ValueError, KeyError, TypeError):
+        return ["what is committed is no notebook; write it again."]
     if len(of_file) != len(cells):
         return [f"stale: {len(of_file)} cells, the source has {len(cells)}; write it again."]
     for position, (old, new) in enumerate(zip(of_file, cells, strict=True), 1):
