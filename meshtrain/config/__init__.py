@@ -7,7 +7,7 @@ A key is one line of `meshtrain.config.schema`: its type, default, bounds, meani
 has changed. Everything else reads that line. A mistake is one sentence: where, what, what is legal, and the nearest right spelling.
 
 - `meshtrain.config.schema`: every key. `meshtrain.config.key`: what its line can say.
-- `meshtrain.config.load`: `load` (a file and overrides), `decode` (dicts), `to_yaml`.
+- `meshtrain.config.load`: `load`, of a file, dicts or another config, and overrides; `to_yaml`.
 - `meshtrain.config.tree`, `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type.
 - `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed.
 - `meshtrain.config.check`: which keys contradict each other; `notes` on what is legal but costs something.

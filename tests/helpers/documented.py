@@ -1,0 +1,64 @@
+"""What the documentation tells people to type and to open: README.md, the configs' comments, docstrings of the package."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# What is typed: to the end of the code, else to where the sentence around it goes on.
+IN_CODE = re.compile(r"`((?:python(?: -m)?|pip|srun) \w[^`]*)`")
+IN_TEXT = re.compile(r"(?<!`)(python -m (?:meshtrain|experiments)\S*?(?: .*?)?)(?=: |:?$|\)| {2})", re.MULTILINE)
+PATH = re.compile(r"(?<![\w./-])(?:meshtrain|tests|configs|experiments)/[\w./-]*[\w/]")
+NEIGHBOUR = re.compile(r"(?<![\w./-])\w+\.py\b")
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """The language of each fenced block, and what it holds."""
+    return FENCED.findall(text)
+
+
+def docstrings() -> Iterator[tuple[Path, str, str]]:
+    """Every docstring of the package: its file, the name that it belongs to (of a module: none) and its text."""
+    for path in sorted((ROOT / "meshtrain").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield path, getattr(node, "name", ""), text
+
+
+def commands() -> dict[str, list[str]]:
+    """Each command once, in the order of the documentation, with its words: without comments, quotes and line breaks."""
+    typed = []
+    for language, block in fenced(README):
+        if language == "bash":
+            typed += block.replace("\\\n", " ").splitlines()
+    texts = [FENCED.sub("", README), *(text for _, _, text in docstrings())]
+    texts += [path.read_text().replace("#", " ") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+    for text in texts:
+        typed += [*IN_CODE.findall(text), *IN_TEXT.findall(IN_CODE.sub("", text))]
+    found: dict[str, list[str]] = {}
+    for line in typed:
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            found[" ".join(words[:end])] = words[:end]
+            words = words[end + 1 :]
+    return found
+
+
+def paths() -> Iterator[tuple[str, Path]]:
+    """Every path that the README and the docstrings name, with where it is named."""
+    for line in README.splitlines():
+        folder = ROOT
+        for match in re.finditer(f"{PATH.pattern}|{NEIGHBOUR.pattern}", line):
+            # The first of a row is whole, those after it lie beside it.
+            whole = "/" in match[0]
+            yield "README.md", (ROOT if whole else folder) / match[0]
+            folder = (ROOT / match[0]).parent if whole else folder
+    for path, _, text in docstrings():
+        where = path.relative_to(ROOT).as_posix()
+        yield from ((where, ROOT / name) for name in PATH.findall(text))
+        yield from ((where, path.parent / name) for name in NEIGHBOUR.findall(text))

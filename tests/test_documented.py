@@ -1,0 +1,185 @@
+"""What the documentation tells people to type is typed here, in a directory that holds what it names; what it tells them to open is there."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+from documented import README, ROOT, commands, docstrings, fenced, paths
+
+from meshtrain.config import Config
+from meshtrain.config.key import keys
+
+COMMANDS = commands()
+# What cannot be typed here, and why.
+NOT_HERE = {
+    "pip install -e .": "the tests run in an environment that has it",
+    "pip install -e .[test]": "likewise",
+    "pip install -e .[cuda12]": "5.5 GB, for machines with a GPU",
+    "pip install -e .[data]": "a test installs nothing",
+    "python -m pytest": "this is it",
+    "python -m experiments.faults": "takes minutes, and is a stage of CI",
+}
+# A synopsis stands for several commands.
+FORMS = {
+    "python -m meshtrain.checkpoint ls | show | verify | diff": [
+        "python -m meshtrain.checkpoint ls RUN",
+        "python -m meshtrain.checkpoint show RUN",
+        "python -m meshtrain.checkpoint verify RUN",
+        "python -m meshtrain.checkpoint diff RUN RUN",
+    ]
+}
+TYPED = list(
+    dict.fromkeys(form for command in COMMANDS if command not in NOT_HERE for form in FORMS.get(command, [command]))
+)
+PLACEHOLDERS = {"FILE": "mine.yaml", "RUN": "runs/quickstart", "TEXT...": "my_text/"}
+PLACEHOLDER = re.compile(r"[A-Z]{2,}(\.\.\.)?")
+FILE = {
+    "run": {"directory": "runs/mine", "fake_devices": 8},
+    "model": {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 32, "vocab_size": 260},
+    "mesh": {"pipeline": 2},
+    "data": {"source": "my_text/"},
+    "train": {"global_batch_size": 4},
+}
+TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json".split()
+# A run that is as documented, but short; the others are quick.
+SHORTER = {"meshtrain.train": ["--set", "train.steps=2", "--set", "train.sequence_length=32"]}
+QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in command)
+# What each prints, by the first that it contains.
+SAYS = {
+    "--help": r"usage: python -m meshtrain",
+    "--print-config": r"(?m)^model:\n  family: llama\n",
+    "meshtrain.train": r"step 2/2  loss \d\.\d{4}  [\d,]+ tokens/s",
+    "--measure": r"(?m)^accelerator:\n  name: cpu\n",
+    "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",
+    "meshtrain.data prepare": r"tokens \(uint16\) in 1 shards",
+    "meshtrain.data train-tokenizer": r"tokenizer\.json",
+    "meshtrain.checkpoint ls": r"step +saved +loss(?s:.*)\n +2  \d{4}-",
+    "meshtrain.checkpoint show": r"step 2 in (?s:.*)\nversions: python",
+    "meshtrain.checkpoint verify": r"2: intact",
+    "meshtrain.checkpoint diff": r"the same",
+}
+
+
+def run(words: list[str], directory: Path) -> str:
+    """What a command prints that is typed in a directory; the only change to it is SHORTER."""
+    # The programs find the tests' compiled ones, are compiled as quickly, and fake the devices that their configs ask for.
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    more = SHORTER.get(words[2], []) if len(words) > 3 else ["--help"]
+    ended = subprocess.run(
+        [sys.executable, *words[1:], *more],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    line = " ".join([*words, *more])
+    expected = next(said for word, said in SAYS.items() if word in line)
+    assert re.search(expected, ended.stdout), ended.stdout
+    for option, target in pairwise(words):
+        assert option not in ("--gantt", "--output") or (directory / target).exists(), f"nothing at {target}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The first run of the README, typed beside a copy of the configs; the run directory that it leaves."""
+    directory = tmp_path_factory.mktemp("quickstart")
+    shutil.copytree(ROOT / "configs", directory / "configs")
+    run(COMMANDS[QUICKSTART], directory)
+    return directory / "runs" / "quickstart"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """What commands name, but for a run."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "my_text").mkdir()
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        (tmp_path / "my_text" / f"{name}.txt").write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FILE))
+    return tmp_path
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", TYPED)
+def test_what_is_documented_can_be_typed(command, directory, request):
+    words = [PLACEHOLDERS.get(word, word) for word in COMMANDS.get(command, command.split())]
+    assert not (unknown := list(filter(PLACEHOLDER.fullmatch, words))), f"no such thing is made here: {unknown}"
+    if "tokenizer.json" in words:
+        run(TOKENIZER, directory)
+    if command == QUICKSTART or "runs/quickstart" in words:
+        (directory / "runs").mkdir()
+        (directory / "runs" / "quickstart").symlink_to(request.getfixturevalue("quickstart"))
+    if command != QUICKSTART:
+        run(words, directory)
+
+
+def test_what_is_not_typed_here_is_documented():
+    assert len(COMMANDS) > 10
+    assert NOT_HERE.keys() | FORMS.keys() <= COMMANDS.keys()
+
+
+def test_the_readmes_blocks_are_of_kinds_that_are_run_or_shown():
+    languages = [language for language, _ in fenced(README)]
+    assert set(languages) == {"", "bash", "python"}
+    # tests/test_library.py runs it
+    assert languages.count("python") == 1 and "## As a library\n\n```python" in README
+
+
+def test_every_path_that_is_named_is_there():
+    found = list(paths())
+    assert len(found) > 50
+    assert not [f"{where}: {path.relative_to(ROOT)}" for where, path in found if not path.exists()]
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    head, *rest = name.split(".")
+    try:
+        thing: Any = importlib.import_module(head)
+    except ImportError:
+        return False
+    for part in rest:
+        if not hasattr(thing, part):
+            try:
+                importlib.import_module(f"{thing.__name__}.{part}")
+            except (ImportError, AttributeError):
+                return False
+        thing = getattr(thing, part)
+    return True
+
+
+def test_every_module_that_a_package_names_is_there():
+    named = {
+        (path.parent.relative_to(ROOT).as_posix(), name)
+        for path, _, text in docstrings()
+        if path.name == "__init__.py"
+        for name in [*re.findall(r"`(\w+(?:\.\w+)+)`", text), *re.findall(r"\bmeshtrain(?:\.\w+)+", text)]
+    }
+    assert len(named) > 50
+    known = keys(Config)
+    wrong = [
+        f"{where}: {name}"
+        for where, name in named
+        if name not in known and not any(map(resolves, (re.sub("^mt\\.", "meshtrain.", name), f"meshtrain.{name}")))
+    ]
+    assert not wrong
