@@ -49,7 +49,7 @@ FILE = {
     "data": {"source": "my_text/"},
     "train": {"global_batch_size": 4},
 }
-TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json".split()
+TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json"
 # A run that is as documented, but short; the others are quick.
 SHORTER = {"meshtrain.train": ["--set", "train.steps=2", "--set", "train.sequence_length=32"]}
 QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in command)
@@ -123,9 +123,10 @@ def directory(tmp_path):
 @pytest.mark.parametrize("command", TYPED)
 def test_what_is_documented_can_be_typed(command, directory, request):
     words = [PLACEHOLDERS.get(word, word) for word in COMMANDS.get(command, command.split())]
+    assert words[0] == "python", "what is typed here is Python; give a reason in NOT_HERE"
     assert not (unknown := list(filter(PLACEHOLDER.fullmatch, words))), f"no such thing is made here: {unknown}"
     if "tokenizer.json" in words:
-        run(TOKENIZER, directory)
+        run(TOKENIZER.split(), directory)
     if command == QUICKSTART or "runs/quickstart" in words:
         (directory / "runs").mkdir()
         (directory / "runs" / "quickstart").symlink_to(request.getfixturevalue("quickstart"))

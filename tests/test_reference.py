@@ -59,6 +59,7 @@ def test_docstrings_are_shown_as_they_are_written():
 
 BUILDING = """
 import json, sys
+from pathlib import Path
 
 def refuse(event, arguments):
     if event in ("socket.connect", "socket.getaddrinfo"):
