@@ -1,0 +1,473 @@
+# %% [markdown]
+# # 2 Tensor and sequence parallelism, from two matrix products up
+# How can several devices share one layer, so that each holds a part of its weights and does a part of its work? We begin
+# with two matrix products in plain JAX and one sum over the devices, see in the compiled program what that sends, forward and
+# backward, and build attention and a whole block from it (Shoeybi et al. 2019, section 3). Sequence parallelism then costs two
+# changed lines (Korthikanti et al. 2022, section 4). At the end the same calls are found in meshtrain's step, counted, and used
+# by a block of our own.
+
+# %%
+import meshtrain as mt
+
+mt.fake_devices(8)
+
+import inspect
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.hlo import Collectives, collectives
+from meshtrain.model.attention import attend
+from meshtrain.parallel.tensor import MeshCollectives
+
+mesh = mt.make_mesh(mt.load(None, ["mesh.tensor=4"]))
+n = mesh.shape["tensor"]
+mt.show(mesh)
+
+# %% [markdown]
+# ## Two matrix products
+#
+# The MLP of a transformer is $y = \mathrm{gelu}(x A)\,B$, with tokens $x$ of shape $[T, D]$, $A$ of $[D, F]$ and $B$ of $[F, D]$.
+# On one device:
+
+# %%
+T, D, F = 32, 16, 64
+keys = iter(jax.random.split(jax.random.key(0), 16))
+
+
+def drawn(*shape):
+    return jax.random.normal(next(keys), shape) / shape[0] ** 0.5
+
+
+def mlp(x, A, B):
+    return jax.nn.gelu(x @ A) @ B
+
+
+x, A, B = jax.random.normal(next(keys), (T, D)), drawn(D, F), drawn(F, D)
+y = mlp(x, A, B)
+
+# %% [markdown]
+# Give each of 4 devices some *columns* of $A$ and the same *rows* of $B$. A column of $xA$ needs one column of $A$, and gelu takes
+# each number by itself, so everything up to the second product happens without a word between the devices. That product is a sum
+# over $F$, and each device has a part of its terms:
+# $$y = \mathrm{gelu}\big(x\,[A_0\,A_1\,A_2\,A_3]\big) \begin{bmatrix}B_0\\B_1\\B_2\\B_3\end{bmatrix} = \sum_i \mathrm{gelu}(x A_i)\,B_i$$
+
+# %%
+COLUMNS, ROWS, WHOLE = P(None, "tensor"), P("tensor"), P()
+mt.show({"A": jax.device_put(A, NamedSharding(mesh, COLUMNS)), "B": jax.device_put(B, NamedSharding(mesh, ROWS))})
+
+
+# %% [markdown]
+# Inside `jax.shard_map` the function sees its device's share alone. The code is that of one device, and `psum` at the end: the sum
+# over $i$.
+
+
+# %%
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=(WHOLE, COLUMNS, ROWS), out_specs=WHOLE)
+def columns_then_rows(x, A, B):
+    return lax.psum(mlp(x, A, B), "tensor")
+
+
+def equal(a, b):
+    """All numbers of two trees, within float32's rounding of sums in another order."""
+    return jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-5)), a, b))
+
+
+assert equal(columns_then_rows(x, A, B), y)
+
+# %% [markdown]
+# What do the devices send? Not what we meant to write counts, but what XLA made of it: `meshtrain.hlo` reads the collectives from the
+# compiled program, each with the line that it came from. An all-reduce of $b$ bytes over $n$ devices in a ring has each send
+# $2\,\frac{n-1}{n}\,b$: every part once round to be summed, once round to be told.
+
+
+# %%
+def sent(function, *arguments):
+    return collectives(function.lower(*arguments).compile(), mesh)
+
+
+found = sent(columns_then_rows, x, A, B)
+assert [c.kind for c in found] == ["all-reduce"]
+assert found.traffic["tensor"] == 2 * (n - 1) / n * 4 * T * D
+found
+
+# %% [markdown]
+# Why not the other way round, rows of $A$ first? Then $xA = \sum_i x_i A_i$ must be summed *before* gelu, since
+# $\mathrm{gelu}(a + b) \neq \mathrm{gelu}(a) + \mathrm{gelu}(b)$; and $F$ is wider than $D$. With columns of $B$ the result is in
+# pieces, and must be gathered: two collectives, and here more than four times the bytes.
+
+
+# %%
+@jax.shard_map(mesh=mesh, in_specs=(COLUMNS, ROWS, COLUMNS), out_specs=COLUMNS)
+def rows_then_columns(x, A, B):
+    return jax.nn.gelu(lax.psum(x @ A, "tensor")) @ B
+
+
+gathering = jax.jit(rows_then_columns, out_shardings=NamedSharding(mesh, WHOLE))
+other = sent(gathering, x, A, B)
+assert equal(gathering(x, A, B), y)
+assert sorted(c.kind for c in other) == ["all-gather", "all-reduce"]
+assert other.traffic["tensor"] == 2 * (n - 1) / n * 4 * T * F + (n - 1) / n * 4 * T * D
+print(f"{other.traffic['tensor'] / found.traffic['tensor']} times the bytes")
+other
+
+# %% [markdown]
+# ## Backward
+#
+# Shoeybi et al. write two functions around such a pair: $g$ after it (all-reduce forward, nothing backward) and $f$ before it
+# (nothing forward, all-reduce backward). Here nobody writes $f$. JAX knows that $x$ is the same on all devices and $A_i$ is not, and
+# the transpose of that meeting is a sum: $\partial x = \sum_i \partial h_i\,A_i^\top$. If nobody asks for $\partial x$ there is none.
+
+
+# %%
+def loss_of(function):
+    return lambda *arguments: 0.5 * jnp.sum(function(*arguments) ** 2)
+
+
+of_weights = jax.jit(jax.grad(loss_of(columns_then_rows), argnums=(1, 2)))
+of_all = jax.jit(jax.grad(loss_of(columns_then_rows), argnums=(0, 1, 2)))
+assert equal(of_all(x, A, B), jax.grad(loss_of(mlp), argnums=(0, 1, 2))(x, A, B))
+assert [c.backward for c in sent(of_weights, x, A, B)] == [False]
+assert sorted(c.backward for c in sent(of_all, x, A, B)) == [False, True]
+sent(of_all, x, A, B)
+
+# %% [markdown]
+# ## Attention, and a whole block
+#
+# Heads of attention never meet before the output projection sums over them. So heads are to attention what columns are to the
+# MLP: queries, keys and values by columns, the output projection by rows. The functions below are written for one device, and
+# do not know how many heads they have. A block calls `enter` before what is split by columns, and `leave` after what is split by
+# rows; on one device neither does anything.
+
+# %%
+H, K = 4, 8  # heads, and their width
+weights = {name: drawn(D, H, K) for name in "qkv"} | {"out": drawn(H, K, D) / 2, "A": A, "B": B}
+split = {name: COLUMNS for name in "qkvA"} | {"out": ROWS, "B": ROWS}
+
+
+def attention(x, w):
+    q, k, v = (jnp.einsum("td,dhk->thk", x, w[name]) for name in "qkv")
+    scores = jnp.einsum("thk,shk->hts", q, k) / K**0.5
+    scores = jnp.where(jnp.tri(len(x), dtype=bool), scores, -jnp.inf)
+    return jnp.einsum("hts,shk,hkd->td", jax.nn.softmax(scores), v, w["out"])
+
+
+def norm(x):
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+
+def block(x, w, enter=lambda x: x, leave=lambda y: y):
+    x = x + leave(attention(enter(norm(x)), w))
+    return x + leave(mlp(enter(norm(x)), w["A"], w["B"]))
+
+
+# %% [markdown]
+# On the mesh `leave` is `psum`. Forward that is two all-reduces, and with the two $f$ of the backward four. But look at the bytes:
+# the backward one of attention is three times as large as the others.
+
+
+# %%
+def on_mesh(stream, **places):
+    """The block on the mesh, the residual stream split as `stream` says, and its gradients."""
+    run = jax.shard_map(lambda x, w: block(x, w, **places), mesh=mesh, in_specs=(stream, split), out_specs=stream)
+    return jax.jit(run), jax.jit(jax.grad(loss_of(run), argnums=(0, 1)))
+
+
+def summed(y):
+    return lax.psum(y, "tensor")
+
+
+run, gradients = on_mesh(WHOLE, leave=summed)
+reference = jax.grad(loss_of(block), argnums=(0, 1))(x, weights)
+assert equal(run(x, weights), block(x, weights)) and equal(gradients(x, weights), reference)
+first = sent(gradients, x, weights)
+assert sorted(c.bytes // (4 * T * D) for c in first) == [1, 1, 1, 3]
+first
+
+# %% [markdown]
+# The same $x$ meets the weights of $q$, of $k$ and of $v$: three meetings, three sums (XLA does them in one message). $f$ belongs
+# *before* the ways part, and that is what `enter` is for: `pcast` says "from here on this may differ between devices". It moves
+# nothing, and its transpose is the one sum.
+
+
+# %%
+def differs(x):
+    return lax.pcast(x, "tensor", to="varying")
+
+
+run, gradients = on_mesh(WHOLE, enter=differs, leave=summed)
+assert equal(run(x, weights), block(x, weights)) and equal(gradients(x, weights), reference)
+tensor_parallel = sent(gradients, x, weights)
+assert Counter((c.kind, c.backward) for c in tensor_parallel) == {("all-reduce", False): 2, ("all-reduce", True): 2}
+assert tensor_parallel.traffic["tensor"] == 4 * 2 * (n - 1) / n * 4 * T * D
+tensor_parallel
+
+# %% [markdown]
+# ## Sequence parallelism
+#
+# Between `leave` and the next `enter` all devices still do the same: norms and the residual sum, on the same $[T, D]$. An all-reduce
+# is a reduce-scatter followed by an all-gather. Korthikanti et al. let other work in between: leave with the first, and each
+# device goes on with its $T/n$ tokens alone; enter with the second. The functions stay, the two places change.
+
+
+# %%
+def gathered(x):
+    return lax.all_gather(x, "tensor", axis=0, tiled=True)
+
+
+def scattered(y):
+    return lax.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True)
+
+
+run, gradients = on_mesh(ROWS, enter=gathered, leave=scattered)
+out = run(x, weights)
+assert equal(out, block(x, weights)) and equal(gradients(x, weights), reference)
+assert out.addressable_shards[0].data.shape == (T // n, D)
+mt.show(out)
+
+# %% [markdown]
+# More collectives, but each sends half as much: the bytes are the same, to the last one. Backward the two have changed places, for
+# the transpose of a gather is a scatter.
+
+# %%
+sequence_parallel = sent(gradients, x, weights)
+assert Counter((c.kind, c.backward) for c in sequence_parallel) == {
+    (kind, backward): 2 for kind in ("all-gather", "reduce-scatter") for backward in (False, True)
+}
+assert sequence_parallel.traffic == tensor_parallel.traffic
+sequence_parallel
+
+# %% [markdown]
+# ## In meshtrain
+#
+# The model in `meshtrain.model` calls `enter` and `leave` just so (`layers.Block`), and knows of no mesh. What they do on one is in
+# `meshtrain/parallel/tensor.py`; these are the lines:
+
+# %%
+print(inspect.getsource(MeshCollectives.enter), inspect.getsource(MeshCollectives.leave), sep="\n")
+
+# %% [markdown]
+# Now a Llama-style model, one training step, three placements: one device, `mesh.tensor` 4, and that with `sequence_parallel`. Each
+# is compiled once, and the compiled step is both run and read. The losses are those of one device:
+
+# %%
+base = {
+    "model": {"layers": 2, "d_model": 64, "heads": 8, "kv_heads": 4, "vocab_size": 260},
+    "data": {"source": "synthetic"},
+    "train": {"global_batch_size": 4, "sequence_length": 64},
+    "optimizer": {"warmup_steps": 0, "learning_rate": 1e-2},
+}
+changes = {
+    "one device": [],
+    "tensor 4": ["mesh.tensor=4"],
+    "sequence parallel": ["mesh.tensor=4", "parallel.sequence_parallel=true"],
+}
+programs = {name: mt.Program(mt.load(base, keys)) for name, keys in changes.items()}
+steps = {name: program.lower().compile() for name, program in programs.items()}
+data, _ = mt.open_data(mt.load(base))
+losses, trained = {}, {}
+for name, program in programs.items():
+    state, losses[name] = program.init(), []
+    for k in range(4):
+        state, metrics = steps[name](state, program.place(data.batch(k)))
+        losses[name].append(float(metrics["loss"]))
+    trained[name] = state.params
+    print(f"{name:18}", *(f"{loss:.4f}" for loss in losses[name]))
+assert all(abs(a - b) < 1e-5 for of in losses.values() for a, b in zip(of, losses["one device"], strict=True))
+
+# %% [markdown]
+# What does a layer send? The layers are one loop in the compiled step, so what stands in a loop belongs to them. The table of
+# `tensor.py` says: *enter* and *leave* twice each, hence 4 all-reduces a layer with forward and backward; or 4 all-gathers and 4
+# reduce-scatters.
+
+# %%
+layers = programs["one device"].config.model.layers
+sends = {name: collectives(step, programs[name].mesh) for name, step in steps.items()}
+of_layers = {name: Collectives(c for c in found if c.loops) for name, found in sends.items()}
+for name, kinds in {"tensor 4": ["all-reduce"], "sequence parallel": ["all-gather", "reduce-scatter"]}.items():
+    counted = Counter()
+    for c in of_layers[name]:
+        counted[c.kind] += c.times / layers
+    assert counted == dict.fromkeys(kinds, 4), counted
+    print(name, "per layer:", dict(counted))
+assert not any(c.sent for c in sends["one device"])
+of_layers["sequence parallel"]
+
+# %% [markdown]
+# The bytes of the whole step are again the same with and without, and follow from the shapes: a stream of $b$ bytes at 4 places in
+# each of $L$ layers, and at 2 more (the embedding forward, the head backward), each with $2\,\frac{n-1}{n}\,b$. What is left is
+# small: the loss, norms, gradients of norms' scales.
+
+# %%
+model, train = programs["tensor 4"].config.model, programs["tensor 4"].config.train
+tokens = train.global_batch_size * train.sequence_length
+stream = 4 * tokens * model.d_model
+formula = (4 * layers + 2) * 2 * (n - 1) / n * stream
+total = {name: found.traffic["tensor"] for name, found in sends.items() if name != "one device"}
+assert total["tensor 4"] == total["sequence parallel"]
+assert formula < total["tensor 4"] < 1.01 * formula
+print(f"{total['tensor 4']:,.0f} bytes, of them {formula:,.0f} by the formula")
+
+# %% [markdown]
+# ## What sequence parallelism is for
+#
+# Memory. A block can tell us what it is given: a hook replaces the block with a function of ours, which here only looks. Of each
+# layer four arrays that are as long as the stream are kept for the backward (twice: the input, and the normalised); they shrink to
+# $1/n$. Korthikanti et al. keep of the gathered arrays too only a share, and gather once more in the backward; meshtrain keeps
+# them whole.
+
+# %%
+shapes = {}
+
+
+def looking(name):
+    def block(block, x, sequence, collectives, dropout):
+        shapes[name] = x.shape
+        return block(x, sequence, collectives, dropout)
+
+    return block
+
+
+for name in ("tensor 4", "sequence parallel"):
+    mt.Program(programs[name].config, block=looking(name))
+    kept = next(i.nbytes for i in mt.plan(programs[name].config, "cpu").memory if i.name.startswith("activations kept"))
+    temporary = steps[name].memory_analysis().temp_size_in_bytes
+    print(f"{name:18} block sees {shapes[name]}, plan: keeps {kept:,.0f} bytes, XLA: {temporary:,} for all temporaries")
+    shapes[name] = shapes[name], kept, temporary
+
+(whole, kept_whole, all_whole), (share, kept_share, all_share) = shapes.values()
+assert share[1] * n == whole[1]
+assert kept_whole - kept_share == layers * 4 * stream * (n - 1) / n
+assert all_whole - all_share >= kept_whole - kept_share
+
+# %% [markdown]
+# ## Key/value heads that are fewer than the devices
+#
+# With grouped queries there are fewer heads of keys and values. Where `mesh.tensor` divides them they are split too. Where it does
+# not, every device holds and computes all of them, picks those of its own query heads, and their weights' gradients are partial
+# sums, added up once a step. An attention hook shows what each device attends with:
+
+# %%
+heads = {}
+
+
+def attending(q, k, v, segments, collectives, dropout):
+    heads[tensor] = q.shape[2], k.shape[2]
+    return attend(q, k, v, segments, collectives, dropout)
+
+
+for tensor in (1, 2, 4, 8):
+    program = mt.Program(mt.load(base, [f"mesh.tensor={tensor}"]), attention=attending)
+    key = next(w for w in program.layout.flat if w.name == "blocks.attention.k")
+    held = "all" if "tensor" in key.replicated else f"1/{tensor}"
+    print(f"tensor {tensor}: {heads[tensor][0]} query and {heads[tensor][1]} key heads a device, which holds {held} of k's weights")
+    assert ("tensor" in key.replicated) == (model.kv_heads % tensor != 0)
+assert heads == {1: (8, 4), 2: (4, 2), 4: (2, 1), 8: (1, 1)}
+
+# %% [markdown]
+# ## The vocabulary
+#
+# The head is split by columns as well: each device has the logits of a share of the vocabulary. To gather them would be the largest
+# message of all. The loss of a token is $\log\sum_v e^{z_v - m} - (z_\ell - m)$ with $m = \max_v z_v$: three numbers a token, a maximum
+# and two sums, whatever the vocabulary (Shoeybi et al. 2019, section 3, last paragraphs). By hand:
+
+
+# %%
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=(COLUMNS, WHOLE), out_specs=WHOLE)
+def cross_entropy(logits, labels):
+    ids = lax.axis_index("tensor") * logits.shape[1] + jnp.arange(logits.shape[1])
+    top = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=1)), "tensor")
+    shifted = logits - top[:, None]
+    of_label = jnp.where(ids == labels[:, None], shifted, 0)
+    total, target = lax.psum(jnp.stack([jnp.exp(shifted).sum(1), of_label.sum(1)]), "tensor")
+    return jnp.log(total) - target
+
+
+V = model.vocab_size
+logits, labels = 3 * jax.random.normal(next(keys), (T, V)), jax.random.randint(next(keys), (T,), 0, V)
+assert equal(cross_entropy(logits, labels), -jax.nn.log_softmax(logits)[jnp.arange(T), labels])
+backward = sent(jax.jit(jax.grad(lambda z: cross_entropy(z, labels).mean())), logits)
+assert not any(c.backward for c in backward) and sum(c.bytes for c in backward) == 3 * 4 * T
+backward
+
+# %% [markdown]
+# Even with the gradient there is no third: what each logit's gradient needs (softmax less one at the label) is there already.
+# meshtrain's loss (`model/loss.py`) does the same, and its step sends just these 3 numbers a token:
+
+# %%
+of_loss = Collectives(c for c in sends["tensor 4"] if "loss.py" in c.where)
+assert sum(c.bytes for c in of_loss) == 3 * 4 * tokens
+print(f"gathering the logits would take {V / 3:.0f} times as many")
+of_loss
+
+# %% [markdown]
+# ## A block of our own
+#
+# GPT-J and PaLM (Chowdhery et al. 2022, section 2) feed attention and the MLP from *one* norm. As a hook that is three lines, with
+# the same `enter`; the two branches leave by themselves. It is right on every mesh:
+
+
+# %%
+def parallel_block(block, x, sequence, collectives, dropout):
+    h = collectives.enter(block.attention_norm(x))
+    return x + block.attention(h, sequence, collectives, dropout) + block.mlp(h, collectives)
+
+
+after = {}
+for name, program in programs.items():
+    replaced = mt.Program(program.config, program.mesh, block=parallel_block)
+    after[name] = float(replaced.eval_step(trained[name], replaced.place(data.batch(4))))
+    print(f"{name:18} {after[name]:.4f}")
+usual = float(programs["one device"].eval_step(trained["one device"], programs["one device"].place(data.batch(4))))
+assert max(after.values()) - min(after.values()) < 1e-5 and abs(after["tensor 4"] - usual) > 1e-4
+
+# %% [markdown]
+# One norm means one $f$: backward a layer sums once, not twice. Forward the two sums no longer wait for each other, and XLA makes one
+# message of them. Of the bytes a quarter goes, of the messages half.
+
+# %%
+replaced = mt.Program(programs["tensor 4"].config, block=parallel_block)
+fewer = Collectives(c for c in replaced.collectives() if c.loops)
+assert fewer.traffic["tensor"] == 0.75 * of_layers["tensor 4"].traffic["tensor"]
+assert sum(c.times for c in fewer) == 0.5 * sum(c.times for c in of_layers["tensor 4"])
+fewer
+
+# %% [markdown]
+# And whoever forgets `leave`? Each device would add its own part to a stream that must be the same everywhere, train, and be wrong
+# without a word. The types know better: what comes out still differs over `tensor`. The refusal comes when the program is made, on
+# a mesh of one device too, before anything runs.
+
+
+# %%
+def forgetful_block(block, x, sequence, collectives, dropout):
+    x = x + block.attention(collectives.enter(block.attention_norm(x)), sequence, collectives, dropout)
+    h = collectives.enter(block.mlp_norm(x))
+    return x + jax.nn.silu(h @ block.mlp.up[...]) @ block.mlp.down[...]
+
+
+refused = {}
+for name in ("one device", "tensor 4"):
+    try:
+        mt.Program(programs[name].config, block=forgetful_block)
+    except mt.ConfigError as error:
+        refused[name] = str(error)
+assert refused["one device"] == refused["tensor 4"]
+print(refused["tensor 4"])
+
+# %% [markdown]
+# ## Things to try
+# - In `loss_of`, make the loss linear, `jnp.sum(function(*arguments))`. The gradient then needs nothing of the forward's sum, and XLA
+#   melts both all-reduces into one, or drops the first; the assert on `of_all` tells.
+# - Leave `leave` out of `columns_then_rows` (return `mlp(x, A, B)`): `shard_map` refuses, since the result may vary over `tensor`.
+# - Mend `forgetful_block` with one call, and give it the missing gate (`block.mlp.gate`): its losses become those of the built-in block.
+# - Run `programs["sequence parallel"].collectives()` with `mesh.data=2` beside it: the gradients' sums over `data` are added, and those
+#   over `tensor` become half as large, since each data rank has half the rows.
+# - Set `model.kv_heads=1` (multi-query): no `tensor` above 1 splits the keys, and the gradient of `k` and `v` joins what is summed.
+# - Look at `mt.plan(mt.load("../configs/llama3_8b.yaml", ["mesh.tensor=8", "mesh.data=4"]), "h100")` with
+#   `parallel.sequence_parallel` true and false: same traffic, other memory.
