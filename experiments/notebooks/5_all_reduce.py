@@ -1,0 +1,421 @@
+# %% [markdown]
+# # 5 All-reduce by hand: ring, tree, butterfly, hierarchical, and when each wins
+#
+# Data parallelism ends every step with an all-reduce: each rank has a gradient, and all ranks need the sum. Here four ways to do it are
+# written out as messages between neighbours, `jax.lax.ppermute`, and compared with `jax.lax.psum`: what comes out, how many messages one
+# waits for, and how many bytes they carry, counted from the compiled program. A model of two numbers, latency and bandwidth, then says
+# which way is fastest at which size, and where the planner of this project changes from one to another.
+
+# %%
+import meshtrain as mt
+
+mt.fake_devices(8)
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.lax import axis_index, axis_size, ppermute
+from jax.sharding import Mesh, PartitionSpec
+
+devices = np.array(jax.devices()[:8])
+flat = Mesh(devices, ("rank",))
+two_nodes = Mesh(devices.reshape(2, 4), ("node", "local"))
+
+N = 8 * 512  # numbers on each rank
+S = 4 * N  # bytes of them
+vectors = np.random.default_rng(0).standard_normal((8, N)).astype(np.float32)
+
+# %% [markdown]
+# ## Ring
+# Cut the vector into $n$ parts. In the first half, reduce-scatter, part after part travels once around the ring, and each rank that it
+# passes adds its own: after $n-1$ messages rank $i$ holds part $i$ of the sum. In the second half, all-gather, the finished parts travel
+# around once more. Each message is $S/n$ (Patarasuk & Yuan 2009).
+
+
+# %%
+def ring_scatter(x, axis):
+    """Rank i ends with part i of the sum: [N] -> [N / n]."""
+    n, me = axis_size(axis), axis_index(axis)
+    parts = x.reshape(n, -1)
+    moving = parts[(me - 1) % n]
+    for step in range(2, n + 1):
+        moving = ppermute(moving, axis, [(i, (i + 1) % n) for i in range(n)]) + parts[(me - step) % n]
+    return moving
+
+
+def ring_gather(part, axis):
+    """Every rank ends with all parts: [N / n] -> [N]."""
+    n, me = axis_size(axis), axis_index(axis)
+    met = [part]
+    for _ in range(n - 1):
+        met.append(ppermute(met[-1], axis, [(i, (i + 1) % n) for i in range(n)]))
+    # what came i messages ago began i ranks before
+    return jnp.stack(met)[(me - jnp.arange(n)) % n].reshape(-1)
+
+
+def ring(x, axis="rank"):
+    return ring_gather(ring_scatter(x, axis), axis)
+
+
+# %% [markdown]
+# ## Tree
+# Pairs of ranks 1 apart add, then those 2 apart, then 4: rank 0 has the sum after $k = \lceil \log_2 n \rceil$ messages. The same way
+# back down tells everybody. Each message is the whole vector, and a rank that is not named in `ppermute` receives zeros.
+
+
+# %%
+def distances(n):
+    return [2**i for i in range((n - 1).bit_length())]
+
+
+def tree(x, axis="rank"):
+    n, me = axis_size(axis), axis_index(axis)
+    for far in distances(n):
+        x += ppermute(x, axis, [(i + far, i) for i in range(0, n - far, 2 * far)])
+    for far in reversed(distances(n)):
+        told = ppermute(x, axis, [(i, i + far) for i in range(0, n - far, 2 * far)])
+        x = jnp.where(me % (2 * far) == far, told, x)
+    return x
+
+
+# %% [markdown]
+# ## Butterfly
+# Recursive halving, then recursive doubling. Partners $n/2$ apart exchange halves: each keeps one half and adds the partner's to it.
+# Then partners $n/4$ apart do so with what is left, and so on: $k$ messages of $S/2, S/4, \dots$ make the same reduce-scatter as the ring's
+# $n-1$. Doubling goes the way back (Thakur, Rabenseifner & Gropp 2005, section 4.5).
+
+
+# %%
+def butterfly(x, axis="rank", ranks=None):
+    """Among the first `ranks` of the axis, a power of two; all if not given."""
+    n, me = ranks or axis_size(axis), axis_index(axis)
+    partners = {far: [(i, i ^ far) for i in range(n)] for far in distances(n)}
+    for far in reversed(partners):
+        mine, halves = me // far % 2, x.reshape(2, -1)
+        x = halves[mine] + ppermute(halves[1 - mine], axis, partners[far])
+    for far in partners:
+        pair = jnp.stack([x, ppermute(x, axis, partners[far])])
+        x = jnp.where(me // far % 2, pair[::-1], pair).reshape(-1)
+    return x
+
+
+# %% [markdown]
+# ## Hierarchical
+# Two nodes of four ranks: links within a node are fast, those between nodes slow. Reduce-scatter within each node, all-reduce of a
+# quarter with the like rank of the other node, all-gather within the node. It is the ring's two halves, on two axes.
+
+
+# %%
+def hierarchical(x):
+    return ring_gather(ring(ring_scatter(x, "local"), "node"), "local")
+
+
+# %% [markdown]
+# ## What comes out
+# `run` compiles each as one program for all ranks, and keeps what every rank ends with.
+
+# %%
+from meshtrain.hlo import Module, byte_count, collectives, replica_groups
+
+
+def run(all_reduce, mesh, x):
+    """What every rank ends with [ranks, N], and the compiled program."""
+    rows = PartitionSpec(mesh.axis_names)
+    spread = jax.shard_map(lambda row: all_reduce(row[0])[None], mesh=mesh, in_specs=rows, out_specs=rows)
+    compiled = jax.jit(spread).lower(x).compile()
+    return np.asarray(compiled(x)), compiled
+
+
+ways = {"ring": (ring, flat), "tree": (tree, flat), "butterfly": (butterfly, flat)}
+ways["hierarchical"] = hierarchical, two_nodes
+ended, programs = {}, {}
+for name, (all_reduce, mesh) in ways.items():
+    ended[name], programs[name] = run(all_reduce, mesh, vectors)
+ended["psum"], programs["psum"] = run(lambda row: jax.lax.psum(row, "rank"), flat, vectors)
+
+# Seven additions in any order err by at most 7 u / (1 - 7 u) sum |x|, u = 2^-24 (Higham 2002, section 4.2).
+exact, u = vectors.sum(0, dtype=np.float64), 2.0**-24
+bound = 7 * u / (1 - 7 * u) * np.abs(vectors).sum(0, dtype=np.float64)
+for name, sums in ended.items():
+    assert (sums == sums[0]).all(), f"{name}: the ranks differ"
+    assert (np.abs(sums[0] - exact) <= bound).all(), f"{name}: not the sum"
+print(f"{', '.join(ended)}: the sum, and the same bits on all 8 ranks")
+
+# %% [markdown]
+# The same bits on all ranks is what training needs: replicas that differ by one bit drift apart. The same bits in all *ways* is more than
+# one gets, since each adds in an order of its own and floating-point addition is not associative.
+
+# %%
+for name in ("tree", "butterfly", "hierarchical"):
+    print(f"{name:12} other bits than the ring in {(ended[name][0] != ended['ring'][0]).sum():4} of {N} sums")
+assert any((ended[name][0] != ended["ring"][0]).any() for name in ways)
+
+# whole numbers have no rounding: then all agree
+whole = np.arange(8 * N, dtype=np.float32).reshape(8, N) % 1000
+assert all((run(*ways[name], whole)[0] == whole.sum(0)).all() for name in ways)
+
+# %% [markdown]
+# ## Who sends to whom
+# The compiled program names each message's sender and receiver. Time goes down, a thicker arrow carries more bytes.
+
+
+# %%
+def messages(name):
+    """Of each step of a program, in order: bytes of a message, and the (sender, receiver) pairs."""
+    steps = [op for op, _, _ in Module(programs[name].as_text()).walk()]
+    return [(byte_count(op.result), replica_groups(op.attributes, 8)) for op in steps]
+
+
+figure, panels = plt.subplots(1, 4, figsize=(10, 4), sharey=True)
+for panel, name in zip(panels, ways, strict=True):
+    for step, (size, pairs) in enumerate(messages(name)):
+        for sender, receiver in pairs:
+            style = {"arrowstyle": "-|>", "lw": 0.6 + 2.4 * size / S, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 7}
+            panel.annotate("", (receiver, step + 0.85), (sender, step), arrowprops=style)
+    panel.set(title=name, xlabel="rank", xlim=(-0.5, 7.5), ylim=(14, -0.4), xticks=range(8))
+    panel.spines[["top", "right"]].set_visible(False)
+panels[0].set_ylabel("step")
+plt.tight_layout()
+plt.show()
+
+# %% [markdown]
+# ## Steps and bytes
+# A step costs latency; bytes cost time on the wire. Two counts of bytes matter: those that one waits for, a message of each step after
+# the other, and those that the busiest rank sends. In no way can every rank send fewer than $2S\frac{n-1}{n}$ (Patarasuk & Yuan 2009);
+# the tree's root sends the whole vector three times, while ever more ranks are idle.
+
+# %%
+n, k = 8, 3
+theory = {  # steps, bytes one after the other, bytes of the busiest rank
+    "ring": (2 * (n - 1), 2 * S * (n - 1) // n, 2 * S * (n - 1) // n),
+    "tree": (2 * k, 2 * k * S, k * S),
+    "butterfly": (2 * k, 2 * S * (n - 1) // n, 2 * S * (n - 1) // n),
+    "hierarchical": (2 * 3 + 2 * 1, *[2 * S * 3 // 4 + 2 * (S // 4) // 2] * 2),
+}
+print(f"{'':14}{'steps':>6}{'waited for':>12}{'sent':>9}   in S = {S:,} bytes")
+for name in ways:
+    steps = messages(name)
+    waited = sum(size for size, _ in steps)
+    by_rank = [sum(size for size, pairs in steps for sender, _ in pairs if sender == i) for i in range(n)]
+    print(f"{name:14}{len(steps):6}{waited / S:12.2f}{max(by_rank) / S:9.2f}")
+    assert (len(steps), waited, max(by_rank)) == theory[name]
+    assert all(c.kind == "collective-permute" for c in collectives(programs[name], ways[name][1]))
+
+# %% [markdown]
+# The ring and the butterfly send the least there is; so does the hierarchical way, which only sends most of it where links are fast.
+# `collectives` tells the same by mesh axis: of its bytes, a seventh crosses between the nodes.
+
+# %%
+sent = collectives(programs["hierarchical"], two_nodes)
+assert sent.traffic == {"local": 1.5 * S, "node": 0.25 * S}
+sent
+
+# %% [markdown]
+# ## Six ranks
+# Machines come in powers of two, meshes do not: 6 data ranks, 12, 48. The ring and the tree above run as they are. The butterfly has
+# no partners for ranks 4 and 5: they first give their vectors to ranks 0 and 1, wait while four ranks do the butterfly, and are told the
+# sum at the end. That costs two whole vectors more.
+
+
+# %%
+def folded(x, axis="rank"):
+    n, me = axis_size(axis), axis_index(axis)
+    most = 2 ** (n.bit_length() - 1)
+    x += ppermute(x, axis, [(most + i, i) for i in range(n - most)])
+    x = butterfly(x, axis, most)
+    told = ppermute(x, axis, [(i, most + i) for i in range(n - most)])
+    return jnp.where(me >= most, told, x)
+
+
+six = Mesh(devices[:6], ("rank",))
+some = vectors[:6, : 12 * 300]
+s = some[0].nbytes
+print(f"{'6 ranks':14}{'steps':>6}{'waited for':>12}")
+expected = {"ring": (10, 2 * s * 5 // 6), "tree": (6, 6 * s), "butterfly": (6, 2 * s * 3 // 4 + 2 * s)}
+for name, all_reduce in {"ring": ring, "tree": tree, "butterfly": folded}.items():
+    sums, compiled = run(all_reduce, six, some)
+    assert (sums == sums[0]).all() and (np.abs(sums[0] - some.sum(0, dtype=np.float64)) <= bound[: sums.shape[1]]).all()
+    found = collectives(compiled, six)
+    waited = sum(c.bytes for c in found)
+    print(f"{name:14}{len(found):6}{waited / s:12.2f}")
+    assert (len(found), waited) == expected[name]
+
+# %% [markdown]
+# ## Seconds
+# The alpha-beta model (Thakur, Rabenseifner & Gropp 2005, section 3): a message takes $\alpha$ seconds and $\beta$ more a byte, so a
+# program takes $\text{steps} \cdot \alpha + \text{bytes} \cdot \beta$. The planner's formulas are in
+# `meshtrain/plan/cluster/algorithms.py`; here they meet what was just counted, on 8 H100s in one machine.
+
+# %%
+from meshtrain.plan.cluster import algorithms
+from meshtrain.plan.cluster.algorithms import ALL_REDUCE
+from meshtrain.plan.cluster.cluster import Group, Hop, named
+
+machine = named("h100", 8).group(8, 1)
+alpha, beta = machine.latency, 1 / machine.bytes_per_second
+print(f"alpha {alpha * 1e6:.1f} us, beta {beta * 1e12:.2f} ps a byte: {1e-9 / beta:.0f} GB/s, as collectives reach it")
+
+for name in ("ring", "butterfly"):
+    seconds = len(messages(name)) * alpha + sum(size for size, _ in messages(name)) * beta
+    assert np.isclose(seconds, algorithms.ALGORITHMS[name](ALL_REDUCE, machine, S), rtol=1e-12)
+
+# hierarchical: each axis at the latency and bandwidth of its own links
+fast, slow = Hop("node", 4, 1e-6, 400e9, 1), Hop("rail", 2, 9e-6, 50e9, 4)
+seconds = sum(h.latency + c.bytes / h.bytes_per_second for c in sent for h in [fast if c.axis == "local" else slow])
+assert np.isclose(seconds, algorithms.hierarchical(ALL_REDUCE, Group(8, (fast, slow)), S), rtol=1e-12)
+
+# %% [markdown]
+# The tree is another matter: the planner's sends $2S$ in all, ours waits for $6S$. It means the tree that NCCL has: the vector is cut into
+# many pieces that follow one another up and down, so that all levels work at once, over two trees, so that a rank that only listens in
+# one relays in the other (Sanders, Speck & Träff 2009). What the pieces themselves cost in latency, the formula leaves out.
+
+# %%
+ours = len(messages("tree")) * alpha + sum(size for size, _ in messages("tree")) * beta
+planned = algorithms.tree(ALL_REDUCE, machine, S)
+assert np.isclose(ours - planned, (2 * k - 2) * S * beta, rtol=1e-9)
+print(f"{S:,} bytes: {planned * 1e6:.2f} us in pieces, {ours * 1e6:.2f} us whole")
+
+# %% [markdown]
+# ## When each wins
+# Every formula is a straight line in $S$: a latency and a slope. Two lines cross at one size; ring and tree, for example, where
+# $2(n-1)\alpha + 2S\frac{n-1}{n}\beta = 2k\alpha + 2S\beta$, so at $S = n\,(n-1-k)\,\alpha/\beta$. Left: 6 ranks in one machine. Right:
+# 16 ranks on two machines, where the links between them are slower in both numbers.
+
+
+# %%
+def crossing(one, other, group):
+    """The size at which two ways take the same time."""
+    at = [[algorithms.ALGORITHMS[way](ALL_REDUCE, group, size) for size in (0, 2**40)] for way in (one, other)]
+    (a, a_far), (b, b_far) = at
+    return 2**40 * (b - a) / ((a_far - a) - (b_far - b))
+
+
+six_ranks, sixteen = named("h100", 8).group(6, 1), named("h100", 16).group(16, 1)
+marked = [
+    (six_ranks, "6 ranks, 1 machine", "tree", "ring"),
+    (sixteen, "16 ranks, 2 machines", "hierarchical", "butterfly"),
+]
+sizes = np.geomspace(2**16, 2**29, 80)
+figure, panels = plt.subplots(1, 2, figsize=(10, 3.6))
+looks = {"ring": "-", "butterfly": "--", "tree": ":", "hierarchical": "-."}
+for panel, (group, title, one, other) in zip(panels, marked, strict=True):
+    for way, look in looks.items():
+        times = np.array([algorithms.ALGORITHMS[way](ALL_REDUCE, group, size) for size in sizes])
+        if np.isfinite(times).all():
+            panel.loglog(sizes, times * 1e6, look, color="black", lw=1.3, label=way)
+    meet = crossing(one, other, group)
+    panel.axvline(meet, color="grey", lw=0.8)
+    panel.text(meet * 0.8, 3e3, one, ha="right", va="top")
+    panel.text(meet * 1.2, 12, f"{other}\nfrom {meet / 1e6:.1f} MB")
+    panel.set(title=title, xlabel="bytes of the vector", ylabel="microseconds", ylim=(10, 4e3))
+    panel.legend(loc="upper left", frameon=False, fontsize=8)
+plt.tight_layout()
+plt.show()
+assert np.isclose(crossing("tree", "ring", six_ranks), 6 * (6 - 1 - 3) * alpha / beta, rtol=1e-9)
+
+# %% [markdown]
+# ## What the planner takes
+# `algorithms.best` takes the lowest line. It changes where the lines cross, and not a byte before.
+
+# %%
+for group, _, one, other in marked:
+    meet = crossing(one, other, group)
+    assert algorithms.best(ALL_REDUCE, group, meet * 0.999).algorithm == one
+    assert algorithms.best(ALL_REDUCE, group, meet * 1.001).algorithm == other
+
+ranks, exponents = (4, 6, 8, 12, 16, 24, 32, 48, 64), range(10, 33, 2)
+print(f"{'ranks':>5}  " + " ".join(f"2^{e}" for e in exponents) + "  bytes")
+taken = {}
+for r in ranks:
+    group = named("h100", r).group(r, 1)
+    taken[r] = [algorithms.best(ALL_REDUCE, group, 2.0**e).algorithm for e in exponents]
+    print(f"{r:>5}  " + " ".join(f"{way[:4]}" for way in taken[r]))
+    assert r.bit_count() == 1 or "butterfly" not in taken[r]
+
+# %% [markdown]
+# Textbooks say: trees for small vectors, rings for large ones. That is so where the ranks are no power of two (for 48 the ring comes beyond
+# the table). For a power of two the butterfly has as few steps as the tree and as few bytes as the ring: in this model neither ever beats it,
+# and no vector is large enough to bring the ring back. What does is left out of the model: links are shared. On a torus the messages of
+# the butterfly's far partners pass over the wires of the ranks between them, while the ring speaks to neighbours only.
+
+# %%
+import dataclasses
+
+assert all(algorithms.butterfly(ALL_REDUCE, machine, s) < algorithms.ring(ALL_REDUCE, machine, s) for s in sizes)
+torus = dataclasses.replace(named("h100", 16).group(16, 1), topology="torus")
+meet = crossing("butterfly", "ring", torus)
+assert meet > 0 and algorithms.butterfly(ALL_REDUCE, torus, 2 * meet) > algorithms.ring(ALL_REDUCE, torus, 2 * meet)
+print(f"16 ranks on a torus: the ring is ahead of the butterfly from {meet / 1e6:.1f} MB on")
+
+# %% [markdown]
+# And of a real run: Llama-3 8B on 6 × 8 × 2 H100s, the largest of what it sends of each kind, and the way that the planner takes for it.
+
+# %%
+overrides = ["mesh.data=6", "mesh.tensor=8", "train.global_batch_size=48", "parallel.zero_stage=0"]
+plan = mt.plan(mt.load("../configs/llama3_8b.yaml", overrides), "h100")
+largest = {(f.axis, f.kind): f for f in sorted(plan.flows, key=lambda f: f.sent) if f.axis in ("data", "tensor")}
+for f in largest.values():
+    costs = algorithms.all_of(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes)
+    way = min(costs, key=costs.get)
+    print(f"{f.axis:7}{f.kind:15}{f.nbytes / 2**20:9.1f} MiB on {f.size} ranks: {way:10}{f.count:4} × {f.what}")
+assert (
+    min(costs, key=costs.get)
+    == algorithms.best(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes).algorithm
+)
+
+# %% [markdown]
+# ## Why one `psum` stays
+# The compiled `psum` is one instruction. Which of the four it becomes is left to the one who knows the links and the size when it runs: NCCL on
+# GPUs, the compiler on a TPU. XLA can also join it with others, and do other work between its start and its end; fourteen messages, each
+# waiting for the one before, it must keep.
+
+# %%
+only = collectives(programs["psum"], flat)
+assert [c.kind for c in only] == ["all-reduce"] and only[0].bytes == S and only[0].sent == theory["ring"][1]
+only
+
+# %% [markdown]
+# There is a second reason, and JAX tells it by itself. The type of a `psum` says that its value is the same on all ranks; the type of what came by
+# messages cannot. A function that promises the same value everywhere (`out_specs` without the axis) may end with the one, not with the other.
+# On that knowledge the backward pass of tensor parallelism rests (`meshtrain/parallel/tensor.py`).
+
+# %%
+row = jax.ShapeDtypeStruct((8 * N,), np.float32)
+everywhere = {"mesh": flat, "in_specs": PartitionSpec("rank"), "out_specs": PartitionSpec()}
+jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "rank"), **everywhere)).lower(row)
+try:
+    jax.jit(jax.shard_map(ring, **everywhere)).lower(row)
+except ValueError as error:
+    refused = str(error)
+assert "replicated" in refused
+print("psum: taken; ring: refused, since JAX cannot infer that its value is replicated")
+
+# %% [markdown]
+# Last, what *cannot* be seen here. Fake devices share the processor's cores and its memory: there are no links, and a clock measures all
+# ranks' work together, which is least for whoever copies least. The order below says nothing of a cluster.
+
+# %% tags=["varies"]
+import time
+
+large = np.ones((8, 2**19), np.float32)
+for name, (all_reduce, mesh) in {**ways, "psum": (lambda row: jax.lax.psum(row, "rank"), flat)}.items():
+    _, compiled = run(all_reduce, mesh, large)
+    placed = jax.device_put(large, compiled.input_shardings[0][0])
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        compiled(placed).block_until_ready()
+        took.append(time.perf_counter() - began)
+    print(f"{name:14}{min(took) * 1e3:7.1f} ms for 2 MiB a rank on fake devices")
+
+# %% [markdown]
+# ## Things to try
+# - `fast, slow`: four nodes of two (`devices.reshape(4, 2)`). The bytes that a rank sends stay $1.75\,S$; how many of them cross between nodes?
+# - Write recursive *doubling*: partners exchange their whole vectors, $x \leftarrow x + \text{partner's}$, for each distance. $k$ steps and
+#   $k S$ bytes: half the latency of the butterfly. Below which size is it ahead of it? (Thakur et al. use it for short vectors.)
+# - Take one `% n` out of `ring_scatter`, or swap two partners of the butterfly: which assert finds it?
+# - Put a `jax.lax.fori_loop` around the ring's messages: `collectives` then shows one permute and its `trips`.
+# - `named("tpu-v5p", 64)` in place of `h100` in the table: one latency, a torus. From which size on does the planner take the ring?
+# - In `run`, give `vectors.astype(jnp.bfloat16)`: the bound needs $u = 2^{-8}$, and the four ways then differ in most sums.
