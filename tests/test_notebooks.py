@@ -95,6 +95,7 @@ SAME = [
     (stream("-0.00"), stream("0.00")),
     (shown(plain="[0. 0.]"), shown(plain="[0. 1.e-9]")),
     (shown(plain="1,234.56"), shown(plain="1,234.60")),
+    (shown(plain="12,345.678"), shown(plain="12,346.999")),
     (shown(png="aaaa", plain="<Figure>"), shown(png="bbbb", plain="<Figure>")),
     (shown(html="<b style='top: 3px'>8</b>"), shown(html="<b style='top: 4px'>8</b>")),
     (shown(html="<style>b {top: 3}</style>8"), shown(html="<style>b {top: 4}</style>8")),
@@ -108,6 +109,7 @@ OTHER = [
     ([stream("1.")], [stream("2.")], "cell 2 printed"),
     ([stream("2")], [stream("2.0")], "cell 2 printed"),
     ([stream("jax 0.10.2")], [stream("jax 0.11.2")], "cell 2 printed"),
+    ([stream("x0.50")], [stream("x0.51")], "cell 2 printed"),  # a name
     ([stream("float32 0.5")], [stream("float64 0.5")], "cell 2 printed"),
     ([stream("loss 0.5")], [stream("loss nan")], "cell 2 printed"),
     ([stream("a\nb\n")], [stream("a\n")], "cell 2 printed «b», prints «»."),

@@ -63,7 +63,7 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
     notebook = v4.new_notebook(cells=[of_kind[cell.kind](cell.text) for cell in cells])
     with tempfile.TemporaryDirectory() as directory:
         # Sockets of this user's alone, where ports would be open to all on the machine (ipykernel 7.4 warns of them).
-        kernel = OfThisPython(transport="ipc", ip=f"{directory}/kernel")
+        kernel = OfThisPython(transport="ipc", ip=f"{directory}/kernel", connection_file=f"{directory}/kernel.json")
         client = NotebookClient(
             notebook, km=kernel, timeout=LONGEST, record_timing=False, shutdown_kernel="immediate", log=_SILENT
         )
