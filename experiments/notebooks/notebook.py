@@ -7,7 +7,6 @@ changes from one execution or machine to the next. It is plain JSON here, so tha
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from experiments.notebooks.source import NOTEBOOKS, Cell
@@ -20,9 +19,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 # No closing tag: </root> is none of a path.
-_PATH = re.compile(
-    r"(?<![\w.<])/(?:home|root|work|tmp|usr|opt|mnt|Users)\b[^\s'\"<>)]*|\S*site-packages\S*|\b[A-Z]:\\\S*"
-)
+_PATH = re.compile(r"(?<![\w.<])/(?:home|root|work|tmp|usr|opt|mnt|Users)\b[^\s'\"<>)]*|\S*site-packages\S*")
 _ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 
 Output = dict[str, Any]
@@ -98,11 +95,7 @@ def unfit(cells: list[Cell], outputs: list[list[Output]]) -> list[str]:
 
 
 def _path(text: str) -> re.Match | None:
-    return (
-        _PATH.search(text)
-        or re.search(re.escape(str(NOTEBOOKS.parent)), text)
-        or re.search(re.escape(str(Path.home())) + "/", text)
-    )
+    return _PATH.search(text) or re.search(re.escape(str(NOTEBOOKS.parent)), text)
 
 
 def _texts(outputs: list[Output]) -> Iterator[str]:
