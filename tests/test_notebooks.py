@@ -35,6 +35,9 @@ CELLS = [
 ]
 
 
+DRAWN = '<p>a</p><img alt="b" src="data:image/svg+xml,%3Csvg%3E%3Ctext%3E{}%3C/text%3E%3C/svg%3E"/>'
+
+
 def stream(text, name="stdout"):
     return {"output_type": "stream", "name": name, "text": text}
 
@@ -120,6 +123,8 @@ OTHER = [
     ([shown(plain="a")], [shown(plain="a") | {"output_type": "execute_result"}], "cell 2 gave text/plain, gives"),
     ([stream("a")], [stream("a"), stream("careful", "stderr")], "cell 2 gave stdout, gives stdout, stderr."),
     ([shown(svg="<svg><rect/><rect/></svg>")], [shown(svg="<svg><rect/></svg>")], "cell 2 drew 2 × rect, draws 1."),
+    ([shown(html=DRAWN.format(8))], [shown(html=DRAWN.format(9))], "cell 2 printed «8», prints «9»."),
+    ([shown(html=DRAWN.format("%3Crect/%3E"))], [shown(html=DRAWN.format(""))], "cell 2 drew 1 × rect, draws 0."),
     ([shown(html="<p>8</p>")], [shown(html="<p>9</p>")], "cell 2 printed «8», prints «9»."),
 ]
 

@@ -365,7 +365,9 @@ for tensor in (1, 2, 4, 8):
     program = mt.Program(mt.load(base, [f"mesh.tensor={tensor}"]), attention=attending)
     key = next(w for w in program.layout.flat if w.name == "blocks.attention.k")
     held = "all" if "tensor" in key.replicated else f"1/{tensor}"
-    print(f"tensor {tensor}: {heads[tensor][0]} query and {heads[tensor][1]} key heads a device, which holds {held} of k's weights")
+    print(
+        f"tensor {tensor}: {heads[tensor][0]} query and {heads[tensor][1]} key heads a device, which holds {held} of k's weights"
+    )
     assert ("tensor" in key.replicated) == (model.kv_heads % tensor != 0)
 assert heads == {1: (8, 4), 2: (4, 2), 4: (2, 1), 8: (1, 1)}
 

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import zip_longest
+from urllib.parse import unquote
 
 from experiments.notebooks.notebook import BINARY, Output
 from experiments.notebooks.source import Cell
@@ -106,10 +107,15 @@ class _Seen(HTMLParser):
         self.close()
         self.text = "\n".join(self._pieces)
 
-    def handle_starttag(self, tag: str, attrs: object) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._hidden = tag in ("style", "script")
         if tag in SHAPES:
             self.shapes[tag] += 1
+        drawn = dict(attrs).get("src") or ""
+        if tag == "img" and drawn.startswith("data:image/svg+xml,"):
+            within = _Seen(unquote(drawn.partition(",")[2]))
+            self.shapes += within.shapes
+            self._pieces.append(within.text)
 
     def handle_endtag(self, tag: str) -> None:
         self._hidden = False

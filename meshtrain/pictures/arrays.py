@@ -111,7 +111,7 @@ def _svg(leaf: Any, parts: Parts, dims: Sequence[int | None], scale: float) -> s
     for number, bounds in enumerate(panels):
         x = number * (wide + gap)
         if panel is not None:
-            body.append(f'<text x="{x:.0f}" y="10" font-size="9" fill-opacity="0.7">{_range(bounds)}</text>')
+            body.append(f'<text x="{x:.0f}" y="10" font-size="9">{_range(bounds)}</text>')
         inside = {part: held for part, held in parts.items() if panel is None or part[panel] == bounds}
         for part, held in inside.items():
             left, right = _share(part, across, leaf.shape)

@@ -32,5 +32,5 @@ def picture(found: Collectives) -> Picture:
 def _from(c: Collective) -> str:
     """The line, and beneath it the one that called it; pointing there shows all that led to it."""
     line, _, caller = c.where.partition(" ← ")
-    below = f"<br>{faint(f'← {caller}')}" if caller else ""
+    below = f"<br/>{faint(f'← {caller}')}" if caller else ""
     return f'<span title="{escape(chr(10).join(map(str, c.lines)))}">{code(line)}{below}</span>'

@@ -76,7 +76,7 @@ def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
         x = left + p * (tensor * _SIDE + _GAP)
         yield f'<text x="{x}" y="12">{"stage" if pipeline > 1 else PIPELINE} {p}</text>'
         for t in range(tensor):
-            yield f'<text x="{x + t * _SIDE + 2}" y="28" font-size="9" fill-opacity="0.7">{TENSOR[0]}{t}</text>'
+            yield f'<text x="{x + t * _SIDE + 2}" y="28" font-size="9">{TENSOR[0]}{t}</text>'
             for d in range(data):
                 device = mesh.devices[d, t, p]
                 at_x, at_y = x + t * _SIDE, top + d * _SIDE

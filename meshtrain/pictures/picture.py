@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from urllib.parse import quote
 
 # Okabe and Ito's colours, which the colour-blind tell apart; text on them is white.
 AXES = {"data": "#0072b2", "tensor": "#b85c00", "pipeline": "#00805f"}
@@ -73,12 +74,18 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 
 
 def svg(width: float, height: float, body: Iterable[str], label: str) -> str:
-    """A drawing in pixels, text in the colour of the page's."""
-    return (
+    """A drawing in pixels; its text is grey where it is given no other colour, which stands on white and on black."""
+    return image(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'role="img" aria-label="{escape(label)}" font-family="system-ui,sans-serif" font-size="11" fill="currentColor" '
-        f'style="max-width:none">{"".join(body)}</svg>'
+        f'font-family="system-ui,sans-serif" font-size="11" fill="{GREY}">{"".join(body)}</svg>',
+        label,
     )
+
+
+def image(drawing: str, label: str, style: str = "max-width:none") -> str:
+    """An SVG as an image within HTML. In the page itself notebooks would not show it until whoever opens them has run them."""
+    source = "data:image/svg+xml," + quote(drawing, safe=" =:/,;()'[]+-.·×")
+    return f'<img alt="{escape(label)}" style="{style}" src="{source}"/>'
 
 
 def stage_hue(stage: int, stages: int) -> float:

@@ -1,10 +1,21 @@
-"""A plan: the pictures of its page, and its headline as text."""
+"""A plan: its headline, and the pictures of its page, ink on white whatever the notebook's theme."""
 
-from meshtrain.pictures.picture import Picture
+from html import escape
+
+from meshtrain.pictures.picture import Picture, block, image, title
 from meshtrain.plan.estimate import Plan
-from meshtrain.plan.page import notebook
+from meshtrain.plan.page import WIDTH, memory_bars, waterfall
 from meshtrain.plan.report import headline
 
 
 def picture(plan: Plan) -> Picture:
-    return Picture(notebook(plan), headline(plan))
+    text = headline(plan)
+    first, *rest = text.splitlines()
+    style = f"width:{WIDTH}px;background:#fff;padding:8px;display:inline-block"
+    drawn = [("each device holds", memory_bars(plan)), ("a step takes", waterfall(plan))]
+    cells = [
+        f'<td style="vertical-align:top;text-align:left">{title(what)}<br/>{image(svg, what, style)}</td>'
+        for what, svg in drawn
+    ]
+    lines = "".join(f"<div>{escape(line)}</div>" for line in rest)
+    return Picture(block(title(first), lines, f"<table><tr>{''.join(cells)}</tr></table>"), text)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshtrain.pictures.picture import Picture, block, columns, faint, svg, title
-from meshtrain.schedule.draw import FILL, INK, gantt_svg, gantt_text, lighter
+from meshtrain.pictures.picture import GREY, Picture, block, columns, faint, image, svg, title
+from meshtrain.schedule.draw import FILL, INK, figures, gantt_svg, gantt_text, lighter
 from meshtrain.schedule.simulate import Timeline
 from meshtrain.schedule.table import IllegalTable, Table
 from meshtrain.schedule.validate import validate
@@ -16,7 +16,8 @@ _ROW, _LETTER, _LEFT = 22, 6.5, 58
 
 def picture(schedule: Table | Timeline) -> Picture:
     if isinstance(schedule, Timeline):
-        return Picture(f'<div style="overflow-x:auto">{gantt_svg(schedule)}</div>', gantt_text(schedule))
+        drawn = image(gantt_svg(schedule), figures(schedule)[0])
+        return Picture(f'<div style="overflow-x:auto">{drawn}</div>', gantt_text(schedule))
     return _table(schedule)
 
 
@@ -51,13 +52,13 @@ def _verdict(table: Table) -> str:
 def _cells(table: Table, widths: list[float]) -> Iterator[str]:
     x = np.concatenate([[0.0], np.cumsum(widths)]) + _LEFT
     for tick in range(table.ticks):
-        yield f'<text x="{(x[tick] + x[tick + 1]) / 2:.0f}" y="11" text-anchor="middle" font-size="9" fill-opacity="0.7">{tick}</text>'
+        yield f'<text x="{(x[tick] + x[tick + 1]) / 2:.0f}" y="11" text-anchor="middle" font-size="9">{tick}</text>'
     for stage in range(table.stages):
         y = 16 + stage * _ROW
         yield f'<text x="0" y="{y + 15}">stage {stage}</text>'
         for tick in range(table.ticks):
             wide = widths[tick] - 2
-            yield f'<rect x="{x[tick]:.1f}" y="{y}" width="{wide:.1f}" height="{_ROW - 2}" rx="2" fill="currentColor" fill-opacity="0.06"/>'
+            yield f'<rect x="{x[tick]:.1f}" y="{y}" width="{wide:.1f}" height="{_ROW - 2}" rx="2" fill="{GREY}" fill-opacity="0.12"/>'
             # in the order in which the stage does them
             done = [slot for slot in range(len(table.letters)) if table.cells[tick, stage, slot, 0] >= 0]
             for i, slot in enumerate(done):

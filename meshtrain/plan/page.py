@@ -63,19 +63,6 @@ def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequ
     return f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title><style>{STYLE}</style></head><body>\n{"".join(parts)}\n</body></html>\n'
 
 
-def notebook(plan: Plan) -> str:
-    """The page's pictures without its style sheet, for the output of a cell; ink on white whatever the notebook's theme."""
-    mesh = plan.config.mesh
-    parts = [
-        f"<p><b>{report.count(plan.parameters)} parameters on {plan.devices:,} × {escape(plan.cluster.accelerator.name)}</b>: data {mesh.data} × "
-        f"tensor {mesh.tensor} × pipeline {mesh.pipeline}; {_verdict(plan)}</p>",
-        *(f"<div>{escape(line)}</div>" for line in report.headline(plan).splitlines()[1:]),
-        f'<div style="display:flex;flex-wrap:wrap;gap:24px"><div style="width:400px"><p><b>each device holds</b></p>{memory_bars(plan)}</div>'
-        f'<div style="width:400px"><p><b>a step takes</b></p>{waterfall(plan)}</div></div>',
-    ]
-    return f'<div style="background:#fff;color:#1d2430;padding:4px 12px;font:13px/1.5 system-ui,sans-serif">{"".join(parts)}</div>'
-
-
 def _verdict(plan: Plan) -> str:
     usable = plan.cluster.accelerator.usable_bytes
     if plan.fits:
@@ -99,7 +86,7 @@ def _tiles(plan: Plan) -> str:
 
 def _svg(height: float, body: Sequence[str], label: str) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}" font-family="system-ui, sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}" font-family="system-ui, sans-serif" '
         f'font-size="13" fill="#1d2430">{"".join(body)}</svg>'
     )
 
