@@ -1,5 +1,6 @@
 """What the documentation tells people to type is typed here, in a directory that holds what it names; what it tells them to open is there."""
 
+import ast
 import importlib
 import os
 import re
@@ -25,6 +26,8 @@ NOT_HERE = {
     "pip install -e .[test]": "likewise",
     "pip install -e .[cuda12]": "5.5 GB, for machines with a GPU",
     "pip install -e .[data]": "a test installs nothing",
+    "pip install -e .[notebooks]": "likewise",
+    "jupyter lab experiments": "opens a browser; CI executes the notebooks",
     "python -m pytest": "this is it",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
 }
@@ -69,8 +72,8 @@ SAYS = {
 }
 
 
-def run(words: list[str], directory: Path) -> str:
-    """What a command prints that is typed in a directory; the only change to it is SHORTER."""
+def python(arguments: list[str], directory: Path) -> str:
+    """What a Python of its own prints that is started in a directory."""
     # The programs find the tests' compiled ones, are compiled as quickly, and fake the devices that their configs ask for.
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {
@@ -79,23 +82,23 @@ def run(words: list[str], directory: Path) -> str:
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
-    more = SHORTER.get(words[2], []) if len(words) > 3 else ["--help"]
+    command = [sys.executable, *arguments]
     ended = subprocess.run(
-        [sys.executable, *words[1:], *more],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def run(words: list[str], directory: Path) -> None:
+    """Types a command in a directory, with nothing changed but SHORTER; what it must print and write is there."""
+    more = SHORTER.get(words[2], []) if len(words) > 3 else ["--help"]
+    printed = python([*words[1:], *more], directory)
     line = " ".join([*words, *more])
     expected = next(said for word, said in SAYS.items() if word in line)
-    assert re.search(expected, ended.stdout), ended.stdout
+    assert re.search(expected, printed), printed
     for option, target in pairwise(words):
         assert option not in ("--gantt", "--output") or (directory / target).exists(), f"nothing at {target}"
-    return ended.stdout
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +142,25 @@ def test_what_is_not_typed_here_is_documented():
     assert NOT_HERE.keys() | FORMS.keys() <= COMMANDS.keys()
 
 
+BLOCKS = fenced(README)
+# tests/test_library.py runs the one of the library.
+PYTHON = [
+    block for kind, block in BLOCKS if kind == "python" and f"## As a library\n\n```python\n{block}" not in README
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.splitlines()[-1])
+def test_the_readmes_python_runs_and_shows_its_last_line(block, directory):
+    last = ast.parse(block).body[-1]
+    assert isinstance(last, ast.Expr), "the last line of a cell is what it shows"
+    script = f"{block}\nprint({ast.unparse(last)})"
+    assert len(python(["-c", script], directory).splitlines()) > 3
+
+
 def test_the_readmes_blocks_are_of_kinds_that_are_run_or_shown():
-    languages = [language for language, _ in fenced(README)]
-    assert set(languages) == {"", "bash", "python"}
-    # tests/test_library.py runs it
-    assert languages.count("python") == 1 and "## As a library\n\n```python" in README
+    assert {kind for kind, _ in BLOCKS} == {"", "bash", "python"}
+    assert len(PYTHON) == sum(kind == "python" for kind, _ in BLOCKS) - 1
 
 
 def test_every_path_that_is_named_is_there():
