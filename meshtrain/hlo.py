@@ -180,9 +180,11 @@ def _second(tuple_type: str) -> str:
 
 
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
-    """Who talks to whom, in any of XLA's spellings; of a permutation, the pairs.
+    """Who talks to whom, in any of XLA's spellings:
 
-    {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2] {'b'}    {} for all together
+        {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2] {'b'}    {} for all together
+
+    Of a permutation, the pairs.
     """
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}", attributes):
         found = [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))]

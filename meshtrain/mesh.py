@@ -1,14 +1,16 @@
 """The device mesh: three axes, and the devices they are built from.
 
-       tensor →          innermost: ranks that talk in every layer are neighbours
-     ┌────┬────┐
-data │ 0  │ 1  │   stage 0 of the pipeline
-  ↓  │ 2  │ 3  │
-     └────┴────┘
-     ┌────┬────┐
-     │ 4  │ 5  │   stage 1: outermost, since stages talk least
-     │ 6  │ 7  │
-     └────┴────┘
+           tensor →
+         ┌────┬────┐
+    data │ 0  │ 1  │   stage 0 of the pipeline
+      ↓  │ 2  │ 3  │
+         └────┴────┘
+         ┌────┬────┐
+         │ 4  │ 5  │   stage 1
+         │ 6  │ 7  │
+         └────┴────┘
+
+Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk least.
 """
 
 import os

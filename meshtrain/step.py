@@ -1,7 +1,9 @@
 """The one compiled step: gradients inside a fully manual shard_map, the optimizer on sharded arrays under plain jit.
 
-state (float32 shards) ──open──► weights ──forward, backward──► gradients ──close──► shards ──Optax──► state
-                        all-gather   explicit collectives only     reduce-scatter          XLA adds only norms
+    state (float32 shards) ──open──► weights ──forward, backward──► gradients ──close──► shards ──Optax──► state
+                          all-gather      explicit collectives              reduce-scatter
+
+Every collective up to the shards stands in the source; behind them XLA adds only those of norms.
 """
 
 import dataclasses

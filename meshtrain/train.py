@@ -1,6 +1,8 @@
 """python -m meshtrain.train --config FILE: parse, build, restore, loop, stop.
 
-next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► evaluate, save, stop where due
+    next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► evaluate, save, stop where due
+
+So devices never wait for the host; fake CPU devices do after every step, since steps in flight together deadlock them.
 """
 
 if __name__ == "__main__":

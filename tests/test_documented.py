@@ -133,6 +133,9 @@ def test_what_is_documented_can_be_typed(command, directory, request):
         (directory / "runs" / "quickstart").symlink_to(request.getfixturevalue("quickstart"))
     if command != QUICKSTART:
         run(words, directory)
+    # What the README shows is what its command draws now.
+    for drawn in directory.glob("experiments/*.svg"):
+        assert drawn.read_text() == (ROOT / "experiments" / drawn.name).read_text(), "draw it again"
 
 
 def test_what_is_not_typed_here_is_documented():

@@ -17,11 +17,6 @@ MODULES = sorted((ROOT / "meshtrain").rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in MODULES}
 # A drawing, a table or code: columns, or what draws lines.
 COLUMNS = re.compile(r"\S {2,}\S|[─│┌┐└┘├┤┬┴►◄╰╭]")
-# Still to be indented.
-RUN_TOGETHER = {
-    "meshtrain/__init__.py", "meshtrain/hlo.py replica_groups", "meshtrain/mesh.py", "meshtrain/pictures/mesh.py",
-    "meshtrain/schedule/table.py to_csv", "meshtrain/step.py", "meshtrain/train.py",
-}  # fmt: skip
 # What Markdown may take for its own and lose: a word, a comparison, a heading, a column.
 MEANS = re.compile(r"\w+|[<>#|]")
 
@@ -50,9 +45,7 @@ def test_docstrings_are_shown_as_they_are_written():
         loose = [line for line in text.splitlines() if COLUMNS.search(line) and line.strip() not in code]
         if loose or MEANS.findall(text) != MEANS.findall(text_of(shown)):
             wrong[f"{path.relative_to(ROOT).as_posix()} {name}".strip()] = loose or "not all of it is shown"
-    assert not {where: what for where, what in wrong.items() if where not in RUN_TOGETHER}, (
-        "a drawing, a table or code is indented by 4 more than some line after the docstring's first"
-    )
+    assert not wrong, "a drawing, a table or code is indented by 4 more than some line after the docstring's first"
 
 
 # --- the pages

@@ -1,8 +1,11 @@
 """A mesh as blocks of devices: a block a stage, a row a data rank, a column a tensor rank.
 
-stage 0        stage 1          each device in a colour of its own, which the pictures of arrays then use:
-0  1           4  5             hue by stage, light to dark by tensor rank, pale to strong by data rank
-2  3           6  7
+    stage 0        stage 1
+    0  1           4  5
+    2  3           6  7
+
+Each device has a colour of its own, which the pictures of arrays then use: hue by stage, light to dark by tensor rank, pale to strong by
+data rank.
 """
 
 from collections.abc import Iterator

@@ -172,12 +172,14 @@ class Table(Shown):
     def to_csv(self) -> str:
         """The table as CSV for people: a title, a line of stage names, then one row a tick.
 
-        # schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop
-        stage 0,stage 1
-        F0,
-        F1,F0 B0
-        B0,F1 B1
-        B1,
+            # schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop
+            stage 0,stage 1
+            F0,
+            F1,F0 B0
+            B0,F1 B1
+            B1,
+
+        `read_csv` takes it back.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
