@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
+from html.parser import HTMLParser
 from urllib.parse import unquote
 
 import pytest
@@ -59,7 +61,7 @@ def refuse(event, arguments):
         raise RuntimeError(f"{event} {arguments}")
 
 sys.addaudithook(refuse)
-from api_reference import build
+from experiments.api_reference import build
 pages = build(Path(sys.argv[1]))
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
@@ -72,11 +74,24 @@ def pages(tmp_path_factory):
     """The built pages by path: no warning, no backend and no network."""
     pytest.importorskip("pdoc")
     directory = tmp_path_factory.mktemp("reference")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BUILDING, str(directory)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     return {path.resolve(): path.read_text() for path in directory.rglob("*.html")}
+
+
+class Page(HTMLParser):
+    """The attributes of a page by name; what a script builds while one searches, and code that is shown, are none."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: dict[str, list[str]] = defaultdict(list)
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            self.found[name].append(value or "")
 
 
 @pytest.mark.thorough
@@ -85,12 +100,11 @@ def test_every_module_has_a_page_and_every_link_leads_somewhere(pages):
     public = (path for path in TREES if not path.endswith("__main__.py"))
     assert shown == {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in public}
 
-    # What a script builds while one searches is in no page yet.
-    still = {path: re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL) for path, page in pages.items()}
-    anchors = {path: set(re.findall(r'\bid="([^"]*)"', page)) for path, page in still.items()}
+    read = {path: Page(page) for path, page in pages.items()}
+    anchors = {path: set(page.found["id"]) for path, page in read.items()}
     broken, links = [], 0
-    for path, page in still.items():
-        for link in re.findall(r'\b(?:href|src)="([^"]*)"', page):
+    for path, page in read.items():
+        for link in [*page.found["href"], *page.found["src"]]:
             if link.startswith(("data:", "https://pdoc.dev")):
                 continue
             links += 1

@@ -1,4 +1,4 @@
-"""Builds the API reference: python tests/helpers/api_reference.py DIR
+"""Builds the API reference: python -m experiments.api_reference DIR
 
 As `python -m pdoc meshtrain -o DIR`, but of every module: pdoc takes those for private that a package's __all__ does not name.
 """
