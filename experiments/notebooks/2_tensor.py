@@ -12,6 +12,7 @@ import meshtrain as mt
 mt.fake_devices(8)
 
 import inspect
+import math
 from collections import Counter
 
 import jax
@@ -20,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.hlo import Collectives, collectives
+from meshtrain.hlo import KINDS, Collectives, collectives
 from meshtrain.model.attention import attend
 from meshtrain.parallel.tensor import MeshCollectives
 
@@ -54,6 +55,7 @@ y = mlp(x, A, B)
 # Give each of 4 devices some *columns* of $A$ and the same *rows* of $B$. A column of $xA$ needs one column of $A$, and gelu takes
 # each number by itself, so everything up to the second product happens without a word between the devices. That product is a sum
 # over $F$, and each device has a part of its terms:
+#
 # $$y = \mathrm{gelu}\big(x\,[A_0\,A_1\,A_2\,A_3]\big) \begin{bmatrix}B_0\\B_1\\B_2\\B_3\end{bmatrix} = \sum_i \mathrm{gelu}(x A_i)\,B_i$$
 
 # %%
@@ -246,14 +248,19 @@ sequence_parallel
 # ## In meshtrain
 #
 # The model in `meshtrain.model` calls `enter` and `leave` just so (`layers.Block`), and knows of no mesh. What they do on one is in
-# `meshtrain/parallel/tensor.py`; these are the lines:
+# `meshtrain/parallel/tensor.py`; per layer, forward / backward:
+#
+# | | tensor parallel | + sequence parallel |
+# | --- | --- | --- |
+# | `enter` (twice) | nothing / all-reduce | all-gather / reduce-scatter |
+# | `leave` (twice) | all-reduce / nothing | reduce-scatter / all-gather |
 
 # %%
 print(inspect.getsource(MeshCollectives.enter), inspect.getsource(MeshCollectives.leave), sep="\n")
 
 # %% [markdown]
-# Now a Llama-style model, one training step, three placements: one device, `mesh.tensor` 4, and that with `sequence_parallel`. Each
-# is compiled once, and the compiled step is both run and read. The losses are those of one device:
+# Now a Llama-style model on three placements: one device, `mesh.tensor` 4, and that with `sequence_parallel`. Each step is compiled
+# once; below, the compiled step is both run and read. The losses are those of one device.
 
 # %%
 base = {
@@ -268,6 +275,9 @@ changes = {
     "sequence parallel": ["mesh.tensor=4", "parallel.sequence_parallel=true"],
 }
 programs = {name: mt.Program(mt.load(base, keys)) for name, keys in changes.items()}
+programs["tensor 4"]
+
+# %%
 steps = {name: program.lower().compile() for name, program in programs.items()}
 data, _ = mt.open_data(mt.load(base))
 losses, trained = {}, {}
@@ -281,20 +291,17 @@ for name, program in programs.items():
 assert all(abs(a - b) < 1e-5 for of in losses.values() for a, b in zip(of, losses["one device"], strict=True))
 
 # %% [markdown]
-# What does a layer send? The layers are one loop in the compiled step, so what stands in a loop belongs to them. The table of
-# `tensor.py` says: *enter* and *leave* twice each, hence 4 all-reduces a layer with forward and backward; or 4 all-gathers and 4
-# reduce-scatters.
+# What does a layer send? The layers are one loop in the compiled step, so what stands in a loop belongs to them. By the table that
+# is, forward and backward together, 4 all-reduces a layer, or 4 all-gathers and 4 reduce-scatters.
 
 # %%
 layers = programs["one device"].config.model.layers
 sends = {name: collectives(step, programs[name].mesh) for name, step in steps.items()}
 of_layers = {name: Collectives(c for c in found if c.loops) for name, found in sends.items()}
 for name, kinds in {"tensor 4": ["all-reduce"], "sequence parallel": ["all-gather", "reduce-scatter"]}.items():
-    counted = Counter()
-    for c in of_layers[name]:
-        counted[c.kind] += c.times / layers
-    assert counted == dict.fromkeys(kinds, 4), counted
-    print(name, "per layer:", dict(counted))
+    counted = {kind: sum(c.times for c in of_layers[name] if c.kind == kind) / layers for kind in KINDS}
+    assert counted == {kind: 4 * (kind in kinds) for kind in KINDS}
+    print(f"{name}, a layer:", ", ".join(f"{times:.0f} × {kind}" for kind, times in counted.items() if times))
 assert not any(c.sent for c in sends["one device"])
 of_layers["sequence parallel"]
 
@@ -316,59 +323,65 @@ print(f"{total['tensor 4']:,.0f} bytes, of them {formula:,.0f} by the formula")
 # %% [markdown]
 # ## What sequence parallelism is for
 #
-# Memory. A block can tell us what it is given: a hook replaces the block with a function of ours, which here only looks. Of each
-# layer four arrays that are as long as the stream are kept for the backward (twice: the input, and the normalised); they shrink to
-# $1/n$. Korthikanti et al. keep of the gathered arrays too only a share, and gather once more in the backward; meshtrain keeps
-# them whole.
+# Memory. A hook replaces the block by a function of ours; this one only looks at what the block is given.
 
 # %%
-shapes = {}
+seen = {}
 
 
-def looking(name):
-    def block(block, x, sequence, collectives, dropout):
-        shapes[name] = x.shape
-        return block(x, sequence, collectives, dropout)
-
-    return block
+def looking_block(block, x, sequence, collectives, dropout):
+    seen[name] = x.shape
+    return block(x, sequence, collectives, dropout)
 
 
 for name in ("tensor 4", "sequence parallel"):
-    mt.Program(programs[name].config, block=looking(name))
-    kept = next(i.nbytes for i in mt.plan(programs[name].config, "cpu").memory if i.name.startswith("activations kept"))
-    temporary = steps[name].memory_analysis().temp_size_in_bytes
-    print(f"{name:18} block sees {shapes[name]}, plan: keeps {kept:,.0f} bytes, XLA: {temporary:,} for all temporaries")
-    shapes[name] = shapes[name], kept, temporary
+    mt.Program(programs[name].config, block=looking_block)
+    print(f"{name:18} the block is given {seen[name]}")
+assert seen["tensor 4"] == (train.global_batch_size, train.sequence_length, model.d_model)
+assert seen["sequence parallel"] == (train.global_batch_size, train.sequence_length // n, model.d_model)
 
-(whole, kept_whole, all_whole), (share, kept_share, all_share) = shapes.values()
-assert share[1] * n == whole[1]
-assert kept_whole - kept_share == layers * 4 * stream * (n - 1) / n
-assert all_whole - all_share >= kept_whole - kept_share
+# %% [markdown]
+# Of each layer four arrays like $x$ are kept for the backward (the input of attention and of the MLP, each also normalised), and
+# shrink to $1/n$. The planner counts on it, and XLA's own account of the compiled step agrees. (Korthikanti et al. go one step
+# further: they keep only a share of what `enter` gathers, and gather it once more in the backward. meshtrain keeps it whole.)
+
+# %% tags=["varies"]
+kept = {
+    name: next(
+        item.nbytes for item in mt.plan(program.config, "cpu").memory if item.name.startswith("activations kept")
+    )
+    for name, program in programs.items()
+}
+temporary = {name: step.memory_analysis().temp_size_in_bytes for name, step in steps.items()}
+print("bytes              kept for the backward    all temporaries of the step")
+for name in programs:
+    print(f"{name:18} {kept[name]:>21,.0f} {temporary[name]:>30,}")
+saved = kept["tensor 4"] - kept["sequence parallel"]
+assert saved == layers * 4 * stream * (n - 1) / n
+assert temporary["tensor 4"] - temporary["sequence parallel"] >= saved
 
 # %% [markdown]
 # ## Key/value heads that are fewer than the devices
 #
 # With grouped queries there are fewer heads of keys and values. Where `mesh.tensor` divides them they are split too. Where it does
 # not, every device holds and computes all of them, picks those of its own query heads, and their weights' gradients are partial
-# sums, added up once a step. An attention hook shows what each device attends with:
+# sums, added up once a step. A hook in the place of attention sees what is left to attend with:
 
 # %%
 heads = {}
 
 
-def attending(q, k, v, segments, collectives, dropout):
+def looking_attention(q, k, v, segments, collectives, dropout):
     heads[tensor] = q.shape[2], k.shape[2]
     return attend(q, k, v, segments, collectives, dropout)
 
 
 for tensor in (1, 2, 4, 8):
-    program = mt.Program(mt.load(base, [f"mesh.tensor={tensor}"]), attention=attending)
+    program = mt.Program(mt.load(base, [f"mesh.tensor={tensor}"]), attention=looking_attention)
     key = next(w for w in program.layout.flat if w.name == "blocks.attention.k")
-    held = "all" if "tensor" in key.replicated else f"1/{tensor}"
-    print(
-        f"tensor {tensor}: {heads[tensor][0]} query and {heads[tensor][1]} key heads a device, which holds {held} of k's weights"
-    )
-    assert ("tensor" in key.replicated) == (model.kv_heads % tensor != 0)
+    parts, (queries, keys_here) = math.prod(key.ways), heads[tensor]
+    print(f"tensor {tensor}: k is split {parts} ways; a device attends with {queries} query and {keys_here} key heads")
+    assert parts == (tensor if model.kv_heads % tensor == 0 else 1)
 assert heads == {1: (8, 4), 2: (4, 2), 4: (2, 1), 8: (1, 1)}
 
 # %% [markdown]
@@ -405,7 +418,8 @@ backward
 # %%
 of_loss = Collectives(c for c in sends["tensor 4"] if "loss.py" in c.where)
 assert sum(c.bytes for c in of_loss) == 3 * 4 * tokens
-print(f"gathering the logits would take {V / 3:.0f} times as many")
+gathering_logits = (n - 1) / n * 4 * tokens * V
+print(f"gathering the logits would send {gathering_logits / of_loss.traffic['tensor']:.1f} times the bytes")
 of_loss
 
 # %% [markdown]
@@ -464,12 +478,13 @@ print(refused["tensor 4"])
 
 # %% [markdown]
 # ## Things to try
-# - In `loss_of`, make the loss linear, `jnp.sum(function(*arguments))`. The gradient then needs nothing of the forward's sum, and XLA
-#   melts both all-reduces into one, or drops the first; the assert on `of_all` tells.
-# - Leave `leave` out of `columns_then_rows` (return `mlp(x, A, B)`): `shard_map` refuses, since the result may vary over `tensor`.
+# - In `loss_of` take a linear loss, `jnp.sum(function(*arguments))`. Its gradient needs nothing of the forward's sum, so XLA drops that
+#   all-reduce, and the assert on `of_weights` says so.
+# - Leave `psum` out of `columns_then_rows`: `shard_map` refuses, since the result may vary over `tensor`.
 # - Mend `forgetful_block` with one call, and give it the missing gate (`block.mlp.gate`): its losses become those of the built-in block.
-# - Run `programs["sequence parallel"].collectives()` with `mesh.data=2` beside it: the gradients' sums over `data` are added, and those
-#   over `tensor` become half as large, since each data rank has half the rows.
-# - Set `model.kv_heads=1` (multi-query): no `tensor` above 1 splits the keys, and the gradient of `k` and `v` joins what is summed.
+# - Look at `mt.Program(mt.load(base, [*changes["sequence parallel"], "mesh.data=2"])).collectives()`: sums over `data` are added, and
+#   what the layers send over `tensor` is half as large, since each data rank has half the rows.
+# - Set `model.kv_heads` to 1 (multi-query): no `tensor` above 1 splits the keys, and the gradients of `k` and `v` join what is summed
+#   over `tensor`: `total` grows by about 12 KiB.
 # - Look at `mt.plan(mt.load("../configs/llama3_8b.yaml", ["mesh.tensor=8", "mesh.data=4"]), "h100")` with
-#   `parallel.sequence_parallel` true and false: same traffic, other memory.
+#   `parallel.sequence_parallel=false` and with the file's `true`: only one fits, and it also sends less between stages.
