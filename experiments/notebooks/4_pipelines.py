@@ -124,7 +124,7 @@ assert np.isclose(alone.idle.max(), 3 * (f + i - w)) and np.isclose(lockstep.idl
 alone
 
 # %% [markdown]
-# Pointing at a cell shows its times. The underlined cells are the *critical path*: only they are worth shortening.
+# The underlined cells are the *critical path*: only they are worth shortening.
 #
 # ## In a V
 # With two chunks a stage one may also deal the layers out *there and back*: stage 0 has the first chunk and the last. A microbatch comes
