@@ -412,10 +412,9 @@ for name, (all_reduce, mesh) in {**ways, "psum": (lambda row: jax.lax.psum(row, 
 
 # %% [markdown]
 # ## Things to try
-# - `fast, slow`: four nodes of two (`devices.reshape(4, 2)`). The bytes that a rank sends stay $1.75\,S$; how many of them cross between nodes?
+# - Four nodes of two, `devices.reshape(4, 2)`: a rank sends $1.75\,S$ as before. How many of them cross between nodes, and in how many steps?
 # - Write recursive *doubling*: partners exchange their whole vectors, $x \leftarrow x + \text{partner's}$, for each distance. $k$ steps and
 #   $k S$ bytes: half the latency of the butterfly. Below which size is it ahead of it? (Thakur et al. use it for short vectors.)
-# - Take one `% n` out of `ring_scatter`, or swap two partners of the butterfly: which assert finds it?
-# - Put a `jax.lax.fori_loop` around the ring's messages: `collectives` then shows one permute and its `trips`.
+# - Let the ring turn the other way in one half only, or swap two partners of the butterfly: which assert finds it?
+# - Write the ring's messages as one in a `jax.lax.fori_loop`: `collectives` then shows one permute a half, and its `trips`.
 # - `named("tpu-v5p", 64)` in place of `h100` in the table: one latency, a torus. From which size on does the planner take the ring?
-# - In `run`, give `vectors.astype(jnp.bfloat16)`: the bound needs $u = 2^{-8}$, and the four ways then differ in most sums.

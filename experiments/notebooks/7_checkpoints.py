@@ -94,7 +94,7 @@ assert files.keys() == present - {"COMMIT", "digests.json"}
 
 # %% [markdown]
 # The arrays have no trace of the mesh. On the devices the four layers were two stages, split over tensor, and the moments over data as well; here
-# each array is one, with all layers stacked in order. That is why any mesh can read it (`meshtrain/checkpoint/canonical.py`).
+# each array is one, with all layers stacked in order. Below, where the first of them lies while the run is under way. That is why any mesh can read it (`meshtrain/checkpoint/canonical.py`).
 
 # %%
 print(f"{len(manifest['leaves'])} arrays, of which")
@@ -106,7 +106,7 @@ layout = mt.Program(config).layout
 assert manifest["leaves"]["params.blocks.attention.q"]["shape"][0] == config.model.layers
 numbers = sum(np.prod(leaf["shape"]) for name, leaf in manifest["leaves"].items() if name.startswith("params."))
 assert numbers == layout.parameters
-layout
+mt.show(layout.masters["blocks"]["attention"]["q"])
 
 # %% [markdown]
 # ## Killed while saving
@@ -192,7 +192,7 @@ assert code == 1 and re.search("^24: DAMAGED", said, re.M) and said.count("intac
 # %% [markdown]
 # ## On another mesh
 # Every start verifies too. So the next one finds step 24 damaged, sets it aside for a person to look at, and takes step 16. And since half of the
-# machine is wanted for something else, it shall go on as data 4 × tensor 1 instead of 2 × 2 × 2, with the weights sharded as well (ZeRO-3).
+# machine is wanted for something else, it shall go on as 4 data ranks instead of 2 × 2 × 2, with the weights sharded as well (ZeRO-3).
 
 # %%
 other_mesh = ["mesh.data=4", "mesh.tensor=1", "mesh.pipeline=1", "parallel.zero_stage=3"]
@@ -223,7 +223,7 @@ plt.show()
 # %% [markdown]
 # ## Asked to stop
 # A scheduler that wants its machines back sends SIGTERM. The step under way is finished and saved, and exit code 75 says that the run is
-# to be started again (0: done; 1 and 2: starting it again would not help). Here amid a run of a million steps:
+# to be started again (0: done, 1: failed, 2: the config is wrong). Here amid a run of a million steps:
 
 # %%
 process = training("stopped", "train.steps=1000000", "checkpoint.every=0")

@@ -115,7 +115,7 @@ for shape in ("mesh.data=8",), ("mesh.data=4", "mesh.pipeline=2"), ("mesh.data=2
     for part in placed.addressable_shards:
         assert (part.data == batch["tokens"][part.index]).all()
     held = sorted({part.index[0].indices(8)[:2] for part in placed.addressable_shards})
-    print(", ".join(shape), ": rows", *(f"{first}:{end}" for first, end in held))
+    print(f"{', '.join(shape)}: rows", *(f"{first}:{end}" for first, end in held))
     assert len(held) == spread.mesh.data
 mt.show(placed)
 
@@ -150,7 +150,9 @@ for (k, one), (number, other) in zip(whole, parts, strict=True):
 # ## A shuffle that is computed
 # An order of $10^9$ rows as a list takes 8 GB, and every process would need it. `meshtrain/data/permutation.py` computes where a row goes
 # instead, by a Feistel network: write the index as two digits $(x, y)$ of a grid $a \times b$, and in turns
+#
 # $$x \leftarrow x + F_i(y) \bmod a, \qquad y \leftarrow y + F_{i+1}(x) \bmod b.$$
+#
 # Each turn can be undone, whatever $F$ is: the digit that $F$ has read is still there to be read again. So all turns together are a bijection
 # of the grid. Here with an $F$ made up on the spot:
 
@@ -191,7 +193,7 @@ for size in (*range(1, 301), 65_537, 99_991, 1_000_000):
     assert (np.sort(permute(np.arange(size), size, key_of(0, "rows", size))) == np.arange(size)).all()
 
 far = permute(np.array([0, 1, 2]), 10**12, key_of(0, "rows", 0))
-print("rows 0, 1, 2 of 10^12 come from", far)
+print("rows 0, 1, 2 of 10^12 come from", *far)
 
 # %% [markdown]
 # Does it look like chance? Points without a pattern, another picture for another epoch. And one number: a random permutation leaves on
@@ -297,7 +299,8 @@ plt.show()
 
 # %% [markdown]
 # Does the model keep to it? A document's loss must be the same in a packed row as in a row of its own. Below, each document of two rows is put
-# alone into a row, and the sums of all their losses meet. Told that a row were one document, the model gives another number.
+# alone into a row, and the sums of all their losses meet. Told that a row were one document, the model gives another number (here a lower one:
+# its weights are random yet, and what it sees across documents is neither help nor harm).
 
 
 # %%
@@ -325,7 +328,7 @@ assert np.isclose(together, separate, rtol=1e-5) and not np.isclose(together, bl
 # %% [markdown]
 # ## A mixture
 # Several sources in given shares: which source a row comes from is computed from its number too. In each block of 4,096 rows every source has
-# its share exactly, in a drawn order; chance alone would be off by about one per cent there.
+# its share exactly, in a drawn order; drawn one by one, a share $p$ would be off by $\sqrt{p(1-p)/4096}$.
 
 # %%
 write("digits", {digit: digit * 50 for digit in "0123456789"})
@@ -351,10 +354,10 @@ assert (firsts == source[: len(firsts)]).all()
 figure, panel = plt.subplots(figsize=(6, 2.6))
 panel.plot(numbers + 1, np.cumsum(source == 1) / (numbers + 1), color="black", lw=1)
 panel.axhline(0.3, color="grey", lw=0.8)
-panel.set(xscale="log", xlabel="rows", ylabel="share of digits", ylim=(0, 0.6))
+panel.set(xscale="log", xlabel="rows", ylabel="share of digits", ylim=(0, 1.05))
 plt.tight_layout()
 plt.show()
-print(f"digits: {shares[1]:.4f} of every 4,096 rows")
+print(f"digits: {shares[1]:.4f} of every 4,096 rows; by chance alone 0.3 ± {np.sqrt(0.3 * 0.7 / 4096):.4f}")
 
 # %% [markdown]
 # ## What is held out
@@ -415,4 +418,4 @@ assert steps == [1, 2, 3, 4] and "data.source was letters and is moved" in said.
 # - Two turns in place of six (`meshtrain.data.permutation.ROUNDS = 2`), then draw the picture of an epoch again: what do you see?
 # - `lengths=1` and `lengths=16` in `opened`: how much padding does each further length save, and what does it cost (a compilation each)?
 # - `data.source: stdlib` in `config`, `sequence_length` 1024: how many tokens are in an epoch, and how many of them does `last: drop` leave out?
-# - Give the mixture the weights $[0.999, 0.001]$ and `digits` comes in 4 of 4,096 rows. Which epoch of `letters` is it in by then?
+# - Give the mixture the weights $[0.999, 0.001]$ and `digits` comes in 4 of 4,096 rows. How often has all of `letters` come by then?
