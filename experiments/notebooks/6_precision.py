@@ -109,7 +109,7 @@ true = gradient("float32")
 size = np.abs(true[true != 0])
 tokens = train.global_batch_size * train.sequence_length
 print(f"{len(true):,} numbers, {np.mean(true != 0):.1%} of them not 0")
-print(f"the largest {size.max():.2f}, the median {np.median(size):.1e}, the smallest {size.min():.1e}")
+print(f"the largest {size.max():.2f}, the median {np.median(size):.1e}")
 
 # %% [markdown]
 # The loss is a mean over the batch, so what a token adds to the gradient is divided by the number of tokens: here 1,024. In a batch
@@ -120,15 +120,16 @@ print(f"the largest {size.max():.2f}, the median {np.median(size):.1e}, the smal
 in_4M = tokens / 2**22
 figure, axes = plt.subplots(figsize=(6, 3))
 bins = np.arange(-48, 20)
-for times, name, style in (
-    (in_4M, "of 4 M tokens", ":"),
-    (1.0, "of 1,024 tokens", "-"),
-    (2.0**16, "times 65,536", "--"),
-):
+curves = (
+    (in_4M, "of 4 M tokens", ":", "right"),
+    (1.0, "of 1,024 tokens", "-", "left"),
+    (2.0**16, "times 65,536", "--", "left"),
+)
+for times, name, style, side in curves:
     share, _ = np.histogram(np.log2(size * times), bins, weights=np.full(len(size), 100 / len(size)))
     axes.step(bins[:-1], share, style, color="black")
-    axes.annotate(name, (bins[share.argmax()], share.max() + 0.5), ha="center")
-for low, high, shade, name in ((-24, -14, "0.88", "float16, subnormal"), (-14, 16, "0.95", "float16")):
+    axes.annotate(name, (bins[share.argmax()], share.max() + 0.5), ha=side)
+for low, high, shade, name in ((-24, -14, "0.88", "subnormal"), (-14, 16, "0.95", "float16")):
     axes.axvspan(low, high, color=shade)
     axes.annotate(name, ((low + high) / 2, 20), ha="center")
 axes.set(xlabel="size of a gradient, log2", ylabel="% of the gradients", xlim=(-46, 18), ylim=(0, 22))
@@ -138,7 +139,7 @@ plt.show()
 rounds_to_zero = 2.0**-25
 lost = {name: np.mean(size * by <= rounds_to_zero) for name, by in (("1,024", 1.0), ("4 M", in_4M))}
 print(", ".join(f"in a batch of {name} tokens {share:.2%}" for name, share in lost.items()), "would round to 0")
-assert lost["1,024"] < 0.01 < 0.2 < lost["4 M"]
+assert lost["1,024"] < 0.01 < 0.1 < lost["4 M"]
 assert not np.any(size * 2.0**16 <= rounds_to_zero)
 
 # %% [markdown]
@@ -317,7 +318,7 @@ for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
     moved[name] = np.mean(
         np.concatenate([np.ravel(a != b) for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True)])
     )
-    print(f"{name:16} after {train.steps} steps {moved[name]:.1%} of the weights have moved")
+    print(f"{name:16} after {train.steps} steps {moved[name]:.0%} of the weights have moved")
 axes.set(xlabel="step", ylabel="loss, mean of 10 steps", xlim=(8, 80))
 axes.spines[["top", "right"]].set_visible(False)
 plt.show()
@@ -348,12 +349,12 @@ plans = {
     for name, more in wanted.items()
 }
 items = ["float32 masters", "adamw state", "weights in compute dtype", "activations kept for the backward"]
-print(f"{'bytes of a device':34}", *(f"{name:>16}" for name in plans))
+print(f"{'bytes of a device':33}", *(f"{name:>18}" for name in plans))
 for item in items:
-    print(f"{item:34}", *(f"{plan['memory_items'][item]:>16,}" for plan in plans.values()))
+    print(f"{item:33}", *(f"{plan['memory_items'][item]:>18,}" for plan in plans.values()))
 traffic = {name: plan["traffic_bytes_per_step"] for name, plan in plans.items()}
 for axis in ("tensor", "data"):
-    print(f"{'sent over ' + axis:34}", *(f"{of[axis]:>16,}" for of in traffic.values()))
+    print(f"{'sent over ' + axis:33}", *(f"{of[axis]:>18,}" for of in traffic.values()))
 assert [of["data"] / traffic["float32"]["data"] for of in traffic.values()] == [1, 0.75, 0.5, 0.75]
 
 # %% [markdown]
@@ -404,9 +405,11 @@ assert said.startswith("the gradient norm of") and np.isclose(metrics["loss"], n
 # - `precision.loss_scale_hysteresis` 2, the default, in `keys`: the first overflow after each growth is forgiven, so the assert on the
 #   scale fails at the first step. Mend the three lines above it.
 # - `loss_scale_window` 1000, the default: the scale falls from $2^{24}$ and, in so few steps, never grows.
-# - `optimizer.learning_rate` 1e-2 in `base`: the loss has spikes, and there bfloat16 leaves float32 by 0.1 and more, for a few steps.
+# - `optimizer.learning_rate` 1e-2 in `base`: the loss has spikes, and there bfloat16 leaves float32 by more than 0.1 for a few steps;
+#   the assert on `most` says so.
 # - `rounded` with chance: add to each weight a random part of its gap before it is cut off. Small updates then count on average, and
 #   bfloat16 masters learn (Gupta et al. 2015).
-# - `global_batch_size` 64 in `base`: four times the tokens, and in the picture of the errors the left slope moves right by 2; not the wall,
-#   since a weight's gradient is a sum over all tokens.
-# - `mt.plan(mt.load("../configs/llama3_8b.yaml", ["precision.compute=float32"]), "h100")`: what it would be to have only 32 bits.
+# - `global_batch_size` 64 in `base`: four times the tokens, and in the picture of the errors the left slope moves right by about 2. The
+#   wall stays where it is, since a weight's gradient is a sum over all tokens.
+# - `mt.plan(mt.load("../configs/llama3_8b.yaml", ["precision.compute=float32"]), "h100")`, and with bfloat16: far more than twice the
+#   memory, since attention's fast kernels exist for 16 bits alone, and others keep the scores.
