@@ -20,13 +20,13 @@ def picture(layout: Layout) -> Picture:
         held = size(arrays.nbytes(master))
         axes = _axes(weight)
         chips = " × ".join(f"{axis} {n} {chip(over) if over else ''}" for axis, n, over in axes)
-        rows.append((code(weight.name), arrays.drawing(master), chips, f"{code(part)} {faint(held)}"))
+        rows.append((f"{code(weight.name)}<br/>{faint(f'{part}, {held}')}", arrays.drawing(master), chips))
         told = " x ".join(f"{axis} {n}" + (f"/{over}" if over else "") for axis, n, over in axes)
         lines.append([weight.name, told, f"{part}, {held}"])
     total = sum(arrays.nbytes(master) for master in masters)
     end = f"{count(layout.parameters)} parameters, {size(total)} of float32 masters a device"
     devices = meshes.picture(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
-    drawn = table(("weight", "which device holds which part", "shape, split over", "a device holds"), rows)
+    drawn = table(("weight, what a device holds", "where it lies", "shape, split over"), rows)
     return Picture(block(devices, drawn, end), f"{columns(lines)}\n{end}")
 
 
