@@ -30,7 +30,7 @@ _BY_CLASS = {
     "meshtrain.step.Program": "program",
     "meshtrain.reader.Model": "program",
     "meshtrain.parallel.layout.Layout": "layout",
-    "meshtrain.hlo.Collectives": "collectives",
+    "meshtrain.hlo.traffic.Collectives": "collectives",
     "meshtrain.schedule.table.Table": "schedule",
     "meshtrain.schedule.simulate.Timeline": "schedule",
     "meshtrain.plan.estimate.Plan": "plan",

@@ -1,0 +1,124 @@
+"""What a compiled program sends: its collectives by mesh axis, kind, bytes, times and line, and the bytes that arrays hold."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meshtrain.hlo.module import Line, Module, byte_count, dtypes, replica_groups
+from meshtrain.shown import Shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program, at one place of its call tree."""
+
+    kind: str  # one of KINDS
+    axes: tuple[str, ...]  # the mesh axes along which it talks, in the mesh's order; () if every group is one device
+    ranks: int  # devices that talk to each other
+    bytes: int  # of the full buffer on one device: what is reduced, what is gathered, what is scattered, the message
+    dtype: str  # as HLO writes it: f32, bf16, ...
+    loops: tuple[int | None, ...]  # turns of the enclosing loops, outermost first; None: not known before it runs
+    conditionals: tuple[int, ...]  # for each enclosing conditional, how many of `loops` are around it
+    source: str  # the JAX operation it came from
+    lines: tuple[Line, ...] = ()  # of Python that it came from, the innermost first
+    busy: float = 1.0  # share of the trips that are made: 1 unless in conditionals
+
+    @property
+    def where(self) -> str:
+        """The line that it came from and the one that called that, in short; what only stands between JAX's versions is left out."""
+        return " ← ".join([str(line) for line in self.lines if Path(line.file).name != "compat.py"][:2])
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is in the transpose of what its line says."""
+        return "transpose(" in self.source
+
+    @property
+    def axis(self) -> str:
+        """The axes as one word, for tables: 'data', 'data+tensor', or 'none'."""
+        return "+".join(self.axes) or "none"
+
+    @property
+    def trips(self) -> int:
+        """Executions in one run of the program, conditionals always taken. ValueError if a loop's turns are not known."""
+        if None in self.loops:
+            raise ValueError(
+                f"the {self.kind} of {self.source} stands in a loop whose number of turns HLO does not tell"
+            )
+        return math.prod(n for n in self.loops if n is not None)
+
+    @property
+    def times(self) -> float:
+        """Executions in one run of the program, on average over the devices."""
+        return self.trips * self.busy
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends in one execution, by a ring: n-1 of n parts, twice for an all-reduce; a message once."""
+        if self.kind == "collective-permute":
+            return float(self.bytes)
+        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
+
+
+class Collectives(Shown, list[Collective]):
+    """The collectives of a program."""
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Bytes that one device sends in one run of the program, by axis."""
+        total: dict[str, float] = defaultdict(float)
+        for c in self:
+            total[c.axis] += c.sent * c.times
+        return dict(total)
+
+
+def collectives(compiled: str | jax.stages.Compiled, mesh: Mesh, busy: float = 1.0) -> Collectives:
+    """Every collective of a compiled program (or of its HLO text) that ran on `mesh`.
+
+    `busy` is how often the branches of its conditionals are taken, of all times, that hold collectives.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    assert text is not None, "this backend keeps no HLO"
+    program = Module(text)
+    return Collectives(
+        Collective(
+            kind=op.kind,
+            axes=axes,
+            ranks=ranks,
+            bytes=byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1),
+            dtype=dtypes(op.result),
+            loops=loops,
+            conditionals=conditionals,
+            source=op.source,
+            lines=program.lines(op),
+            busy=busy if conditionals else 1.0,
+        )
+        for op, loops, conditionals in program.walk()
+        for axes, ranks in [_axes(op.attributes, mesh)]
+    )
+
+
+def live_bytes(tree: Any, device: jax.Device | None = None) -> int:
+    """Bytes of the arrays of `tree` on `device`; on the device that holds the most of them, if none is given."""
+    held: dict[jax.Device, int] = defaultdict(int)
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return held[device] if device is not None else max(held.values(), default=0)
+
+
+def _axes(attributes: str, mesh: Mesh) -> tuple[tuple[str, ...], int]:
+    """The mesh axes along which a collective's groups extend, and the devices in a group.
+
+    HLO counts devices by their place in the mesh (`mesh.devices.flat`), whatever their own ids are.
+    """
+    groups = replica_groups(attributes, mesh.size)
+    places = np.stack(np.unravel_index(np.arange(mesh.size), mesh.devices.shape), axis=-1)
+    along = {a for group in groups for a in np.flatnonzero((places[group] != places[group[0]]).any(axis=0))}
+    return tuple(name for i, name in enumerate(mesh.axis_names) if i in along), max(len(g) for g in groups)
