@@ -1,0 +1,340 @@
+# %% [markdown]
+# # 3 ZeRO 0 to 3: bytes by formula, by compiler, by live arrays
+#
+# Plain data parallelism keeps the whole model on every device. ZeRO (Rajbhandari et al. 2020) shards it over the data ranks: first the
+# optimizer's state, then the gradients, then the parameters. What does each stage save, and what does it send for that? At the end you will
+# have seen the bytes four times, by formula, in the live arrays, in the compiled program and in the planner; the traffic twice; and when
+# stage 3 costs many times what the paper says.
+
+# %%
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import meshtrain as mt
+from meshtrain.hlo import Collectives, collectives, live_bytes
+from meshtrain.plan import memory
+
+mt.fake_devices(8)
+
+# %% [markdown]
+# ## What the paper counts
+# Of each of $\Psi$ parameters a device holds, with Adam in mixed precision: 2 bytes of the weight and 2 of its gradient in half precision,
+# and 12 of its float32 master and two moments (section 3.1). Stage 1 shards the 12 over $N$ data ranks, stage 2 also the gradient's 2, stage 3
+# also the weight's 2. The paper's figure 1 has 7.5 billion parameters on 64 ranks.
+
+# %%
+published = [120, 31.4, 16.6, 1.9]
+for stage, gigabytes in enumerate(published):
+    found = memory.zero_state(7.5e9, stage, data=64) / 1e9
+    print(f"stage {stage}: {found:6.2f} GB, in figure 1 {gigabytes}")
+    assert abs(found - gigabytes) < 0.05
+
+# %% [markdown]
+# ## Here
+# A small model on eight data ranks, computing in float32 to begin with, so that the weight is the master. `lower` needs no state and no batch:
+# the step is compiled from their shapes. Each stage is one program, compiled once and used all through the notebook.
+
+# %%
+settings = {
+    "model": {"layers": 8, "d_model": 64, "heads": 8, "d_ff": 192, "vocab_size": 264},
+    "mesh": {"data": 8},
+    "data": {"source": "synthetic"},
+    "train": {"steps": 6, "global_batch_size": 8, "sequence_length": 8},
+    "optimizer": {"warmup_steps": 2},
+}
+
+
+def built(*overrides):
+    program = mt.Program(mt.load(settings, overrides))
+    return program, program.lower().compile()
+
+
+stages = [built(f"parallel.zero_stage={stage}") for stage in range(4)]
+states = [program.init() for program, _ in stages]
+config, psi = stages[0][0].config, stages[0][0].layout.parameters
+N = config.mesh.data
+print(f"{psi:,} parameters")
+
+# %% [markdown]
+# From stage 1 on the masters are sharded too, not only the moments. Of the embedding, 264 rows, every device holds all in stage 0 (stripes), and
+# 33 in the others.
+
+# %%
+mt.show({f"stage {stage}": states[stage].params["embedding"]["tokens"] for stage in (0, 1)})
+
+# %% [markdown]
+# ## Between the steps
+# So between two steps a device holds $12\Psi$ bytes in stage 0, and $12\Psi/N$ in all others: what tells 1, 2 and 3 apart happens within a
+# step. Four ways to know the bytes, which agree to the byte: beyond the formula the live arrays have three counters, and the compiled
+# program's arguments the batch too.
+
+# %%
+print("stage  formula     live arrays  compiled program  planner")
+for stage, ((program, step), state) in enumerate(zip(stages, states, strict=True)):
+    formula = 12 * psi // (N if stage else 1)
+    live = live_bytes(state)
+    arguments = step.memory_analysis().argument_size_in_bytes
+    planned = sum(item.nbytes for item in mt.plan(program.config, "cpu").memory if item.between_steps)
+    print(f"{stage:5}  {formula:9,}  {live:12,}  {arguments:16,}  {planned:7,}")
+    counters, batch = 3 * 4, 2 * 4 * config.train.global_batch_size // N * config.train.sequence_length
+    assert formula == planned == live - counters == arguments - counters - batch
+
+# %% [markdown]
+# ## Within a step
+# Now the stages differ. In float32, bytes a parameter:
+#
+# | stage | masters, moments | whole weights | gradients | sum, $N = 8$ |
+# | --- | --- | --- | --- | --- |
+# | 0 | 12 | the masters | 4 | 16 |
+# | 1 | 12/N | 4 | 4 | 9.5 |
+# | 2 | 12/N | 4 | 4/N | 6 |
+# | 3 | 12/N | layer by layer | 4/N | 2 |
+#
+# Beside these stand activations and what one layer needs for a moment, about the same in all stages. The planner has a name for each byte; the
+# compiler has buffers. At the fullest moment they agree within 8 % in stages 1 to 3. In stage 0 they do not: the planner's fullest moment is in the
+# backward, the compiler's in the optimizer's update, which on whole gradients makes 4 bytes a parameter more (on shards an eighth of that).
+# Compiled alone, the update says so.
+
+# %%
+states_only = [12 + 4, 12 / N + 4 + 4, 12 / N + 4 + 4 / N, 12 / N + 4 / N]
+plans = [mt.plan(program.config, "cpu") for program, _ in stages]
+peaks = []
+print("bytes a parameter\nstage  formula  planner  compiled program")
+for stage, (plan, (_, step)) in enumerate(zip(plans, stages, strict=True)):
+    of = step.memory_analysis()
+    new = of.output_size_in_bytes - of.alias_size_in_bytes
+    peaks.append(of.argument_size_in_bytes + new + of.temp_size_in_bytes)
+    print(f"{stage:5}  {states_only[stage]:7.2f}  {plan.bytes / psi:7.2f}  {peaks[-1] / psi:7.2f}")
+    assert stage == 0 or abs(plan.bytes / peaks[-1] - 1) < 0.08
+
+program = stages[0][0]
+update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_shardings, None))
+gradients, loss = program.layout.masters, jax.ShapeDtypeStruct((), "float32")
+more = update.lower(program.state_shapes, loss, gradients).compile().memory_analysis().temp_size_in_bytes
+print(f"stage 0: {states_only[0]} and the update's own {more / psi:.2f}")
+assert abs((states_only[0] * psi + more) / peaks[0] - 1) < 1e-3
+
+# %%
+groups = ["parameters", "optimizer_state", "gradients", "activations"]
+colours = ["#7fb2d9", "#c6dbef", "#f0b860", "#eeeeee"]
+held = np.array([list(map(memory.by_kind(plan.memory).get, groups)) for plan in plans]) / psi
+figure, plot = plt.subplots(figsize=(6.5, 2.6), layout="constrained")
+left = np.cumsum(held, axis=1) - held
+for kind, colour, widths, lefts in zip(groups, colours, held.T, left.T, strict=True):
+    plot.barh(range(4), widths, left=lefts, color=colour, edgecolor="black", linewidth=0.5)
+    for stage in range(4):
+        if widths[stage] > 1.5:
+            told = kind.replace("_", " ")
+            plot.text(lefts[stage] + widths[stage] / 2, stage, told, ha="center", va="center", fontsize=8)
+plot.plot(np.array(peaks) / psi, range(4), "k|", markersize=22, markeredgewidth=2)
+plot.text(peaks[2] / psi + 0.3, 2, "compiled program", va="center", fontsize=8)
+plot.set_yticks(range(4), [f"stage {stage}" for stage in range(4)])
+plot.invert_yaxis()
+plot.set(xlabel="bytes a parameter that a device holds at the fullest moment")
+plt.show()
+
+# %% [markdown]
+# ## Half precision
+# With `precision.compute=bfloat16` the step works on a bfloat16 copy of the weights, 2 bytes a parameter, which stage 3 never holds whole. `Zero.open`
+# makes that copy at the start of a step; here it is called alone, and what it makes is counted on each device.
+
+
+# %%
+def opened(program, masters):
+    """Bytes of what a step computes with, on one device."""
+
+    def local(shards):
+        weights = program.zero.open(shards)
+        read = weights.differentiated if weights.constant is None else weights.constant
+        return jax.tree.map(lambda x: x[None], read)
+
+    each = PartitionSpec(("data", "tensor", "pipeline"))
+    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=(program.layout.shards,), out_specs=each)
+    return live_bytes(jax.jit(mapped)(masters))
+
+
+for stage, state in enumerate(states):
+    half = mt.load(settings, [f"parallel.zero_stage={stage}", "precision.compute=bfloat16"])
+    nbytes = opened(mt.Program(half), state.params)
+    print(f"stage {stage}: {nbytes:9,} bytes, {nbytes / psi:.2f} a parameter")
+    assert nbytes == 2 * psi // (N if stage == 3 else 1)
+
+# %% [markdown]
+# ## The traffic
+# A ring sends $\frac{N-1}{N}$ of an array for a gather or a scatter, twice that for an all-reduce. Stage 0 sums gradients by an all-reduce. The
+# others scatter gradients and gather weights: the same two halves with the optimizer's update between them, so that the sharding costs no traffic. Stage 3
+# gathers the weights twice, for the forward and for the backward: $3\Psi$ instead of $2\Psi$ (section 7).
+
+# %%
+sent = [collectives(step, program.mesh, program.busy) for program, step in stages]
+
+
+def by_kind(found):
+    """Bytes sent over data by kind, in units of (N-1)/N x 4 bytes x parameters."""
+    total = dict.fromkeys(["all-reduce", "reduce-scatter", "all-gather"], 0)
+    for c in found:
+        if "data" in c.axes:
+            total[c.kind] += c.sent * c.times / (4 * psi * (N - 1) / N)
+    return total
+
+
+print("stage  all-reduce  reduce-scatter  all-gather     sum")
+for stage, found in enumerate(sent):
+    shares = list(by_kind(found).values())
+    print("{:5}  {:10.4f}  {:14.4f}  {:10.4f}  {:6.4f}".format(stage, *shares, sum(shares)))
+
+# %% [markdown]
+# Stages 0 to 2 are as in the paper, but for a hundredth of a percent: sums for the norm of sharded gradients. Stage 3 sends *less* than $3\Psi$:
+# only the matrices of the layers are gathered again. The embedding's backward needs no weight, the head's follows at once on its forward, and the
+# scale of a layer's norm, a single row, is kept.
+
+# %%
+weights = stages[0][0].layout.flat
+of_layers = [w for w in weights if w.stacked]
+of_matrices = [w for w in of_layers if len(w.shape) > 2]
+layers, matrices = (sum(np.prod(w.shape) for w in found) for found in (of_layers, of_matrices))
+expected = [2, 2, 2, 2 + matrices / psi]
+for stage, found in enumerate(sent):
+    assert abs(sum(by_kind(found).values()) / expected[stage] - 1) < 5e-4
+print(f"stage 3 by formula: {expected[3]:.4f}")
+
+# %% [markdown]
+# Where does it happen? In stage 3 in `zero.py`, in the loop over the layers: each matrix is gathered once a layer in the forward and once in the
+# backward, and its gradient is scattered. The largest ones, with their lines:
+
+# %% tags=["varies"]
+Collectives(c for c in sent[3] if c.bytes >= 40_000)
+
+# %%
+expected = {
+    ("all-gather", False): len(of_layers),
+    ("all-gather", True): len(of_matrices),
+    ("reduce-scatter", True): len(of_layers),
+}
+for (kind, backward), arrays in expected.items():
+    found = [c for c in sent[3] if (c.kind, c.backward, c.loops) == (kind, backward, (config.model.layers,))]
+    where = "backward" if backward else "forward"
+    print(f"{kind:14} in the {where:8}: {len(found)} arrays a layer, {config.model.layers} layers")
+    assert len(found) == arrays
+
+# %% [markdown]
+# ## The same losses
+# All this is bookkeeping. The four programs that were compiled above, on the same batches: what is left is float32's rounding, less than 1 in a million.
+
+# %%
+data, _ = mt.open_data(config)
+losses = np.zeros((4, 3))
+for stage, (program, step) in enumerate(stages):
+    state, states[stage] = states[stage], None
+    for k in range(3):
+        state, metrics = step(state, program.place(data.batch(k)))
+        losses[stage, k] = float(metrics["loss"])
+    print(f"stage {stage}:", *(f"{loss:.5f}" for loss in losses[stage]))
+np.testing.assert_allclose(losses, np.broadcast_to(losses[0], (4, 3)), rtol=1e-6)
+
+# %% [markdown]
+# ## When stage 3 costs more
+# The $3\Psi$ are for one microbatch. With gradient accumulation over $m$ of them, stage 2 scatters its gradients $m$ times and stage 3 also gathers its layers
+# $2m$ times: about $(1+m)\Psi$ and $3m\Psi$. (Embedding and head stay at one gather: they stand in no loop but that over the microbatches, and XLA lifts what
+# does not change out of a loop.) `parallel.zero_hold` keeps whole gradients and weights over the step instead. Four microbatches, each as large as above:
+
+# %%
+m = 4
+gathered = 2 * m * matrices + m * (layers - matrices) + (psi - layers)
+formulas = {(1, False): 2, (2, False): 1 + m, (2, True): 2, (3, False): gathered / psi + m, (3, True): 2}
+temporaries = {}
+print("stage  hold   sent: formula  compiled program   temporaries, bytes a parameter")
+for (stage, hold), formula in formulas.items():
+    program, step = built(
+        f"parallel.zero_stage={stage}",
+        f"parallel.zero_hold={str(hold).lower()}",
+        f"parallel.microbatches={m}",
+        f"train.global_batch_size={8 * m}",
+    )
+    found = sum(by_kind(collectives(step, program.mesh, program.busy)).values())
+    temporaries[stage, hold] = step.memory_analysis().temp_size_in_bytes / psi
+    print(f"{stage:5}  {hold!s:5}  {formula:13.2f}  {found:16.2f}  {temporaries[stage, hold]:31.1f}")
+    assert abs(found / formula - 1) < 5e-4
+assert temporaries[2, True] == temporaries[3, True] == temporaries[1, False]
+
+# %% [markdown]
+# Holding brings the traffic back to $2\Psi$, and the memory up: stages 2 and 3 are stage 1 then, and for the sums over microbatches whole gradients are
+# held, with each microbatch's new ones beside them. By default stage 2 holds, since many microbatches would make it slow, and stage 3 does not, since who asks for it wants the memory. A pipeline is
+# the same trade, with its microbatches.
+#
+# ## With tensor parallelism
+# ZeRO shards what tensor parallelism has left: on data 4 × tensor 2 each weight is first halved over tensor, where it can be, then quartered over data.
+
+# %%
+both = mt.Program(mt.load(settings, ["mesh.data=4", "mesh.tensor=2", "parallel.zero_stage=3"]))
+state = both.init()
+formula = sum(12 * np.prod(w.shape) // (4 * np.prod(w.ways)) for w in both.layout.flat)
+planned = sum(item.nbytes for item in mt.plan(both.config, "cpu").memory if item.between_steps)
+assert formula == planned == live_bytes(state) - 3 * 4
+print(f"{formula:,} bytes a device, {formula / (12 * psi / 8) - 1:.1%} above an eighth")
+print("whole over tensor:", ", ".join(w.name for w in both.layout.flat if "tensor" in w.replicated))
+blocks = state.params["blocks"]
+mt.show({"q": blocks["attention"]["q"], "scale": blocks["attention_norm"]["scale"]})
+
+# %% [markdown]
+# ## 8 billion parameters
+# The planner needs no devices for what was checked above. Llama-3 8B in bfloat16 on 1 to 1,024 H100s, data parallelism alone, two microbatches of
+# one sequence of 8,192 tokens on each device, layers computed again in the backward, nothing held over the step.
+
+# %%
+ranks = [2**k for k in range(11)]
+shape = ["mesh.tensor=1", "mesh.pipeline=1", "parallel.schedule=1f1b", "parallel.virtual_stages=1"]
+shape += ["parallel.sequence_parallel=false", "parallel.remat=full"]
+shape += ["parallel.microbatches=2", "parallel.zero_hold=false"]
+
+
+def on_h100s(stage, n):
+    own = [f"parallel.zero_stage={stage}", f"mesh.data={n}", f"train.global_batch_size={2 * n}"]
+    return mt.plan(mt.load("../configs/llama3_8b.yaml", shape + own), "h100")
+
+
+large = [[on_h100s(stage, n) for n in ranks] for stage in range(4)]
+figure, plot = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
+for stage, style in enumerate(["o-", "s-", "^-", "d-"]):
+    gigabytes = [plan.bytes / 1e9 for plan in large[stage]]
+    plot.loglog(ranks, gigabytes, style, color="black", markersize=4, linewidth=0.8)
+    plot.text(1200, gigabytes[-1], f"stage {stage}", va="center")
+usable = large[0][0].cluster.accelerator.usable_bytes / 1e9
+plot.axhline(usable, linestyle="--", color="black", linewidth=0.8)
+plot.text(64, usable * 1.05, "an H100 has", ha="center")
+plot.set(xlabel="data ranks", ylabel="GB a device", xlim=(0.9, 4000), ylim=(8, 250))
+plot.set_xticks([1, 8, 64, 1024], ["1", "8", "64", "1,024"])
+plot.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
+plot.minorticks_off()
+plt.show()
+
+# %% [markdown]
+# Every curve has a floor, what its stage does not shard. Stage 1 falls by exactly $12\Psi(1 - 1/N)$, and stays above whole weights and whole gradients;
+# stage 2 above the $2\Psi$ of the weights; stage 3 above the activations and the largest weight of all, which is gathered alone: the head, with its 128,256 rows.
+# More devices do not lower a floor: tensor and pipeline parallelism do.
+
+# %%
+Psi = large[1][0].parameters
+for n, plan in zip(ranks, large[1], strict=True):
+    assert abs(large[0][0].bytes - 12 * Psi * (1 - 1 / n) - plan.bytes) < 1e-6 * plan.bytes
+for stage in 1, 2, 3:
+    last = large[stage][-1]
+    first = next(n for n, plan in zip(ranks, large[stage], strict=True) if plan.fits)
+    print(f"stage {stage} fits from {first} ranks on; on {ranks[-1]:,}: {last.bytes / 1e9:.1f} GB, of it")
+    for item in sorted(last.memory, key=lambda item: -item.nbytes)[:3]:
+        print(f"    {item.nbytes / 1e9:4.1f} GB {item.name}")
+    assert last.bytes < large[stage - 1][-1].bytes
+assert not any(plan.fits for plan in large[0])
+
+# %% [markdown]
+# ## Things to try
+# - `optimizer.name=sgd` in `settings`: one momentum instead of two moments. Which 12 become 8, and which assertions notice?
+# - `train.sequence_length=128`: activations grow, and what ZeRO saves becomes a smaller share of a step.
+# - `model.d_model=60`, `model.heads=6`: eight ranks cannot divide some weights. `meshtrain.parallel.placement.notes(config)` says how they are padded;
+#   which assertions notice?
+# - `precision.compute=bfloat16` and `precision.reduce=bfloat16` in `built`: half the traffic on a GPU. XLA's CPU backend sends float32 all the same:
+#   look at `dtype` in `sent`.
+# - `mesh.data=4`, `mesh.pipeline=2`, `parallel.microbatches=4`, `train.global_batch_size=16` with stages 1 and 3: a stage gathers its layers in every tick.
+# - `mesh.tensor=8` in `shape`: all floors of the last picture fall. Which one falls least, and what is it made of?
