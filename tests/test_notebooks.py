@@ -94,6 +94,7 @@ def test_a_name_without_a_number():
 
 SAME = [
     (stream("loss 2.5000\n"), stream("loss 2.5020\n")),  # within a thousandth
+    (stream("3 from a/tensor.py:42 leave"), stream("3 from a/tensor.py:43 leave")),
     (stream("error 0.01\n"), stream("error 0.02\n")),  # one unit of the last digit
     (stream("| 9.99 |\n"), stream("|  10.00 |\n")),
     (stream("-0.00"), stream("0.00")),
@@ -107,6 +108,8 @@ SAME = [
 OTHER = [
     ([stream("loss 2.5")], [stream("lost 2.5")], "cell 2 printed «loss 2.5», prints «lost 2.5»."),
     ([stream("8 devices")], [stream("9 devices")], "cell 2 printed «8 devices», prints «9 devices»."),
+    ([stream("a/tensor.py:42 leave")], [stream("a/zero.py:42 leave")], "cell 2 printed"),
+    ([stream("a/tensor.py:42 4")], [stream("a/tensor.py:42 5")], "cell 2 printed"),
     ([stream("100,000")], [stream("100,001")], "cell 2 printed"),
     ([stream("2.500")], [stream("2.504")], "cell 2 printed"),  # beyond a thousandth, and one unit
     ([stream("1000.")], [stream("1001.")], "cell 2 printed"),

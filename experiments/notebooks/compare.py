@@ -14,6 +14,9 @@ SHAPES = {"rect", "circle", "ellipse", "line", "polyline", "polygon", "path"}
 # A whole number, with commas between thousands or not, or one with decimals; none within a word, a version or another number.
 _NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?)(?!\.?\d)")
 
+# Of a line of the source only the file counts: what stands above it may be edited.
+_LINE = re.compile(r"\.py:\d+\b")
+
 
 def differences(cells: list[Cell], committed: list[list[Output]], executed: list[list[Output]]) -> list[str]:
     """Of each cell the first difference that matters, as a sentence; nothing if all agree.
@@ -70,6 +73,7 @@ def _of_texts(old: str, new: str) -> str | None:
 
 
 def _agree(old: str, new: str) -> bool:
+    old, new = (_LINE.sub(".py", text) for text in (old, new))
     olds, news = _NUMBER.split(old), _NUMBER.split(new)
     if len(olds) != len(news):
         return False
