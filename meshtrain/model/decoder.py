@@ -32,7 +32,9 @@ class Embedding(nnx.Module):
         rows = self.tokens.shape[0]
         local = tokens_BT - collectives.first_token_id(rows)
         here = (local >= 0) & (local < rows)
-        x = jnp.where(here[..., None], self.tokens[...][jnp.where(here, local, 0)], 0)
+        # In float32, and so its transpose: in bfloat16 the sum of a frequent token's gradients would stand still after some hundred.
+        table = self.tokens[...].astype(jnp.float32)
+        x = jnp.where(here[..., None], table[jnp.where(here, local, 0)], 0).astype(self.tokens.dtype)
         if self.positions is not None:
             x = x + collectives.share_embedding(self.positions[...])[positions]
         x = collectives.leave_embedding(x)

@@ -10,7 +10,8 @@ from short_runs import canonical_numbers, place, token_batches, train
 
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
-from meshtrain.model.decoder import Decoder
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.decoder import Decoder, Embedding
 from meshtrain.parallel.layout import Layout
 from meshtrain.step import Program
 
@@ -37,6 +38,20 @@ def test_logits_on_one_device_are_the_references(family, tied):
     tokens, _ = token_batches(config, 1)[0]
     right = jax.vmap(lambda t: reference.logits(reference.Model(family), parameters, t))(tokens)
     np.testing.assert_allclose(jax.jit(decoder)(tokens), right, atol=2e-5)
+
+
+def test_gradient_of_the_embedding_in_bfloat16_counts_every_token():
+    graph, weights = nnx.split(Embedding(configuration().model, nnx.Rngs(0)))
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+    tokens = jnp.full((4, 1000), 7)
+
+    def total(weights: nnx.State) -> jax.Array:
+        return jnp.sum(nnx.merge(graph, weights)(tokens, jnp.arange(1000), Collectives()).astype(jnp.float32))
+
+    gradient = jax.jit(jax.grad(total))(weights)["tokens"][...]
+    assert gradient.dtype == jnp.bfloat16
+    # Ones that are added up in bfloat16 end at 256.
+    assert jnp.all(gradient[7] == tokens.size) and not jnp.any(gradient[:7])
 
 
 # --- on every mesh
