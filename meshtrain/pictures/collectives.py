@@ -9,10 +9,8 @@ from meshtrain.plan.report import size
 
 
 def picture(found: Collectives) -> Picture:
-    """The largest first. Times are those of one step, on average over the devices."""
-    alike: Counter[Collective] = Counter()
-    for c in found:
-        alike[c] += 1
+    """The largest first, without those of one device alone. Times are those of one step, on average over the devices."""
+    alike = Counter(c for c in found if c.ranks > 1)
     rows = sorted(alike.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
     total = found.traffic
     most = max((c.sent * c.times * n for c, n in rows), default=0.0) or 1.0
@@ -24,7 +22,7 @@ def picture(found: Collectives) -> Picture:
         kind = f"{c.kind}, backward" if c.backward else c.kind
         html.append((chip(c.axis), kind, array, f"{c.times * n:,.4g}", size(sent), long, _from(c)))
         text.append([c.axis, kind, array, f"{c.times * n:,.4g}", size(sent), c.where])
-    sums = [f"{axis} {size(sent)}" for axis, sent in sorted(total.items(), key=lambda item: -item[1])]
+    sums = [f"{axis} {size(sent)}" for axis, sent in sorted(total.items(), key=lambda item: -item[1]) if sent]
     end = f"a device sends in a step: {', '.join(sums) or 'nothing'}"
     return Picture(block(table(heads, html), faint(end)), f"{columns(text)}\n{end}")
 

@@ -24,13 +24,13 @@ _SIDE, _GAP = 34, 26
 def picture(mesh: Mesh) -> Picture:
     """ConfigError for a mesh whose axes are not data, tensor and pipeline."""
     sizes = sizes_of(mesh)
-    kind = mesh.devices.flat[0].device_kind
+    devices = f"{mesh.size} device{'s' * (mesh.size > 1)} ({mesh.devices.flat[0].device_kind})"
     words = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     chips = " × ".join(chip(axis, f"{axis} {size}") for axis, size in sizes.items())
-    head = f"{chips} {faint(f'= {mesh.size} devices ({kind})')}"
+    head = f"{chips} {faint(f'= {devices}')}"
     if mesh.size > MOST_DEVICES:
-        return Picture(block(head), f"{words} = {mesh.size} devices ({kind})")
-    text = f"{words} = {mesh.size} devices ({kind})\n{columns(_rows(mesh), '  ')}"
+        return Picture(block(head), f"{words} = {devices}")
+    text = f"{words} = {devices}\n{columns(_rows(mesh), '  ')}"
     return Picture(block(head, _drawing(mesh)), text)
 
 

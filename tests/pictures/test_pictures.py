@@ -66,6 +66,8 @@ def test_a_mesh_shows_each_device_once_where_it_is(program):
         f"device {device.id}: data {d}, tensor {t}, pipeline {p}"
         for (d, t, p), device in np.ndenumerate(program.mesh.devices)
     )
+    assert "= 8 devices (" in repr(mt.show(program.mesh))
+    assert "= 1 device (" in repr(mt.show(mt.make_mesh(mt.load(None))))
     rows = repr(mt.show(program.mesh)).splitlines()
     assert rows[2].split() == ["data", "0", *(str(program.mesh.devices[0, t, p].id) for p in (0, 1) for t in (0, 1))]
 
@@ -219,7 +221,8 @@ def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
     gather = Collective(
         "all-gather", ("tensor",), bytes=4096, **(one | {"source": "jit(s)/transpose(jvp())/x", "loops": (3,)})
     )
-    picture = shown(Collectives([reduce, reduce, gather]))
+    alone = Collective("all-reduce", (), bytes=8, **(one | {"ranks": 1}))
+    picture = shown(Collectives([reduce, alone, reduce, gather]))
     _, first, second, end = picture.text.splitlines()
     assert first.split() == ["tensor", "all-gather,", "backward", "f32", "4", "KiB", "3", "6", "KiB", "p/a.py:5", "F.f"]
     assert second.split() == ["data", "all-reduce", "f32", "2", "KiB", "2", "4", "KiB", "p/a.py:5", "F.f"]
