@@ -207,7 +207,7 @@ for shape, axis, formula in [((8, 1, 1), "data", of_data), ((1, 8, 1), "tensor",
 # What the compiled programs send beyond that are small sums: of the loss over a split vocabulary, and of the gradient's norm. On 2 × 2 × 2 all
 # three axes talk. These are the collectives of more than 10 kB a step, with the lines of Python that they come from.
 
-# %% tags=["varies"]
+# %%
 sent = runs[2, 2, 2][2]
 assert {axis for c in sent for axis in c.axes} == {"data", "tensor", "pipeline"}
 Collectives(c for c in sent if c.sent * c.times > 10_000)

@@ -204,7 +204,7 @@ print(f"stage 3 by formula: {expected[3]:.4f}")
 # Where does it happen? In stage 3 in `zero.py`, in the loop over the layers: each matrix is gathered once a layer in the forward and once in the
 # backward, and its gradient is scattered. The largest ones, with their lines:
 
-# %% tags=["varies"]
+# %%
 Collectives(c for c in sent[3] if c.bytes >= 40_000)
 
 # %%
