@@ -64,11 +64,13 @@ def nbytes(leaf: Any) -> int:
 
 
 def axes_of(leaf: Any) -> list[tuple[str, ...]]:
-    """For each dimension the mesh axes that split it."""
+    """For each dimension the mesh axes that split it, those of one device left out."""
     sharding = leaf.sharding
-    given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
-    given += [None] * (len(leaf.shape) - len(given))
-    return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in given]
+    if not isinstance(sharding, NamedSharding):
+        return [()] * len(leaf.shape)
+    given = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+    named = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in given]
+    return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in named]
 
 
 def chips(leaf: Any) -> str:
@@ -110,7 +112,7 @@ def _svg(leaf: Any, parts: Parts, dims: Sequence[int | None], scale: float) -> s
     body = []
     for number, bounds in enumerate(panels):
         x = number * (wide + gap)
-        if panel is not None:
+        if panel is not None and wide >= 5 * len(_range(bounds)):
             body.append(f'<text x="{x:.0f}" y="10" font-size="9">{_range(bounds)}</text>')
         inside = {part: held for part, held in parts.items() if panel is None or part[panel] == bounds}
         for part, held in inside.items():

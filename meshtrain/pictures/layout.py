@@ -1,5 +1,7 @@
 """Where each weight of a model lies on its mesh, by the names of its axes."""
 
+from collections.abc import Mapping
+
 import jax
 from jax.sharding import Mesh
 
@@ -18,7 +20,7 @@ def picture(layout: Layout) -> Picture:
     for weight, master in zip(layout.flat, masters, strict=True):
         part = " x ".join(map(str, master.sharding.shard_shape(master.shape)))
         held = size(arrays.nbytes(master))
-        axes = _axes(weight)
+        axes = _axes(weight, vars(layout.config.mesh))
         chips = " × ".join(f"{axis} {n} {chip(over) if over else ''}" for axis, n, over in axes)
         rows.append((f"{code(weight.name)}<br/>{faint(f'{part}, {held}')}", arrays.drawing(master), chips))
         told = " x ".join(f"{axis} {n}" + (f"/{over}" if over else "") for axis, n, over in axes)
@@ -30,7 +32,8 @@ def picture(layout: Layout) -> Picture:
     return Picture(block(devices, drawn, end), f"{columns(lines)}\n{end}")
 
 
-def _axes(weight: Placed) -> list[tuple[str, int, str]]:
-    """Each axis of a weight with its size, and the mesh axes that split it, ZeRO's among them."""
-    over = ["+".join((*axes, *((DATA,) if d == weight.zero_dim else ()))) for d, axes in enumerate(weight.over)]
-    return list(zip(weight.axes, weight.shape, over, strict=True))
+def _axes(weight: Placed, devices: Mapping[str, int]) -> list[tuple[str, int, str]]:
+    """Each axis of a weight with its size, and the mesh axes of several devices that split it, ZeRO's among them."""
+    over = [(*axes, *((DATA,) if d == weight.zero_dim else ())) for d, axes in enumerate(weight.over)]
+    split = ["+".join(axis for axis in axes if devices[axis] > 1) for axes in over]
+    return list(zip(weight.axes, weight.shape, split, strict=True))

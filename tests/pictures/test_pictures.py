@@ -142,6 +142,12 @@ def test_a_layout_tells_of_each_weight_what_the_live_arrays_hold(program):
     ]
 
 
+def test_an_axis_of_one_device_splits_nothing():
+    alone = mt.Program(mt.load({**TINY, "mesh": {"data": 2}, "parallel": {}}))
+    for text in (shown(alone.layout).text, shown(mt.show(alone.init())).text):
+        assert "data" in text and not re.search("tensor|pipeline", text)
+
+
 def test_a_state_is_a_table_of_its_arrays_and_their_bytes_on_a_device(program):
     text = shown(mt.show(program.init())).text
     assert len(text.splitlines()) == len(jax.tree.leaves(program.state_shapes)) + 1
