@@ -74,7 +74,9 @@ class Collectives(Shown, list[Collective]):
         """Bytes that one device sends in one run of the program, by axis."""
         total: dict[str, float] = defaultdict(float)
         for c in self:
-            total[c.axis] += c.sent * c.times
+            # groups of one device send nothing
+            if c.axes:
+                total[c.axis] += c.sent * c.times
         return dict(total)
 
 

@@ -22,7 +22,7 @@ def picture(found: Collectives) -> Picture:
         kind = f"{c.kind}, backward" if c.backward else c.kind
         html.append((chip(c.axis), kind, array, f"{c.times * n:,.4g}", size(sent), long, _from(c)))
         text.append([c.axis, kind, array, f"{c.times * n:,.4g}", size(sent), c.where])
-    sums = [f"{axis} {size(sent)}" for axis, sent in sorted(total.items(), key=lambda item: -item[1]) if sent]
+    sums = [f"{axis} {size(sent)}" for axis, sent in sorted(total.items(), key=lambda item: -item[1])]
     end = f"a device sends in a step: {', '.join(sums) or 'nothing'}"
     return Picture(block(table(heads, html), faint(end)), f"{columns(text)}\n{end}")
 
