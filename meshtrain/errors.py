@@ -12,6 +12,10 @@ LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeat
 class ConfigError(ValueError):
     """Bad input, in one plain sentence: what, where, what is legal. The commands print it and exit with code 2."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: the sentence, as a terminal does."""
+        return [f"{PREFIX}{self}"]
+
 
 def refusal(error: OSError) -> str:
     """What the system said, to stand within a sentence: no space left on device."""

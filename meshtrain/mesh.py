@@ -54,7 +54,7 @@ def fake_devices(count: int = 8) -> None:
 
     ConfigError where JAX has started already with others, and where XLA_FLAGS asks for fewer.
     """
-    if not 1 <= count <= MOST_FAKE_DEVICES:
+    if not isinstance(count, int) or not 1 <= count <= MOST_FAKE_DEVICES:
         raise ConfigError(f"mt.fake_devices({short(repr(count))}): it must be a number from 1 to {MOST_FAKE_DEVICES}.")
     jax.config.update("jax_platforms", "cpu")
     fake_cpu_devices(count)

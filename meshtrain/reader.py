@@ -29,13 +29,13 @@ from meshtrain.config import Config, check, load, replaced
 from meshtrain.config.key import known
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
+from meshtrain.given import a_batch, some_ids
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
 from meshtrain.shown import Shown
 from meshtrain.step import Program
 
-OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32}  # of a batch, beside tokens and labels
 TRIES = 5  # steps that retention may take away under a reader, one after the other
 
 
@@ -49,10 +49,10 @@ class Model(Shown):
 
     def __call__(self, tokens: ArrayLike) -> jax.Array:
         """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids."""
-        tokens = self._ids("tokens", tokens)
-        self._check_length(tokens.shape[1])
-        placed = self._placed({"tokens": tokens})
-        return self.program.logits(self.params, placed["tokens"])[: len(tokens)]
+        ids = some_ids("tokens", tokens, self.config.model.vocab_size)
+        self._check_length(ids.shape[1])
+        placed = self._placed({"tokens": ids})
+        return self.program.logits(self.params, placed["tokens"])[: len(ids)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
         """Mean loss per token of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
@@ -60,15 +60,7 @@ class Model(Shown):
 
         The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
         """
-        if not {"tokens", "labels"} <= batch.keys() <= {"tokens", "labels", *OTHERS}:
-            raise ConfigError(
-                f"a batch has tokens, labels and perhaps {', '.join(OTHERS)}; this one has {', '.join(batch)}."
-            )
-        found = {name: self._ids(name, batch[name]) for name in ("tokens", "labels")}
-        found |= {name: np.asarray(batch[name], kind) for name, kind in OTHERS.items() if name in batch}
-        for name, array in found.items():
-            if array.shape != found["tokens"].shape:
-                raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(found['tokens'].shape)}.")
+        found = a_batch(batch, self.config.model.vocab_size)
         self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
         return float(self.program.eval_step(self.params, self._placed(found)))
 
@@ -77,16 +69,6 @@ class Model(Shown):
         """The float32 weights by canonical name (blocks.attention.q: all layers in order along the first axis), whole, unpadded."""
         canonical = jax.jit(self.program.layout.canonical)(self.params)
         return {leaf.name: x for leaf, x in zip(self.program.layout.flat, jax.tree.leaves(canonical), strict=True)}
-
-    def _ids(self, name: str, given: ArrayLike) -> np.ndarray:
-        """Ids [B, T] as int32; anything else would be computed with all the same."""
-        ids, vocabulary = np.asarray(given), self.config.model.vocab_size
-        if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-            raise ConfigError(f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T].")
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise ConfigError(f"{name} have the id {wrong}; the model's are 0 to {vocabulary - 1}.")
-        return ids.astype(np.int32)
 
     def _check_length(self, length: int) -> None:
         model = self.config.model

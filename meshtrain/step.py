@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import ArrayLike
 
 from meshtrain.compat import lines_as_they_are, varying
 from meshtrain.config import Config, ConfigError
+from meshtrain.given import a_batch, a_config
 from meshtrain.hlo import Collectives, collectives
 from meshtrain.mesh import DATA, PIPELINE, make_mesh, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
@@ -46,6 +47,9 @@ class State(NamedTuple):
     optimizer: Tree
     scale: LossScale | None  # float16 only
 
+    def __repr__(self) -> str:
+        return f"State(step={self.step}, {len(jax.tree.leaves(self))} arrays, which mt.show draws)"
+
 
 class Program(Shown):
     """`init`, `train_step`, `eval_step` and `logits` of one config on one mesh, by default that of `make_mesh`.
@@ -65,6 +69,7 @@ class Program(Shown):
     ) -> None:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ConfigError("JAX_DISABLE_JIT is set, but a step is one compiled program; unset it.")
+        config = a_config(config, "mt.Program")
         mesh = make_mesh(config) if mesh is None else mesh
         if dict(mesh.shape) != vars(config.mesh):
             given, asked = (
@@ -143,9 +148,17 @@ class Program(Shown):
         dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in example}
         return {n: jax.ShapeDtypeStruct(shape, d, sharding=self.batch_sharding) for n, d in dtypes.items()}
 
-    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own rows (`mesh.own_rows`)."""
-        return {name: jax.make_array_from_process_local_data(self.batch_sharding, rows) for name, rows in batch.items()}
+    def place(self, batch: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
+        """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own rows (`mesh.own_rows`).
+
+        ConfigError for arrays that make no batch, and for rows that the data ranks cannot share.
+        """
+        rows, data = a_batch(batch, self.config.model.vocab_size), self.config.mesh.data
+        if jax.process_count() == 1 and len(rows["tokens"]) % data:
+            raise ConfigError(
+                f"a batch of {len(rows['tokens'])} rows cannot be shared by data {data}; give a multiple."
+            )
+        return {name: jax.make_array_from_process_local_data(self.batch_sharding, x) for name, x in rows.items()}
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -173,9 +186,14 @@ class Program(Shown):
 
     def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
         """This data rank's rows as [microbatches, rows, T] with their global indices, and the tokens that count in the batch."""
-        rows = batch["tokens"].shape[0]
+        rows, length = batch["tokens"].shape
+        m, tensor = self.config.parallel.microbatches, self.config.mesh.tensor
+        if rows % m:
+            raise ConfigError(f"the {rows} rows of a data rank cannot be cut into {m} microbatches; give a multiple.")
+        if self.config.parallel.sequence_parallel and length % tensor:
+            raise ConfigError(f"with sequence parallelism tensor {tensor} must divide the {length} tokens of a row.")
         batch = {**batch, "rows": lax.axis_index(DATA) * rows + jnp.arange(rows)}
-        cut = jax.tree.map(lambda a: a.reshape((self.config.parallel.microbatches, -1, *a.shape[1:])), batch)
+        cut = jax.tree.map(lambda a: a.reshape((m, -1, *a.shape[1:])), batch)
         if "weights" in batch:
             return cut, jnp.maximum(lax.psum(jnp.sum(batch["weights"]), DATA), 1.0)
         return cut, jnp.float32(self.config.mesh.data * batch["tokens"].size)
@@ -205,6 +223,8 @@ class Program(Shown):
         return offload.move(optimizer, self._optimizer_shardings) if offloaded else optimizer
 
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
+        _refuse_state(params)
+
         def local(masters: Tree, batch: Batch) -> jax.Array:
             weights = self.zero.open(masters)
             batches, tokens = self.microbatches(batch)
@@ -215,10 +235,10 @@ class Program(Shown):
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())(params, batch)
 
     @cached_property
-    def train_step(self) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-        """(state, batch) -> (state, metrics); the old state's memory is reused."""
+    def train_step(self) -> "TrainStep":
+        """(state, batch) -> (state, metrics); the old state's memory is reused, so go on with the new one."""
         options, shardings = compiler_options(self.mesh), (self.state_shardings, None)
-        return jax.jit(self._train, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+        return TrainStep(jax.jit(self._train, donate_argnums=0, out_shardings=shardings, compiler_options=options))
 
     @cached_property
     def eval_step(self) -> Callable[[Tree, Batch], jax.Array]:
@@ -233,6 +253,7 @@ class Program(Shown):
             return logits(self.forward, self.zero.open(masters), {"tokens": tokens, "rows": jnp.arange(len(tokens))})
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:
+            _refuse_state(params)
             shares = PartitionSpec(DATA, None, self.forward.collectives.vocabulary)
             specs = (self.layout.shards, PartitionSpec(DATA))
             mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shares)
@@ -265,7 +286,7 @@ class Program(Shown):
 
     def lower(self, batch: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
         """The train step lowered on abstract arrays, for devices that may only be described, and a batch like this one."""
-        return self.train_step.lower(self.state_shapes, batch or self.batch_shapes())  # type: ignore[attr-defined]
+        return self.train_step.lower(self.state_shapes, batch or self.batch_shapes())
 
     def collectives(self, batch: Mapping[str, Any] | None = None) -> Collectives:
         """What a step sends, read from the program compiled for a batch like this one (default: `batch_shapes`). Compiles it."""
@@ -278,6 +299,25 @@ class Program(Shown):
         """How often what stands in conditionals of the compiled step is done: on CPU idle stages skip a tick's work, elsewhere none does."""
         table = self.layout.table
         return table.busy if table and platform(self.mesh) == "cpu" else 1.0
+
+
+class TrainStep:
+    """A jitted train step. A state that an earlier call has used up is refused, since JAX's CPU devices end the process on it."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self.lower: Callable[..., jax.stages.Lowered] = step.lower
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        count = state.step
+        if isinstance(count, jax.Array) and not isinstance(count, jax.core.Tracer) and count.is_deleted():
+            raise ConfigError("this state was used up by an earlier train_step; go on with the state that it returned.")
+        return self._step(state, batch)
+
+
+def _refuse_state(params: Tree) -> None:
+    if isinstance(params, State):
+        raise ConfigError("the weights alone are wanted here: give state.params in place of the state.")
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int]:

@@ -25,6 +25,7 @@ from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.errors import say
+from meshtrain.given import a_config
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.modules import callable_as
@@ -71,6 +72,7 @@ def train(
     ConfigError for what cannot run, CheckpointError if the last checkpoint cannot be written, FloatingPointError if the loss is
     not finite.
     """
+    a_config(config, "mt.train")
     with StopSignals() as stop, ExitStack() as closing:
         directory = run_directory(config)
         try:
@@ -171,7 +173,7 @@ class Loop:
         shape = batch["tokens"].shape
         if shape not in self.steps:
             began = time.perf_counter()
-            self.steps[shape] = self.program.train_step.lower(state, batch).compile()  # type: ignore[attr-defined]
+            self.steps[shape] = self.program.train_step.lower(state, batch).compile()
             self.report.write(f"compiled for batches of {shape[0]} x {shape[1]} in {time.perf_counter() - began:.1f} s")
             self.clock = time.perf_counter()
         return self.steps[shape]

@@ -24,13 +24,14 @@ from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.data.unit import Options
 from meshtrain.data.windows import Windows
 from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.given import a_config
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
 # Batches in one global order, of a bounded set of shapes (rows, T).
 GlobalBatches = RowBatches | MixedRows | Grouped | MixedGroups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TextBatches:
     """The batches of one split in one global order, and the tokenizer that their ids are of.
 
@@ -42,6 +43,9 @@ class TextBatches:
     tokenizer: Tokenizer
     source: str
     digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
+
+    def __repr__(self) -> str:
+        return self.describe()
 
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
@@ -84,7 +88,7 @@ def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
     Raises ConfigError (one sentence): a source that is not there or not whole, a tokenizer too large for the model, too little text,
     no held-out text though eval.every asks for it.
     """
-    data = config.data
+    data = a_config(config, "mt.open_data").data
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(

@@ -33,7 +33,7 @@ def picture(tree: Any) -> Picture:
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     if not leaves or not all(isinstance(getattr(leaf, "sharding", None), Sharding) for _, leaf in leaves):
         raise ConfigError(
-            f"there is no picture of {short(repr(tree))}; mt.show takes a mesh, arrays, and what meshtrain makes."
+            f"there is no picture of {short(repr(tree))}; mt.show takes a mesh, JAX arrays, and what meshtrain makes."
         )
     text = columns([[name or "array", *words(leaf)] for name, leaf in leaves])
     if len(leaves) == 1 and not leaves[0][0]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from meshtrain.config import Config, ConfigError
+from meshtrain.given import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import compute, memory, shapes, ticks, traffic
@@ -111,6 +112,7 @@ def plan(config: Config, cluster: Cluster | str | None = None, practice: Practic
     Default: the cpu of this machine with run.fake_devices, else h100. Touches no device. ConfigError for a cluster that is not
     there or too small.
     """
+    a_config(config, "mt.plan")
     if not isinstance(cluster, Cluster):
         cluster = named(cluster or usual_cluster(config), config.mesh.devices)
     return estimate(config, large_enough(cluster, config), practice)

@@ -17,8 +17,11 @@ class Reporter:
 
     def __init__(self, steps: int, start: int, quiet: bool = False) -> None:
         self.steps = steps
-        # in a notebook too: rich would make each line a picture of its own there
-        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, force_jupyter=False)
+        # In a notebook rich would make a picture of each line, or draw its bar in letters.
+        terminal = sys.stdout is not None and sys.stdout.isatty()
+        self.console = Console(
+            file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, force_jupyter=False, force_terminal=terminal
+        )
         self.bar: Progress | None = None
         self.seconds: list[float] = []
         if self.console.is_terminal:

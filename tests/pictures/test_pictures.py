@@ -249,7 +249,7 @@ def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_
 
 @pytest.mark.parametrize("thing", [3, "text", {"a": 1}, [], np.zeros(3)])
 def test_what_has_no_picture_is_refused_in_a_sentence(thing):
-    with pytest.raises(mt.ConfigError, match=r"there is no picture of .*; mt.show takes a mesh, arrays"):
+    with pytest.raises(mt.ConfigError, match=r"there is no picture of .*; mt.show takes a mesh, JAX arrays"):
         mt.show(thing)
 
 

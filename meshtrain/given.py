@@ -1,0 +1,49 @@
+"""What people give by hand, looked at before JAX does: a config where a path was meant, ids that no vocabulary has, half a batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshtrain.config import Config, ConfigError, short
+
+OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32}  # of a batch, beside tokens and labels
+
+
+def a_config(given: Any, taker: str) -> Config:
+    """The config that `taker` was given; ConfigError for a path, a dict and whatever else is none."""
+    if isinstance(given, Config):
+        return given
+    raise ConfigError(f"{taker} takes a config, and was given {short(repr(given))}; make one with mt.load(...).")
+
+
+def a_batch(given: Mapping[str, ArrayLike], vocabulary: int) -> dict[str, np.ndarray]:
+    """A batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments and float32 weights.
+
+    ConfigError for arrays that are missing or unknown, of different shapes, or with ids beyond the vocabulary.
+    """
+    if not isinstance(given, Mapping) or not {"tokens", "labels"} <= given.keys() <= {"tokens", "labels", *OTHERS}:
+        found = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        raise ConfigError(f"a batch has tokens, labels and perhaps {', '.join(OTHERS)}; this one has {found}.")
+    arrays = {name: some_ids(name, given[name], vocabulary) for name in ("tokens", "labels")}
+    arrays |= {name: np.asarray(given[name], kind) for name, kind in OTHERS.items() if name in given}
+    for name, array in arrays.items():
+        if array.shape != arrays["tokens"].shape:
+            raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(arrays['tokens'].shape)}.")
+    return arrays
+
+
+def some_ids(name: str, given: ArrayLike, vocabulary: int) -> np.ndarray:
+    """Ids [B, T] as int32; ConfigError for anything else, which would be computed with all the same."""
+    try:
+        ids = np.asarray(given)
+    except ValueError:
+        raise ConfigError(f"{name} are rows of different lengths; they must be whole numbers [B, T].") from None
+    if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigError(f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T].")
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        away = "; what should not count in the loss has the weight 0 in `weights`" if name == "labels" else ""
+        raise ConfigError(f"{name} have the id {wrong}; the model's are 0 to {vocabulary - 1}{away}.")
+    return ids.astype(np.int32, copy=False)
