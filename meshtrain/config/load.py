@@ -28,7 +28,7 @@ EXAMPLE = "it needs at least one section, such as 'mesh: {data: 2}'"
 
 
 def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()) -> Config:
-    """The checked, resolved config of a YAML file, of nested dicts, of another config or (None) of the defaults, with
+    """The checked, resolved config of a YAML file, of nested dicts, of another config or (None) of the defaults, with a list of
     `key.path=value` overrides in their order. What follows from other keys follows from the overridden ones.
 
     ConfigError (one sentence) otherwise.
@@ -41,6 +41,12 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
         config = _of_mapping(source)
     else:
         config = read_section(Config, source, "config", "--config", EXAMPLE)
+    # A text is a sequence of texts too, its letters.
+    listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not listed or not all(isinstance(override, str) for override in overrides):
+        raise ConfigError(
+            f"the overrides are {short(repr(overrides))}; they must be a list of texts, such as ['mesh.data=2']."
+        )
     for override in overrides:
         config = _override(config, override)
     config = resolve(config)

@@ -116,6 +116,18 @@ def test_what_yaml_has_no_word_for_is_refused_when_given_from_python():
         load({"run": {"directory": type("Path", (), {"__repr__": lambda self: "Path('x')"})()}})
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    ["mesh.tensor=2", {"mesh": {"tensor": 2}}, [{"mesh": {"tensor": 2}}], None, [b"mesh.tensor=2"]],
+    ids=repr,
+)
+def test_overrides_of_another_shape_are_told_how_they_are_written(overrides):
+    with pytest.raises(ConfigError) as refused:
+        load({}, overrides)
+    shown = f"the overrides are {overrides!r}; they must be a list of texts, such as ['mesh.data=2']."
+    assert str(refused.value) == shown
+
+
 def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
     config = read(
         "model: {family: gpt2, layers: 6, dropout: 0.1}\nmesh: {pipeline: 2}\nparallel: {layer_split: [2, 4]}"
