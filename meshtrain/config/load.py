@@ -6,11 +6,13 @@ Values are decoded by the type that `schema` declares, since YAML itself reads `
 
 import contextlib
 import dataclasses
+import os
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from meshtrain.config.check import check
@@ -54,12 +56,23 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
     return config
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes what Python code has at hand besides YAML's own: a path as its text, a NumPy number as the number."""
+
+    def represent_data(self, data: Any) -> yaml.Node:
+        if isinstance(data, os.PathLike):
+            data = os.fsdecode(data)
+        elif isinstance(data, np.generic):
+            data = data.item()
+        return super().represent_data(data)
+
+
 def _of_mapping(values: Mapping[str, Any]) -> Config:
     try:
-        node = compose(yaml.safe_dump(dict(values))) if values else None
+        node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
         raise ConfigError(
-            f"the given values hold {short(repr(error.args[-1]))}; they may be texts, numbers, switches and lists."
+            f"the given values hold {short(repr(error.args[-1]))}; they may be texts, paths, numbers, switches and lists."
         ) from None
     return _section(Config, node, "", GIVEN, "config") if node is not None else Config()
 

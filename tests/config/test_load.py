@@ -4,6 +4,7 @@ import dataclasses
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -126,6 +127,24 @@ def test_overrides_of_another_shape_are_told_how_they_are_written(overrides):
         load({}, overrides)
     shown = f"the overrides are {overrides!r}; they must be a list of texts, such as ['mesh.data=2']."
     assert str(refused.value) == shown
+
+
+def test_paths_and_numpys_numbers_may_be_given_from_python():
+    sections = {
+        "model": {"layers": 4},
+        "run": {"directory": Path("runs/mine")},
+        "mesh": {"pipeline": np.int64(2)},
+        "parallel": {"sequence_parallel": np.bool_(True), "layer_split": (np.int32(3), np.uint8(1))},
+        "optimizer": {"learning_rate": np.float32(0.5), "eps": np.float64(1e-6)},
+    }
+    plain = {
+        "model": {"layers": 4},
+        "run": {"directory": "runs/mine"},
+        "mesh": {"pipeline": 2},
+        "parallel": {"sequence_parallel": True, "layer_split": [3, 1]},
+        "optimizer": {"learning_rate": 0.5, "eps": 1e-6},
+    }
+    assert load(sections) == load(plain)
 
 
 def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
