@@ -22,6 +22,7 @@ from meshtrain.config.schema import Config
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
 from meshtrain.config.values import value
 from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.schedule.table import Table
 from meshtrain.text import read_text
 
 MOST_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
@@ -71,8 +72,14 @@ def _of_mapping(values: Mapping[str, Any]) -> Config:
     try:
         node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
+        held = error.args[-1]
+        if isinstance(held, Table):
+            raise ConfigError(
+                f"{GIVEN} hold the schedule table {short(held.name)} itself; write it to a file, with "
+                "Path('mine.csv').write_text(table.to_csv()), and give that path."
+            ) from None
         raise ConfigError(
-            f"the given values hold {short(repr(error.args[-1]))}; they may be texts, paths, numbers, switches and lists."
+            f"{GIVEN} hold {short(repr(held))}; they may be texts, paths, numbers, switches and lists."
         ) from None
     return _section(Config, node, "", GIVEN, "config") if node is not None else Config()
 

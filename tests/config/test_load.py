@@ -1,6 +1,7 @@
 """YAML is read by the declared types, strictly, and comes back out as it went in."""
 
 import dataclasses
+import re
 import typing
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import yaml
 
 from meshtrain.config import Config, ConfigError, load, to_yaml
 from meshtrain.config.key import keys
+from meshtrain.schedule.generators import make_table
 
 
 @pytest.fixture
@@ -145,6 +147,17 @@ def test_paths_and_numpys_numbers_may_be_given_from_python():
         "optimizer": {"learning_rate": 0.5, "eps": 1e-6},
     }
     assert load(sections) == load(plain)
+
+
+def test_a_table_itself_is_told_to_be_written_to_a_file(tmp_path, monkeypatch):
+    table = make_table("1f1b", 2, 2)
+    with pytest.raises(ConfigError) as refused:
+        load({"mesh": {"pipeline": 2}, "parallel": {"schedule": table, "microbatches": 2}})
+    sentence = str(refused.value)
+    written = r"^the given values hold the schedule table 1f1b itself; write it to a file, with (Path\('mine\.csv'\)\..*), and give that path\.$"
+    monkeypatch.chdir(tmp_path)
+    exec(re.match(written, sentence)[1], {"Path": Path, "table": table})
+    load({"mesh": {"pipeline": 2}, "parallel": {"schedule": Path("mine.csv"), "microbatches": 2}})
 
 
 def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
