@@ -133,8 +133,11 @@ def _check_pipeline(config: Config) -> None:
             f"parallel.schedule is {short(repr(schedule))}; it must be one of {', '.join(SCHEDULES)}, or the path of a .csv table"
             + (nearest(schedule, SCHEDULES) or ".")
         )
-    # Without stages there is no table: neither chunks nor a split of the layers have a use (see `notes`).
+    # Without stages no table is run: neither chunks nor a split of the layers have a use (see `notes`).
     if stages == 1:
+        # Whoever names a table of several stages wants it run: a mesh that leaves it unused is a mistake.
+        if schedule.endswith(".csv"):
+            make_table(schedule, stages, parallel.microbatches, chunks)
         return
     if (fixed := legal_chunks(schedule)) not in (None, chunks):
         free = ", ".join(name for name in SCHEDULES if legal_chunks(name) is None)
@@ -199,6 +202,8 @@ def notes(config: Config) -> list[str]:
         found.append(
             "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
         )
+    if mesh.pipeline == 1 and parallel.schedule.endswith(".csv"):
+        found.append("parallel.schedule has no use with mesh.pipeline 1: a table is for several stages.")
     if mesh.pipeline == 1 and parallel.layer_split is not None:
         found.append("parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage.")
     return found

@@ -117,3 +117,19 @@ def test_a_table_of_ones_own_is_noted_with_its_own_cost(tmp_path):
     path.write_text(table.to_csv())
     (note,) = notes(configuration(mesh={"pipeline": 4}, parallel={"microbatches": 2, "schedule": str(path)}))
     assert "every stage idles 60% of the step; more would shorten that." in note
+
+
+def test_a_table_of_ones_own_is_not_left_unused_on_one_stage(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(make_table("1f1b", 2, 2).to_csv())
+    parallel = {"microbatches": 2, "schedule": str(path)}
+    with pytest.raises(ConfigError, match=r"mine\.csv is for stages=2, and stages=1 is asked for\.$"):
+        configuration(parallel=parallel)
+    configuration(parallel=parallel, mesh={"pipeline": 2})
+
+
+def test_a_table_for_one_stage_is_noted_as_of_no_use(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(make_table("1f1b", 1, 2).to_csv())
+    (note,) = notes(configuration(parallel={"microbatches": 2, "schedule": str(path)}))
+    assert note.startswith("parallel.schedule has no use with mesh.pipeline 1: ")
