@@ -1,7 +1,9 @@
 """Cross-checks between keys, made before a device is touched; and notes on what is legal but costs something."""
 
+import contextlib
 import math
 import os
+from pathlib import Path
 
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
@@ -127,7 +129,7 @@ def _check_pipeline(config: Config) -> None:
     schedule, chunks = parallel.schedule, parallel.virtual_stages
     if schedule.endswith(".csv"):
         if not os.path.isfile(schedule):
-            raise ConfigError(f"parallel.schedule names the table {short(schedule)}, but there is no such file.")
+            raise ConfigError(f"parallel.schedule names the table {short(schedule)}, but {_no_table(schedule)}")
     elif schedule not in SCHEDULES:
         raise ConfigError(
             f"parallel.schedule is {short(repr(schedule))}; it must be one of {', '.join(SCHEDULES)}, or the path of a .csv table"
@@ -166,6 +168,18 @@ def _check_pipeline(config: Config) -> None:
             f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must have {stages * chunks} "
             f"(mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
         )
+
+
+def _no_table(schedule: str) -> str:
+    """How the sentence on a table that is not there goes on: where it was looked for, and the nearest name there."""
+    path, start, beside = Path(schedule), "", list[str]()
+    # The working directory itself may be gone, and a name may be longer than the system has room for.
+    with contextlib.suppress(OSError):
+        if not path.is_absolute():
+            start = f"from the working directory {short(Path.cwd())} "
+        beside = [other.name for other in path.parent.glob("*.csv")]
+    ending = nearest(path.name, beside, lambda name: short(path.parent / name)) or "."
+    return f"{start}there is no such file{ending}"
 
 
 def notes(config: Config) -> list[str]:

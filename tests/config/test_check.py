@@ -133,3 +133,23 @@ def test_a_table_for_one_stage_is_noted_as_of_no_use(tmp_path):
     path.write_text(make_table("1f1b", 1, 2).to_csv())
     (note,) = notes(configuration(parallel={"microbatches": 2, "schedule": str(path)}))
     assert note.startswith("parallel.schedule has no use with mesh.pipeline 1: ")
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("pars.csv", "from the working directory {here} there is no such file; did you mean pairs.csv?"),
+        ("sub/pars.csv", "from the working directory {here} there is no such file; did you mean sub/pears.csv?"),
+        ("no/pairs.csv", "from the working directory {here} there is no such file."),
+        (f"{'a' * 300}/a.csv", "from the working directory {here} there is no such file."),
+        ("{here}/pars.csv", "there is no such file; did you mean {here}/pairs.csv?"),
+    ],
+)
+def test_a_table_that_is_not_there_is_told_where_it_was_looked_for(named, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("pairs.csv", "pars.txt", "sub/pears.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as refused:
+        configuration(parallel={"schedule": named.format(here=tmp_path)})
+    assert str(refused.value).partition(", but ")[2] == says.format(here=tmp_path)
