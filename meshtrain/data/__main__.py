@@ -156,6 +156,12 @@ def _prepare(chosen: argparse.Namespace) -> None:
     for split, shards in manifest.shards.items():
         documents, tokens = manifest.count(split, "documents"), manifest.count(split, "tokens")
         print(f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(shards)} shards")
+    if options.validation and not manifest.shards["validation"]:
+        # Each document's name decides, so that it stays in its split when others come and go: of few there may be none.
+        say(
+            f"no document is held out: of few documents --validation {options.validation} may take none; give a larger share and another "
+            "--output, or train with eval.every=0, or with text of its own as data.validation_source."
+        )
     if manifest.skipped:
         print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")
     print(f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")

@@ -30,6 +30,14 @@ from meshtrain.sources import MIXTURE, SOURCES, has_documents
 # Batches in one global order, of a bounded set of shapes (rows, T).
 GlobalBatches = RowBatches | MixedRows | Grouped | MixedGroups
 
+# How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be left out.
+WAYS_OUT = {
+    "train": ".",
+    "validation": "; hold out more with data.validation (of prepared shards: with --validation when they are prepared), "
+    "give text of its own as data.validation_source, or set eval.every to 0.",
+    "all": "; give more text as data.validation_source, or set eval.every to 0.",
+}
+
 
 @dataclass(frozen=True, repr=False)
 class TextBatches:
@@ -148,14 +156,15 @@ def _batches(
     """The batches of a split of the sources that have any document in it; ConfigError if that is too little."""
     pairs = [(s, corpus, w) for s, w in zip(sources, weights, strict=True) if (corpus := s.corpus(split)) is not None]
     name = " + ".join(source.name for source in sources)
+    purpose = f" for {split}" if split != "all" else ""
     if not pairs or (split == "train" and len(pairs) < len(sources)):
-        raise ConfigError(f"{name} holds no document" + (f" for {split}." if split != "all" else "."))
+        raise ConfigError(f"{name} holds no document{purpose}{WAYS_OUT[split]}")
     corpora, weights = [corpus for _, corpus, _ in pairs], [w for _, _, w in pairs]
     length, batching = config.train.sequence_length, config.data.batching
     for source, corpus, _ in pairs:
         if batching == "window" and corpus.labels < length and config.data.last == "drop":
             raise ConfigError(
-                f"{source.name} holds {corpus.labels} tokens for {split}, fewer than train.sequence_length {length}."
+                f"{source.name} holds {corpus.labels} tokens{purpose}, fewer than train.sequence_length {length}{WAYS_OUT[split]}"
             )
     tables = [] if batching == "window" else [_pieces(s, c, split, length) for s, c, _ in pairs]
     if batching in ("grouped", "budget"):

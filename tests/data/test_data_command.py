@@ -33,6 +33,18 @@ def test_prepare_then_verify_then_damage(
     assert "has been altered" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("validation", "warned"), [("0.01", True), ("0", False)])
+def test_prepare_says_that_it_held_out_nothing_though_asked_to(
+    validation: str, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.txt").write_text("words")
+    arguments = ["prepare", "--input", str(tmp_path / "one.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*arguments, "--validation", validation]) == 0
+    caught = capsys.readouterr()
+    assert "validation: 0 documents" in caught.out
+    assert ("meshtrain: no document is held out: of few documents --validation 0.01 " in caught.err) == warned
+
+
 def test_a_tokenizer_can_be_trained_and_used(text: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "made" / "tokenizer.json", tmp_path / "shards"
     assert main(["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output", str(file)]) == 0

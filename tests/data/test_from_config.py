@@ -1,5 +1,6 @@
 """From a config to batches, and one plain sentence for each thing that cannot be."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,26 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
     asked = load(
         {"data": {"source": str(tmp_path / "one.txt")}, "train": {"sequence_length": 64}, "eval": {"every": 5}}
     )
-    with pytest.raises(ConfigError, match=r"eval.every is 5, but of held-out text \S+one\.txt holds no document"):
+    with pytest.raises(ConfigError) as refused:
         open_data(asked)
+    said = str(refused.value)
+    assert re.search(
+        r"eval.every is 5, but of held-out text \S+one\.txt holds no document for validation; hold out", said
+    )
+    assert said.endswith(", give text of its own as data.validation_source, or set eval.every to 0.")
+    open_data(load(asked, ["eval.every=0"]))
+    open_data(load(asked, [f"data.validation_source={tmp_path / 'one.txt'}"]))
+
+
+def test_too_little_held_out_text_is_told_with_the_ways_out(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("words " * 1000)
+    (tmp_path / "short.txt").write_text("words")
+    given = {"source": str(tmp_path / "train.txt"), "validation": 0.0, "validation_source": str(tmp_path / "short.txt")}
+    asked = load({"data": given, "train": {"sequence_length": 64}, "eval": {"every": 5}})
+    with pytest.raises(ConfigError) as refused:
+        open_data(asked)
+    said = str(refused.value)
+    assert "short.txt holds 6 tokens, fewer than train.sequence_length 64; give more text as data.v" in said, said
 
 
 def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling() -> None:
