@@ -37,9 +37,9 @@ def fake_cpu_devices(count: int) -> bool:
 
     No effect where an accelerator is found.
     """
-    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * (int(forced.group(1)) if forced else count)))
-    if forced:
+    forced = _forced_devices()
+    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * (count if forced is None else forced)))
+    if forced is not None:
         return True
     try:
         jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))  # type: ignore[attr-defined]
@@ -47,6 +47,12 @@ def fake_cpu_devices(count: int) -> bool:
         # it runs already, in a notebook for example
         return jax.local_device_count() >= count
     return True
+
+
+def _forced_devices() -> int | None:
+    """The fake CPU devices that XLA_FLAGS asks for, if it does."""
+    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(forced.group(1)) if forced else None
 
 
 def fake_devices(count: int = 8) -> None:
@@ -120,8 +126,12 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         kind = devices[0].platform
         if kind != "cpu":
             hint = "JAX_PLATFORMS=cpu runs it on fake CPU devices"
+        elif needed > MOST_FAKE_DEVICES:
+            hint = f"run.fake_devices fakes at most {MOST_FAKE_DEVICES}"
+        elif (forced := _forced_devices()) is not None:
+            hint = f"XLA_FLAGS asks for {forced}, which wins over run.fake_devices, so ask for {needed} there"
         elif asked:
-            hint = f"run.fake_devices (or XLA_FLAGS) fakes up to {MOST_FAKE_DEVICES}"
+            hint = f"to fake them, set run.fake_devices={needed}"
         else:
             hint = (
                 "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the kernel) "

@@ -37,12 +37,23 @@ def test_given_devices_are_used_in_their_order():
     assert list(make_mesh(load({"mesh": {"data": 4}}), chosen).devices.flat) == chosen
 
 
-def test_too_few_devices_are_told_with_the_way_out():
-    config = load({"mesh": {"data": 4, "tensor": 4}, "run": {"fake_devices": 8}})
-    with pytest.raises(
-        ConfigError, match=r"data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 .*fakes up to 1024\.$"
-    ):
-        make_mesh(config)
+@pytest.mark.parametrize(
+    ("mesh", "flags", "says"),
+    [
+        ({"data": 4, "tensor": 4}, "", "data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 (cpu); to fake them, set run.fake_devices=16."),
+        (
+            {"data": 4, "tensor": 4}, "--xla_force_host_platform_device_count=8",
+            "needs 16 devices, but there are 8 (cpu); XLA_FLAGS asks for 8, which wins over run.fake_devices, so ask for 16 there.",
+        ),
+        ({"data": 2048}, "", "needs 2048 devices, but there are 8 (cpu); run.fake_devices fakes at most 1024."),
+    ],
+)  # fmt: skip
+def test_too_few_devices_are_told_with_the_way_out(mesh, flags, says, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    batch = {"global_batch_size": mesh["data"]}
+    with pytest.raises(ConfigError) as refused:
+        make_mesh(load({"mesh": mesh, "train": batch, "run": {"fake_devices": 8}}))
+    assert str(refused.value).endswith(says)
 
 
 def test_fake_devices_are_platform_cpu():

@@ -129,7 +129,7 @@ class ParallelConfig:
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
     schedule: str = key(
         "1f1b",
-        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table"
+        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table, from the working directory"
     )
     microbatches: int = key(
         1, "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1", least=1
