@@ -17,12 +17,15 @@ made of jax.numpy and of the helpers that it is given; with them it is right on 
 
 import dataclasses
 import inspect
+import math
+import re
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError, short
@@ -69,8 +72,9 @@ class AttentionHook(Protocol):
 class LossHook(Protocol):
     """Loss of each token, float32 [B, T], from this device's share of the logits, float32 [B, T, V share].
 
-    Labels [B, T] are ids of the whole vocabulary. What needs more than the share goes through `vocabulary`. The tokens' weights
-    and the mean over the batch come afterwards.
+    Labels [B, T] are ids of the whole vocabulary. softmax, mean, max and one_hot over the last axis see the share only: what needs
+    more goes through `vocabulary` (sum, max, log_sum_exp, of_label, ids). The tokens' weights and the mean over the batch come
+    afterwards. Where the vocabulary is split, the hook is tried once on made-up logits, see `Parts`.
     """
 
     def __call__(self, logits_BTV: jax.Array, labels_BT: jax.Array, vocabulary: Vocabulary, /) -> jax.Array: ...
@@ -103,7 +107,10 @@ class Hooks:
 
 
 class Parts:
-    """The block, attention and loss of a config: built in, or the hooks', whose results are checked as they are traced."""
+    """The block, attention and loss of a config: built in, or the hooks', whose results are checked as they are traced.
+
+    ConfigError for a loss hook whose value on shares of the vocabulary is not its value on the whole of it.
+    """
 
     def __init__(self, config: Config, collectives: Collectives, hooks: Hooks) -> None:
         self.collectives, self.hooks = collectives, hooks
@@ -112,6 +119,8 @@ class Parts:
         built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
         self._block = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss = hooks.loss or built_in
+        if hooks.loss is not None:
+            _check_shares(hooks.loss, config, collectives.vocabulary)
 
     def block(self, block: Block, x_BTD: jax.Array, sequence: Sequence, dropout: Dropout) -> jax.Array:
         block.attention.attend = self.attention
@@ -165,6 +174,81 @@ def _check_result(
     else:
         return
     raise ConfigError(f"the {kind} hook {_name(hook)} gave {gave} on a device, and {_array(wanted)} is wanted.")
+
+
+class _Shares(Collectives):
+    """Every share of the vocabulary on one device, where the mesh axes `vocabulary` are axes of vmap."""
+
+    def __init__(self, vocabulary: tuple[str, ...]) -> None:
+        self.vocabulary = vocabulary
+
+    def first_token_id(self, rows: int) -> jax.Array:
+        return jax.lax.axis_index(self.vocabulary) * rows
+
+    def vocabulary_sum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.vocabulary)
+
+    def vocabulary_max(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(jax.lax.stop_gradient(x), self.vocabulary)
+
+
+def _check_shares(hook: LossHook, config: Config, axes: tuple[str, ...]) -> None:
+    """ConfigError if a loss hook takes its share of the vocabulary, which the mesh axes `axes` split, for the whole of it.
+
+    Its losses of made-up logits in one piece are compared with those of the same logits cut as on the mesh, all on one device. On
+    the mesh itself nobody could tell: devices agree on a wrong sum as on a right one.
+    """
+    size, split = config.model.vocab_size, [getattr(config.mesh, axis) for axis in axes]
+    ways = math.prod(split)
+    if ways == 1:
+        return
+    logits, labels = _made_up(size)
+    # the padding is like the rest, so that a hook that counts it in is seen
+    padding = ((0, 0), (0, 0), (0, -size % ways))
+    padded = np.pad(logits, padding, constant_values=logits.mean() + 1)
+    shares = np.moveaxis(padded.reshape(*labels.shape, *split, -1), (0, 1), (-3, -2))
+    in_one = logits.reshape(*(1 for _ in axes), *logits.shape)
+
+    def losses(logits: jax.Array) -> jax.Array:
+        of_share = lambda share: hook(share, jnp.asarray(labels), Vocabulary(size, _Shares(axes)))  # noqa: E731
+        for axis in reversed(axes):
+            of_share = jax.vmap(of_share, axis_name=axis)
+        return of_share(logits).reshape(-1, *labels.shape)
+
+    def compared(whole: jax.Array, shares: jax.Array) -> tuple[jax.Array, ...]:
+        # twice of the whole: a hook that draws its own random numbers cannot be judged
+        return losses(whole), losses(whole), losses(shares)
+
+    try:
+        lowered = jax.jit(compared).lower(in_one, shares)
+        (whole,), (again,), cut = (np.asarray(x, np.float32) for x in lowered.compile()(in_one, shares))
+    except Exception:
+        # the trace of the step says what is wrong with it, if anything is with arrays as long as that has
+        return
+    # wider where the hook has chosen to add up in 16 bits or fewer
+    tolerance = 0.05 if re.search(r"xb?f(16|8)", lowered.as_text()) else 1e-4
+    same = partial(np.isclose, rtol=tolerance, atol=tolerance, equal_nan=True)
+    # of shares that come to different values the trace tells
+    if not np.array_equal(whole, again, equal_nan=True) or not np.all(same(cut, cut[0])) or np.all(same(cut[0], whole)):
+        return
+    at = np.unravel_index(np.argmin(same(cut[0], whole)), whole.shape)
+    masks = f", and leave out the ids from {size} on, which are padding" if size % ways else ""
+    raise ConfigError(
+        f"the loss hook {_name(hook)} gives {cut[0][at]:.4f} where the vocabulary is cut into {ways} shares, and {whole[at]:.4f} of the "
+        "same logits where it is whole; softmax, mean and one_hot over the last axis see one share only: "
+        f"use vocabulary.sum, max, log_sum_exp and of_label{masks}."
+    )
+
+
+def _made_up(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, float32 [2, 3, size], and labels from the first id to the last, of probability 0.1 to 0.9."""
+    labels = np.linspace(0, size - 1, 6).round().astype(np.int32).reshape(2, 3)
+    # their mean is not 0, and rises with the id: what is true of one share is not of another
+    logits = np.random.default_rng(0).normal(size=(2, 3, size)) + np.linspace(0, 2, size)
+    here = np.arange(size) == labels[..., None]
+    others = np.log(np.sum(np.exp(logits), axis=-1, where=~here))
+    logits = np.where(here, (others + np.linspace(-2, 2, 6).reshape(2, 3))[..., None], logits)
+    return logits.astype(np.float32), labels
 
 
 def _array(x: jax.Array | jax.ShapeDtypeStruct) -> str:

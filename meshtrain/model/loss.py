@@ -37,7 +37,11 @@ class Vocabulary:
         return top + jnp.log(self.sum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)))
 
     def of_label(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
-        """The logit of each label, [B, T]; of log-probabilities or whatever else is laid out as the logits are, too."""
+        """The logit of each label, [B, T]; of log-probabilities or whatever else is laid out as the logits are, too.
+
+        jax.nn.log_softmax gives none: softmax, mean and one_hot over the last axis see one share only. Log-probabilities are
+        the logits less `log_sum_exp` of them.
+        """
         here = self.ids(logits_BTV) == labels_BT[..., None]
         return self.sum(jnp.sum(jnp.where(here, logits_BTV, 0), axis=-1))
 

@@ -19,6 +19,7 @@ from meshtrain.config import Config, ConfigError, load
 from meshtrain.model import hooks
 from meshtrain.model.attention import attend
 from meshtrain.model.layers import Block
+from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.step import Program
 
 WINDOW, CAP, SMOOTHING, Z_LOSS = 5, 5.0, 0.1, 0.01
@@ -241,3 +242,102 @@ def test_a_hook_that_does_not_fit_is_told_in_one_sentence(wrong):
 def test_a_key_that_the_replaced_loss_would_not_obey_is_refused():
     with pytest.raises(ConfigError, match=r"train\.z_loss is 0\.1, but the loss is replaced by capped_loss"):
         mt.Program(configuration(train={"z_loss": 0.1}), loss=capped_loss)
+
+
+# --- a loss that takes its share of the vocabulary for the whole
+
+
+def nll(logits, labels, vocabulary):
+    return vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels)
+
+
+def with_z_loss(logits, labels, vocabulary):
+    return nll(logits, labels, vocabulary) + 1e-4 * vocabulary.log_sum_exp(logits) ** 2
+
+
+def focal(logits, labels, vocabulary):
+    loss = nll(logits, labels, vocabulary)
+    return (1 - jnp.exp(-loss)) ** 2 * loss
+
+
+def in_bfloat16(logits, labels, vocabulary):
+    real = vocabulary.ids(logits) < vocabulary.size
+    total = jnp.sum(jnp.where(real, jnp.exp(logits.astype(jnp.bfloat16)), 0), axis=-1)
+    return jnp.log(vocabulary.sum(total).astype(jnp.float32)) - vocabulary.of_label(logits, labels)
+
+
+def with_lax(logits, labels, vocabulary):
+    here, axes = vocabulary.ids(logits) == labels[..., None], ("pipeline", "tensor")
+    total = jax.lax.psum(jnp.sum(jnp.where(vocabulary.ids(logits) < 259, jnp.exp(logits), 0), axis=-1), axes)
+    return jnp.log(total) - jax.lax.psum(jnp.sum(jnp.where(here, logits, 0), axis=-1), axes)
+
+
+def made_for_its_share(logits, labels, vocabulary):
+    table = jnp.arange(260.0).reshape(-1, logits.shape[-1])[jax.lax.axis_index(("pipeline", "tensor"))]
+    return nll(logits + 1e-3 * table, labels, vocabulary)
+
+
+def made_for_its_batch(logits, labels, vocabulary):
+    return nll(logits, labels, vocabulary) * jnp.ones((8, 16))
+
+
+def random(logits, labels, vocabulary):
+    return nll(logits, labels, vocabulary) * np.random.random()
+
+
+RIGHT = (nll, with_z_loss, capped_loss, focal, in_bfloat16, with_lax, made_for_its_share, made_for_its_batch, random)
+
+
+@pytest.mark.parametrize("vocab", ["spread", "edge"])
+@pytest.mark.parametrize("loss", RIGHT, ids=lambda hook: hook.__name__)
+def test_a_loss_that_is_right_on_shares_of_the_vocabulary_is_not_refused(loss, vocab):
+    config = configuration((2, 2, 2), model={**MODEL, "vocab_size": 259}, parallel={"vocab": vocab})
+    hooks.Parts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))
+
+
+def softmax_of_the_share(logits, labels, vocabulary):
+    return -vocabulary.of_label(jax.nn.log_softmax(logits), labels)
+
+
+def one_hot_of_the_share(logits, labels, vocabulary):
+    return vocabulary.log_sum_exp(logits) - vocabulary.sum((jax.nn.one_hot(labels, logits.shape[-1]) * logits).sum(-1))
+
+
+def mean_of_the_share(logits, labels, vocabulary):
+    mean = vocabulary.sum(logits.mean(-1))
+    return vocabulary.log_sum_exp(logits) - 0.9 * vocabulary.of_label(logits, labels) - 0.1 * mean
+
+
+def padding_counted_in(logits, labels, vocabulary):
+    mean = vocabulary.sum(logits.sum(-1)) / vocabulary.size
+    return vocabulary.log_sum_exp(logits) - 0.9 * vocabulary.of_label(logits, labels) - 0.1 * mean
+
+
+ONE_SHARE = (softmax_of_the_share, one_hot_of_the_share, mean_of_the_share)
+
+
+@pytest.mark.parametrize("size", [256, 259])
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("loss", ONE_SHARE, ids=lambda hook: hook.__name__)
+def test_a_loss_that_takes_its_share_of_the_vocabulary_for_the_whole_is_refused(loss, mesh, size):
+    shares = mesh[1] * mesh[2]
+    says = (
+        rf"^the loss hook {loss.__name__} gives \S+ where the vocabulary is cut into {shares} shares, and \S+ of the same logits where "
+        r"it is whole; softmax, mean and one_hot over the last axis see one share only: "
+        rf"use vocabulary\.sum, max, log_sum_exp and of_label{', and leave out the ids from 259 on, which are padding' * (size == 259)}\.$"
+    )
+    with pytest.raises(ConfigError, match=says):
+        mt.Program(configuration(mesh, model={**MODEL, "vocab_size": size}), loss=loss)
+
+
+def test_a_loss_that_counts_the_padding_of_the_vocabulary_in_is_refused_where_there_is_any():
+    with pytest.raises(ConfigError, match=r"padding_counted_in .* leave out the ids from 259 on"):
+        mt.Program(configuration((1, 2, 1), model={**MODEL, "vocab_size": 259}), loss=padding_counted_in)
+    config = configuration((1, 2, 1), model={**MODEL, "vocab_size": 256})
+    hooks.Parts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=padding_counted_in))
+
+
+def test_a_loss_is_not_tried_on_a_mesh_that_does_not_split_the_vocabulary():
+    config = configuration((2, 1, 2), parallel={"vocab": "edge"})
+    loss = lambda logits, labels, vocabulary: pytest.fail("it was called")  # noqa: E731
+    hooks.Parts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))
