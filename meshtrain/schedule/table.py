@@ -34,6 +34,7 @@ from meshtrain.text import read_text
 
 F, B, W = 0, 1, 2
 PLACEMENTS = ("loop", "v")
+_LETTERS = {False: "FB", True: "FIW"}  # of a table that is split or not
 MOST_WORK = 2**20  # stages x ticks of a schedule: a plan of so many takes 10 s
 
 
@@ -107,7 +108,7 @@ class Table(Shown):
     @property
     def letters(self) -> str:
         """How the three slots are written."""
-        return "FIW" if self.split else "FB"
+        return _LETTERS[self.split]
 
     def chunk_of(self, virtual):
         """Chunk that virtual stage `virtual` (an integer or an integer array) is on its stage."""
@@ -205,18 +206,16 @@ def parse_csv(text: str, source: str = "csv") -> Table:
     """Like `read_csv`, from a string; `source` stands for the file in messages. Rows are counted from 1, as editors do."""
     lines = text.rstrip().splitlines()
     title = _read_title(lines[0].strip('", ') if lines else "", source)
-    stages = title["stages"]
-    if len(lines) > 1:
-        _check_rows(len(lines) - 2, title, source)
+    stages, reader = title["stages"], csv.reader(lines)
     try:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(lines)]
+        _check_names([next(reader, []) for _ in range(2)][1], title, source)
+        _check_rows(len(lines) - 2, title, source)
+        rows = [[cell.strip() for cell in row] for row in reader]
     except csv.Error as error:
         raise IllegalTable(f"{source} is not CSV: {error}") from None
-    if len(rows) < 2 or len(rows[1]) != stages:
-        raise IllegalTable(f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}")
-    table = Table(cells=np.full((len(rows) - 2, stages, 3, 2), -1), **title)
+    table = Table(cells=np.full((len(rows), stages, 3, 2), -1), **title)
     cells = table.cells.copy()
-    for tick, row in enumerate(rows[2:]):
+    for tick, row in enumerate(rows):
         if row and len(row) != stages:  # an empty row is a tick in which all are idle
             raise IllegalTable(
                 f"{source}, row {tick + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
@@ -227,6 +226,19 @@ def parse_csv(text: str, source: str = "csv") -> Table:
             except IllegalTable as error:
                 raise IllegalTable(f"{source}, row {tick + 3}, column {stage + 1} (stage {stage}): {error}") from None
     return Table(cells=cells, **title)
+
+
+def _check_names(names: list[str], title: dict, source: str) -> None:
+    """The row above tick 0. Where it was left out, tick 0 would be taken for it, and what that does be missed much later."""
+    stages, letters = title["stages"], _LETTERS[title["split"]]
+    matches = [_WORD.fullmatch(word) for name in names for word in name.split()]
+    if matches and all(match and match[1] in letters for match in matches):
+        example = ",".join(f"stage {stage}" for stage in range(min(stages, 4))) + (",..." if stages > 4 else "")
+        raise IllegalTable(
+            f"{source}, row 2: must be the stages' names, as in '{example}', and '{short(','.join(names))}' is work"
+        )
+    if len(names) != stages:
+        raise IllegalTable(f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}")
 
 
 def _check_rows(ticks: int, title: dict, source: str) -> None:

@@ -106,6 +106,12 @@ def test_a_table_without_split_has_no_w():
         ("F1,F0 B0", "F1", "row 4: 1 columns, and there must be 2"),
         ("F1,F0 B0", "F1,,F0 B0", "row 4: 3 columns, and there must be 2"),
         ("stage 0,stage 1", "stage 0", "row 2: there must be 2 comma-separated stage names"),
+        ("stage 0,stage 1\nF0,", "F0,", "row 2: must be the stages' names, as in 'stage 0,stage 1', and 'F0,' is work"),
+        (
+            "stage 0,stage 1",
+            "F0 B0,F1",
+            "row 2: must be the stages' names, as in 'stage 0,stage 1', and 'F0 B0,F1' is work",
+        ),
         ("F0 B0", "F" + "9" * 5000, "row 4, column 2 .stage 1.: 'F999.*…999.*' must be one of the letters"),
         ("F0 B0", "F" + "9" * 17, "row 4, column 2 .stage 1.: 'F99999999999999999': microbatches are 0 to 1"),
         ("F0 B0", "F0.5 B0", "row 4, column 2 .stage 1.: 'F0.5': chunks are 0 to 0"),
@@ -134,6 +140,16 @@ def test_csv_errors_name_row_column_and_what_is_legal(old, new, message, tmp_pat
     path.write_text(ONE_F_ONE_B.replace(old, new, 1))
     with pytest.raises(IllegalTable, match=f"mine.csv[,:]? ?{message}"):
         read_csv(path)
+
+
+@pytest.mark.parametrize("names", ["first,second", ",", "F0 and more,B1", "S0,S1"])
+def test_the_stages_may_have_any_names_that_are_no_work(names):
+    assert parse_csv(ONE_F_ONE_B.replace("stage 0,stage 1", names)) == parse_csv(ONE_F_ONE_B)
+
+
+def test_the_missing_names_of_a_single_stage_are_named():
+    with pytest.raises(IllegalTable, match="row 2: must be the stages' names, as in 'stage 0', and 'F0 B0' is work"):
+        parse_csv("# stages=1 microbatches=1\nF0 B0\n")
 
 
 def test_with_chunks_a_cell_must_name_its_chunk():
