@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.shown import Shown
 from meshtrain.text import read_text
 
@@ -190,6 +190,8 @@ class Table(Shown):
 
 
 _WORD = re.compile(r"([A-Z])([0-9]{1,18})(?:\.([0-9]{1,18}))?")
+# A key of the title; its value is all that stands before the next key, less the spaces, commas and semicolons between them.
+_KEY = re.compile(r"(?<![^\s,;])([^\s,;=]+)\s*=")
 _NUMBER = re.compile("[0-9]{1,9}")
 _TITLE = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
 _TITLE_EXAMPLE = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
@@ -257,26 +259,41 @@ def _check_rows(ticks: int, title: dict, source: str) -> None:
 
 
 def _read_title(line: str, source: str) -> dict:
-    words = dict(word.split("=", 1) for word in line.lstrip("#").split() if "=" in word)
-    if not line.startswith("#") or set(words) - set(_TITLE) or not {"stages", "microbatches"} <= set(words):
-        raise IllegalTable(f"{source}, row 1: must say what the table is for, as in '{_TITLE_EXAMPLE}'")
+    if not line.startswith("#"):
+        raise IllegalTable(
+            f"{source}, row 1: must begin with '#' and say what the table is for, as in '{_TITLE_EXAMPLE}'"
+        )
+    words: dict[str, str] = {}
+    line = line.lstrip("#")
+    keys = list(_KEY.finditer(line))
+    for match, end in zip(keys, [*(after.start() for after in keys[1:]), len(line)], strict=True):
+        key, value = match[1], line[match.end() : end].strip(",; \t")
+        if key not in _TITLE:
+            ending = nearest(key, _TITLE) or f"; legal are {', '.join(_TITLE)}"
+            raise IllegalTable(f"{source}, row 1: there is no {short(key)}{ending}")
+        if key in words:
+            raise IllegalTable(f"{source}, row 1: says {key} twice")
+        words[key] = value
+    for key in ("stages", "microbatches"):
+        if key not in words:
+            raise IllegalTable(f"{source}, row 1: does not say {key}; it must be as in '{_TITLE_EXAMPLE}'")
     title: dict = {
-        "name": short(words.get("schedule") or "_".join(Path(source).stem.split())),
+        "name": short("_".join((words.get("schedule") or Path(source).stem).split())),
         "placement": words.get("placement", "loop"),
     }
     for key in ("stages", "microbatches", "chunks"):
         value = words.get(key, "1")
         if not _NUMBER.fullmatch(value) or int(value) < 1:
             raise IllegalTable(
-                f"{source}, row 1: {key}={short(value)}, and must be a whole number, at least 1 and below a billion"
+                f"{source}, row 1: {key} is '{short(value)}', and must be a whole number, at least 1 and below a billion"
             )
         title[key] = int(value)
     split = words.get("split", "no")
     if split not in ("yes", "no"):
-        raise IllegalTable(f"{source}, row 1: split={short(split)}, and must be yes or no")
+        raise IllegalTable(f"{source}, row 1: split is '{short(split)}', and must be yes or no")
     if title["placement"] not in PLACEMENTS:
         raise IllegalTable(
-            f"{source}, row 1: placement={short(title['placement'])}, and must be {' or '.join(PLACEMENTS)}"
+            f"{source}, row 1: placement is '{short(title['placement'])}', and must be {' or '.join(PLACEMENTS)}"
         )
     return title | {"split": split == "yes"}
 

@@ -117,7 +117,11 @@ def test_a_table_without_split_has_no_w():
         ("F0 B0", "F0.5 B0", "row 4, column 2 .stage 1.: 'F0.5': chunks are 0 to 0"),
         ("F0 B0", "F-1", "row 4, column 2 .stage 1.: 'F-1' must be one of the letters"),
         ("F0 B0", "F\u0663", "row 4, column 2 .stage 1.: 'F\u0663' must be one of the letters"),
-        ("microbatches=2", "microbatches=" + "9" * 5000, "row 1: microbatches=999.*…999.*, and must be a whole number"),
+        (
+            "microbatches=2",
+            "microbatches=" + "9" * 5000,
+            "row 1: microbatches is '999.*…999.*', and must be a whole number",
+        ),
         ("microbatches=2", "microbatches=999999999", "row 1: so many microbatches"),
         (
             "microbatches=2",
@@ -125,13 +129,22 @@ def test_a_table_without_split_has_no_w():
             "4 rows after the first two, one a tick; for .* legal are 9000 to 36000",
         ),
         ("F0 B0", "x" * 200_000, " ?is not CSV: field larger"),
-        ("stages=2", "stages=two", "row 1: stages=two, and must be a whole number, at least 1"),
-        ("stages=2", "stages=0", "row 1: stages=0, and must be a whole number, at least 1"),
-        ("split=no", "split=maybe", "row 1: split=maybe, and must be yes or no"),
-        ("placement=loop", "placement=w", "row 1: placement=w, and must be loop or v"),
-        ("stages=2 ", "", "row 1: must say what the table is for, as in '# schedule=mine stages=2"),
-        ("microbatches=2", "microbatch=2", "row 1: must say what the table is for"),
-        ("# schedule", "schedule", "row 1: must say what the table is for"),
+        ("stages=2", "stages=two", "row 1: stages is 'two', and must be a whole number, at least 1"),
+        ("stages=2", "stages=0", "row 1: stages is '0', and must be a whole number, at least 1"),
+        ("split=no", "split=maybe", "row 1: split is 'maybe', and must be yes or no"),
+        ("placement=loop", "placement=w", "row 1: placement is 'w', and must be loop or v"),
+        ("stages=2", "stages=", "row 1: stages is '', and must be a whole number"),
+        ("stages=2 ", "", "row 1: does not say stages; it must be as in '# schedule=mine stages=2"),
+        ("microbatches=2 ", "", "row 1: does not say microbatches; it must be"),
+        ("stages=2", "stages 2", "row 1: does not say stages; it must be"),
+        ("microbatches=2", "microbatch=2", "row 1: there is no microbatch; did you mean microbatches.$"),
+        (
+            "split=no",
+            "qqq=no",
+            "row 1: there is no qqq; legal are schedule, stages, microbatches, chunks, split, placement$",
+        ),
+        ("stages=2", "stages=2 stages=3", "row 1: says stages twice$"),
+        ("# schedule", "schedule", "row 1: must begin with '#' and say what the table is for, as in '# schedule=mine"),
     ],
 )
 def test_csv_errors_name_row_column_and_what_is_legal(old, new, message, tmp_path):
@@ -160,6 +173,29 @@ def test_with_chunks_a_cell_must_name_its_chunk():
         parse_csv(text.replace("F0.0", "F0", 1))
 
 
+@pytest.mark.parametrize(
+    "title",
+    [
+        "# schedule=1f1b, stages=2, microbatches=2",
+        "# schedule = 1f1b stages = 2 microbatches= 2",
+        "#schedule=1f1b,stages=2,microbatches=2",
+        "# by hand: stages=2; microbatches=2; schedule=1f1b",
+    ],
+)
+def test_a_title_may_have_commas_and_spaces(title):
+    assert parse_csv("\n".join([title, *ONE_F_ONE_B.splitlines()[1:]])) == parse_csv(ONE_F_ONE_B)
+
+
+@pytest.mark.parametrize("name", ["a=b", "a,b", "knob(k=3)"])
+def test_a_name_with_signs_of_the_title_round_trips(name):
+    table = dataclasses.replace(make_table("1f1b", 2, 2), name=name)
+    assert parse_csv(table.to_csv()) == table
+
+
+def test_a_name_of_several_words_is_kept_whole():
+    assert parse_csv(ONE_F_ONE_B.replace("schedule=1f1b", "schedule=my own")).name == "my_own"
+
+
 def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
     path = tmp_path / "my own.csv"
     path.write_text(ONE_F_ONE_B.replace("schedule=1f1b ", ""))
@@ -172,8 +208,8 @@ def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
         (lambda path: None, "there is no schedule's table .*mine.csv"),
         (lambda path: path.mkdir(), "mine.csv is a directory; parallel.schedule takes a CSV file"),
         (os.mkfifo, "mine.csv is a pipe"),
-        (lambda path: path.touch(), "mine.csv, row 1: must say what the table is for"),
-        (lambda path: path.write_text("\n\n"), "mine.csv, row 1: must say what the table is for"),
+        (lambda path: path.touch(), "mine.csv, row 1: must begin with"),
+        (lambda path: path.write_text("\n\n"), "mine.csv, row 1: must begin with"),
         (lambda path: path.write_bytes(b"\x89PNG\r\n\xff"), "mine.csv is not text"),
         (lambda path: path.write_bytes(ONE_F_ONE_B.encode("utf-16")), "mine.csv is UTF-16"),
         (lambda path: path.write_text(ONE_F_ONE_B.replace("\nF1,", "\n" * 10**6 + "F1,")), "1000003 rows after .* legal are 2 to 8"),
