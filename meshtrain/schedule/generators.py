@@ -174,8 +174,9 @@ def _proved(where: str, make: Callable[[], Table]) -> Table:
         table = make()
         validate(table)
     except IllegalTable as error:
-        known = str(error).startswith(where)
-        raise IllegalTable(f"parallel.schedule cannot run: {error if known else f'{where}: {error}'}.") from None
+        said = str(error) if str(error).startswith(where) else f"{where}: {error}"
+        ending = "" if said.endswith("?") else "."
+        raise IllegalTable(f"parallel.schedule cannot run: {said}{ending}") from None
     return table
 
 

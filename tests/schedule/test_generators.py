@@ -148,6 +148,17 @@ def test_a_csv_file_that_was_edited_is_read_again(tmp_path):
         make_table(str(path), 2, 2)
 
 
+@pytest.mark.parametrize(
+    "old, new, says",
+    [("microbatches", "microbatch", r"did you mean microbatches\?$"), ("F1,", "F9,", r"microbatches are 0 to 1\.$")],
+)
+def test_a_csv_file_is_refused_in_a_sentence_with_one_end(old, new, says, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(make_table("1f1b", 2, 2).to_csv().replace(old, new))
+    with pytest.raises(IllegalTable, match=says):
+        make_table(str(path), 2, 2)
+
+
 def test_an_illegal_csv_file_is_refused(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(make_table("1f1b", 2, 2).to_csv().replace("F1,F0 B0\nB0,", "F1 B0,F0 B0\n,"))
