@@ -54,7 +54,10 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            # Whoever looks for a schedule's function here is told where it is.
+            schedule = importlib.import_module(f"{__name__}.schedule") if name[:1].isalpha() else None
+            there = f"; it is mt.schedule.{name}" if name in getattr(schedule, "__all__", ()) else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
         home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
         found = globals()[name] = getattr(home, name) if _HOMES[name] else home
         return found

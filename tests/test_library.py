@@ -52,8 +52,10 @@ def test_every_name_is_there_and_known_to_type_checkers():
     for name, (module, defined) in found.items():
         there = getattr(__import__(module, fromlist=[defined]), defined)
         assert there in (getattr(mt, name), getattr(getattr(mt, name), "function", None)), name
-    with pytest.raises(AttributeError, match="has no attribute 'lode'"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'lode'$"):
         mt.lode  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'read_csv'; it is mt\.schedule\.read_csv$"):
+        mt.read_csv  # noqa: B018
 
 
 LAZY = """

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from meshtrain.schedule.segments import segments, work_per_tick
-from meshtrain.schedule.table import B, F, Table, W
+from meshtrain.schedule.table import B, F, Table, W, check_is_table
 from meshtrain.shown import Shown
 
 HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
@@ -54,6 +54,10 @@ class Durations:
         if table.split:
             return np.stack([forward, input_grad, weight_grad])
         return np.stack([forward, input_grad + weight_grad, np.zeros_like(forward)])
+
+
+# A backward twice as long as a forward, all else at once.
+EVEN = Durations()
 
 
 def _per_virtual_stage(table: Table, name: str, value: PerChunk) -> np.ndarray:
@@ -128,11 +132,12 @@ class Timeline(Shown):
         return path[::-1]
 
 
-def simulate(table: Table, durations: Durations, clock: str = "lockstep") -> Timeline:
+def simulate(table: Table, durations: Durations = EVEN, clock: str = "lockstep") -> Timeline:
     """Runs a legal table by `clock` ('lockstep' or 'asynchronous').
 
-    Raises ValueError for another clock, and for durations that are arrays of another length than the virtual stages.
+    Raises IllegalTable for what is no table, ValueError for another clock, and for durations that are arrays of another length than the virtual stages.
     """
+    check_is_table(table, "simulate")
     if clock not in CLOCKS:
         raise ValueError(f"clock '{clock}' is not one of {', '.join(CLOCKS)}")
     spans = _spans(table, durations)

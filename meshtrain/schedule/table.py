@@ -20,6 +20,7 @@ k = 0 .. stages * chunks - 1, dealt out to the stages by `placement`:
 """
 
 import csv
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -189,6 +190,24 @@ class Table(Shown):
         return "\n".join(lines) + "\n"
 
 
+def check_is_table(given: object, taker: str) -> None:
+    """IllegalTable where `taker`, a function's name, was given something else than a table; says how that becomes one."""
+    if isinstance(given, Table):
+        return
+    if name := _file_named(given):
+        raise IllegalTable(f"{taker} takes a table, not the name of its file; write mt.schedule.read_csv({name})")
+    raise IllegalTable(
+        f"{taker} takes a table, not {short(repr(given))}; mt.schedule.make_table, read_csv and parse_csv give one"
+    )
+
+
+def _file_named(given: object) -> str:
+    """A path, or a line that ends as the name of a table's file does, as Python writes it; nothing for all else."""
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    named = text is not given or (isinstance(text, str) and text.endswith(".csv") and not text.startswith("#"))
+    return short(repr(text)) if named else ""
+
+
 _WORD = re.compile(r"([A-Z])([0-9]{1,18})(?:\.([0-9]{1,18}))?")
 # A key of the title; its value is all that stands before the next key, less the spaces, commas and semicolons between them.
 _KEY = re.compile(r"(?<![^\s,;])([^\s,;=]+)\s*=")
@@ -206,6 +225,10 @@ def read_csv(path: str | Path) -> Table:
 
 def parse_csv(text: str, source: str = "csv") -> Table:
     """Like `read_csv`, from a string; `source` stands for the file in messages. Rows are counted from 1, as editors do."""
+    if name := _file_named(text):
+        raise IllegalTable(
+            f"parse_csv takes a table's text, not the name of its file; write mt.schedule.read_csv({name})"
+        )
     lines = text.rstrip().splitlines()
     title = _read_title(lines[0].strip('", ') if lines else "", source)
     stages, reader = title["stages"], csv.reader(lines)

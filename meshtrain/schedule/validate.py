@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshtrain.schedule.buffers import Buffers, allocate
-from meshtrain.schedule.table import B, F, IllegalTable, Op, Table, W
+from meshtrain.schedule.table import B, F, IllegalTable, Op, Table, W, check_is_table
 
 
 def validate(table: Table) -> None:
     """Returns if the table is legal. Raises IllegalTable, naming tick, stage, cell and reason, if it is not."""
+    check_is_table(table, "validate")
     _check_cells(table)
     _check_once(table)
     _check_order(table)

@@ -18,6 +18,11 @@ def drawn(seed, schedule):
     return rng, table, [rng.uniform(0.1, 3.0) for _ in range(3)]
 
 
+def test_where_nothing_is_said_every_slot_takes_one():
+    table = make_table("1f1b", 2, 3)
+    assert simulate(table).makespan == simulate(table, Durations()).makespan == 3 * 3 + 3
+
+
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", range(15))

@@ -1,12 +1,15 @@
 import dataclasses
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.simulate import simulate
 from meshtrain.schedule.table import B, F, IllegalTable, Op, Table, W, parse_csv, read_csv
+from meshtrain.schedule.validate import validate
 
 ONE_F_ONE_B = """\
 # schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop
@@ -219,6 +222,29 @@ def test_what_is_no_table_is_one_sentence(make, says, tmp_path):
     make(tmp_path / "mine.csv")
     with pytest.raises(ConfigError, match=says):
         read_csv(tmp_path / "mine.csv")
+
+
+@pytest.mark.parametrize("taker", [validate, simulate], ids=lambda taker: taker.__name__)
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ("mine.csv", r"takes a table, not the name of its file; write mt.schedule.read_csv\('mine.csv'\)$"),
+        (Path("mine.csv"), r"takes a table, not the name of its file; write mt.schedule.read_csv\('mine.csv'\)$"),
+        ("1f1b", r"takes a table, not '1f1b'; mt.schedule.make_table, read_csv and parse_csv give one$"),
+        (None, r"takes a table, not None; mt.schedule.make_table, read_csv and parse_csv give one$"),
+    ],
+)
+def test_what_is_given_for_a_table_is_told_how_to_become_one(taker, given, says):
+    with pytest.raises(IllegalTable, match=f"^{taker.__name__} {says}"):
+        taker(given)
+
+
+@pytest.mark.parametrize("given", ["mine.csv", Path("mine.csv")])
+def test_parse_csv_leaves_files_to_read_csv(given):
+    with pytest.raises(
+        IllegalTable, match=r"^parse_csv takes a table.s text, .*; write mt.schedule.read_csv\('mine.csv'\)$"
+    ):
+        parse_csv(given)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path):
