@@ -1,9 +1,13 @@
 """python -m meshtrain.plan: what each device will hold, send and wait for, before anything runs."""
 
 import argparse
+import contextlib
+import errno
 import json
+import os
+import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +23,7 @@ from meshtrain.plan.compiled import Compiled, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough, usual_cluster
 from meshtrain.plan.failures import faults
 from meshtrain.plan.search import Found, search
-from meshtrain.schedule import draw
+from meshtrain.schedule import Timeline, draw
 
 DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
 
@@ -38,6 +42,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.measure:
         return _measure(options)
     config = load(options.config, options.set)
+    _check_targets(config, options)
     cluster = _cluster(config, options)
     if options.search:
         return _search(config, cluster, options)
@@ -57,6 +62,35 @@ def _parser() -> Parser:
     parser.add_argument("--compile", metavar="TARGET[xN]", help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares")  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
     return parser
+
+
+def _check_targets(config: Config, options: argparse.Namespace) -> None:
+    """Refuses at once what else would be found to be no place for a picture or a file when all is planned."""
+    if options.gantt and not options.search and config.mesh.pipeline == 1:
+        raise ConfigError("--gantt draws a pipeline's schedule, but mesh.pipeline is 1; give it at least 2 stages.")
+    gantt = None if options.gantt == "-" else options.gantt
+    if gantt and Path(gantt).suffix.lower() not in ("", ".svg"):
+        meant = short(Path(gantt).with_suffix(".svg"))
+        raise ConfigError(
+            f"--gantt {short(gantt)}: the picture is SVG, so that its name must end in .svg; did you mean {meant}?"
+        )
+    for path in (gantt, options.html, options.write):
+        if path:
+            _check_target(path)
+
+
+def _check_target(path: str) -> None:
+    with _refused(path):
+        try:
+            directory, reachable = stat.S_ISDIR(os.stat(path).st_mode), True
+        except FileNotFoundError:
+            directory, reachable = False, Path(path).resolve().parent.is_dir()
+        if directory:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not reachable:
+        raise ConfigError(
+            f"{short(path)} cannot be written: there is no directory {short(Path(path).resolve().parent)}."
+        )
 
 
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
@@ -83,8 +117,8 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
     else:
         _print(planned, compiled)
-    if options.gantt:
-        _gantt(planned, options.gantt)
+    if options.gantt and planned.timeline:
+        _gantt(planned.timeline, options.gantt)
     if options.html:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
         _write(options.html, page.page(planned, *points, _notes(config)))
@@ -107,29 +141,34 @@ def _notes(config: Config) -> list[str]:
     return [*notes(config), *placement.notes(config)]
 
 
-def _gantt(planned: Plan, target: str) -> None:
-    if planned.timeline is None:
-        raise ConfigError("--gantt draws a pipeline's schedule, but mesh.pipeline is 1; give it at least 2 stages.")
+def _gantt(timeline: Timeline, target: str) -> None:
     if target == "-":
-        print(draw.gantt_text(planned.timeline))
+        print(draw.gantt_text(timeline))
     else:
-        _write(target, draw.gantt_svg(planned.timeline))
+        _write(target, draw.gantt_svg(timeline))
 
 
 def _write(path: str, text: str) -> None:
     target = Path(path)
-    try:
+    with _refused(path):
         # What takes a file's place would end /dev/stdout.
         if target.exists() and not target.is_file():
             target.write_text(text, encoding="utf-8")
         else:
             write_atomically(target.resolve(), text.encode())
+    say(f"wrote {path}")
+
+
+@contextlib.contextmanager
+def _refused(path: str) -> Iterator[None]:
+    """What the system refuses of a file, as a sentence."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
     # A NUL, or half a surrogate pair.
     except ValueError:
         raise ConfigError(f"{short(path)} is no path that a file can have.") from None
-    say(f"wrote {path}")
 
 
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:

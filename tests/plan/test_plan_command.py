@@ -67,16 +67,27 @@ BAD = {
     ("--compile", "h300"): "must be one of cpu, a100, h100, h200, b200",
     ("--compile", "h100x4"): "the mesh has 8 devices",
     ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
-    ("--gantt", "/nowhere/at/all.svg"): "cannot be written",
+    ("--gantt", "/nowhere/at/all.svg"): "/nowhere/at/all.svg cannot be written: there is no directory /nowhere/at.",
+    (
+        "--gantt",
+        "mine.png",
+    ): "--gantt mine.png: the picture is SVG, so that its name must end in .svg; did you mean mine.svg?",
+    ("--gantt", "all.svg", "--html", "/nowhere/at/all.html"): "/nowhere/at/all.html cannot be written: there is no",
+    ("--html", "."): ". cannot be written: is a directory",
+    ("--html", "/dev/null/all.html"): "/dev/null/all.html cannot be written: not a directory",
+    ("--search", "--write", "/nowhere/at/all.yaml"): "/nowhere/at/all.yaml cannot be written: there is no directory",
     ("--html", "a\0b.html"): "a\\x00b.html is no path that a file can have",
     ("--search", "--devices", "7"): "no layout of 7 devices is legal",
 }
 
 
 @pytest.mark.parametrize("arguments", BAD, ids=" ".join)
-def test_bad_input_is_one_sentence_and_code_2(config, capsys, arguments):
+def test_bad_input_is_one_sentence_and_code_2_before_anything_is_done(config, tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
     assert main(["--config", str(config), *arguments]) == 2
+    assert list(tmp_path.iterdir()) == [config]
     caught = capsys.readouterr()
+    assert caught.out == ""
     assert BAD[arguments] in caught.err and caught.err.count("\n") == 1
 
 
@@ -204,7 +215,11 @@ def test_pictures_are_written(config, tmp_path, capsys):
     gantt, page = tmp_path / "gantt.svg", tmp_path / "plan.html"
     assert main(["--config", str(config), "--gantt", str(gantt), "--html", str(page)]) == 0
     assert gantt.read_text().startswith("<svg") and "</html>" in page.read_text()
-    assert main(["--config", str(config), "--gantt", "-"]) == 0
+    plain = tmp_path / "plain"
+    assert main(["--config", str(config), "--gantt", str(plain)]) == 0
+    assert plain.read_text() == gantt.read_text()
+    capsys.readouterr()
+    assert main(["--config", str(config), "--gantt", "-", "--html", "/dev/null"]) == 0
     assert "stage 1" in capsys.readouterr().out
 
 
