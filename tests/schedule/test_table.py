@@ -247,6 +247,11 @@ def test_parse_csv_leaves_files_to_read_csv(given):
         parse_csv(given)
 
 
+def test_a_lone_title_that_ends_like_a_files_name_is_text():
+    with pytest.raises(IllegalTable, match="row 2: there must be 2 comma-separated stage names"):
+        parse_csv("# stages=2 microbatches=2 schedule=mine.csv")
+
+
 def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path):
     (tmp_path / "mine.csv").write_text(ONE_F_ONE_B, encoding="utf-8-sig")
     assert read_csv(tmp_path / "mine.csv") == parse_csv(ONE_F_ONE_B)
