@@ -54,8 +54,9 @@ class State(NamedTuple):
 class Program(Shown):
     """`init`, `train_step`, `eval_step` and `logits` of one config on one mesh, by default that of `make_mesh`.
 
-    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet. ConfigError for
-    a mesh with fewer devices than the config needs, and for a hook whose result has not the shape or dtype that it must have.
+    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet, but that
+    a loss hook is tried on made-up logits where the vocabulary is split. ConfigError for a mesh with fewer devices than the config needs,
+    and for a hook whose result is not what it must be.
     """
 
     def __init__(
