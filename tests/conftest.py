@@ -19,8 +19,9 @@ if version("jaxlib") < "0.11":  # later versions know no other way, and end on a
 
 
 def pytest_configure() -> None:
-    # Under nohup it is ignored, as a run then does too; the tests of signals send it.
+    # Under nohup, or in a script's background, they are ignored, as a run then does too; the tests of signals send them.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = " ".join([*FLAGS, given]).strip()  # what the user sets comes last and wins
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -65,14 +65,14 @@ def stale(committed: str, cells: list[Cell]) -> list[str]:
     try:
         of_file, outputs = read(committed)
     except (ValueError, KeyError, TypeError):
-        return ["what is committed is no notebook; write it again."]
+        return ["what is committed is no notebook; write it again with --write."]
     if len(of_file) != len(cells):
-        return [f"stale: {len(of_file)} cells, the source has {len(cells)}; write it again."]
+        return [f"stale: {len(of_file)} cells, the source has {len(cells)}; write it again with --write."]
     for position, (old, new) in enumerate(zip(of_file, cells, strict=True), 1):
         if old != new:
-            return [f"stale: cell {position} is not the source's; write it again."]
+            return [f"stale: cell {position} is not the source's; write it again with --write."]
     if make(cells, outputs) != committed:
-        return ["its form is not what --write gives it (ids, counts, metadata); write it again."]
+        return ["its form is not what --write gives it (ids, counts, metadata); write it again with --write."]
     return []
 
 
