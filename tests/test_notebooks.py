@@ -194,7 +194,9 @@ def test_stale_notebooks():
     text = notebook.make(CELLS, of_cell())
     for position, cell in enumerate(CELLS, 1):
         changed = [*CELLS[: position - 1], Cell(cell.kind, cell.text + " ", cell.varies), *CELLS[position:]]
-        assert notebook.stale(text, changed) == [f"stale: cell {position} is not the source's; write it again with --write."]
+        assert notebook.stale(text, changed) == [
+            f"stale: cell {position} is not the source's; write it again with --write."
+        ]
     assert notebook.stale(text[:-9], CELLS) == ["what is committed is no notebook; write it again with --write."]
     assert notebook.stale(text, CELLS[:3]) == ["stale: 4 cells, the source has 3; write it again with --write."]
     for old, new in [
