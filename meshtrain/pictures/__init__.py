@@ -24,9 +24,9 @@ from meshtrain.pictures.picture import Picture
 __all__ = ["Picture", "show"]
 
 # By class, the module of this package whose `picture` shows it: found by name, so that a schedule is drawn without loading JAX.
+# Anything else is JAX's, or nothing that has a picture.
 _BY_CLASS = {
     "meshtrain.config.schema.Config": "config",
-    "jax._src.mesh.Mesh": "mesh",
     "meshtrain.step.Program": "program",
     "meshtrain.reader.Model": "program",
     "meshtrain.parallel.layout.Layout": "layout",

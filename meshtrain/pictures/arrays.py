@@ -29,7 +29,9 @@ Parts = dict[tuple[tuple[int, int], ...], list[Any]]
 
 
 def picture(tree: Any) -> Picture:
-    """Of an array, or of any tree of arrays or ShapeDtypeStructs with shardings; ConfigError for anything else."""
+    """Of a mesh, an array, or any tree of arrays or ShapeDtypeStructs with shardings; ConfigError for anything else."""
+    if isinstance(tree, Mesh):
+        return meshes.picture(tree)
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     if not leaves or not all(isinstance(getattr(leaf, "sharding", None), Sharding) for _, leaf in leaves):
         raise ConfigError(
