@@ -27,6 +27,8 @@ NOT_HERE = {
     "pip install -e .[cuda12]": "5.5 GB, for machines with a GPU",
     "pip install -e .[data]": "a test installs nothing",
     "pip install -e .[notebooks]": "likewise",
+    "pip install -e .[dev]": "likewise",
+    "python -m experiments.api_reference site/": "tests/test_reference.py builds it, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
     "python -m pytest": "this is it",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
