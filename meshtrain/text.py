@@ -30,8 +30,7 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise ConfigError(f"{shown} is a link to {short(os.readlink(path))}, which is not there.") from None
-        ending = nearest(path.name, _files(path.parent, suffixes), lambda name: short(path.parent / name))
-        raise ConfigError(f"there is no {what} {shown}{ending or '.'}") from None
+        raise ConfigError(f"there is no {what} {shown}{nearest_file(path, suffixes) or '.'}") from None
     except OSError as error:
         raise ConfigError(f"{shown} cannot be read: {refusal(error)}.") from None
     # A NUL, or half a surrogate pair.
@@ -47,6 +46,11 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{shown} is not text; {takes} in UTF-8.") from None
+
+
+def nearest_file(path: Path, suffixes: Sequence[str]) -> str:
+    """How a sentence ends on the file beside `path` whose name is nearest to its own; nothing if none is near."""
+    return nearest(path.name, _files(path.parent, suffixes), lambda name: short(path.parent / name))
 
 
 def _from_pipe(path: Path, most: int) -> bytes:

@@ -12,6 +12,7 @@ from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import MOST_WORK
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
+from meshtrain.text import nearest_file
 
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
@@ -172,14 +173,12 @@ def _check_pipeline(config: Config) -> None:
 
 def _no_table(schedule: str) -> str:
     """How the sentence on a table that is not there goes on: where it was looked for, and the nearest name there."""
-    path, start, beside = Path(schedule), "", list[str]()
-    # The working directory itself may be gone, and a name may be longer than the system has room for.
+    path, start = Path(schedule), ""
+    # The working directory itself may be gone.
     with contextlib.suppress(OSError):
         if not path.is_absolute():
             start = f"from the working directory {short(Path.cwd())} "
-        beside = [other.name for other in path.parent.glob("*.csv")]
-    ending = nearest(path.name, beside, lambda name: short(path.parent / name)) or "."
-    return f"{start}there is no such file{ending}"
+    return f"{start}there is no such file{nearest_file(path, ('.csv',)) or '.'}"
 
 
 def notes(config: Config) -> list[str]:
