@@ -1,7 +1,10 @@
 """A config: the keys that are not as the defaults have them. Pointing at one tells what it means."""
 
+import math
 from html import escape
 from typing import Any
+
+import yaml
 
 from meshtrain.config.follow import followed, value_of
 from meshtrain.config.key import keys
@@ -36,8 +39,6 @@ def _changed(config: Config) -> dict[str, list[tuple[str, str, str]]]:
 
 
 def _yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    """As it stands in a line of YAML."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").rstrip()

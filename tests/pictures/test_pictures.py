@@ -204,7 +204,8 @@ def test_a_timeline_is_its_gantt_chart():
 
 
 def test_a_config_shows_what_is_not_by_default_and_can_be_loaded_again(tmp_path):
-    config = mt.load({**TINY, "checkpoint": {"allow": ["data.source"]}, "parallel": {"sequence_parallel": True}})
+    odd = {"run": {"directory": "no: it's #1"}, "checkpoint": {"allow": ["data.source"]}}
+    config = mt.load({**TINY, **odd, "parallel": {"sequence_parallel": True}})
     text = shown(config).text
     assert mt.load(yaml.safe_load(text)) == config
     assert "kv_heads: 2" in text and "beta1" not in text
