@@ -13,6 +13,7 @@
 Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk least.
 """
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -142,6 +143,18 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             f"but there are {len(devices)} ({kind}); {hint}."
         )
     return Mesh(arranged(devices[:needed], shape), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def check_axes(mesh: Mesh) -> None:
+    """ConfigError for a mesh whose axes are not data, tensor and pipeline."""
+    if mesh.axis_names != AXES:
+        raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
+
+
+def part_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's part of an array, or of one that is only described."""
+    assert x.sharding is not None
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def arranged(devices: Sequence[jax.Device], shape: MeshConfig) -> np.ndarray:

@@ -30,7 +30,7 @@ from meshtrain.config.key import known
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.given import a_batch, some_ids
-from meshtrain.mesh import AXES, DATA, make_mesh
+from meshtrain.mesh import DATA, check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
 from meshtrain.shown import Shown
@@ -103,8 +103,7 @@ def read_model(
     root = Path(path).expanduser().absolute()
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
-    if mesh.axis_names != AXES:
-        raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
+    check_axes(mesh)
     damaged: dict[Path, str] = {}
     removed: list[Path] = []
     while len(removed) < TRIES:

@@ -7,7 +7,6 @@ Every collective up to the shards stands in the source; behind them XLA adds onl
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -24,7 +23,7 @@ from meshtrain.compat import lines_as_they_are, varying
 from meshtrain.config import Config, ConfigError
 from meshtrain.given import a_batch, a_config
 from meshtrain.hlo import Collectives, collectives
-from meshtrain.mesh import DATA, PIPELINE, make_mesh, platform
+from meshtrain.mesh import DATA, PIPELINE, make_mesh, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import accumulate, offload
@@ -125,8 +124,7 @@ class Program(Shown):
     @property
     def state_bytes(self) -> int:
         """Bytes of the state on one device."""
-        leaves = jax.tree.leaves(self.state_shapes)
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+        return sum(map(part_bytes, jax.tree.leaves(self.state_shapes)))
 
     def init(self) -> State:
         """The state before the first step: the same numbers on every mesh."""

@@ -8,8 +8,7 @@ a weight [layers, d_model, heads, head_dim] on data 2 x tensor 2 x pipeline 2 wi
     2 │ 3           6 │ 7
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, short
+from meshtrain.mesh import part_bytes
 from meshtrain.pictures import mesh as meshes
 from meshtrain.pictures.picture import Picture, block, chip, code, columns, faint, svg, table
 from meshtrain.plan.report import size
+from meshtrain.schedule.draw import INK
 
 MOST_PARTS = 256  # of an array that is drawn
 _STRIPES = 8  # of one part: of more holders the first and the last are told
@@ -37,18 +38,18 @@ def picture(tree: Any) -> Picture:
         raise ConfigError(
             f"there is no picture of {short(repr(tree))}; mt.show takes a mesh, JAX arrays, and what meshtrain makes."
         )
-    text = columns([[name or "array", *words(leaf)] for name, leaf in leaves])
+    told = [words(leaf) for _, leaf in leaves]
+    text = columns([[name or "array", *line] for (name, _), line in zip(leaves, told, strict=True)])
     if len(leaves) == 1 and not leaves[0][0]:
-        leaf = leaves[0][1]
-        shape, _, part, held = words(leaf)
+        leaf, (shape, _, part, held) = leaves[0][1], told[0]
         head = f"{code(shape)} {chips(leaf)} {faint(f'a device holds {part}, {held}')}"
         return Picture(block(head, drawing(leaf, scale=1.6)), text)
     heads = ("", "shape", "split over", "a device holds", "", "where it lies")
-    rows = []
-    for name, leaf in leaves:
-        shape, _, part, held = words(leaf)
-        rows.append((code(name), code(shape), chips(leaf), code(part), held, drawing(leaf)))
-    total = f"{size(sum(nbytes(leaf) for _, leaf in leaves))} a device"
+    rows = [
+        (code(name), code(shape), chips(leaf), code(part), held, drawing(leaf))
+        for (name, leaf), (shape, _, part, held) in zip(leaves, told, strict=True)
+    ]
+    total = f"{size(sum(part_bytes(leaf) for _, leaf in leaves))} a device"
     return Picture(block(table(heads, rows), total), f"{text}\n{total}")
 
 
@@ -57,12 +58,7 @@ def words(leaf: Any) -> tuple[str, str, str, str]:
     spec = axes_of(leaf)
     split = ", ".join(f"{i}: {'+'.join(axes)}" for i, axes in enumerate(spec) if axes) or "whole"
     part = leaf.sharding.shard_shape(leaf.shape)
-    return f"{leaf.dtype}{list(leaf.shape)}", split, f"{list(part)}", size(nbytes(leaf))
-
-
-def nbytes(leaf: Any) -> int:
-    """Bytes of one device's part."""
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return f"{leaf.dtype}{list(leaf.shape)}", split, f"{list(part)}", size(part_bytes(leaf))
 
 
 def axes_of(leaf: Any) -> list[tuple[str, ...]]:
@@ -111,6 +107,8 @@ def _svg(leaf: Any, parts: Parts, dims: Sequence[int | None], scale: float) -> s
     wide = (_WIDTH * scale - gap * (len(panels) - 1)) / len(panels)
     top = 14 if panel is not None else 1
     high = _HEIGHT * scale if down is not None else 18 * scale
+    mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+    colour = meshes.colours(mesh) if isinstance(mesh, Mesh) and mesh.axis_names == AXES else {}
     body = []
     for number, bounds in enumerate(panels):
         x = number * (wide + gap)
@@ -121,7 +119,7 @@ def _svg(leaf: Any, parts: Parts, dims: Sequence[int | None], scale: float) -> s
             left, right = _share(part, across, leaf.shape)
             upper, lower = _share(part, down, leaf.shape)
             place = (x + left * wide, top + upper * high, (right - left) * wide, (lower - upper) * high)
-            body += _part(leaf, part, held, place)
+            body += _part(part, held, place, colour)
     return svg(_WIDTH * scale, top + high + 1, body, "which device holds which part")
 
 
@@ -132,11 +130,11 @@ def _share(part: tuple[tuple[int, int], ...], dim: int | None, shape: Sequence[i
     return part[dim][0] / shape[dim], part[dim][1] / shape[dim]
 
 
-def _part(leaf: Any, part: tuple[tuple[int, int], ...], held: list[Any], place: Sequence[float]) -> Iterator[str]:
+def _part(
+    part: tuple[tuple[int, int], ...], held: list[Any], place: Sequence[float], colour: Mapping[int, str]
+) -> Iterator[str]:
     """One part: a stripe for each device that holds it."""
     x, y, wide, high = place
-    mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    colour = meshes.colours(mesh) if isinstance(mesh, Mesh) and mesh.axis_names == AXES else {}
     ids = [device.id for device in held]
     told = ", ".join(map(str, ids))
     yield f"<g><title>[{', '.join(f'{low}:{end}' for low, end in part)}] on device{'s' * (len(ids) > 1)} {told}</title>"
@@ -147,10 +145,10 @@ def _part(leaf: Any, part: tuple[tuple[int, int], ...], held: list[Any], place: 
             f'<rect x="{x + i * stripe:.1f}" y="{y:.1f}" width="{stripe:.1f}" height="{high:.1f}" '
             f'fill="{colour.get(device, "#b4bcc6")}"/>'
         )
-    yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="none" stroke="#132231" stroke-opacity="0.6" stroke-width="0.8"/>'
+    yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="none" stroke="{INK}" stroke-opacity="0.6" stroke-width="0.8"/>'
     label = " ".join(map(str, ids)) if len(ids) <= _STRIPES else f"{ids[0]} … {ids[-1]}"
     if wide >= 6 * len(label) and high >= 11:
-        yield f'<text x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle" font-size="10" fill="#132231">{label}</text>'
+        yield f'<text x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle" font-size="10" fill="{INK}">{label}</text>'
     yield "</g>"
 
 

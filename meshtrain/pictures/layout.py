@@ -1,13 +1,10 @@
 """Where each weight of a model lies on its mesh, by the names of its axes."""
 
-from collections.abc import Mapping
-
 import jax
 from jax.sharding import Mesh
 
-from meshtrain.mesh import DATA
+from meshtrain.mesh import part_bytes
 from meshtrain.parallel.layout import Layout
-from meshtrain.parallel.placement import Placed
 from meshtrain.pictures import arrays
 from meshtrain.pictures import mesh as meshes
 from meshtrain.pictures.picture import Picture, block, chip, code, columns, faint, table
@@ -19,21 +16,15 @@ def picture(layout: Layout) -> Picture:
     masters = jax.tree.leaves(layout.masters)
     for weight, master in zip(layout.flat, masters, strict=True):
         part = " x ".join(map(str, master.sharding.shard_shape(master.shape)))
-        held = size(arrays.nbytes(master))
-        axes = _axes(weight, vars(layout.config.mesh))
+        held = size(part_bytes(master))
+        split = map("+".join, arrays.axes_of(master))
+        axes = list(zip(weight.axes, weight.shape, split, strict=True))
         chips = " × ".join(f"{axis} {n} {chip(over) if over else ''}" for axis, n, over in axes)
         rows.append((f"{code(weight.name)}<br/>{faint(f'{part}, {held}')}", arrays.drawing(master), chips))
         told = " x ".join(f"{axis} {n}" + (f"/{over}" if over else "") for axis, n, over in axes)
         lines.append([weight.name, told, f"{part}, {held}"])
-    total = sum(arrays.nbytes(master) for master in masters)
+    total = sum(map(part_bytes, masters))
     end = f"{count(layout.parameters)} parameters, {size(total)} of float32 masters a device"
     devices = meshes.picture(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
     drawn = table(("weight, what a device holds", "where it lies", "shape, split over"), rows)
     return Picture(block(devices, drawn, end), f"{columns(lines)}\n{end}")
-
-
-def _axes(weight: Placed, devices: Mapping[str, int]) -> list[tuple[str, int, str]]:
-    """Each axis of a weight with its size, and the mesh axes of several devices that split it, ZeRO's among them."""
-    over = [(*axes, *((DATA,) if d == weight.zero_dim else ())) for d, axes in enumerate(weight.over)]
-    split = ["+".join(axis for axis in axes if devices[axis] > 1) for axes in over]
-    return list(zip(weight.axes, weight.shape, split, strict=True))

@@ -11,11 +11,12 @@ data rank.
 from collections.abc import Iterator
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from meshtrain.config.schema import AXES, DATA, PIPELINE, TENSOR
-from meshtrain.errors import ConfigError
-from meshtrain.pictures.picture import Picture, block, chip, columns, faint, stage_hue, svg
+from meshtrain.config.schema import DATA, PIPELINE, TENSOR
+from meshtrain.mesh import check_axes
+from meshtrain.pictures.picture import Picture, block, chip, columns, faint, svg
+from meshtrain.schedule.draw import INK, stage_hue
 
 MOST_DEVICES = 256  # drawn: beyond that numbers are not readable
 _SIDE, _GAP = 34, 26
@@ -23,22 +24,15 @@ _SIDE, _GAP = 34, 26
 
 def picture(mesh: Mesh) -> Picture:
     """ConfigError for a mesh whose axes are not data, tensor and pipeline."""
-    sizes = sizes_of(mesh)
+    check_axes(mesh)
     devices = f"{mesh.size} device{'s' * (mesh.size > 1)} ({mesh.devices.flat[0].device_kind})"
-    words = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    chips = " × ".join(chip(axis, f"{axis} {size}") for axis, size in sizes.items())
+    words = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    chips = " × ".join(chip(axis, f"{axis} {size}") for axis, size in mesh.shape.items())
     head = f"{chips} {faint(f'= {devices}')}"
     if mesh.size > MOST_DEVICES:
         return Picture(block(head), f"{words} = {devices}")
     text = f"{words} = {devices}\n{columns(_rows(mesh), '  ')}"
     return Picture(block(head, _drawing(mesh)), text)
-
-
-def sizes_of(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-    """Devices along each axis."""
-    if tuple(mesh.axis_names) != AXES:
-        raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
-    return dict(mesh.shape)
 
 
 def colours(mesh: Mesh) -> dict[int, str]:
@@ -85,4 +79,4 @@ def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
                 at_x, at_y = x + t * _SIDE, top + d * _SIDE
                 yield f"<g><title>device {device.id}: {DATA} {d}, {TENSOR} {t}, {PIPELINE} {p}</title>"
                 yield f'<rect x="{at_x + 1}" y="{at_y + 1}" width="{_SIDE - 2}" height="{_SIDE - 2}" rx="4" fill="{colour[device.id]}"/>'
-                yield f'<text x="{at_x + _SIDE / 2}" y="{at_y + 21}" text-anchor="middle" fill="#132231">{device.id}</text></g>'
+                yield f'<text x="{at_x + _SIDE / 2}" y="{at_y + 21}" text-anchor="middle" fill="{INK}">{device.id}</text></g>'

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from html import escape
 from urllib.parse import quote
 
+from meshtrain.schedule.draw import GREY
+
 # Okabe and Ito's colours, which the colour-blind tell apart; text on them is white.
 AXES = {"data": "#0072b2", "tensor": "#b85c00", "pipeline": "#00805f"}
-GREY = "#7d8590"
 _CELL = "text-align:left;padding:2px 10px 2px 0;vertical-align:middle;background:none;white-space:nowrap"
 
 
@@ -86,8 +87,3 @@ def image(drawing: str, label: str, style: str = "max-width:none") -> str:
     """An SVG as an image within HTML. In the page itself notebooks would not show it until whoever opens them has run them."""
     source = "data:image/svg+xml," + quote(drawing, safe=" =:/,;()'[]+-.·×")
     return f'<img alt="{escape(label)}" style="{style}" src="{source}"/>'
-
-
-def stage_hue(stage: int, stages: int) -> float:
-    """A hue for each stage, from blue (the first) to red (the last)."""
-    return 215 + 145 * stage / max(stages - 1, 1)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshtrain.pictures.picture import GREY, Picture, block, columns, faint, image, svg, title
-from meshtrain.schedule.draw import FILL, INK, figures, gantt_svg, gantt_text, lighter
+from meshtrain.pictures.picture import Picture, block, columns, faint, image, svg, title
+from meshtrain.schedule.draw import GREY, INK, figures, fill, gantt_svg, gantt_text
 from meshtrain.schedule.simulate import Timeline
 from meshtrain.schedule.table import IllegalTable, Table
 from meshtrain.schedule.validate import validate
@@ -64,9 +64,8 @@ def _cells(table: Table, widths: list[float]) -> Iterator[str]:
             for i, slot in enumerate(done):
                 microbatch, chunk = table.cells[tick, stage, slot].tolist()
                 part, left = wide / len(done), x[tick] + i * wide / len(done)
-                pale = 0.5 * (table.chunks - 1 - chunk) / (table.chunks - 1) if table.chunks > 1 else 0.0
-                word = f"{table.letters[slot]}{microbatch}" + (f".{chunk}" if table.chunks > 1 else "")
+                word = f"{table.letters[slot]}{table.entry_text(microbatch, chunk)}"
                 yield (
-                    f'<rect x="{left:.1f}" y="{y}" width="{part:.1f}" height="{_ROW - 2}" rx="2" fill="{lighter(FILL[slot], pale)}"/>'
+                    f'<rect x="{left:.1f}" y="{y}" width="{part:.1f}" height="{_ROW - 2}" rx="2" fill="{fill(slot, chunk, table.chunks)}"/>'
                     f'<text x="{left + part / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{INK}">{word}</text>'
                 )

@@ -9,8 +9,8 @@ from meshtrain.schedule.simulate import HEAD, OPTIMIZER, Timeline
 from meshtrain.schedule.table import B, F, W
 
 # Colours that stand on white and on black alike; the text on cells is dark, all other text is a middle grey.
-FILL = {F: "#79aef2", B: "#5fc4a3", W: "#f0c25a", HEAD: "#c79cf0", OPTIMIZER: "#b4bcc6"}
-INK, _GREY = "#132231", "#7d8590"
+_FILL = {F: "#79aef2", B: "#5fc4a3", W: "#f0c25a", HEAD: "#c79cf0", OPTIMIZER: "#b4bcc6"}
+INK, GREY = "#132231", "#7d8590"
 _ROW, _CELL, _LEFT, _RIGHT, _CURVE = 30, 26, 64, 150, 110  # heights of a row, a cell; margins; height of the curve
 
 
@@ -41,8 +41,7 @@ def _words(timeline: Timeline) -> dict[int, str]:
 def _label(timeline: Timeline, i: int) -> str:
     if timeline.kind[i] == OPTIMIZER:
         return ""
-    chunk = f".{timeline.chunk[i]}" if timeline.table.chunks > 1 else ""
-    return f"{timeline.microbatch[i]}{chunk}"
+    return timeline.table.entry_text(timeline.microbatch[i], timeline.chunk[i])
 
 
 def _usual(timeline: Timeline) -> float:
@@ -67,9 +66,9 @@ def gantt_svg(timeline: Timeline) -> str:
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}" '
-        f'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="{_GREY}">',
+        f'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="{GREY}">',
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{_GREY}" stroke-opacity="0.35" stroke-width="1.5"/></pattern></defs>',
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{GREY}" stroke-opacity="0.35" stroke-width="1.5"/></pattern></defs>',
     ]
     title, *rest = figures(timeline)
     out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(title)}</text>')
@@ -90,12 +89,12 @@ def gantt_svg(timeline: Timeline) -> str:
 def _legend(timeline: Timeline) -> Iterator[str]:
     x = 12
     for kind, word in _words(timeline).items():
-        yield f'<rect x="{x}" y="52" width="12" height="12" rx="2" fill="{FILL[kind]}"/><text x="{x + 17}" y="62">{word}</text>'
+        yield f'<rect x="{x}" y="52" width="12" height="12" rx="2" fill="{_FILL[kind]}"/><text x="{x + 17}" y="62">{word}</text>'
         x += 30 + 7 * len(word)
-    yield f'<rect x="{x}" y="52" width="12" height="12" fill="url(#idle)" stroke="{_GREY}" stroke-width="0.5"/>'
+    yield f'<rect x="{x}" y="52" width="12" height="12" fill="url(#idle)" stroke="{GREY}" stroke-width="0.5"/>'
     yield f'<text x="{x + 17}" y="62">idle</text>'
     if timeline.clock == "asynchronous":
-        yield f'<rect x="{x + 52}" y="61" width="12" height="3" fill="{INK}" stroke="{_GREY}" stroke-width="0.5"/>'
+        yield f'<rect x="{x + 52}" y="61" width="12" height="3" fill="{INK}" stroke="{GREY}" stroke-width="0.5"/>'
         yield f'<text x="{x + 69}" y="62">critical path</text>'
 
 
@@ -112,11 +111,10 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         if w <= 0:
             continue
         label = _label(timeline, i)
-        pale = 0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0.0
         place = f"stage {stage}, tick {timeline.tick[i]}: {start:.6g} to {end:.6g}"
         yield (
             f'<g><title>{words[kind]} {label}, {place}</title><rect x="{x + 0.25:.2f}" y="{y}" width="{max(w - 0.5, 0.3):.2f}" '
-            f'height="{_CELL}" rx="1.5" fill="{lighter(FILL[kind], pale)}"/>'
+            f'height="{_CELL}" rx="1.5" fill="{fill(kind, chunk, chunks)}"/>'
         )
         if label and w >= 3 + 5.6 * len(label):
             yield f'<text x="{x + w / 2:.2f}" y="{y + 17}" fill="{INK}">{label}</text>'
@@ -126,10 +124,16 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     yield "</g>"
 
 
-def lighter(colour: str, part: float) -> str:
-    """A colour mixed with this part of white."""
+def fill(kind: int, chunk: int, chunks: int) -> str:
+    """The colour of a kind of work: of the first chunk mixed with white, of the last and of what is of none (-1) as it is."""
+    colour, part = _FILL[kind], 0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0.0
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
+
+
+def stage_hue(stage: int, stages: int) -> float:
+    """A hue for each stage, from blue (the first) to red (the last)."""
+    return 215 + 145 * stage / max(stages - 1, 1)
 
 
 def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
@@ -139,14 +143,14 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     for entries in sorted({0, (highest + 1) // 2, highest}):
         level = top + _CURVE * (1 - entries / highest)
         end = _LEFT + timeline.makespan * scale
-        yield f'<path d="M{_LEFT} {level:.2f}H{end:.2f}" stroke="{_GREY}" stroke-opacity="0.3"/>'
+        yield f'<path d="M{_LEFT} {level:.2f}H{end:.2f}" stroke="{GREY}" stroke-opacity="0.3"/>'
         yield f'<text x="{_LEFT - 8}" y="{level + 4:.2f}" text-anchor="end">{entries}</text>'
     stages = timeline.table.stages
     for stage in range(stages):
         times, counts = timeline.in_flight(stage)
         across, down = _LEFT + times * scale, top + _CURVE * (1 - counts / highest)
         steps = "".join(f"H{x:.2f}V{y:.2f}" for x, y in zip(across.tolist(), down.tolist(), strict=True))
-        hue = f"hsl({215 + 145 * stage / max(stages - 1, 1):.0f}, 65%, 58%)"
+        hue = f"hsl({stage_hue(stage, stages):.0f}, 65%, 58%)"
         yield f'<path d="M{_LEFT} {top + _CURVE}{steps}" fill="none" stroke="{hue}" stroke-width="1.5">'
         yield f"<title>stage {stage}, at most {timeline.peak_in_flight[stage]}</title></path>"
         if stages <= 8:

@@ -162,13 +162,17 @@ class Table(Shown):
         cells[tick, stage, slot] = np.stack([microbatch, chunk], axis=-1)
         return Table(name, stages, when.shape[2], chunks, split, placement, cells)
 
+    def entry_text(self, microbatch: int, chunk: int) -> str:
+        """A microbatch of a chunk as it is written: '3', with chunks '3.1'."""
+        return f"{microbatch}.{chunk}" if self.chunks > 1 else f"{microbatch}"
+
     def cell_text(self, tick: int, stage: int) -> str:
         """What a stage does in a tick, as it is written in CSV: 'F3 B1', with chunks 'F3.1 I2.0 W1.0', '' when idle."""
         words = []
         for slot, letter in enumerate(self.letters):
             microbatch, chunk = self.cells[tick, stage, slot]
             if microbatch >= 0:
-                words.append(f"{letter}{microbatch}" + (f".{chunk}" if self.chunks > 1 else ""))
+                words.append(f"{letter}{self.entry_text(microbatch, chunk)}")
         return " ".join(words)
 
     def to_csv(self) -> str:
