@@ -30,12 +30,13 @@ from meshtrain.config.schema import (
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
+    SurviveConfig,
     TrainConfig,
 )
 from meshtrain.errors import ConfigError, refusal, short
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "check", "load", "notes", "refusal", "replaced", "resolve", "short",
+    "ParallelConfig", "PrecisionConfig", "RunConfig", "SurviveConfig", "TrainConfig", "check", "load", "notes", "refusal", "replaced", "resolve", "short",
     "to_yaml",
 ]  # fmt: skip

@@ -47,6 +47,20 @@ def check(config: Config) -> None:
     _check_pipeline(config)
     _check_data(config)
     _check_remat(config)
+    _check_survive(config)
+
+
+def _check_survive(config: Config) -> None:
+    survive, devices = config.survive, config.mesh.devices
+    if not survive.least <= survive.wanted <= survive.most:
+        raise ConfigError(
+            f"survive.least {survive.least}, survive.wanted {survive.wanted} and survive.most {survive.most} must be in this order, "
+            "each at most the next."
+        )
+    if devices % survive.wanted:
+        raise ConfigError(
+            f"survive.wanted {survive.wanted} does not divide the {devices} devices of the mesh; legal are {divisors(devices)}."
+        )
 
 
 def _check_remat(config: Config) -> None:

@@ -281,6 +281,24 @@ class LogConfig:
     every: int = key(1, "steps between rows of metrics.jsonl", least=1)
 
 
+@dataclass(frozen=True)
+class SurviveConfig:
+    wanted: int = key(1, "nodes that the mesh is for, one process each; a run begins when so many are there", least=1, most=65536, resume=FREE)
+    least: int = key(1, "fewest nodes to go on with", least=1, most=65536, resume=FREE)
+    most: int = key(
+        None, "most nodes to use: the data axis grows beyond the mesh's where they return; null: wanted, others are spares",
+        least=1, most=65536, follows=lambda c: c.survive.wanted, resume=FREE
+    )
+    join_timeout: float = key(300.0, "seconds to wait for `wanted` nodes before going on with at least `least`", least=0.0, resume=FREE)
+    step_timeout: float = key(
+        0.0, "seconds without a sign of progress within a step that are a hang; 0: 10 times the median step, at least 60",
+        least=0.0, resume=FREE
+    )
+    node_timeout: float = key(20.0, "seconds without a sign of life after which a node is lost", least=1.0, resume=FREE)
+    restarts: int = key(20, "restarts for faults that a run may take in 24 hours before it is given up", least=0, resume=FREE)
+    inject: tuple[str, ...] = key((), "faults to inject, KIND@STEP:RANK each; `python -m meshtrain.survive inject --list` has the kinds", resume=FREE)
+
+
 @dataclass(frozen=True, repr=False)
 class Config(Shown):
     """The whole configuration; `load.load` makes one from YAML and overrides."""
@@ -296,3 +314,4 @@ class Config(Shown):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    survive: SurviveConfig = field(default_factory=SurviveConfig)

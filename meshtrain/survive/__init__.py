@@ -1,0 +1,1 @@
+"""A run outlives its faults: one supervisor a node over the run directory, one training process under each."""
