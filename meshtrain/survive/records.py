@@ -1,0 +1,166 @@
+"""What supervisors write for one another: JSON of fixed fields, checked when it is read. Nothing of a record is ever executed.
+
+a node's record   what it does, rewritten in place           Node
+a plan            what the leader decided, one file each     Plan
+"""
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LARGEST = 1 << 20  # bytes of a record that are read
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A node's training process, as its supervisor sees it; from `step` on in its own words (`survive.beat`)."""
+
+    number: int
+    pid: int
+    proc: str = ""  # its state in /proc: R S D T Z
+    phase_age: float = 0.0  # seconds in this phase, on the node's clock
+    alive_age: float = 0.0  # seconds since its thread gave a sign of life
+    stack: str = ""  # where its main thread is, if it was asked
+    step: int = 0
+    phase: str = "start"
+    pace: float | None = None
+    host: float | None = None
+    wait: float | None = None
+    saved: int | None = None
+    start: int | None = None
+    matmul: dict[str, Any] | None = None
+    collectives: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a training process ended; `exit` is negative for a signal."""
+
+    exit: int
+    kind: str
+    sentence: str
+    step: int = 0
+    ranks: list[int] = dataclasses.field(default_factory=list)  # that it blames
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node. What follows `end` is added by who looks at it."""
+
+    name: str
+    incarnation: str = ""  # of its supervisor
+    host: str = ""
+    pid: int = 0
+    address: str = ""
+    port: int | None = None  # free for a coordinator when it acknowledged
+    sequence: int = 0
+    wall: float = 0.0  # on its own clock
+    state: str = "idle"  # idle, running, ended
+    generation: int = 0  # of its process
+    acked: int = 0  # no process of a generation before this one is left
+    leaving: bool = False
+    rank: Rank | None = None
+    end: End | None = None
+    age: float = 0.0  # seconds since its record changed, on the reader's clock
+    known: float = 0.0  # seconds since the reader saw it first
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A decision of the leader. `kind` says why there is a new generation, `reason` says it to people."""
+
+    number: int
+    generation: int
+    state: str  # forming, running, stopping, over
+    leader: str
+    wall: float
+    kind: str
+    reason: str
+    verdict: str = ""
+    members: list[str] = dataclasses.field(default_factory=list)  # in the order of their ranks
+    incarnations: list[str] = dataclasses.field(default_factory=list)  # of the members
+    coordinator: str | None = None
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    microbatches: int = 0
+    blamed: list[str] = dataclasses.field(default_factory=list)
+    step: int | None = None  # steps taken when it happened
+    code: int = 0
+    delay: float = 0.0  # seconds to wait before the next generation
+    quarantined: dict[str, float] = dataclasses.field(default_factory=dict)  # until when, on the leader's clock
+    age: float = 0.0  # seconds since the reader saw it first
+
+
+def encode(record: Any, size: int = 0) -> bytes:
+    """One line of JSON, padded with spaces to `size` bytes; of a text that does not fit the end is left out."""
+    line = json.dumps(dataclasses.asdict(record))
+    if size and len(line) >= size:
+        line = json.dumps(_shortened(dataclasses.asdict(record), 120))
+    return line.ljust(max(size - 1, 0)).encode() + b"\n"
+
+
+def _shortened(value: Any, most: int) -> Any:
+    if isinstance(value, str):
+        return value[:most]
+    return {name: _shortened(v, most) for name, v in value.items()} if isinstance(value, dict) else value
+
+
+def decode(kind: type[T], text: bytes) -> T | None:
+    """The record, or None for what is none: cut off, not JSON, of other types. Fields that this version does not know are left out."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return _made(kind, value)
+
+
+def _made(kind: type[T], value: Any) -> T | None:
+    if not isinstance(value, Mapping):
+        return None
+    found = {}
+    for entry, wanted in _fields(kind):
+        if entry.name not in value:
+            if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
+                return None
+            continue
+        given = value[entry.name]
+        if dataclasses.is_dataclass(wanted) and given is not None:
+            given = _made(wanted, given)  # type: ignore[arg-type]
+            if given is None:
+                return None
+        elif not _fits(given, entry.type):
+            return None
+        found[entry.name] = given
+    return kind(**found)
+
+
+def _fields(kind: Any) -> list[tuple[Any, Any]]:
+    """The fields of a record, each with the record that it holds, if it holds one."""
+    found = []
+    for entry in dataclasses.fields(kind):
+        inner = [t for t in (entry.type, *typing.get_args(entry.type)) if dataclasses.is_dataclass(t)]
+        found.append((entry, inner[0] if inner else None))
+    return found
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, k) for k in typing.get_args(kind))
+    if kind is types.NoneType or kind is None:
+        return value is None
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(v, inner[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(v, inner[1]) for v in value.values())
+    if kind is Any:
+        return True
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

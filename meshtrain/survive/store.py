@@ -1,0 +1,142 @@
+"""What supervisors share, and nothing else: a directory, on which every node can read and write.
+
+    RUN/survive/
+      plans/000012.json    a decision each; its number is taken by link(), which one of several leaders can do
+      nodes/NAME.json      what a node says of itself; of one size and rewritten in place, so that a full disk does not matter
+      events.NAME.jsonl    what happened, as that node saw it
+      gen-3/               config, output, stacks and faults of the processes of generation 3
+      inject/, injected/   faults asked for, and done
+
+Another store needs the same six operations: `publish`, `nodes`, `plans`, `propose`, `say`, `generation`; a compare-and-swap in one of them.
+"""
+
+import json
+import os
+import stat
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import ConfigError, refusal
+from meshtrain.survive.records import LARGEST, NAME, Node, Plan, decode, encode
+
+SURVIVE = "survive"
+RECORD = 4096  # bytes of a node's record
+
+
+class Store:
+    """The directory `RUN/survive` as the node `name` uses it. OSError where the system refuses; ConfigError if others may write there."""
+
+    def __init__(self, run: Path, name: str) -> None:
+        self.root, self.name = run / SURVIVE, name
+        self._plans: dict[int, Plan] = {}
+        self.next_number = 1  # of a plan, as far as this node has seen
+        self._unsaid = b""
+        refuse_unsafe(run)
+        for part in ("", "plans", "nodes", "inject", "injected"):
+            (self.root / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_unsafe(self.root)
+
+    # --- nodes
+
+    def publish(self, node: Node) -> None:
+        """What this node says of itself."""
+        descriptor = os.open(self.root / "nodes" / f"{self.name}.json", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.pwrite(descriptor, encode(node, RECORD), 0)
+        finally:
+            os.close(descriptor)
+
+    def nodes(self) -> dict[str, bytes]:
+        """The record of every node, as it stands there: who reads many of them again and again decodes what has changed."""
+        found = {}
+        with os.scandir(self.root / "nodes") as entries:
+            for entry in entries:
+                name, ending = os.path.splitext(entry.name)
+                if ending == ".json" and NAME.fullmatch(name):
+                    found[name] = _read(entry.path, RECORD)
+        return found
+
+    # --- plans
+
+    def plans(self) -> list[Plan]:
+        """Every decision so far, oldest first. A file that holds none is passed over."""
+        with os.scandir(self.root / "plans") as entries:
+            numbers = {int(e.name[:-5]) for e in entries if e.name.endswith(".json") and e.name[:-5].isdecimal()}
+        self.next_number = max(numbers, default=0) + 1
+        for number in numbers - self._plans.keys():
+            plan = decode(Plan, _read(self._plan(number), LARGEST))
+            if plan is not None and plan.number == number:
+                self._plans[number] = plan
+        return [self._plans[number] for number in sorted(self._plans)]
+
+    def propose(self, plan: Plan) -> bool:
+        """Makes the plan the newest; not if another one took its number first."""
+        temporary = self.root / "plans" / f".{self.name}.{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(encode(plan))
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, self._plan(plan.number))
+            except FileExistsError:
+                return False
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _plan(self, number: int) -> Path:
+        return self.root / "plans" / f"{number:06}.json"
+
+    # --- what happened
+
+    def say(self, event: str, **what: Any) -> None:
+        """Appends an event. What a full disk does not take waits for the next one: a run need not end for it."""
+        self._unsaid += json.dumps({"wall": time.time(), "event": event, **what}).encode() + b"\n"
+        try:
+            descriptor = os.open(
+                self.root / f"events.{self.name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
+            try:
+                self._unsaid = self._unsaid[os.write(descriptor, self._unsaid) :]
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self._unsaid = self._unsaid[-LARGEST:]
+
+    def generation(self, number: int) -> Path:
+        """The directory of a generation's files, made."""
+        path = self.root / f"gen-{number}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+
+def refuse_unsafe(path: Path) -> None:
+    """ConfigError for a directory that others could put decisions into: of another user, a link, or writable by everybody."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be used: {refusal(error)}.") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{path} is no directory; give another with --set run.directory=PATH.")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to another user, who could decide what runs here; give a run.directory of your own."
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{path} can be written by everybody, who could decide what runs here; chmod o-w {path} mends that."
+        )
+
+
+def _read(path: str | Path, most: int) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return b""
+    try:
+        return os.read(descriptor, most)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,384 @@
+"""One node's supervisor: a loop that watches its training process, tells the others, reads what they tell, leads if it is its turn, follows.
+
+    every 0.2 s   own process ─► own record ─► the others' records ─► lead: decide, propose a plan ─► follow the newest plan
+
+The live node of the lowest name leads; a plan is a file whose number one leader alone can take, so that two leaders do no harm. A new
+generation is formed once no live node has a process of the one before.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config import Config, to_yaml
+from meshtrain.errors import refusal, say
+from meshtrain.files import write_atomically
+from meshtrain.run.directory import CONFIG
+from meshtrain.survive.child import Child, train_command
+from meshtrain.survive.decide import Decision, Options, decide
+from meshtrain.survive.forming import formed
+from meshtrain.survive.hangs import timeout
+from meshtrain.survive.records import End, Node, Plan
+from meshtrain.survive.store import Store
+from meshtrain.survive.stragglers import Stragglers
+from meshtrain.survive.view import View
+
+POLL = 0.2
+# A node that cannot reach the store ends its process after this share of survive.node_timeout: before the others take it for lost.
+CUT_OFF = 0.6
+GIVEN_UP = 300.0  # seconds without a store after which a supervisor ends
+UNENDED = 30.0  # seconds after SIGKILL: the process is in the kernel, and its node of no use
+
+
+class Supervisor:
+    """Of the node `name` of a run, reached by the others at `address`. `command` makes the command of a training process from its config."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        address: str,
+        command: Callable[[Path], list[str]] = train_command,
+    ) -> None:
+        self.config, self.command = config, command
+        self.run_directory = Path(config.run.directory).absolute()
+        self.run_directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self.store = Store(self.run_directory, name)
+        survive = config.survive
+        self.options = Options(
+            self._used, survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts
+        )  # fmt: skip
+        self.node = Node(name, uuid.uuid4().hex, socket.gethostname(), os.getpid(), address)
+        self.view = View(self.store, self.options, self.node.incarnation)
+        self.stragglers = Stragglers()
+        self.child: Child | None = None
+        self.killed_at: float | None = None
+        self.stopping = 0  # requests to stop that it has heard
+        self.asked_to_stop = -1  # the generation whose process it has asked to stop
+        self.published = self.reached = self.began = time.monotonic()
+        self.leads = False
+        self.waits = ""
+        self.saved: int | None = None
+        self.going = False
+        self._sizes: dict[int, int | None] = {}
+
+    # --- the loop
+
+    def run(self) -> int:
+        """Until the run is over, or this node is asked to go; the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._asked)
+        self.view.refuse_twin(self.node.name)
+        if (step := self._done_already()) is not None:
+            say(f"step {step} of {self.config.train.steps} was taken: the run is done already.")
+            return 0
+        self.store.say("join", incarnation=self.node.incarnation, host=self.node.host, pid=os.getpid())
+        try:
+            while (code := self._tick()) is None:
+                time.sleep(POLL)
+            return code
+        finally:
+            if self.child is not None:
+                self._end()
+
+    def _done_already(self) -> int | None:
+        """The last step, of a run that came to its end before this supervisor began."""
+        plans = self.store.plans()
+        if not plans or plans[-1].kind != "done" or (plans[-1].step or 0) < self.config.train.steps:
+            return None
+        return plans[-1].step
+
+    def _tick(self) -> int | None:
+        """One round; the exit code if it is the last."""
+        now = time.monotonic()
+        self._watch()
+        try:
+            self._publish(now)
+            self.view.look(now, self.node)
+            if code := self._lead(now):
+                return code
+            code = self._follow()
+            self.reached = now
+            return code
+        except OSError as error:
+            return self._cut_off(now - self.reached, error)
+
+    def _asked(self, number: int, _: object) -> None:
+        self.stopping += 1
+
+    # --- its own process
+
+    def _watch(self) -> None:
+        """What its process does, or how it ended."""
+        child = self.child
+        if child is None:
+            return
+        child.renew()
+        if child.number == 0:
+            _echo(child.new_output())
+        if self.node.end is not None:
+            return
+        end = child.ended()
+        rank = child.look() if end is None else child.rank
+        self.node = replace(self.node, rank=rank)
+        if end is not None:
+            self._note_end(end)
+        elif rank.phase_age > max(0.5, 0.8 * timeout(rank, self.options)):
+            child.ask_stacks()
+        self._note_progress(child)
+        if self.stopping and end is None and self.asked_to_stop < child.generation:
+            self.asked_to_stop = child.generation
+            child.stop()
+        if self.stopping > 1 and end is None:
+            child.kill()
+
+    def _note_end(self, end: End) -> None:
+        child = self.child
+        assert child is not None
+        self.node = replace(self.node, state="ended", end=end)
+        # So that nothing which it has started goes on.
+        child.kill()
+        seconds = dict(child.said.get("seconds") or {})
+        self.store.say(
+            "ended", generation=child.generation, rank=child.number, exit=end.exit, kind=end.kind, sentence=end.sentence, step=end.step,
+            start=child.rank.start, phase=child.rank.phase, phase_seconds=child.rank.phase_age, seconds=seconds,
+        )  # fmt: skip
+
+    def _note_progress(self, child: Child) -> None:
+        """Events from which the ledger is made."""
+        rank = child.rank
+        if not self.going and rank.start is not None and rank.step > rank.start:
+            self.going = True
+            self.store.say(
+                "going", generation=child.generation, rank=child.number, start=rank.start, cache=child.said.get("cache")
+            )
+        save = child.said.get("at_save")
+        if child.number == 0 and isinstance(save, dict) and save.get("step") != self.saved:
+            self.saved = save.get("step")
+            self.store.say("save", generation=child.generation, rank=0, step=self.saved, seconds=save.get("seconds"))
+
+    def _start(self, plan: Plan) -> None:
+        number = plan.members.index(self.node.name)
+        files = self.store.generation(plan.generation)
+        environment = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SLURM_", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_P"))
+        }
+        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self.store.root / "compiled"))
+        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        if len(plan.members) > 1:
+            assert plan.coordinator is not None
+            environment |= {
+                "JAX_COORDINATOR_ADDRESS": plan.coordinator, "JAX_NUM_PROCESSES": str(len(plan.members)), "JAX_PROCESS_ID": str(number),
+            }  # fmt: skip
+            if number == 0:
+                environment["JAX_COORDINATOR_BIND_ADDRESS"] = plan.coordinator
+        fence = CUT_OFF * self.options.node_timeout
+        self.child = Child(self.command(files / CONFIG), environment, files, plan.generation, number, fence)
+        self.saved, self.going = None, False
+        self.node = replace(self.node, state="running", generation=plan.generation, rank=self.child.rank, end=None)
+        self.store.say("started", generation=plan.generation, rank=number, pid=self.child.process.pid)
+
+    def _end(self) -> bool:
+        """Ends its process; whether none is left."""
+        child = self.child
+        if child is None:
+            return True
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
+            child.kill()
+        deadline = time.monotonic() + 2.0
+        while (end := child.ended()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if end is None:
+            if time.monotonic() - self.killed_at > UNENDED and not self.node.leaving:
+                say(f"the process {child.process.pid} does not end, not even by SIGKILL; this node leaves the run.")
+                self.node = replace(self.node, leaving=True)
+            return False
+        if self.node.end is None:
+            self._note_end(end)
+        child.close()
+        self.child, self.killed_at = None, None
+        return True
+
+    # --- what it tells and hears
+
+    def _publish(self, now: float) -> None:
+        """Its record, when it has changed in more than its ages, or a beat is due."""
+        if self.stopping and not self.node.leaving:
+            self.node = replace(self.node, leaving=True)
+            self.store.say("left")
+        due = now - self.published >= self.options.beat or self.view.changed(self.node)
+        if due:
+            self.node = replace(self.node, sequence=self.node.sequence + 1, wall=time.time())
+            self.store.publish(self.node)
+            self.view.published(self.node)
+            self.published = now
+
+    def _cut_off(self, seconds: float, error: OSError) -> int | None:
+        """The store refuses: others may take this node for lost, and form without it."""
+        if seconds > CUT_OFF * self.options.node_timeout and self.child is not None and self.node.end is None:
+            say(f"the run directory cannot be used ({refusal(error)}); the process on this node is ended.")
+            self._end()
+        if seconds > GIVEN_UP:
+            say(f"the run directory cannot be used for {GIVEN_UP:.0f} s: {refusal(error)}.")
+            return 75
+        return None
+
+    # --- leading
+
+    def _lead(self, now: float) -> int | None:
+        if not self.view.is_leader(self.node, now - self.began):
+            self.leads = False
+            return None
+        if not self.leads:
+            self.leads = True
+            self.store.say("lead")
+        self._look_at_others()
+        plan = self.view.plan
+        if plan is not None and plan.state == "over" and self.view.is_old(plan):
+            plan = None
+        decision = decide(time.time(), self.view.nodes, plan, self.view.history, self.options)
+        if decision.verdict == "wait" and decision.reason != self.waits:
+            say(f"waiting: {decision.reason}.")
+        self.waits = decision.reason if decision.verdict == "wait" else ""
+        if decision.verdict in ("form", "run", "stop") or (
+            decision.verdict == "over" and not (plan and plan.state == "over")
+        ):
+            self._propose(decision, plan)
+        return None
+
+    def _propose(self, decision: Decision, plan: Plan | None) -> None:
+        number, generation = self.store.next_number, plan.generation if plan else self.view.generation
+        what: dict[str, Any] = {
+            "number": number, "generation": generation, "leader": self.node.name, "wall": time.time(), "kind": decision.kind,
+            "reason": decision.reason, "verdict": decision.verdict, "blamed": list(decision.blamed), "step": decision.step,
+            "code": decision.code, "delay": decision.delay, "quarantined": decision.quarantined or {},
+        }  # fmt: skip
+        if decision.verdict == "form":
+            new = Plan(
+                **what | {"generation": generation + 1, "state": "forming", "members": plan.members if plan else []}
+            )
+        elif decision.verdict == "run":
+            assert plan is not None
+            new = self._formed(decision, plan, what)
+        else:
+            assert plan is not None
+            new = replace(plan, **what, state="stopping" if decision.verdict == "stop" else "over")
+        if not self.store.propose(new):
+            return
+        if decision.verdict == "run":
+            self.store.say(
+                "formed", generation=new.generation, members=new.members, mesh=new.mesh, microbatches=new.microbatches, kind=new.kind,
+                reason=new.reason,
+            )  # fmt: skip
+            shape = " x ".join(f"{axis} {size}" for axis, size in new.mesh.items())
+            say(f"generation {new.generation}: {', '.join(new.members)}; {shape}, {new.microbatches} microbatches.")
+        else:
+            blamed = f" (blamed: {', '.join(new.blamed)})" if new.blamed else ""
+            say(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
+            self.store.say(
+                "over" if decision.verdict == "over" else "verdict", verdict=decision.verdict, kind=decision.kind, reason=decision.reason,
+                blamed=list(decision.blamed), generation=generation, step=decision.step, code=decision.code,
+            )  # fmt: skip
+        self.view.look(time.monotonic(), self.node)
+
+    def _formed(self, decision: Decision, plan: Plan, what: dict[str, Any]) -> Plan:
+        """The plan of a generation that runs, and its config beside it."""
+        by_name = {n.name: n for n in self.view.nodes}
+        found = formed(self.config, len(decision.members))
+        assert found is not None, "options.used said that there is a mesh"
+        members = list(decision.members[: found.nodes])
+        first = by_name[members[0]]
+        config = replace(found.config, run=replace(found.config.run, directory=str(self.run_directory)))
+        write_atomically(self.store.generation(plan.generation) / CONFIG, to_yaml(config).encode())
+        kept = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay", "quarantined")}
+        return Plan(
+            **what | kept | {
+                "state": "running", "members": members, "incarnations": [by_name[m].incarnation for m in members],
+                "coordinator": f"{first.address}:{first.port}", "mesh": vars(config.mesh), "microbatches": config.parallel.microbatches,
+            }
+        )  # fmt: skip
+
+    def _used(self, nodes: int) -> int | None:
+        """How many of so many nodes the run would use."""
+        if nodes not in self._sizes:
+            found = formed(self.config, nodes) if nodes > 0 else None
+            self._sizes[nodes] = found.nodes if found else None
+        return self._sizes[nodes]
+
+    def _look_at_others(self) -> None:
+        """What is to be reported, though nothing is to be done: clocks, slow ranks."""
+        for name, ahead in self.view.new_clocks():
+            self.store.say("clock", node=name, ahead=ahead)
+            say(f"the clock of {name} is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'} of this node's.")
+        plan = self.view.plan
+        if plan is not None and plan.state == "running":
+            for node, score, sentence in self.stragglers.look(self.view.nodes, plan):
+                self.store.say("straggler", generation=plan.generation, node=node, score=score, sentence=sentence)
+                say(sentence)
+
+    # --- following
+
+    def _follow(self) -> int | None:
+        """What the newest plan asks of this node; the exit code where it asks to end."""
+        plan = self.view.plan
+        if self.node.leaving and self.view.may_go(self.node):
+            return 75 if self._end() else None
+        if plan is None or self.view.is_old(plan):
+            return None
+        if plan.state == "over":
+            return plan.code if self._end() else None
+        if self.child is not None and (
+            self.child.generation < plan.generation or self.node.name not in (*plan.members, self.node.name)
+        ):
+            if not self._end():
+                return None
+            self.node = replace(self.node, state="idle")
+        if plan.state == "forming" and self.node.acked < plan.generation:
+            self.node = replace(self.node, state="idle", acked=plan.generation, port=free_port(self.node.address))
+        elif (
+            plan.state == "running"
+            and self.child is None
+            and self._is_member(plan)
+            and self.node.generation < plan.generation
+        ):
+            self._start(plan)
+        elif (
+            plan.state == "stopping"
+            and self.child is not None
+            and self.asked_to_stop < plan.generation
+            and self.node.end is None
+        ):
+            self.asked_to_stop = plan.generation
+            self.child.stop()
+        return None
+
+    def _is_member(self, plan: Plan) -> bool:
+        return (self.node.name, self.node.incarnation) in zip(plan.members, plan.incarnations, strict=True)
+
+
+def free_port(address: str) -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            # The address is one that others know this machine by.
+            probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _echo(text: bytes) -> None:
+    if text:
+        sys.stdout.write(text.decode(errors="replace"))
+        sys.stdout.flush()

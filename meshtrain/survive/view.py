@@ -1,0 +1,164 @@
+"""What a supervisor knows of the others: their records with an age, the newest plan, who leads.
+
+An age is how long a record has not changed, on the clock of who reads it: no node's clock is compared with another's.
+"""
+
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from meshtrain.errors import ConfigError
+from meshtrain.survive.decide import Options
+from meshtrain.survive.records import Node, Plan, decode
+from meshtrain.survive.store import Store
+
+SKEW = 5.0  # seconds by which a clock may be wrong without a word
+READ_SHARE = 0.002  # of its time, at most, a supervisor reads records
+
+
+class View:
+    """Of one supervisor, whose incarnation it is."""
+
+    def __init__(self, store: Store, options: Options, incarnation: str) -> None:
+        self.store, self.options, self.incarnation = store, options, incarnation
+        self.nodes: list[Node] = []
+        self.history: list[Plan] = []
+        self.plan: Plan | None = None
+        self._texts: dict[str, bytes] = {}
+        self._records: dict[str, Node] = {}
+        self._changed: dict[str, float] = {}  # when a record changed last; not in it: not since we look
+        self._first: dict[str, float] = {}
+        self._plan_since = 0.0
+        self._old: int | None = None  # the newest plan when we began, if the run was over by then
+        self._clocks: dict[str, float] = {}
+        self._told: Node | None = None
+        self._next_read = 0.0
+
+    # --- reading
+
+    def look(self, now: float, own: Node) -> None:
+        """Reads what has changed."""
+        plans = self.store.plans()
+        if self._old is None:
+            self._old = plans[-1].number if plans and plans[-1].state == "over" else 0
+        newest = plans[-1] if plans else None
+        if newest and (self.plan is None or newest.number != self.plan.number):
+            self._plan_since = now
+            self._next_read = now
+        over = max((i for i, p in enumerate(plans[:-1]) if p.state == "over"), default=-1)
+        self.plan = replace(newest, age=now - self._plan_since) if newest else None
+        self.history = plans[over + 1 : -1]
+        if now >= self._next_read:
+            began = time.perf_counter()
+            self._read(now)
+            self._next_read = now + (time.perf_counter() - began) / READ_SHARE
+        self.nodes = [
+            replace(record, age=self._age(name, now), known=now - self._first.get(name, now))
+            for name, record in sorted(self._records.items())
+            if name != own.name
+        ]
+        self.nodes = sorted(
+            [*self.nodes, replace(own, age=0.0, known=now - self._first.setdefault(own.name, now))],
+            key=lambda n: n.name,
+        )
+
+    def _read(self, now: float) -> None:
+        for name, text in self.store.nodes().items():
+            if text == self._texts.get(name):
+                continue
+            node = decode(Node, text)
+            # In the middle of being rewritten, or damaged: what it said before holds, and ages.
+            if node is None or node.name != name:
+                continue
+            if name in self._texts or text == b"":
+                self._changed[name] = now
+                self._first.setdefault(name, now)
+            self._texts[name], self._records[name] = text, node
+
+    def _age(self, name: str, now: float) -> float:
+        return now - self._changed[name] if name in self._changed else float("inf")
+
+    # --- writing
+
+    def changed(self, node: Node) -> bool:
+        """Whether a node's record says something new besides its ages."""
+        told = self._told
+        if told is None:
+            return True
+        if (node.state, node.generation, node.acked, node.leaving, node.end) != (
+            told.state,
+            told.generation,
+            told.acked,
+            told.leaving,
+            told.end,
+        ):
+            return True
+        # Who was slow and no longer is must not be taken for stuck.
+        return bool(node.rank and told.rank and told.rank.phase_age > self.options.beat > node.rank.phase_age)
+
+    def published(self, node: Node) -> None:
+        self._told = node
+
+    # --- what follows from it
+
+    def is_leader(self, own: Node, since: float) -> bool:
+        """Whether this node leads: of the live ones that stay it has the lowest name. Not before it knows who is alive."""
+        if since < 2.5 * self.options.beat and any(
+            n.name not in self._changed and n.name != own.name for n in self.nodes
+        ):
+            return False
+        live = [n for n in self.nodes if n.age < self.options.node_timeout]
+        return own.name == min(live, key=lambda n: (n.leaving, n.name)).name
+
+    def is_old(self, plan: Plan) -> bool:
+        """Whether a plan is of a run that was over before this supervisor began."""
+        return plan.number <= (self._old or 0)
+
+    @property
+    def generation(self) -> int:
+        """The last one that there was, in this run or in one before it."""
+        return self.plan.generation if self.plan else 0
+
+    def may_go(self, own: Node) -> bool:
+        """Whether a node that leaves is needed no longer: its process has ended, and others decide, or it stands alone."""
+        if own.state == "running":
+            return False
+        plan = self.plan
+        live = [n for n in self.nodes if n.name != own.name and n.age < self.options.node_timeout]
+        if not live and (plan is None or plan.state == "forming" or self.is_old(plan)):
+            return True
+        stay = any(not n.leaving for n in live)
+        return stay and (
+            plan is None
+            or own.name not in plan.members
+            or plan.state in ("forming", "over")
+            or plan.generation > own.generation
+        )
+
+    def new_clocks(self) -> list[tuple[str, float]]:
+        """Nodes whose clock is wrong, with the seconds by which it is ahead of this one's; each once."""
+        found = []
+        for node in self.nodes:
+            if node.name not in self._changed or node.age > 1.0:
+                continue
+            ahead = node.wall - (time.time() - node.age)
+            if abs(ahead - self._clocks.get(node.name, 0.0)) > SKEW:
+                self._clocks[node.name] = ahead
+                found.append((node.name, ahead))
+        return found
+
+    def refuse_twin(self, name: str) -> None:
+        """ConfigError if another supervisor is at work under this name."""
+        texts = self.store.nodes()
+        node = decode(Node, texts.get(name, b""))
+        if node is None or (node.host == socket.gethostname() and not Path(f"/proc/{node.pid}").exists()):
+            return
+        deadline = time.monotonic() + 2.5 * self.options.beat
+        while time.monotonic() < deadline:
+            if self.store.nodes().get(name) != texts[name]:
+                raise ConfigError(
+                    f"another supervisor (process {node.pid} on {node.host}) is at work as {name} in {self.store.root.parent}; "
+                    "give this one another --node."
+                )
+            time.sleep(0.1)

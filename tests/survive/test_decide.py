@@ -1,0 +1,301 @@
+"""What follows from what nodes say of themselves: every case with clocks of its own, no process, no file."""
+
+import dataclasses
+import random
+import time
+
+import pytest
+
+from meshtrain.survive.causes import ORDER
+from meshtrain.survive.decide import DAY, QUARANTINE, STEADY, Options, decide
+from meshtrain.survive.records import End, Node, Plan, Rank
+
+NAMES = ["n0", "n1", "n2", "n3"]
+OPTIONS = Options(used=lambda n: n if n else None, wanted=4, least=2, step_timeout=8.0, node_timeout=6.0)
+NOW = 1e9
+
+
+def rank(number: int, **what) -> Rank:
+    given = {"proc": "S", "step": 10, "phase": "wait", "phase_age": 1.0, "pace": 0.5, "start": 0, "saved": 10}
+    return Rank(number, 100 + number, **given | what)
+
+
+def node(number: int, **what) -> Node:
+    of_rank = {name: what.pop(name) for name in list(what) if name in {f.name for f in dataclasses.fields(Rank)}}
+    given = {"state": "running", "generation": 1, "acked": 1, "age": 0.5, "known": 100.0, "host": f"h{number}"}
+    return Node(f"n{number}", incarnation=f"i{number}", rank=rank(number, **of_rank), **given | what)
+
+
+def ended(number: int, exit: int, kind: str, **what) -> Node:
+    words = {"sentence": f"ended with {exit}", "step": what.pop("step", 10), "ranks": what.pop("ranks", [])}
+    return node(number, state="ended", end=End(exit, kind, **words), **what)
+
+
+def plan(state: str = "running", **what) -> Plan:
+    given = {
+        "number": 2,
+        "generation": 1,
+        "leader": "n0",
+        "wall": NOW,
+        "kind": "start",
+        "reason": "the run begins",
+        "age": 100.0,
+    }
+    return Plan(state=state, **given | {"members": NAMES, "incarnations": [f"i{k}" for k in range(4)]} | what)
+
+
+def fault(kind: str, *blamed: str, step: int = 10, wall: float = NOW - 60) -> Plan:
+    """A plan of the past: a generation that formed because of a fault."""
+    return plan("forming", kind=kind, blamed=list(blamed), step=step, wall=wall)
+
+
+def decided(*changed: Node, of: Plan | None = None, history: list[Plan] | None = None, options: Options = OPTIONS):
+    nodes = {n.name: n for n in [node(k) for k in range(4)]} | {n.name: n for n in changed}
+    return decide(
+        NOW, sorted(nodes.values(), key=lambda n: n.name), plan() if of is None else of, history or [], options
+    )
+
+
+def test_a_healthy_generation_goes_on():
+    assert decided().verdict == "go on"
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "blamed"),
+    [
+        ([ended(3, -9, "signal")], "signal", ("n3",)),
+        ([ended(3, -9, "signal"), ended(0, 73, "peer"), ended(1, -6, "peer")], "signal", ("n3",)),
+        ([ended(3, -9, "signal"), ended(1, -11, "signal")], "signal", ("n1", "n3")),
+        ([node(2, age=7.0), ended(0, 73, "peer"), ended(1, 73, "peer")], "lost", ("n2",)),
+        ([node(0, age=7.0)], "lost", ("n0",)),
+        ([dataclasses.replace(node(1), incarnation="another")], "lost", ("n1",)),
+        ([node(2, phase="data", phase_age=9.0, proc="T")], "frozen", ("n2",)),
+        ([node(2, phase="data", phase_age=9.0, proc="D")], "uninterruptible", ("n2",)),
+        ([node(2, phase="log", step=9, phase_age=9.0, alive_age=8.0, proc="R")], "gil", ("n2",)),
+        ([node(2, phase="data", phase_age=9.0)], "stuck", ("n2",)),
+        ([node(2, phase="log", step=9, phase_age=9.0)], "stuck", ("n2",)),
+        ([node(k, phase_age=9.0) for k in range(4)], "collective", ()),
+        ([node(k, phase_age=9.0, proc="T" if k == 1 else "S") for k in range(4)], "frozen", ("n1",)),
+        ([ended(1, 1, "error")], "error", ("n1",)),
+        ([ended(1, 71, "sick", ranks=[2])], "sick", ("n2",)),
+        ([ended(k, 70, "numbers") for k in range(4)], "numbers", ()),
+        ([ended(0, 72, "lock")], "lock", ()),
+        ([ended(0, 1, "port"), ended(1, 73, "peer")], "port", ()),
+    ],
+)  # fmt: skip
+def test_the_cause_is_found_among_its_effects_and_the_right_nodes_are_blamed(changed, kind, blamed):
+    found = decided(*changed)
+    assert (found.verdict, found.kind, found.blamed) == ("form", kind, blamed)
+    assert found.kind in ORDER and found.reason
+
+
+def test_effects_alone_wait_for_their_cause_to_show():
+    effects = [ended(k, 73, "peer", age=0.2) for k in (0, 1)]
+    assert decided(*effects).verdict == "go on"
+    # A node that is silent may be the cause: its timeout tells.
+    assert decided(*[ended(k, 73, "peer", age=5.0) for k in (0, 1)], node(2, age=5.5)).verdict == "go on"
+    found = decided(*[ended(k, 73, "peer", age=5.0) for k in (0, 1)])
+    assert (found.verdict, found.kind, found.blamed) == ("form", "peer", ())
+
+
+def test_a_phase_has_its_own_time():
+    assert (
+        decided(node(0, phase="save", step=10, phase_age=100.0)).verdict == "go on"
+    )  # the others wait for it, rightly
+    assert decided(*[node(k, phase="save", phase_age=601.0) for k in range(4)]).kind == "collective"
+    assert decided(*[node(k, phase="compile", step=0, phase_age=3000.0) for k in range(4)]).verdict == "go on"
+    first = [node(k, phase="wait", step=0, phase_age=500.0) for k in range(4)]
+    assert decided(*first).verdict == "go on"
+    automatic = dataclasses.replace(OPTIONS, step_timeout=0.0)
+    slow = [node(k, phase_age=70.0, pace=10.0) for k in range(4)]
+    assert decided(*slow, options=automatic).verdict == "go on"
+    assert decided(*[node(k, phase_age=101.0, pace=10.0) for k in range(4)], options=automatic).kind == "collective"
+    assert decided(*[node(k, phase_age=59.0, pace=0.1) for k in range(4)], options=automatic).verdict == "go on"
+
+
+def test_a_hang_is_named_with_rank_host_step_phase_stack_and_collectives():
+    found = decided(
+        node(2, phase="dispatch", phase_age=9.0, stack="mine.py:7 in sleep", collectives="8 all-reduce over data")
+    )
+    for word in ("rank 2", "n2", "h2", "step 11", "dispatch", "9.5 s", "mine.py:7 in sleep", "8 all-reduce over data"):
+        assert word in found.reason
+
+
+def test_a_run_ends_when_all_have_ended_well():
+    found = decided(*[ended(k, 0, "ok", step=50) for k in range(4)])
+    assert (found.verdict, found.code, found.kind, found.step) == ("over", 0, "done", 50)
+    assert decided(*[ended(k, 0, "ok") for k in range(3)]).verdict == "go on"
+
+
+def test_a_run_that_was_asked_to_stop_ends_with_75():
+    found = decided(*[ended(k, 75, "stopped", leaving=True) for k in range(4)])
+    assert (found.verdict, found.code) == ("over", 75)
+
+
+def test_a_node_that_leaves_is_no_fault_and_the_others_go_on():
+    found = decided(*[ended(k, 75, "stopped", leaving=k == 1) for k in range(4)])
+    assert (found.verdict, found.kind, found.blamed) == ("form", "preempted", ())
+
+
+def test_a_wrong_config_is_refused_at_once():
+    found = decided(ended(0, 2, "config"), ended(1, 73, "peer"))
+    assert (found.verdict, found.code) == ("over", 2)
+
+
+def test_the_same_number_at_the_same_step_elsewhere_is_the_data_and_another_one_is_not():
+    nans = [ended(k, 70, "numbers", step=12) for k in range(4)]
+    once = decided(*nans)
+    assert (once.verdict, once.kind) == ("form", "numbers")
+    again = decided(*nans, history=[fault("numbers", step=12)])
+    assert (again.verdict, again.code) == ("over", 3)
+    assert decided(*nans, history=[fault("numbers", step=3)]).verdict == "form"
+
+
+def test_a_loop_is_given_up_at_the_third_time_and_progress_forgives():
+    twice = [fault("signal", "n1", step=10), fault("error", "n2", step=10)]
+    assert decided(ended(3, -9, "signal"), history=twice).code == 3
+    assert decided(ended(3, -9, "signal", step=11), node(0, step=11), history=twice).verdict == "form"
+    assert decided(ended(3, -9, "signal"), history=twice[:1]).verdict == "form"
+
+
+def test_restarts_are_counted_for_a_day():
+    options = dataclasses.replace(OPTIONS, restarts=3)
+    past = [fault("signal", "n1", step=k, wall=NOW - 10 * k) for k in range(3)]
+    assert decided(ended(3, -9, "signal"), history=past, options=options).code == 3
+    old = [dataclasses.replace(p, wall=NOW - DAY - 1) for p in past]
+    assert decided(ended(3, -9, "signal"), history=old, options=options).verdict == "form"
+    free = [dataclasses.replace(p, kind="preempted") for p in past]
+    assert decided(ended(3, -9, "signal"), history=free, options=options).verdict == "form"
+
+
+def test_a_first_generation_that_cannot_begin_is_not_tried_again_unless_it_was_killed():
+    def first(exit: int, kind: str, history: list[Plan]) -> tuple[str, int]:
+        others = [node(k, step=0, phase="init") for k in (0, 2, 3)]
+        found = decided(ended(1, exit, kind, step=0, start=None), *others, history=history)
+        return found.verdict, found.code
+
+    assert first(1, "error", []) == ("over", 3)
+    assert first(-9, "signal", []) == ("form", 0)
+    assert first(1, "error", [fault("lost", "n1", step=7)]) == ("form", 0)
+
+
+def test_delays_grow_without_progress():
+    def delay(*steps: int) -> float:
+        past = [fault("lost", "n1", step=s) for s in steps]
+        return decided(node(3, age=7.0), history=past).delay
+
+    assert delay() == 0.0
+    assert delay(3, 5) == 0.0
+    assert [delay(*[10] * k) for k in (1, 2, 3)] == [2.0, 4.0, 8.0]
+    assert delay(*[10] * 12) == 300.0
+
+
+def test_a_node_is_quarantined_at_its_second_strike_and_a_sick_one_at_the_first():
+    assert decided(ended(3, -9, "signal", step=12)).quarantined == {}
+    again = decided(ended(3, -9, "signal", step=12), history=[fault("stuck", "n3")])
+    assert again.quarantined == {"n3": NOW + QUARANTINE}
+    third = decided(
+        ended(3, -9, "signal", step=12), history=[fault("stuck", "n3", step=1), fault("error", "n3", step=2)]
+    )
+    assert third.quarantined == {"n3": NOW + 2 * QUARANTINE}
+    assert decided(ended(1, 71, "sick", ranks=[2])).quarantined == {"n2": NOW + QUARANTINE}
+    assert decided(ended(0, 73, "lock"), history=[fault("lock")]).quarantined == {}
+
+
+# --- forming
+
+
+def forming(*, kind: str = "signal", age: float = 1.0, **what) -> Plan:
+    return plan("forming", generation=2, kind=kind, age=age, **what)
+
+
+def idle(number: int, acked: int = 2, **what) -> Node:
+    return dataclasses.replace(node(number, state="idle", acked=acked, **what), rank=None)
+
+
+def four(**what) -> list[Node]:
+    return [idle(k, **what) for k in range(4)]
+
+
+def test_a_generation_forms_only_once_no_live_node_has_a_process_of_the_one_before():
+    found = decided(*four()[:3], idle(3, acked=1), of=forming())
+    assert found.verdict == "wait" and "n3" in found.reason
+    assert decided(*four(), of=forming()).members == tuple(NAMES)
+    # Who is silent is not waited for: its process has ended by itself.
+    assert decided(*four()[:3], idle(3, acked=1, age=6.0), of=forming()).members == ("n0", "n1", "n2")
+
+
+def test_the_quarantined_stand_back_as_long_as_the_others_are_enough():
+    q = {"n1": NOW + 10}
+    assert decided(*four(), of=forming(quarantined=q)).members == ("n0", "n2", "n3")
+    assert decided(*four(), of=forming(quarantined={"n1": NOW - 1})).members == tuple(NAMES)
+    few = dataclasses.replace(OPTIONS, least=4)
+    assert decided(*four(), of=forming(quarantined=q), options=few).members == tuple(NAMES)
+
+
+def test_a_run_begins_when_all_are_there_or_after_a_time_with_fewer():
+    three = [*four()[:3], idle(3, age=float("inf"))]
+    assert decided(*three, of=forming(kind="start")).verdict == "wait"
+    assert decided(*three, of=forming(kind="start", age=301.0)).members == ("n0", "n1", "n2")
+    assert decided(*three, of=forming()).members == ("n0", "n1", "n2")  # after a fault nobody waits
+
+
+def test_too_few_nodes_end_the_run_with_75_after_a_time():
+    one = [idle(0), *[idle(k, age=float("inf")) for k in (1, 2, 3)]]
+    assert decided(*one, of=forming()).verdict == "wait"
+    found = decided(*one, of=forming(age=301.0))
+    assert (found.verdict, found.code) == ("over", 75)
+
+
+def test_spares_take_the_place_of_the_lost_and_numbers_are_computed_elsewhere():
+    options = dataclasses.replace(OPTIONS, used=lambda n: min(n, 3) or None)
+    three = forming(members=NAMES[:3])
+    assert decided(*four(), of=three, options=options).members == ("n0", "n1", "n2")
+    assert decided(*four()[:1], idle(1, age=9.0), *four()[2:], of=three, options=options).members == ("n0", "n2", "n3")
+    turned = decided(*four(), of=dataclasses.replace(three, kind="numbers"), options=options).members
+    assert len(turned) == 3 and all(a != b for a, b in zip(turned, NAMES, strict=False)) and "n3" in turned
+    same = decided(*four(), of=forming(kind="numbers")).members
+    assert sorted(same) == NAMES and all(a != b for a, b in zip(same, NAMES, strict=True))
+
+
+def test_after_a_fault_without_progress_there_is_a_delay():
+    assert decided(*four(), of=forming(delay=4.0, age=3.0)).verdict == "wait"
+    assert decided(*four(), of=forming(delay=4.0, age=5.0)).verdict == "run"
+
+
+def test_a_node_that_returns_is_taken_in_once_it_is_steady_and_of_use():
+    smaller = plan(members=NAMES[:3], incarnations=["i0", "i1", "i2"])
+    assert decided(idle(3, known=STEADY - 1), of=smaller).verdict == "go on"
+    found = decided(idle(3, known=STEADY + 1), of=smaller)
+    assert (found.verdict, found.kind) == ("stop", "grow")
+    assert (
+        decided(idle(3), of=smaller, options=dataclasses.replace(OPTIONS, used=lambda n: min(n, 3))).verdict == "go on"
+    )
+    assert decided(idle(3), of=dataclasses.replace(smaller, quarantined={"n3": NOW + 5})).verdict == "go on"
+    stopping = dataclasses.replace(smaller, state="stopping", kind="grow")
+    grown = decided(*[ended(k, 75, "stopped") for k in range(3)], idle(3), of=stopping)
+    assert (grown.verdict, grown.kind) == ("form", "grow")
+
+
+def test_a_job_that_came_back_whole_begins_again_free_of_blame():
+    new = [dataclasses.replace(idle(k, acked=0), incarnation="new") for k in range(4)]
+    found = decided(*new)
+    assert (found.verdict, found.kind, found.blamed) == ("form", "start", ())
+
+
+def test_it_is_a_pure_function_of_what_it_is_given():
+    random.seed(1)
+    nodes = [ended(3, -9, "signal"), node(0), node(2, phase_age=9.0), node(1)]
+    found = {repr(decide(NOW, random.sample(nodes, 4), plan(), [], OPTIONS)) for _ in range(24)}
+    assert len(found) == 1
+
+
+def test_the_figures_of_experiments_survive_for_a_thousand_nodes_come_from_a_decision_that_says_something():
+    names = [f"n{k:04}" for k in range(1000)]
+    nodes = [dataclasses.replace(node(k), name=name, incarnation="i") for k, name in enumerate(names)]
+    nodes[700] = dataclasses.replace(nodes[700], age=9.0)
+    big = plan(members=names, incarnations=["i"] * 1000)
+    began = time.perf_counter()
+    found = decide(NOW, nodes, big, [], OPTIONS)
+    assert found.blamed == ("n0700",)
+    print(time.perf_counter() - began)
