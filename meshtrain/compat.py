@@ -80,3 +80,10 @@ def describe_cudnn(version: tuple[int, int, int]) -> None:
 
     major, minor, patch = version
     fused_attention_stablehlo.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
+
+
+def joined_processes() -> int:
+    """The processes that jax.distributed was told of, 1 without it; unlike jax.process_count it starts no devices."""
+    from jax._src.distributed import global_state
+
+    return global_state.num_processes if jax.distributed.is_initialized() else 1

@@ -13,9 +13,11 @@
 Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk least.
 """
 
+import errno
 import math
 import os
 import re
+import socket
 from collections.abc import Sequence
 
 import jax
@@ -23,13 +25,17 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from meshtrain.compat import joined_processes
 from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.schema import AXES as AXES
 from meshtrain.config.schema import DATA as DATA
 from meshtrain.config.schema import MOST_FAKE_DEVICES
 from meshtrain.config.schema import PIPELINE as PIPELINE
 from meshtrain.config.schema import TENSOR as TENSOR
+from meshtrain.errors import refusal
 
+# Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
+SHUTDOWN_TIMEOUT = 30
 THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
 
 
@@ -76,15 +82,14 @@ def fake_devices(count: int = 8) -> None:
 def join_cluster() -> None:
     """Makes this process one of many where the environment says that there are more.
 
-    Under Slurm JAX finds the others by itself. Elsewhere JAX_COORDINATOR_ADDRESS (host:port of the first process),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID name them; an indexed Kubernetes job numbers its own. ConfigError where one is missing.
+    JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID name them; an indexed Kubernetes
+    job numbers its own. ConfigError where one is missing, PortTaken where the first process finds its port in use. Without these
+    JAX finds the others by itself under Slurm, whose tasks may be more than the processes that are to join.
     """
     if jax.distributed.is_initialized():
         return
     tasks = os.environ.get("SLURM_NTASKS", "")
-    if tasks.isdecimal() and int(tasks) > 1:
-        jax.distributed.initialize()
-    elif address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         if not re.fullmatch(r"\S+:[0-9]{1,5}", address):
             raise ConfigError(
                 f"JAX_COORDINATOR_ADDRESS is {short(repr(address))}; it must be host:port of the first process."
@@ -92,7 +97,30 @@ def join_cluster() -> None:
         processes = _whole_number("JAX_NUM_PROCESSES", 1, 2**31 - 1)
         indexed = "JAX_PROCESS_ID" not in os.environ and "JOB_COMPLETION_INDEX" in os.environ
         name = "JOB_COMPLETION_INDEX" if indexed else "JAX_PROCESS_ID"
-        jax.distributed.initialize(address, processes, _whole_number(name, 0, processes - 1))
+        process = _whole_number(name, 0, processes - 1)
+        if process == 0:
+            _check_port(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{address.rpartition(':')[2]}")
+        jax.distributed.initialize(address, processes, process, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
+    elif tasks.isdecimal() and int(tasks) > 1:
+        jax.distributed.initialize(shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
+
+
+class PortTaken(ConfigError):
+    """Something else listens where the first process is to."""
+
+
+def _check_port(address: str) -> None:
+    """PortTaken if the coordinator could not listen at host:port, on which JAX would end the process by a segmentation fault."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As the coordinator does: connections of one that has ended do not keep the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(f"the coordinator cannot listen at {address}: {refusal(error)}; give another port.") from None
 
 
 def _whole_number(name: str, least: int, most: int) -> int:
@@ -110,9 +138,13 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
     Raises ConfigError when there are fewer devices than the mesh has places.
     """
-    shape, needed, asked = config.mesh, config.mesh.devices, True
+    shape, needed, asked, own = config.mesh, config.mesh.devices, True, devices is None
     if devices is None:
+        processes = joined_processes()
         fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
+        if processes > 1 and fakes:
+            # Its share of the mesh, whatever else was asked for: each process is to have a part of it.
+            fakes = math.ceil(needed / processes)
         asked = fake_cpu_devices(fakes) if fakes else True
         try:
             devices = jax.devices()
@@ -142,7 +174,19 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             f"the mesh data {shape.data} x tensor {shape.tensor} x pipeline {shape.pipeline} needs {needed} devices, "
             f"but there are {len(devices)} ({kind}); {hint}."
         )
+    if own:
+        _check_processes(devices, shape)
     return Mesh(arranged(devices[:needed], shape), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _check_processes(devices: Sequence[jax.Device], shape: MeshConfig) -> None:
+    """ConfigError if a process has none of the devices of the mesh, the first ones: it would have no rows to read."""
+    held = {device.process_index for device in devices[: shape.devices]}
+    if idle := {device.process_index for device in devices} - held:
+        raise ConfigError(
+            f"process {min(idle)} has no device of the mesh data {shape.data} x tensor {shape.tensor} x pipeline {shape.pipeline}, whose "
+            f"{shape.devices} devices {len(held)} processes have; start fewer processes, or give a larger mesh."
+        )
 
 
 def check_axes(mesh: Mesh) -> None:

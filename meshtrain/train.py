@@ -7,18 +7,26 @@ So devices never wait for the host; fake CPU devices do after every step, since 
 
 if __name__ == "__main__":
     from meshtrain.run import early
+    from meshtrain.survive import beat as _beat
 
     early.hear()
+    # So that its supervisor sees it live while it imports.
+    _beat.begin()
 
+import json
 import sys
 import time
+import zlib
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from threading import Thread
+from typing import IO, Any
 
 import jax
 import numpy as np
 
+from meshtrain import hlo
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
@@ -32,11 +40,16 @@ from meshtrain.modules import callable_as
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import Watch
 from meshtrain.run.directory import CHECKPOINTS, run_directory
-from meshtrain.run.failures import RunFailure, end_at_once, explained
+from meshtrain.run.failures import RunFailure, SickDevice, end_at_once, explained, kind_of
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State
+from meshtrain.survive.beat import CODES, Beat, begun, in_a_line
+from meshtrain.survive.health import Health
+from meshtrain.survive.injector import Injector
 from meshtrain.telemetry.progress import Reporter
+
+PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors that are one sentence
 
 
 @command
@@ -51,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return DONE
         return train(config)
+    except ConfigError as error:
+        (begun() or Beat()).note("config", str(error))
+        raise
     except (CheckpointError, FloatingPointError, RunFailure) as error:
         say(error)
         return FAILED
@@ -73,30 +89,50 @@ def train(
     not finite.
     """
     a_config(config, "mt.train")
+    beat = begun() or Beat()
     with StopSignals() as stop, ExitStack() as closing:
         directory = run_directory(config)
         try:
+            injector = Injector(beat, config.survive.inject)
+            beat.phase("open")
             data, held_out = open_data(config)
+            beat.phase("join")
+            injector.at("join")
             with stop.held():
                 join_cluster()
+            beat.phase("init")
             program = Program(config, block=block, attention=attention, loss=loss)
             checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
             closing.callback(checkpointer.close)
+            beat.phase("restore")
+            injector.at("restore")
             state, start = checkpointer.restore_or_init()
+            beat.start, beat.saved = start, checkpointer.newest
+            health = Health(program.mesh, program.state_shapes.params, beat)
+            health.check_copies(state.params)
+            health.check_product(state)
             record = RunRecord(directory, config, start, checkpointer.lock)
             closing.callback(record.close)
             with Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report:
                 for sentence in opening(program, data, start):
                     report.write(sentence)
-                loop = Loop(program, data, held_out, checkpointer, report, record, start)
+                loop = Loop(program, data, held_out, checkpointer, report, record, start, beat, injector, health)
                 closing.callback(loop.close)
-                return loop.run(state, stop)
-        except (ConfigError, CheckpointError, FloatingPointError):  # of all processes alike
-            raise
+                code = loop.run(state, stop)
+                beat.phase("end")
+                return code
         except Exception as error:
-            failure = explained(error, max(committed_in(directory / CHECKPOINTS), default=None))
+            newest = max(committed_in(directory / CHECKPOINTS), default=None)
+            failure = error if isinstance(error, PLAIN) else explained(error, newest)
+            if beat.supervised is not None:
+                kind = kind_of(failure)
+                beat.note(kind, " ".join(str(failure).split()), failure.ranks if isinstance(failure, SickDevice) else None)
+                end_at_once(failure, CODES[kind], PLAIN)
+            # of all processes alike
+            if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
+                raise
             if jax.distributed.is_initialized():
-                end_at_once(failure, FAILED)
+                end_at_once(failure, FAILED, PLAIN)
             if failure is error:
                 raise
             raise failure from None
@@ -114,13 +150,19 @@ class Loop:
         report: Reporter,
         record: RunRecord,
         start: int,
+        beat: Beat,
+        injector: Injector,
+        health: Health,
     ) -> None:
         self.config, self.program = program.config, program
+        self.beat, self.injector, self.health = beat, injector, health
+        self.data = data
         self.held_out, self.checkpointer, self.report = held_out, checkpointer, report
         self.record, self.start = record, start
         self.watch = Watch(self.config, start)
         depth = self.config.data.prefetch
-        self.loader = Loader(data, start, rows=self.own_rows, put=program.place, depth=depth)
+        self.digests = Digests(beat) if self.config.log.batches and beat.supervised is not None else None
+        self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
         self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
         self.waited, self.clock = 0.0, time.perf_counter()
         self.steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
@@ -129,12 +171,23 @@ class Loop:
         config, steps = self.config, self.config.train.steps
         pending: tuple[int, int, dict[str, jax.Array]] | None = None
         step, stopping = self.start, stop.requested
+        beat = self.beat
         while step < steps and not stopping:
-            _, batch = next(self.loader)
+            beat.begin_step(step)
+            beat.saved = self.checkpointer.newest
+            self.injector.at("data", step)
+            k, batch = next(self.loader)
+            if self.digests is not None:
+                self.digests.write(step + 1, self.own_rows(self.data.batch_shape(k)[0]).start)
             if config.parallel.remat_offload and step == self.start:
                 self.check_offload(state, batch)
-            train_step = self.compiled(state, batch)
+            train_step = self.compiled(state, batch, step)
             stop.finish_steps()
+            beat.phase("dispatch")
+            self.health.check_product(state)
+            state, batch = self.injector.at("dispatch", step, (state, batch))
+            if self.synchronous:
+                beat.phase("wait")  # such devices may compute within the call
             state, metrics = train_step(state, batch)
             step += 1
             if pending is not None:
@@ -149,11 +202,17 @@ class Loop:
                 row = self.log(*pending, eval_loss)
                 pending = None
                 if saves:
+                    beat.begin_save(step, self.checkpointer.due(step))
                     self.watch.state(step, self.program.sound(state))
+                    self.health.check_copies(state.params)
+                    self.injector.at("save", step)
                     self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
         if pending is not None:
             self.log(*pending)
+        beat.begin_step(step)
+        beat.phase("save")
         self.checkpointer.wait()
+        beat.saved = self.checkpointer.newest
         if last := self.checkpointer.metrics():  # of saves that no row of metrics follows
             self.report.write(
                 f"last save: {last['checkpoint_bytes'] / 1e6:.1f} MB in {last['checkpoint_seconds']:.2f} s, "
@@ -161,6 +220,7 @@ class Loop:
             )
         # What the run says of itself is a part of it: it did not end well without.
         if not self.record.is_written():
+            beat.note("error", "rows of metrics.jsonl could not be written.")
             return FAILED
         if step < steps:
             left = f"after step {step}; its checkpoint is written" if step > self.start else "before the first step"
@@ -168,21 +228,33 @@ class Loop:
             return STOPPED
         return DONE
 
-    def compiled(self, state: State, batch: dict[str, jax.Array]) -> jax.stages.Compiled:
+    def compiled(self, state: State, batch: dict[str, jax.Array], step: int) -> jax.stages.Compiled:
         """The train step for this shape of batch; compiling is reported, and does not count as a step's time."""
         shape = batch["tokens"].shape
         if shape not in self.steps:
+            self.beat.phase("compile")
+            self.injector.at("compile", step)
             began = time.perf_counter()
             self.steps[shape] = self.program.train_step.lower(state, batch).compile()
             self.report.write(f"compiled for batches of {shape[0]} x {shape[1]} in {time.perf_counter() - began:.1f} s")
+            if self.beat.supervised is not None and jax.process_index() == 0:
+                # A large program's text takes seconds to read.
+                Thread(target=self.tell_collectives, args=(self.steps[shape],), daemon=True).start()
             self.clock = time.perf_counter()
         return self.steps[shape]
+
+    def tell_collectives(self, compiled: jax.stages.Compiled) -> None:
+        """For who asks in what a step hangs."""
+        found = hlo.collectives(compiled, self.program.mesh, self.program.busy)
+        self.beat.collectives = in_a_line(found)
 
     def log(
         self, step: int, tokens: int, metrics: dict[str, jax.Array], eval_loss: float | None = None
     ) -> dict[str, Any]:
         """Waits for the metrics of `step`, writes and shows them where due."""
+        self.beat.phase("wait")
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.beat.phase("log")
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         waited, self.waited = self.loader.waited - self.waited, self.loader.waited
@@ -210,6 +282,7 @@ class Loop:
     def evaluate(self, state: State) -> float:
         """Mean loss over the first eval.batches batches of held-out text."""
         assert self.held_out is not None
+        self.beat.phase("eval")
         jax.block_until_ready(state)
         began, losses = time.perf_counter(), []
         for k in range(self.config.eval.batches):
@@ -225,8 +298,41 @@ class Loop:
         """The rows of a global batch that this process's devices hold."""
         return own_rows(self.program.batch_sharding, rows)
 
+    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """This process's rows onto its devices, on the loader's thread."""
+        self.injector.in_loader()
+        if self.digests is not None:
+            self.digests.add(batch)
+        return self.program.place(batch)
+
     def close(self) -> None:
         self.loader.close()
+        if self.digests is not None:
+            self.digests.close()
+
+
+class Digests:
+    """rank-R.batches.jsonl: of every step that is begun, the checksums of the rows that this process read, and where they lie in the batch.
+
+    Rows that count nothing are left out: how many fill a batch up depends on the mesh.
+    """
+
+    def __init__(self, beat: Beat) -> None:
+        assert beat.supervised is not None
+        self._file: IO[str] = beat.supervised.own("batches.jsonl").open("a", buffering=1)
+        self._ahead: deque[list[int]] = deque()  # of the batches that lie ready
+
+    def add(self, batch: dict[str, np.ndarray]) -> None:
+        """The next batch, on the loader's thread."""
+        weights = batch.get("weights", np.ones((len(batch["tokens"]), 1)))
+        counts = weights.any(axis=1)
+        self._ahead.append([zlib.crc32(np.ascontiguousarray(row)) for row in batch["tokens"][counts]])
+
+    def write(self, step: int, first: int) -> None:
+        self._file.write(json.dumps({"step": step, "first": first, "rows": self._ahead.popleft()}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def digests(config: Config, data: TextBatches, held_out: TextBatches | None) -> dict[str, str]:

@@ -100,6 +100,11 @@ class Checkpointer:
         """checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the last call, else {}."""
         return self._saver.metrics()
 
+    @property
+    def newest(self) -> int | None:
+        """The newest step on disk, as far as this process knows."""
+        return self._saver.on_disk
+
     def wait(self) -> None:
         """Returns when every save is on disk; CheckpointError if the last one failed."""
         self._saver.wait()

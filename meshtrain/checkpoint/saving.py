@@ -46,7 +46,7 @@ class Saver:
         read: Mapping[str, str],
     ) -> None:
         self.config, self.canonical, self.root, self.say, self.read = config, canonical, root, say, read
-        self.newest: int | None = None  # the last step that is on disk
+        self.newest: int | None = None  # the last step whose save is settled
         self._failure: str | None = None  # why the last save is not
         self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -76,6 +76,15 @@ class Saver:
         manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical, self.read)
         finish = self._pool.submit(self._finish, write, directory, step, manifest, began, blocked)
         self._writing = step, finish
+
+    @property
+    def on_disk(self) -> int | None:
+        """The last step that is on disk; the first process knows of a save as soon as it is, the others when the next one begins."""
+        if self._writing is not None and is_first():
+            step, finish = self._writing
+            if finish.done() and finish.result() is None:
+                return step
+        return self.newest
 
     def wait(self) -> None:
         """Waits for the save under way; CheckpointError if the last one failed."""

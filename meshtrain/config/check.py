@@ -12,6 +12,7 @@ from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import MOST_WORK
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
+from meshtrain.survive.inject import requests
 from meshtrain.text import nearest_file
 
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
@@ -61,6 +62,11 @@ def _check_survive(config: Config) -> None:
         raise ConfigError(
             f"survive.wanted {survive.wanted} does not divide the {devices} devices of the mesh; legal are {divisors(devices)}."
         )
+    for request in requests(survive.inject):
+        if request.step > config.train.steps:
+            raise ConfigError(
+                f"survive.inject has {short(request.name)}, but train.steps is {config.train.steps}: that step is never reached."
+            )
 
 
 def _check_remat(config: Config) -> None:

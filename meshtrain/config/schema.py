@@ -279,6 +279,10 @@ class EvalConfig:
 @dataclass(frozen=True)
 class LogConfig:
     every: int = key(1, "steps between rows of metrics.jsonl", least=1)
+    batches: bool = key(
+        False, "under `meshtrain.survive` every process writes checksums of the rows that it reads, to compare one run's batches with another's",
+        resume=FREE
+    )
 
 
 @dataclass(frozen=True)

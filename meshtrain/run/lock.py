@@ -13,8 +13,12 @@ from meshtrain.files import still_names
 LOCK = ".lock"
 
 
+class RunInUse(ConfigError):
+    """Another run has the directory; it may be over soon, or its process has ended on a machine that is gone."""
+
+
 class RunLock:
-    """Held from construction to `release`; ConfigError if another run has it."""
+    """Held from construction to `release`; RunInUse if another run has it, ConfigError if the file cannot be a lock."""
 
     _held: set[Path] = set()  # noqa: RUF012  (POSIX locks do not keep a process from itself)
 
@@ -27,10 +31,10 @@ class RunLock:
         return not self._file.closed and still_names(self._directory / LOCK, self._file)
 
     def take_again(self) -> None:
-        """Takes the lock of a directory that was removed, or no longer is the same; ConfigError if another run has begun there since."""
+        """Takes the lock of a directory that was removed, or no longer is the same; RunInUse if another run has begun there since."""
         if os.path.lexists(self._directory / LOCK):
             owner = (self._directory / LOCK).read_text(errors="replace")[:200].strip() or "another process"
-            raise ConfigError(
+            raise RunInUse(
                 f"{owner} has begun another run in {self._directory}; give one of them another run.directory."
             )
         self.release()
@@ -82,8 +86,8 @@ class RunLock:
         return io.FileIO(descriptor, "r+")
 
     @staticmethod
-    def _in_use(directory: Path, owner: str) -> ConfigError:
-        return ConfigError(
+    def _in_use(directory: Path, owner: str) -> RunInUse:
+        return RunInUse(
             f"run.directory {directory} is in use by {owner}; wait for it, or give another with --set run.directory=PATH."
         )
 

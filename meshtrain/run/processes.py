@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from meshtrain.errors import ConfigError, refusal
+from meshtrain.run.lock import RunInUse
 
 
 def is_first() -> bool:
@@ -32,7 +33,7 @@ def first_decides(decide: Callable[[], Any]) -> Any:
         try:
             message = {"value": decide()}
         except ConfigError as error:
-            message = {"refused": str(error)}
+            message = {"refused": str(error), "in_use": isinstance(error, RunInUse)}
         except OSError as error:
             message = {
                 "refused": f"{error.filename or 'the run directory'} cannot be used: {refusal(error)}; "
@@ -40,5 +41,5 @@ def first_decides(decide: Callable[[], Any]) -> Any:
             }
     message = gathered(message)[0]
     if "refused" in message:
-        raise ConfigError(message["refused"])
+        raise (RunInUse if message.get("in_use") else ConfigError)(message["refused"])
     return message["value"]

@@ -1,0 +1,94 @@
+"""Faults to be injected: the table of their kinds, and KIND@STEP:RANK as a person writes it.
+
+    kill@40:1       rank 1 is killed as soon as 40 steps are taken
+    kill@40:1.b     the same once more: what was done stays done, in RUN/survive/injected/, and a name of its own asks again
+
+A training process does its own (`survive.injector`), the supervisor those of nodes; some are made before the run begins. Imports no JAX.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from meshtrain.errors import ConfigError, nearest, short
+
+Moment = Literal["join", "restore", "compile", "data", "dispatch", "save"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way in which a run may be hurt."""
+
+    name: str
+    number: int  # in the catalogue of faults
+    does: str
+    where: Literal["trainer", "supervisor", "start"]  # who does it: start is before the run
+    moment: Moment | None = None  # of a training process at which it does it
+    always: bool = False  # in every process that comes so far, not once a request
+
+
+_TABLE = (
+    Kind("node-lost", 1, "the node is gone: its supervisor and its rank are killed", "supervisor"),
+    Kind("leader-lost", 2, "the node that leads is gone", "supervisor"),
+    Kind("coordinator-lost", 3, "the node of rank 0, which holds JAX's coordinator, is gone", "supervisor"),
+    Kind("supervisor-frozen", 4, "the supervisor is stopped by SIGSTOP, its rank is not", "supervisor"),
+    Kind("store-lost", 5, "the node no longer reaches the run directory", "supervisor"),
+    Kind("kill", 6, "SIGKILL", "trainer", "dispatch"),
+    Kind("segv", 7, "SIGSEGV", "trainer", "dispatch"),
+    Kind("abort", 8, "SIGABRT", "trainer", "dispatch"),
+    Kind("out-of-memory", 9, "asks XLA for more memory than there is", "trainer", "dispatch"),
+    Kind("error", 10, "an exception in Python", "trainer", "dispatch"),
+    Kind("kill-compile", 11, "SIGKILL before the step is compiled", "trainer", "compile"),
+    Kind("kill-restore", 12, "SIGKILL before a checkpoint is restored", "trainer", "restore"),
+    Kind("kill-save", 13, "SIGKILL while a checkpoint is written", "trainer", "save"),
+    Kind("kill-two", 14, "SIGKILL of the rank and of the next one", "trainer", "dispatch"),
+    Kind("kill-forming", 15, "SIGKILL before the rank joins the others", "trainer", "join"),
+    Kind("frozen", 16, "SIGSTOP", "trainer", "dispatch"),
+    Kind("asleep", 17, "sleeps for ever in host code", "trainer", "dispatch"),
+    Kind("loader", 18, "the thread that reads data is stuck", "trainer", "data"),
+    Kind("gil", 19, "never lets go of Python's lock", "trainer", "dispatch"),
+    Kind("d-state", 20, "sleeps in the kernel, in state D", "trainer", "dispatch"),
+    Kind("collective", 21, "gives a step what is never ready, so that all ranks wait in it", "trainer", "dispatch"),
+    Kind("nan", 22, "NaN in a weight", "trainer", "dispatch"),
+    Kind("nan-always", 23, "NaN in a weight whenever the step is reached", "trainer", "dispatch", always=True),
+    Kind("bit-flip", 24, "one bit of a parameter flips, on one of the devices that hold it", "trainer", "dispatch"),
+    Kind("slow", 25, "half a step's time of sleep in each step from there on", "trainer", "dispatch", always=True),
+    Kind("damage", 26, "a byte of the newest checkpoint flips, then SIGKILL", "trainer", "data"),
+    Kind("disk-full", 27, "nothing more can be written", "start"),
+    Kind("port-taken", 28, "the coordinator's port is in use", "supervisor"),
+    Kind("bad-config", 29, "a config that no run can have", "start"),
+    Kind("crash-loop", 30, "SIGKILL whenever the step is reached", "trainer", "dispatch", always=True),
+    Kind("preempt", 31, "SIGTERM, as from a scheduler", "trainer", "dispatch"),
+    Kind("node-returns", 32, "a node that was lost is there again", "supervisor"),
+)
+KINDS = {kind.name: kind for kind in _TABLE}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One fault to be injected, under a name that no other request has."""
+
+    name: str
+    kind: Kind
+    step: int  # done as soon as so many steps are taken
+    rank: int
+
+
+def parse(text: str, where: str = "survive.inject") -> list[Request]:
+    """The faults that KIND@STEP:RANK asks for, one or (kill-two) two; ConfigError, which names `where`, for what asks for none."""
+    found = re.fullmatch(r"([^@]*)@(\d{1,9}):(\d{1,5})(\.\w{1,16})?", text, re.ASCII)
+    if found is None:
+        raise ConfigError(f"{where} has {short(repr(text))}; it must be KIND@STEP:RANK, as in kill@40:1.")
+    name, step, rank = found[1], int(found[2]), int(found[3])
+    if name not in KINDS:
+        ending = nearest(name, KINDS) or f"; legal are {', '.join(KINDS)}."
+        raise ConfigError(f"{where} has {short(repr(text))}, but there is no fault {short(name)}{ending}")
+    ranks = (rank, rank + 1) if name == "kill-two" else (rank,)
+    # the name of the second says whom it is for
+    return [Request(text if r == rank else f"{text}+{r - rank}", KINDS[name], step, r) for r in ranks]
+
+
+def requests(texts: Iterable[str], where: str = "survive.inject") -> list[Request]:
+    """The faults that a list of KIND@STEP:RANK asks for."""
+    return [request for text in texts for request in parse(text, where)]
