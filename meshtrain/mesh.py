@@ -120,7 +120,9 @@ def _check_port(address: str) -> None:
             probe.bind((host.strip("[]"), int(port)))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise PortTaken(f"the coordinator cannot listen at {address}: {refusal(error)}; give another port.") from None
+            raise PortTaken(
+                f"the coordinator cannot listen at {address}: {refusal(error)}; give another port."
+            ) from None
 
 
 def _whole_number(name: str, least: int, most: int) -> int:

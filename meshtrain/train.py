@@ -126,7 +126,9 @@ def train(
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
             if beat.supervised is not None:
                 kind = kind_of(failure)
-                beat.note(kind, " ".join(str(failure).split()), failure.ranks if isinstance(failure, SickDevice) else None)
+                beat.note(
+                    kind, " ".join(str(failure).split()), failure.ranks if isinstance(failure, SickDevice) else None
+                )
                 end_at_once(failure, CODES[kind], PLAIN)
             # of all processes alike
             if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
@@ -326,7 +328,7 @@ class Digests:
         """The next batch, on the loader's thread."""
         weights = batch.get("weights", np.ones((len(batch["tokens"]), 1)))
         counts = weights.any(axis=1)
-        self._ahead.append([zlib.crc32(np.ascontiguousarray(row)) for row in batch["tokens"][counts]])
+        self._ahead.append([zlib.crc32(row.tobytes()) for row in batch["tokens"][counts]])
 
     def write(self, step: int, first: int) -> None:
         self._file.write(json.dumps({"step": step, "first": first, "rows": self._ahead.popleft()}) + "\n")

@@ -74,7 +74,9 @@ def explained(error: Exception, newest: int | None) -> Exception:
             "More parallel.microbatches, parallel.remat and a higher parallel.zero_stage need less."
         )
     if isinstance(error, MemoryError):
-        return OutOfMemory("this machine has too little memory for what the process holds; fewer processes on it need less.")
+        return OutOfMemory(
+            "this machine has too little memory for what the process holds; fewer processes on it need less."
+        )
     return error
 
 

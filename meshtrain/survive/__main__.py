@@ -3,34 +3,93 @@
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from meshtrain.cli import Parser, command
+from meshtrain.cli import DONE, Parser, command
 from meshtrain.config import ConfigError, load
-from meshtrain.errors import short
+from meshtrain.errors import nearest, short
+from meshtrain.files import write_atomically
+from meshtrain.survive.inject import KINDS, parse
 from meshtrain.survive.records import NAME
+from meshtrain.survive.store import SURVIVE, refuse_unsafe
 from meshtrain.survive.supervisor import Supervisor
-
-WORDS = ("status", "stats", "inject")
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = Parser(prog="python -m meshtrain.survive", description=__doc__)
+    if given and given[0] in WORDS:
+        return WORDS[given[0]](given[1:])
+    parser = Parser(
+        prog="python -m meshtrain.survive",
+        description="Supervises a run through faults, one on every node, until its last step is taken.",
+        epilog=f"Besides, python -m meshtrain.survive {'|'.join(WORDS)}: each has --help.",
+    )
     parser.add_config()
     parser.add_argument(
-        "--node", default=socket.gethostname(), help="this node's name, one of its own in the run; default: the host's"
+        "--node", default=None, help="this node's name, which no other node of the run has; default: the host's"
     )
     parser.add_argument("--address", default=None, help="how other nodes reach this one; default: the host's name")
-    options = parser.parse_args(given)
-    if not NAME.fullmatch(options.node):
-        raise ConfigError(
-            f"--node is {short(repr(options.node))}; a node's name has letters, digits, dots, dashes and underscores, at most 64, "
-            "and begins with a letter or a digit."
+    if given and not given[0].startswith("-"):
+        parser.error(
+            f"there is no command {short(given[0])}{nearest(given[0], WORDS) or '; legal are ' + ', '.join(WORDS) + '.'}"
         )
+    options = parser.parse_args(given)
     config = load(options.config, options.set)
+    node = socket.gethostname() if options.node is None else options.node
+    if not NAME.fullmatch(node):
+        raise ConfigError(
+            f"--node is {short(repr(node))}; a node's name has letters, digits, dots, dashes and underscores, at most 64, and begins "
+            "with a letter or a digit."
+        )
     address = options.address or ("127.0.0.1" if config.survive.most == 1 else socket.gethostname())
-    return Supervisor(config, options.node, address).run()
+    return Supervisor(config, node, address).run()
+
+
+def _inject(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="python -m meshtrain.survive inject", description="Injects a fault into a run that goes on.")
+    parser.add_argument(
+        "fault", nargs="?", metavar="KIND@STEP:RANK", help="as in kill@40:1: rank 1 is killed once 40 steps are taken"
+    )
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="the run's directory; default: the one below runs/, if there is one only"
+    )
+    parser.add_argument("--list", action="store_true", help="the kinds that there are")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for kind in KINDS.values():
+            print(f"{kind.number:2} {kind.name:18} {kind.does}")
+        return DONE
+    if options.fault is None:
+        parser.error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
+    for request in parse(options.fault, "the command"):
+        if request.kind.where == "start":
+            raise ConfigError(f"{request.kind.name} is made before a run begins: {request.kind.does}.")
+    run = Path(options.run) if options.run else _only_run()
+    directory = run / SURVIVE / "inject"
+    if not directory.is_dir():
+        raise ConfigError(f"{run} is no run that a supervisor looks after; give its run.directory.")
+    refuse_unsafe(run)
+    name, k = options.fault, 1
+    # Asked for once more under another name, or it would count as done.
+    while (directory / name).exists():
+        k += 1
+        name = f"{options.fault}.{k}"
+    write_atomically(directory / name, b"")
+    print(f"{name} is asked for in {run}.")
+    return DONE
+
+
+def _only_run() -> Path:
+    found = sorted(path.parent for path in Path("runs").glob(f"*/{SURVIVE}"))
+    if len(found) != 1:
+        raise ConfigError(
+            f"there are {len(found)} supervised runs in runs/; name one after the fault, as in survive inject kill@40:1 runs/mine."
+        )
+    return found[0]
+
+
+WORDS = {"inject": _inject}
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from meshtrain.errors import ConfigError, say, short
 from meshtrain.files import write_atomically
 
 VARIABLE = "MESHTRAIN_SUPERVISED"
-SIZE, LEASE_SIZE = 4096, 16  # bytes of the files `beat` and `lease`
+BEAT, LEASE = "beat", "lease"  # files
+SIZE, LEASE_SIZE = 4096, 16  # bytes of them
 EVERY = 0.5  # seconds between two counts of `alive`
 LAST_STEPS = 20  # of which the medians are
 PATIENCE = 2.0  # seconds for the last words, which go to a disk that may hang
@@ -40,7 +41,7 @@ PATIENCE = 2.0  # seconds for the last words, which go to a disk that may hang
 # In the order in which the main thread comes to them; from `data` on once a step, with the count of steps raised at `data`. So of two
 # ranks the one with the lesser (step, phase) is behind.
 PHASES = (
-    "start", "open", "join", "init", "restore", "compile", "data", "dispatch", "wait", "log", "eval", "save", "end",
+    "start", "open", "join", "init", "restore", "data", "compile", "dispatch", "wait", "log", "eval", "save", "end",
 )  # fmt: skip
 # What the seconds of a phase count as.
 KIND_OF = dict.fromkeys(("start", "open", "join", "init", "end"), "init") | {
@@ -77,7 +78,9 @@ class Supervised:
                 float(told["fence"]), Path(told["survive"]),
             )  # fmt: skip
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise ConfigError(f"{VARIABLE} is {short(repr(text))}; it is set by the supervisor only, so unset it.") from None
+            raise ConfigError(
+                f"{VARIABLE} is {short(repr(text))}; it is set by the supervisor only, so unset it."
+            ) from None
 
     def own(self, ending: str) -> Path:
         """A file of this rank in the generation's directory."""
@@ -149,8 +152,8 @@ class Beat:
 
     def _listen(self, supervised: Supervised) -> None:
         try:
-            self._file = os.open(supervised.local / "beat", os.O_WRONLY | os.O_CREAT, 0o600)
-            self._lease = os.open(supervised.local / "lease", os.O_RDONLY | os.O_CREAT, 0o600)
+            self._file = os.open(supervised.local / BEAT, os.O_WRONLY | os.O_CREAT, 0o600)
+            self._lease = os.open(supervised.local / LEASE, os.O_RDONLY | os.O_CREAT, 0o600)
             self._stacks = supervised.own("stack").open("w")
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}; a supervisor would have made it.") from None
@@ -283,4 +286,3 @@ def in_a_line(collectives: Sequence[Any]) -> str:
     most_first = sorted(counts.items(), key=lambda named: -named[1])
     line = ", ".join(f"{count} {name}" for name, count in most_first)
     return line if len(line) <= 400 else re.sub(r", [^,]*$", ", ...", line[:400])
-

@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtrain.cli import FAILED
+from meshtrain.survive.beat import BEAT, CODES, LEASE, LEASE_SIZE, VARIABLE
 from meshtrain.survive.records import End, Rank, decode
 
-SUPERVISED = "MESHTRAIN_SUPERVISED"
-BEAT, LEASE = "beat", "lease"
 STACKS = 0.3  # seconds that a process gets to write its stacks before it is ended
 # What JAX's coordination client says before it ends its process by SIGABRT for a peer that is gone.
 ABORTED = re.compile(rb"coordination service|distributed service|heartbeat", re.I)
-BY_EXIT = {2: "config", 70: "numbers", 71: "sick", 72: "lock", 73: "peer"}
+BY_EXIT = {code: kind for kind, code in CODES.items() if code != FAILED}
 PR_SET_PDEATHSIG = 1
 # Looked up here: between fork and exec nothing may be imported.
 _prctl = ctypes.CDLL(None).prctl
@@ -62,7 +62,7 @@ class Child:
         self.output = files / f"rank-{number}.out"
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
-                command, env={**environment, SUPERVISED: json.dumps(told)}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                command, env={**environment, VARIABLE: json.dumps(told)}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
         self._began = time.monotonic()
@@ -77,7 +77,7 @@ class Child:
     def renew(self) -> None:
         """Its supervisor is at work: without this for a while the process ends itself."""
         self._lease_count += 1
-        os.pwrite(self._lease, b"%16d" % self._lease_count, 0)
+        os.pwrite(self._lease, str(self._lease_count).rjust(LEASE_SIZE).encode(), 0)
 
     def look(self) -> Rank:
         """What it does now."""

@@ -26,7 +26,10 @@ from meshtrain.survive.beat import Beat
 
 Tree = Any
 
-SIDE, LARGEST = 512, 8  # of the product's matrices, and their numbers: sums stay below 2^24, and the numbers exact in TF32 too
+SIDE, LARGEST = (
+    512,
+    8,
+)  # of the product's matrices, and their numbers: sums stay below 2^24, and the numbers exact in TF32 too
 PRODUCT_EVERY = 60.0  # seconds
 
 
@@ -97,7 +100,8 @@ class Health:
         if wrong:
             rank = jax.process_index()
             raise SickDevice(
-                f"a device of rank {rank} multiplies wrongly: {wrong} bits of a known product are not as they must be.", [rank]
+                f"a device of rank {rank} multiplies wrongly: {wrong} bits of a known product are not as they must be.",
+                [rank],
             )
 
     @cached_property
@@ -149,7 +153,9 @@ def differing(
     if blamed:
         rank, name = min(blamed.items())
         who = f"rank {rank} holds" if len(blamed) == 1 else f"ranks {', '.join(map(str, sorted(blamed)))} hold"
-        return f"{who} other bits of {name} than the devices that must have the same; nothing of it is saved.", sorted(blamed)
+        return f"{who} other bits of {name} than the devices that must have the same; nothing of it is saved.", sorted(
+            blamed
+        )
     if unclear:
         who = " and ".join(map(str, sorted(unclear)))
         name = unclear[min(unclear)]

@@ -6,9 +6,11 @@
 A training process does its own (`survive.injector`), the supervisor those of nodes; some are made before the run begins. Imports no JAX.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from meshtrain.errors import ConfigError, nearest, short
@@ -92,3 +94,15 @@ def parse(text: str, where: str = "survive.inject") -> list[Request]:
 def requests(texts: Iterable[str], where: str = "survive.inject") -> list[Request]:
     """The faults that a list of KIND@STEP:RANK asks for."""
     return [request for text in texts for request in parse(text, where)]
+
+
+def claimed(done: Path, request: Request) -> bool:
+    """Whether the request is ours to do: of all processes that ask, ever, one hears yes. Kinds that are done always are everybody's."""
+    if request.kind.always:
+        return True
+    try:
+        done.mkdir(exist_ok=True)
+        os.close(os.open(done / request.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True

@@ -10,6 +10,7 @@
 Another store needs the same six operations: `publish`, `nodes`, `plans`, `propose`, `say`, `generation`; a compare-and-swap in one of them.
 """
 
+import errno
 import json
 import os
 import stat
@@ -33,6 +34,7 @@ class Store:
         self._plans: dict[int, Plan] = {}
         self.next_number = 1  # of a plan, as far as this node has seen
         self._unsaid = b""
+        self._lost = False
         refuse_unsafe(run)
         for part in ("", "plans", "nodes", "inject", "injected"):
             (self.root / part).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,6 +44,7 @@ class Store:
 
     def publish(self, node: Node) -> None:
         """What this node says of itself."""
+        self._reach()
         descriptor = os.open(self.root / "nodes" / f"{self.name}.json", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             os.pwrite(descriptor, encode(node, RECORD), 0)
@@ -50,6 +53,7 @@ class Store:
 
     def nodes(self) -> dict[str, bytes]:
         """The record of every node, as it stands there: who reads many of them again and again decodes what has changed."""
+        self._reach()
         found = {}
         with os.scandir(self.root / "nodes") as entries:
             for entry in entries:
@@ -62,6 +66,7 @@ class Store:
 
     def plans(self) -> list[Plan]:
         """Every decision so far, oldest first. A file that holds none is passed over."""
+        self._reach()
         with os.scandir(self.root / "plans") as entries:
             numbers = {int(e.name[:-5]) for e in entries if e.name.endswith(".json") and e.name[:-5].isdecimal()}
         self.next_number = max(numbers, default=0) + 1
@@ -94,6 +99,8 @@ class Store:
 
     def say(self, event: str, **what: Any) -> None:
         """Appends an event. What a full disk does not take waits for the next one: a run need not end for it."""
+        if self._lost:
+            return
         self._unsaid += json.dumps({"wall": time.time(), "event": event, **what}).encode() + b"\n"
         try:
             descriptor = os.open(
@@ -105,6 +112,18 @@ class Store:
                 os.close(descriptor)
         except OSError:
             self._unsaid = self._unsaid[-LARGEST:]
+
+    def asked(self) -> list[str]:
+        """Faults that `survive inject` asked for."""
+        return sorted(os.listdir(self.root / "inject"))
+
+    def lose(self) -> None:
+        """From now on nothing of it can be reached from here: the fault `store-lost`."""
+        self._lost = True
+
+    def _reach(self) -> None:
+        if self._lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.root))
 
     def generation(self, number: int) -> Path:
         """The directory of a generation's files, made."""

@@ -25,6 +25,7 @@ from meshtrain.survive.child import Child, train_command
 from meshtrain.survive.decide import Decision, Options, decide
 from meshtrain.survive.forming import formed
 from meshtrain.survive.hangs import timeout
+from meshtrain.survive.node_injector import NodeInjector
 from meshtrain.survive.records import End, Node, Plan
 from meshtrain.survive.store import Store
 from meshtrain.survive.stragglers import Stragglers
@@ -58,6 +59,7 @@ class Supervisor:
         self.node = Node(name, uuid.uuid4().hex, socket.gethostname(), os.getpid(), address)
         self.view = View(self.store, self.options, self.node.incarnation)
         self.stragglers = Stragglers()
+        self.injector = NodeInjector(self)
         self.child: Child | None = None
         self.killed_at: float | None = None
         self.stopping = 0  # requests to stop that it has heard
@@ -98,8 +100,11 @@ class Supervisor:
     def _tick(self) -> int | None:
         """One round; the exit code if it is the last."""
         now = time.monotonic()
+        if self.injector.is_silent(now):
+            return None
         self._watch()
         try:
+            self.injector.look(now)
             self._publish(now)
             self.view.look(now, self.node)
             if code := self._lead(now):
@@ -209,6 +214,13 @@ class Supervisor:
         child.close()
         self.child, self.killed_at = None, None
         return True
+
+    def discard(self) -> None:
+        """Forgets its process, which has been killed."""
+        if self.child is not None:
+            self.child.process.wait()
+            self.child.close()
+            self.child = None
 
     # --- what it tells and hears
 
@@ -345,7 +357,9 @@ class Supervisor:
                 return None
             self.node = replace(self.node, state="idle")
         if plan.state == "forming" and self.node.acked < plan.generation:
-            self.node = replace(self.node, state="idle", acked=plan.generation, port=free_port(self.node.address))
+            self.node = replace(
+                self.node, state="idle", acked=plan.generation, port=self.injector.port(free_port(self.node.address))
+            )
         elif (
             plan.state == "running"
             and self.child is None
@@ -379,6 +393,8 @@ def free_port(address: str) -> int:
 
 
 def _echo(text: bytes) -> None:
-    if text:
-        sys.stdout.write(text.decode(errors="replace"))
+    """What rank 0 prints is what a person wants to see; not the words of gloo, which has many."""
+    lines = [line for line in text.decode(errors="replace").splitlines(keepends=True) if not line.startswith("[Gloo]")]
+    if lines:
+        sys.stdout.write("".join(lines))
         sys.stdout.flush()

@@ -111,6 +111,10 @@ class View:
         live = [n for n in self.nodes if n.age < self.options.node_timeout]
         return own.name == min(live, key=lambda n: (n.leaving, n.name)).name
 
+    def is_first(self, own: Node) -> bool:
+        """Whether this node will hold the coordinator, as far as can be told: of the live ones it has the lowest name."""
+        return own.name == min(n.name for n in self.nodes if n.age < self.options.node_timeout)
+
     def is_old(self, plan: Plan) -> bool:
         """Whether a plan is of a run that was over before this supervisor began."""
         return plan.number <= (self._old or 0)
