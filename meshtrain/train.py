@@ -125,10 +125,8 @@ def train(
             newest = max(committed_in(directory / CHECKPOINTS), default=None)
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
             if beat.supervised is not None:
-                kind = kind_of(failure)
-                beat.note(
-                    kind, " ".join(str(failure).split()), failure.ranks if isinstance(failure, SickDevice) else None
-                )
+                kind, ranks = kind_of(failure), failure.ranks if isinstance(failure, SickDevice) else None
+                beat.note(kind, " ".join(str(failure).split()), ranks)
                 end_at_once(failure, CODES[kind], PLAIN)
             # of all processes alike
             if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
