@@ -32,7 +32,7 @@ from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
-from meshtrain.errors import say
+from meshtrain.errors import say, short
 from meshtrain.given import a_config
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
@@ -107,7 +107,7 @@ def train(
             beat.phase("restore")
             injector.at("restore")
             state, start = checkpointer.restore_or_init()
-            beat.start, beat.saved = start, checkpointer.newest
+            beat.start, beat.step, beat.saved = start, start, checkpointer.newest
             health = Health(program.mesh, program.state_shapes.params, beat)
             health.check_copies(state.params)
             health.check_product(state)
@@ -126,7 +126,7 @@ def train(
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
             if beat.supervised is not None:
                 kind, ranks = kind_of(failure), failure.ranks if isinstance(failure, SickDevice) else None
-                beat.note(kind, " ".join(str(failure).split()), ranks)
+                beat.note(kind, in_a_sentence(failure), ranks)
                 end_at_once(failure, CODES[kind], PLAIN)
             # of all processes alike
             if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
@@ -173,7 +173,7 @@ class Loop:
         step, stopping = self.start, stop.requested
         beat = self.beat
         while step < steps and not stopping:
-            beat.begin_step(step)
+            beat.phase("data")
             beat.saved = self.checkpointer.newest
             self.injector.at("data", step)
             k, batch = next(self.loader)
@@ -209,7 +209,6 @@ class Loop:
                     self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
         if pending is not None:
             self.log(*pending)
-        beat.begin_step(step)
         beat.phase("save")
         self.checkpointer.wait()
         beat.saved = self.checkpointer.newest
@@ -254,7 +253,7 @@ class Loop:
         """Waits for the metrics of `step`, writes and shows them where due."""
         self.beat.phase("wait")
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self.beat.phase("log")
+        self.beat.took(step)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         waited, self.waited = self.loader.waited - self.waited, self.loader.waited
@@ -333,6 +332,13 @@ class Digests:
 
     def close(self) -> None:
         self._file.close()
+
+
+def in_a_sentence(failure: Exception) -> str:
+    """For records: of an error that nobody foresaw its type and its first line."""
+    if isinstance(failure, PLAIN):
+        return str(failure)
+    return short(f"{type(failure).__name__}: {(str(failure).splitlines() or ['no reason given'])[0]}")
 
 
 def digests(config: Config, data: TextBatches, held_out: TextBatches | None) -> dict[str, str]:

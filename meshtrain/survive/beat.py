@@ -1,6 +1,7 @@
 """What a training process tells its supervisor: in which phase it is, that it lives, where its seconds went; and when it must end.
 
-    main thread   start open join init restore compile │ data dispatch wait log eval save │ data ... │ end
+    main thread   start open join init restore │ data (compile) dispatch wait │ log eval save │ data ... │ save end
+                                                                               └ one step more is taken
     a thread      every half second: counts `alive`, looks whether the supervisor still renews the lease
 
 Both write the file `beat`, 4096 bytes of JSON padded with spaces, in place: nothing is made or renamed, so that the last word is there
@@ -38,11 +39,6 @@ EVERY = 0.5  # seconds between two counts of `alive`
 LAST_STEPS = 20  # of which the medians are
 PATIENCE = 2.0  # seconds for the last words, which go to a disk that may hang
 
-# In the order in which the main thread comes to them; from `data` on once a step, with the count of steps raised at `data`. So of two
-# ranks the one with the lesser (step, phase) is behind.
-PHASES = (
-    "start", "open", "join", "init", "restore", "data", "compile", "dispatch", "wait", "log", "eval", "save", "end",
-)  # fmt: skip
 # What the seconds of a phase count as.
 KIND_OF = dict.fromkeys(("start", "open", "join", "init", "end"), "init") | {
     "restore": "restore", "compile": "compile", "data": "data", "dispatch": "step", "wait": "step", "log": "step",
@@ -131,12 +127,12 @@ class _Pace:
 class Beat:
     """Counts phases, steps and seconds; with a supervisor it also says so, and ends the process when that is gone.
 
-    `phase`, `begin_step` and `begin_save` are the main thread's. ConfigError if the supervisor's files are not there.
+    `phase`, `took` and `begin_save` are the main thread's. ConfigError if the supervisor's files are not there.
     """
 
     def __init__(self, supervised: Supervised | None = None) -> None:
         self.supervised = supervised
-        self.name, self.step, self.changes, self.alive = PHASES[0], 0, 0, 0
+        self.name, self.step, self.changes, self.alive = "start", 0, 0, 0
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self.start: int | None = None  # the step that the process goes on from
         self.at_save: dict[str, Any] | None = None  # the seconds when the newest save began that was due
@@ -146,7 +142,7 @@ class Beat:
         self._pace = _Pace()
         self._medians = self._pace.medians()
         self._since = time.perf_counter()
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         if supervised is not None:
             self._listen(supervised)
 
@@ -170,9 +166,9 @@ class Beat:
         """The main thread goes on to another phase."""
         self._go_on(name)
 
-    def begin_step(self, step: int) -> None:
-        """`step` steps are taken, and the next begins, with the phase `data`."""
-        self._go_on("data", step)
+    def took(self, step: int) -> None:
+        """The devices have finished step `step`: the phase `log`, in which that many steps are taken."""
+        self._go_on("log", step)
 
     def _go_on(self, name: str, step: int | None = None) -> None:
         now = time.perf_counter()
@@ -214,10 +210,10 @@ class Beat:
             }  # fmt: skip
 
     def _write(self) -> None:
-        text = json.dumps(self.said()).encode()
-        assert len(text) <= SIZE, "what a beat says is of bounded length"
-        # On a disk that is full or gone, the lease tells what is to be done.
-        with contextlib.suppress(OSError):
+        # One thread at a time, or what was said before could come last. What the disk refuses, the supervisor misses.
+        with self._writing, contextlib.suppress(OSError):
+            text = json.dumps(self.said()).encode()
+            assert len(text) <= SIZE, "what a beat says is of bounded length"
             os.pwrite(self._file, text.ljust(SIZE), 0)
 
     def _check_lease(self) -> None:

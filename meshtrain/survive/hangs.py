@@ -10,7 +10,6 @@ all in one phase of one step     a collective or the network: nobody is to blame
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshtrain.survive.beat import PHASES
 from meshtrain.survive.causes import Fault
 from meshtrain.survive.records import Node, Plan, Rank
 
@@ -25,6 +24,22 @@ TIMEOUTS = {
 FIRST_STEP = 600.0  # it may compile still
 LEAST, TIMES = 60.0, 10.0  # of a step: seconds, and of the median
 SILENT = 5.0  # seconds without a sign of life of a rank's thread, which gives one every half
+# In the order in which a rank goes through them, a step being taken from the end of `wait` on: the pair (steps taken, phase) only grows.
+PHASES = (
+    "start",
+    "open",
+    "join",
+    "init",
+    "restore",
+    "log",
+    "eval",
+    "save",
+    "data",
+    "compile",
+    "dispatch",
+    "wait",
+    "end",
+)
 DOES = {
     "frozen": "is frozen (SIGSTOP)",
     "uninterruptible": "is in the kernel, where no signal reaches it,",
@@ -75,7 +90,7 @@ def _fault(kind: str, node: Node) -> Fault:
     assert rank is not None
     does = DOES[rank.phase] if kind == "stuck" and rank.phase in DOES else f"{DOES[kind]} (phase {rank.phase})"
     sentence = (
-        f"rank {rank.number} on {node.name} ({node.host}) {does} in step {rank.step + 1} for {rank.phase_age + node.age:.1f} s"
+        f"rank {rank.number} on {node.name} ({node.host}) {does} in step {_at_work_on(rank)} for {rank.phase_age + node.age:.1f} s"
         + (f" at {rank.stack}" if rank.stack else "")
         + "; the others wait for it"
     )
@@ -86,10 +101,15 @@ def _collective(node: Node) -> Fault:
     rank = node.rank
     assert rank is not None
     sentence = (
-        f"all ranks have been in the phase {rank.phase} of step {rank.step + 1} for {rank.phase_age + node.age:.1f} s: "
+        f"all ranks have been in the phase {rank.phase} of step {_at_work_on(rank)} for {rank.phase_age + node.age:.1f} s: "
         f"a collective or the network, so nobody is blamed{_sends(rank)}"
     )
     return Fault("collective", sentence, (), rank.step)
+
+
+def _at_work_on(rank: Rank) -> int:
+    """The step that a rank takes, or after `wait` the one that it has taken."""
+    return rank.step if rank.phase in ("log", "eval", "save", "end") else rank.step + 1
 
 
 def _sends(rank: Rank) -> str:
