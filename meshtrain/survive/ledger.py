@@ -1,9 +1,9 @@
 """Where a run's time went: every second from the first `join` to the last sign of it, by kind.
 
-    init compile restore step data eval checkpoint    what a process counted by itself, on its own monotonic clock
+    init compile restore step data eval checkpoint    what a process counted by itself, on its own monotonic clock; init has its start-up too
     lost     whatever it was, it came after the save that a later process went on from: it had to be done again
     down     no process was there
-    other    a process was there, and nobody has counted what it did: mostly its start-up before it could
+    other    a process was there, and nobody has counted what it did after its last word
 
 In SPMD all ranks do the same at once, so the time of a generation is that of rank 0: from its `started` to its `ended`, or, where its node
 went without a word, to the verdict. The kinds sum to the whole by construction; `other` says how much of that is not known.
@@ -15,7 +15,15 @@ from functools import cached_property
 
 from meshtrain.survive.history import Event, Fields, History, Plan, number, whole
 
-COUNTED = ("init", "restore", "compile", "data", "step", "eval", "checkpoint")  # in the order in which a process comes to them
+COUNTED = (
+    "init",
+    "restore",
+    "compile",
+    "data",
+    "step",
+    "eval",
+    "checkpoint",
+)  # in the order in which a process comes to them
 KINDS = (*COUNTED, "lost", "down", "other")
 GOOD_EXITS = (0, 75)  # done; stopped after a save
 
@@ -96,7 +104,9 @@ class Ledger:
 def ledger(history: History) -> Ledger:
     """The ledger of a history. Of a run that goes on, up to the newest sign of it."""
     last = history.newest
-    began = min((event.time for event in history.of("join")), default=history.events[0].time if history.events else last)
+    began = min(
+        (event.time for event in history.of("join")), default=history.events[0].time if history.events else last
+    )
     told: dict[int, _Told] = {}
     for event in history.of("started", "going", "save", "ended"):
         generation = event.whole("generation")
@@ -185,7 +195,7 @@ def _end(history: History, this: _Told, later: list[_Told], last: float) -> tupl
 
 
 def _ends(plan: Plan, generation: int) -> bool:
-    return plan.generation > generation or (plan.generation == generation and plan.state in ("stopping", "over"))
+    return plan.generation > generation or (plan.generation == generation and plan.state == "over")
 
 
 def _generation(
@@ -201,15 +211,17 @@ def _generation(
     counted = _sum(marks[-1]) if marks else 0.0
     # Of clocks that differ by more than they were thought to, the node's own monotonic one is right about shares.
     scale = min(1.0, known / counted) if counted else 1.0
-    # Nobody counts before a process has come so far. Without a last word, what follows the last save is not known either.
-    before = known - counted * scale
-    if total is None and saves:
-        before = min(max(saves[-1].time - began - counted, 0.0), before)
+    # A process counts once it has come so far: what was before is its start-up. What it had counted when a save began says how long that
+    # was; the supervisor sees a save a moment later, so the shortest. What is left was after its last count: frozen, for one.
+    before = (
+        min([known - counted * scale, *(save.time - began - _sum(save.seconds) for save in saves)]) if marks else 0.0
+    )
+    before = max(before, 0.0)
     pieces, spent, at = [], dict.fromkeys(COUNTED, 0.0), began + before
     kept_step = _kept(this, saves, limit, alive, step, exit)
     kept = kept_step is not None
     if before:
-        pieces.append(Piece(began, at, "other", not kept))
+        pieces.append(Piece(began, at, "init", not kept))
     for i, mark in enumerate(marks):
         lost = not kept or (kept_step != EVERYTHING and (i >= len(saves) or saves[i].step > kept_step))  # type: ignore[operator]
         for kind in COUNTED:

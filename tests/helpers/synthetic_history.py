@@ -1,8 +1,10 @@
 """Histories of runs that never were, with faults at random moments, and where their time truly went."""
 
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 FREE = ("grow", "preempted")  # kinds of re-forming that are no faults
@@ -30,11 +32,14 @@ class Synthetic:
     now: float = 1.7e9
     lines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     plans: list[dict[str, Any]] = field(default_factory=list)
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
     stretches: list[Stretch] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)  # indices of stretches
     down: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)  # of faults
-    stopped: dict[int, int | None] = field(default_factory=dict)  # by generation: the step at which it stopped in good order
+    stopped: dict[int, int | None] = field(
+        default_factory=dict
+    )  # by generation: the step at which it stopped in good order
 
     def __post_init__(self) -> None:
         self.names = [f"n{i}" for i in range(self.nodes)]
@@ -85,7 +90,11 @@ class Synthetic:
         dice, rank0 = self.dice, members[0]
         while len(saved) > 1 and dice.random() < 0.1:  # the newest is damaged
             saved.pop()
-        start, spent, save = saved[-1], dict.fromkeys(("init", "restore", "compile", "data", "step", "eval", "checkpoint"), 0.0), None
+        start, spent, save = (
+            saved[-1],
+            dict.fromkeys(("init", "restore", "compile", "data", "step", "eval", "checkpoint"), 0.0),
+            None,
+        )
         for before in range(1, generation):
             self.lose(before, start)
 
@@ -94,6 +103,9 @@ class Synthetic:
             self.stretches.append(Stretch(generation, what, seconds, save))
             self.now += seconds
 
+        start_up = dice.uniform(0.5, 5)  # before the process can count
+        self.stretches.append(Stretch(generation, "init", start_up, None))
+        self.now += start_up
         kind = "done" if last else dice.choice(FAULTS)
         blamed = [dice.choice(members)] if kind not in (*FREE, "done") else []
         early = not last and kind not in FREE and dice.random() < 0.2
@@ -119,22 +131,39 @@ class Synthetic:
                     if dice.random() < 0.3:
                         spend("eval", dice.uniform(0.2, 2))
         if kind == "hang":
-            spend("step", 60.0)
+            # Frozen: time goes by, and it counts none of it.
+            self.stretches.append(Stretch(generation, "other", 60.0, save))
+            self.now += 60.0
         good = kind in (*FREE, "done")
         if kind != "node" or blamed != [rank0]:
             self.event(
                 rank0, "ended", generation=generation, rank=0, exit=(0 if last else 75) if good else -9, kind=kind, sentence="",
-                step=step, start=start, seconds=dict(spent),
+                step=step, start=start, seconds=dict(spent), phase_seconds=60.0 if kind == "hang" else 0.0,
             )  # fmt: skip
             self.event(rank0, "verdict", verdict="form", kind=kind, generation=generation, blamed=blamed, step=step)
         else:
-            self.event(members[1], "verdict", verdict="form", kind=kind, generation=generation, blamed=blamed, step=step)
+            self.event(
+                members[1], "verdict", verdict="form", kind=kind, generation=generation, blamed=blamed, step=step
+            )
         self.stopped[generation] = step if good and step > start else None
         if good and step > saved[-1]:
             saved.append(step)
         if not good:
             self.kinds[kind] += 1
         return kind, blamed
+
+    def write(self, run: Path) -> Path:
+        """The same as the supervisors' files."""
+        at = run / "survive"
+        (at / "plans").mkdir(parents=True)
+        (at / "nodes").mkdir()
+        for node, lines in self.lines.items():
+            (at / f"events.{node}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for plan in self.plans:
+            (at / "plans" / f"{plan['number']:06}.json").write_text(json.dumps(plan))
+        for node, record in self.records.items():
+            (at / "nodes" / f"{node}.json").write_text(json.dumps(record).ljust(4096))
+        return run
 
     def lose(self, generation: int, start: int) -> None:
         """What a generation did after the save that a later one, which goes on from `start`, has built on."""

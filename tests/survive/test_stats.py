@@ -1,0 +1,208 @@
+import json
+import math
+import random
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from synthetic_history import Synthetic
+
+from meshtrain.config import ConfigError
+from meshtrain.survive import history, picture, stats
+from meshtrain.survive.ledger import ledger
+from meshtrain.survive.life import dominant, line
+from meshtrain.survive.reliability import by_interval, by_kind, by_node, mean_bounds, reliability, weibull_shape
+
+
+def run(tmp_path, seed=1, nodes=4, faults=8):
+    return Synthetic(random.Random(seed), nodes=nodes, faults=faults).play().write(tmp_path / "run")
+
+
+def played(dice, between, steps, every=20, step=1.0, write=2.0, restart=6.0):
+    """A run of one node whose faults come by chance, once in `between` seconds of its life."""
+    lines, plans, now, saved, generation = [], [], 0.0, 0, 0
+    wall = 1e9
+
+    def say(event, **fields):
+        lines.append({"wall": wall + now, "event": event, "generation": generation, "rank": 0, **fields})
+
+    def decide(state, kind):
+        plans.append({
+            "number": len(plans), "generation": generation, "state": state, "kind": kind, "leader": "n0", "wall": wall + now, "blamed": [],
+            "code": 0, "members": ["n0"], "reason": kind,
+        })  # fmt: skip
+
+    say("join")
+    fault, kind, taken = dice.expovariate(1 / between), "start", 0
+    while taken < steps:
+        generation += 1
+        decide("forming", kind)
+        say("started")
+        begun, spent, taken = now, dict.fromkeys(("init", "step", "checkpoint"), 0.0), saved
+        start, kind = saved, "signal"
+
+        def spend(what, seconds):
+            nonlocal now
+            seconds = min(seconds, fault - now)
+            spent[what] += seconds
+            now += seconds
+            return now < fault
+
+        on = spend("init", restart)
+        while on and taken < steps:
+            if not (on := spend("step", step)):
+                break
+            taken += 1
+            if taken == start + 1:
+                say("going", start=start)
+            if taken % every == 0:
+                say("save", step=taken, seconds=dict(spent))
+                if on := spend("checkpoint", write):
+                    saved = taken
+        say("ended", exit=0 if on else -9, kind="ok" if on else "signal", step=taken, start=start, seconds=dict(spent))
+        if not on:
+            fault = now + dice.expovariate(1 / between)
+    decide("over", "done")
+    return history.together({"n0": lines}, plans, {})
+
+
+def test_goodput_is_that_of_dalys_formula_where_faults_come_by_chance():
+    for between in (60.0, 200.0, 1000.0):
+        found = played(random.Random(3), between, steps=round(60 * between))
+        told = ledger(found)
+        said = reliability(found, told)
+        assert said.between == pytest.approx(between, rel=0.3)
+        assert said.between_least < between < said.between_most
+        assert (said.interval_steps, said.write) == (20, pytest.approx(2.0))
+        assert said.interval == pytest.approx(20.0)
+        assert said.expected == pytest.approx(told.goodput, abs=0.03)
+    # rarer faults, rarer saves: sqrt(2 * 2 s * 1000 s) are 63 steps of a second
+    assert said.advised == pytest.approx(63, rel=0.2)
+    assert said.shape == pytest.approx(1.0, abs=3 * said.shape_error)
+
+
+def test_bounds_of_the_mean_time_between_failures_are_garwoods():
+    # Garwood 1936, table: of 10 events the mean is 4.80 to 18.39 at 95%; of none at most 3.00
+    assert mean_bounds(100.0, 10) == (pytest.approx(100 / 18.39, rel=1e-3), pytest.approx(100 / 4.795, rel=1e-3))
+    assert mean_bounds(100.0, 0) == (pytest.approx(100 / 2.9957, rel=1e-4), math.inf)
+    dice, held = random.Random(0), 0
+    for _ in range(400):
+        number, clock = 0, dice.expovariate(1)
+        while clock < 8:
+            number, clock = number + 1, clock + dice.expovariate(1)
+        least, most = mean_bounds(8.0, number)
+        held += least <= 1.0 <= most
+    assert held >= 0.94 * 400
+
+
+@pytest.mark.parametrize("shape", [0.6, 1.0, 2.5])
+def test_the_shape_of_times_between_failures_is_found_again(shape):
+    dice = random.Random(4)
+    gaps = [dice.weibullvariate(500.0, shape) for _ in range(4000)]
+    assert weibull_shape(gaps) == pytest.approx(shape, rel=0.05)
+
+
+def test_a_shape_of_equal_times_is_none():
+    assert weibull_shape([5.0] * 6) is None
+    assert weibull_shape([0.0] * 6) is None
+
+
+def test_failures_are_counted_by_kind_by_node_and_by_interval():
+    made = Synthetic(random.Random(2), nodes=3, faults=20).play()
+    found = history.together(made.lines, made.plans, {})
+    told = ledger(found)
+    said = reliability(found, told)
+    assert dict(by_kind(said.failures)) == dict(made.kinds)
+    assert sum(n for _, n in by_node(said.failures)) == sum(made.kinds.values())
+    intervals = by_interval(said.failures, told)
+    assert sum(n for _, _, n in intervals) == sum(made.kinds.values())
+    assert len(intervals) <= 12 and intervals[-1][1] == told.wall
+    assert all(f.noticed == pytest.approx(60.0, abs=1e-3) for f in said.failures if f.kind == "hang" and f.noticed)
+
+
+def test_a_run_that_was_given_up_counts_its_last_fault_and_time_when_nobody_wanted_it_counts_for_nothing():
+    day = 86400.0
+    lines = [{"wall": w, "event": "join"} for w in (0.0, 10 * day)] + [{"wall": 10 * day + 100, "event": "left"}]
+    plans = [
+        {"number": 1, "generation": 1, "state": "forming", "kind": "start", "wall": 1.0},
+        {"number": 2, "generation": 1, "state": "over", "kind": "error", "code": 3, "wall": 50.0},
+        {"number": 3, "generation": 2, "state": "forming", "kind": "start", "wall": 10 * day},
+    ]
+    found = history.together({"n0": lines}, plans, {})
+    said = reliability(found, ledger(found))
+    assert [(f.kind, f.generation, f.restart) for f in said.failures] == [("error", 1, None)]
+    assert said.exposed == pytest.approx(150.0)
+
+
+def test_the_tables_say_what_the_json_says(tmp_path):
+    at = run(tmp_path)
+    text, found = stats.show(at), stats.to_json(at)
+    json.dumps(found, allow_nan=False)
+    assert sum(found["seconds"].values()) == pytest.approx(found["wall"])
+    assert f"goodput {found['goodput']:.1%}" in text
+    assert f"{found['seconds']['lost']:,.1f}" in text
+    assert f"{len(found['reliability']['failures'])} failures" in text
+    assert "torn" not in text
+
+
+def test_a_plan_for_the_run_stands_beside_what_was_measured(tmp_path):
+    at = run(tmp_path)
+    with pytest.raises(ConfigError, match="leave it out"):
+        stats.show(at, "h100")
+    (at / "survive" / "gen-9").mkdir()
+    (at / "survive" / "gen-9" / "config.yaml").write_text("mesh: {data: 4}\ncheckpoint: {every: 50}\n")
+    assert "planned for h100" in stats.show(at, "h100")
+    assert stats.to_json(at, "h100")["predicted"]["interval_steps"] > 0
+    with pytest.raises(ConfigError, match="did you mean h100"):
+        stats.show(at, "h10")
+
+
+def test_a_run_of_which_nothing_is_known_has_tables_and_a_picture(tmp_path):
+    (tmp_path / "survive").mkdir()
+    assert "together" in stats.show(tmp_path)
+    assert stats.to_json(tmp_path)["wall"] == 0
+    assert "</svg>" in picture.svg(tmp_path)
+
+
+@pytest.mark.parametrize(("nodes", "faults", "width"), [(1, 0, 960), (4, 6, 360), (64, 40, 960)])
+def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, faults, width):
+    at = run(tmp_path, nodes=max(nodes, 2), faults=faults)
+    drawing = picture.svg(at, width)
+    root = ElementTree.fromstring(drawing)
+    titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert float(root.get("width")) == width
+    assert all(any(t.startswith(f"generation {k + 1}, rank 0: ") for t in titles) for k in range(faults + 1))
+    count = len(stats.to_json(at)["reliability"]["failures"])
+    assert sum(": " in line for t in titles if " of " in t and "generation" not in t for line in t.split("\n")) == count
+    assert "Infinity" not in drawing and "NaN" not in drawing
+    assert len(drawing) < 3e6
+
+
+def test_what_a_node_calls_itself_is_text_in_the_picture(tmp_path):
+    at = run(tmp_path)
+    plan = sorted((at / "survive" / "plans").iterdir())[-1]
+    plan.write_text(plan.read_text().replace("done of nobody", "<script>alert(1)</script>"))
+    assert "<script>" not in picture.svg(at)
+    assert "&lt;script&gt;" in picture.svg(at)
+
+
+def test_the_line_for_a_terminal_is_as_wide_as_asked_and_marks_every_fault():
+    made = Synthetic(random.Random(5), nodes=2, faults=5).play()
+    found = history.together(made.lines, made.plans, {})
+    told = ledger(found)
+    letters, faults, legend = line(found, told, 300)
+    assert len(letters) == 300
+    assert len(faults.replace(" ", "")) == sum(made.kinds.values())
+    assert letters.count("x") / 300 == pytest.approx(told.seconds["lost"] / told.wall, abs=0.05)
+    assert all(letter in legend for letter in set(letters))
+
+
+def test_a_part_of_time_is_what_most_of_it_is():
+    assert dominant([], 0.0, 10.0, 5) == [""] * 5
+
+
+def test_statistics_need_no_jax(tmp_path):
+    at = run(tmp_path)
+    code = f"import sys; from pathlib import Path; from meshtrain.survive import stats, status, picture; p = Path({str(at)!r}); stats.show(p); status.show(p); picture.svg(p); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
