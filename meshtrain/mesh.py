@@ -236,7 +236,24 @@ def kind_of(device: jax.Device) -> str:
 
 
 def own_rows(sharding: NamedSharding, rows: int) -> slice:
-    """The rows of a global batch of `rows` that this process's devices hold (neighbours, as devices are ordered)."""
+    """The rows of a global batch of `rows` from the first to the last that this process's devices hold: all that it must read.
+
+    They hold all of them but where a process ends one stage and begins the next, and the data ranks between are elsewhere.
+    """
     parts = sharding.addressable_devices_indices_map((rows,)).values()
     bounds = [part[0].indices(rows)[:2] for part in parts if part is not None]
     return slice(min(low for low, _ in bounds), max(high for _, high in bounds))
+
+
+def of_own_rows(sharding: NamedSharding, own: np.ndarray, rows: int) -> jax.Array:
+    """The global array of `rows` rows of which this process gives its own (see `own_rows`).
+
+    JAX's `make_array_from_process_local_data` does not take rows that lie between those that the devices hold.
+    """
+    first = own_rows(sharding, rows).start
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        begin, end, _ = index[0].indices(rows)
+        return own[begin - first : end - first]
+
+    return jax.make_array_from_callback((rows, *own.shape[1:]), sharding, part)

@@ -21,9 +21,10 @@ from numpy.typing import ArrayLike
 
 from meshtrain.compat import lines_as_they_are, varying
 from meshtrain.config import Config, ConfigError
+from meshtrain.config.rows import filled_rows
 from meshtrain.given import a_batch, a_config
 from meshtrain.hlo import Collectives, collectives
-from meshtrain.mesh import DATA, PIPELINE, make_mesh, part_bytes, platform
+from meshtrain.mesh import DATA, PIPELINE, make_mesh, of_own_rows, own_rows, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import accumulate, offload
@@ -140,10 +141,12 @@ class Program(Shown):
     # --- batches
 
     def batch_shapes(self, example: dict[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """ShapeDtypeStructs of a global batch [B, T], rows sharded over data."""
-        train = self.config.train
-        shape = (train.global_batch_size, train.sequence_length)
+        """ShapeDtypeStructs of a global batch [B, T] with the arrays of an example, rows sharded over data."""
+        train, rows = self.config.train, filled_rows(self.config)
+        shape = (rows, train.sequence_length)
         example = example or {"tokens": None, "labels": None}
+        if rows > train.global_batch_size:
+            example = {**example, "weights": None}
         dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in example}
         return {n: jax.ShapeDtypeStruct(shape, d, sharding=self.batch_sharding) for n, d in dtypes.items()}
 
@@ -152,12 +155,14 @@ class Program(Shown):
 
         ConfigError for arrays that make no batch, and for rows that the data ranks cannot share.
         """
-        rows, data = a_batch(batch, self.config.model.vocab_size), self.config.mesh.data
-        if jax.process_count() == 1 and len(rows["tokens"]) % data:
+        arrays, data = a_batch(batch, self.config.model.vocab_size), self.config.mesh.data
+        ranks, given = own_rows(self.batch_sharding, data), len(arrays["tokens"])
+        each, left = divmod(given, ranks.stop - ranks.start)
+        if left:
             raise ConfigError(
-                f"a batch of {len(rows['tokens'])} rows cannot be shared by data {data}; give a multiple."
+                f"a batch of {given} rows cannot be shared by data {ranks.stop - ranks.start}; give a multiple."
             )
-        return {name: jax.make_array_from_process_local_data(self.batch_sharding, x) for name, x in rows.items()}
+        return {name: of_own_rows(self.batch_sharding, x, each * data) for name, x in arrays.items()}
 
     @property
     def batch_sharding(self) -> NamedSharding:

@@ -156,8 +156,7 @@ class Loop:
     ) -> None:
         self.config, self.program = program.config, program
         self.beat, self.injector, self.health = beat, injector, health
-        self.data = data
-        self.held_out, self.checkpointer, self.report = held_out, checkpointer, report
+        self.data, self.held_out, self.checkpointer, self.report = data, held_out, checkpointer, report
         self.record, self.start = record, start
         self.watch = Watch(self.config, start)
         depth = self.config.data.prefetch
@@ -192,7 +191,7 @@ class Loop:
             step += 1
             if pending is not None:
                 self.log(*pending)
-            pending = (step, batch["tokens"].size, metrics)
+            pending = (step, self.data.tokens(k), metrics)
             evaluates = bool(config.eval.every) and (step % config.eval.every == 0 or step == steps)
             # Asked once a step, so that a request is met by a save, and by every process alike.
             stopping = stop.requested

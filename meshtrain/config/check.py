@@ -5,6 +5,7 @@ import math
 import os
 from pathlib import Path
 
+from meshtrain.config.rows import filled_rows, pieces
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.families import FAMILIES
@@ -16,6 +17,7 @@ from meshtrain.survive.inject import requests
 from meshtrain.text import nearest_file
 
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
+PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
 
 
@@ -94,19 +96,23 @@ def _check_remat(config: Config) -> None:
 
 def _check_batch(config: Config) -> None:
     batch, data, microbatches = config.train.global_batch_size, config.mesh.data, config.parallel.microbatches
-    if (tokens := batch * config.train.sequence_length) > MOST_TOKENS:
+    rows = filled_rows(config)
+    if (tokens := rows * config.train.sequence_length) > MOST_TOKENS:
+        padded = f" (padded to {rows:,})" if rows > batch else ""
         raise ConfigError(
-            f"train.global_batch_size {batch} x train.sequence_length {config.train.sequence_length} is {tokens:,} tokens a step; "
+            f"train.global_batch_size {batch}{padded} x train.sequence_length {config.train.sequence_length} is {tokens:,} tokens a step; "
             f"legal are at most {MOST_TOKENS:,}."
         )
+    if config.train.uneven_batch == "pad":
+        return
     if batch % data:
         raise ConfigError(
-            f"mesh.data {data} does not divide train.global_batch_size {batch}; legal are {divisors(batch)}."
+            f"mesh.data {data} does not divide train.global_batch_size {batch}, which {PADDED} does without; legal are {divisors(batch)}."
         )
     if batch // data % microbatches:
         raise ConfigError(
             f"parallel.microbatches {microbatches} does not divide the {batch // data} sequences of a data rank "
-            f"(train.global_batch_size {batch} / mesh.data {data}); legal are {divisors(batch // data)}."
+            f"(train.global_batch_size {batch} / mesh.data {data}), which {PADDED} does without; legal are {divisors(batch // data)}."
         )
 
 
@@ -137,11 +143,11 @@ def _check_data(config: Config) -> None:
             f"mesh.tensor {mesh.tensor} does not divide data.length_multiple {data.length_multiple}, as parallel.sequence_parallel needs "
             f"with data.batching {data.batching}; give a multiple of {mesh.tensor}."
         )
-    pieces = mesh.data * config.parallel.microbatches
-    if data.batching == "budget" and (data.rows_multiple % pieces or data.rows_multiple > batch):
+    uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % pieces(config)
+    if data.batching == "budget" and (uneven or data.rows_multiple > batch):
         raise ConfigError(
-            f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches ({pieces}) "
-            f"and at most train.global_batch_size {batch}."
+            f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches ({pieces(config)}), "
+            f"which {PADDED} does without, and at most train.global_batch_size {batch}."
         )
 
 
@@ -202,27 +208,13 @@ def _no_table(schedule: str) -> str:
 
 
 def notes(config: Config) -> list[str]:
-    """What is legal but costs something, a sentence each."""
-    model, mesh, parallel = config.model, config.mesh, config.parallel
+    """What is legal but costs something, a sentence each; what a mesh pads of the weights says `parallel.placement.notes`."""
+    mesh, parallel, batch, rows = config.mesh, config.parallel, config.train.global_batch_size, filled_rows(config)
     found = []
-    if model.kv_heads % mesh.tensor:
+    if rows > batch:
         found.append(
-            f"model.kv_heads {model.kv_heads} does not divide over mesh.tensor {mesh.tensor}: every tensor rank holds all key and value heads."
-        )
-    for name, size, ways in (
-        ("model.d_ff", model.d_ff, mesh.tensor),
-        ("model.vocab_size", model.vocab_size, mesh.tensor * (mesh.pipeline if parallel.vocab == "spread" else 1)),
-    ):
-        if size % ways:
-            padded = math.ceil(size / ways) * ways
-            found.append(
-                f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
-            )
-    stages = mesh.pipeline * parallel.virtual_stages
-    if mesh.pipeline > 1 and model.layers % stages and parallel.layer_split is None:
-        most = math.ceil(model.layers / stages)
-        found.append(
-            f"model.layers {model.layers} does not divide over {stages} stages: the longest has {most}, so {1 - model.layers / (most * stages):.0%} of the stages' time is idle."
+            f"train.global_batch_size {batch} does not divide over mesh.data {mesh.data} x parallel.microbatches {parallel.microbatches}: "
+            f"padded to {rows} rows, {rows / batch - 1:.1%} more work."
         )
     if mesh.pipeline > 1 and parallel.microbatches < mesh.pipeline:
         found.append(_few_microbatches(config))

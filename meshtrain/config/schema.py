@@ -223,6 +223,11 @@ class DataConfig:
 class TrainConfig:
     steps: int = key(100, "optimizer steps of the whole run", least=1)
     global_batch_size: int = key(16, "sequences a step, over all devices", least=1, resume=REFUSED)
+    uneven_batch: Literal["refuse", "pad"] = key(
+        "refuse",
+        "a batch whose rows mesh.data x parallel.microbatches does not divide: refuse it, or pad it at its end with rows that weigh "
+        "nothing; losses and gradients stay those of the batch"
+    )
     sequence_length: int = key(256, "tokens a sequence", least=1, resume=REFUSED)
     label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)

@@ -1,5 +1,6 @@
 """From the configuration to the batches of training and validation."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.config import Config
+from meshtrain.config.rows import filled_up, row_multiple
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.batches import EpochRows, RowBatches
 from meshtrain.data.cache import cache_directory, open_files
+from meshtrain.data.filling import filled
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
 from meshtrain.data.inputs import find
 from meshtrain.data.loader import Batch
@@ -45,28 +48,35 @@ class TextBatches:
 
     A batch has int32 arrays [rows, T] `tokens` and `labels` (the token after each); where the batching needs them also `segments`
     (of a row, from 1; 0 is padding) and `positions` (in the segment), and float32 `weights` of the loss (absent: all ones).
+    With train.uneven_batch: pad its rows are followed by as many empty ones, of weight 0, as the mesh needs.
     """
 
     batches: GlobalBatches
     tokenizer: Tokenizer
     source: str
     digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
+    multiple: int = 1  # rows are filled up to a multiple of this
 
     def __repr__(self) -> str:
         return self.describe()
 
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
-        return self.batches.batch(k, rows)
+        return filled(self.batches, k, rows, self.batch_shape(k)[0])
 
     def batch_shape(self, k: int) -> tuple[int, int]:
-        """(rows, T) of global batch k."""
-        return self.batches.batch_shape(k)
+        """(rows, T) of global batch k, with the rows that fill it up."""
+        rows, length = self.batches.batch_shape(k)
+        return filled_up(rows, self.multiple), length
+
+    def tokens(self, k: int) -> int:
+        """Tokens of global batch k, padding of its own rows counted, but not the rows that fill it up."""
+        return math.prod(self.batches.batch_shape(k))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (rows, T) that a batch can have."""
-        return self.batches.shapes
+        return tuple((filled_up(rows, self.multiple), length) for rows, length in self.batches.shapes)
 
     @property
     def tokens_per_batch(self) -> float:
@@ -80,7 +90,7 @@ class TextBatches:
 
     @property
     def padding(self) -> float:
-        """The share of the places in a batch that hold no label, on average over an epoch."""
+        """The share of the places in a batch that hold no label, on average over an epoch; rows that fill it up are not counted."""
         return 1 - self.tokens_per_batch / self.batches.places_per_batch
 
     def describe(self) -> str:
@@ -147,7 +157,7 @@ def _drawn(config: Config, tokenizer: Tokenizer, split: str) -> TextBatches:
     opens = SOURCES[config.data.source].rows
     assert opens is not None, f"{config.data.source} is registered without a function that opens it"
     batches = RowBatches(opens(config, split), config.train.global_batch_size, pad=False)
-    return TextBatches(batches, tokenizer, config.data.source, digest="")
+    return TextBatches(batches, tokenizer, config.data.source, "", row_multiple(config))
 
 
 def _batches(
@@ -176,7 +186,8 @@ def _batches(
             f"{name} fills no batch of train.global_batch_size {config.train.global_batch_size} for {split}; "
             "give a smaller batch, or data.last: pad."
         )
-    return TextBatches(batches, tokenizer, name, "+".join(source.digest(split)[:16] for source, _, _ in pairs))
+    digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
+    return TextBatches(batches, tokenizer, name, digest, row_multiple(config))
 
 
 def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> Pieces:

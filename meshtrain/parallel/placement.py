@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshtrain.config.rows import filled_up
 from meshtrain.config.schema import PIPELINE, TENSOR, Config, MeshConfig, ModelConfig
 from meshtrain.model.weights import Weight, weights
 
@@ -77,7 +78,7 @@ def place(weight: Weight, over: Mapping[str, tuple[str, ...]], mesh: MeshConfig,
     split = tuple(over.get(axis, ()) for axis in weight.axes)
     ways = tuple(_devices(mesh, axes) for axes in split)
     sizes = zip(weight.axes, weight.shape, ways, strict=True)
-    whole = [places if axis == "layers" else _up(n, w) for axis, n, w in sizes]
+    whole = [places if axis == "layers" else filled_up(n, w) for axis, n, w in sizes]
     padded, zero_dim, data = list(whole), None, mesh.data
     if zero and data > 1:
         local = {d: whole[d] // ways[d] for d in range(weight.stacked, len(whole))}
@@ -87,8 +88,8 @@ def place(weight: Weight, over: Mapping[str, tuple[str, ...]], mesh: MeshConfig,
         if exact:
             zero_dim = max(exact, key=lambda d: local[d])
         elif free:
-            zero_dim = min(free, key=lambda d: _up(local[d], data) / local[d])
-            padded[zero_dim] = _up(local[zero_dim], data)
+            zero_dim = min(free, key=lambda d: filled_up(local[d], data) / local[d])
+            padded[zero_dim] = filled_up(local[zero_dim], data)
     return Placed(
         weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, weight.decayed
     )
@@ -173,7 +174,36 @@ def scatters_at_use(config: Config) -> bool:
 
 
 def notes(config: Config) -> list[str]:
-    """What ZeRO pads or cannot shard, and what it costs, a sentence each."""
+    """What a mesh pads or cannot split, and what it costs, a sentence each."""
+    return [*_split_notes(config), *_zero_notes(config)]
+
+
+def _split_notes(config: Config) -> list[str]:
+    """Of tensor and pipeline."""
+    model, mesh, parallel, found = config.model, config.mesh, config.parallel, []
+    over = splits(model, mesh, parallel.vocab)
+    if not over["kv_heads"]:
+        found.append(
+            f"model.kv_heads {model.kv_heads} does not divide over mesh.tensor {mesh.tensor}: every tensor rank holds all key and value heads."
+        )
+    for name, size, axis in (("model.d_ff", model.d_ff, "mlp"), ("model.vocab_size", model.vocab_size, "vocab")):
+        ways = _devices(mesh, over[axis])
+        if (padded := filled_up(size, ways)) > size:
+            found.append(
+                f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
+            )
+    dealt = stages(config)
+    places = len(dealt.counts) * dealt.longest
+    if model.layers < places and parallel.layer_split is None:
+        found.append(
+            f"model.layers {model.layers} does not divide over {len(dealt.counts)} stages: the longest has {dealt.longest}, "
+            f"so {1 - model.layers / places:.0%} of the stages' time is idle."
+        )
+    return found
+
+
+def _zero_notes(config: Config) -> list[str]:
+    """Of ZeRO."""
     found, data = [], zero_ways(config)
     for weight in all_placed(config):
         held, used = math.prod(weight.padded), math.prod(weight.whole)
@@ -191,7 +221,3 @@ def notes(config: Config) -> list[str]:
 
 def _devices(mesh: MeshConfig, axes: Collection[str]) -> int:
     return math.prod(getattr(mesh, axis) for axis in axes)
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -5,12 +5,14 @@ the part that does not shrink; here every term has its own law: compute falls wi
 where microbatches run out, collectives over data grow with the number of hops.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ConfigError, check, replaced
 from meshtrain.plan.cluster.cluster import Cluster, resized
 from meshtrain.plan.estimate import Plan, estimate
+from meshtrain.plan.shapes import sequences
 
 MOST_DEVICES = 16384
 
@@ -43,20 +45,20 @@ def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Poi
 def _stronger(config: Config, most: int) -> Iterator[Config]:
     model_ways = config.mesh.tensor * config.mesh.pipeline
     batch, data = config.train.global_batch_size, config.mesh.data
-    size = batch // data // config.parallel.microbatches  # sequences of a microbatch: kept as long as it can be
-    while data * model_ways <= most and batch % data == 0:
-        microbatches = max(1, batch // data // size)
-        if batch // data % microbatches == 0:
+    pads, size = config.train.uneven_batch == "pad", sequences(config)  # of a microbatch: kept as long as it can be
+    while data * model_ways <= most and (batch % data == 0 or (pads and data <= batch)):
+        microbatches = math.ceil(batch / data / size) if pads else max(1, batch // data // size)
+        if pads or batch // data % microbatches == 0:
             yield replaced(config, mesh={"data": data}, parallel={"microbatches": microbatches})
         data *= 2
 
 
 def _weaker(config: Config, most: int) -> Iterator[Config]:
     model_ways, data = config.mesh.tensor * config.mesh.pipeline, config.mesh.data
-    share = config.train.global_batch_size // data
+    batch = config.train.global_batch_size
     while data * model_ways <= most:
-        yield replaced(config, mesh={"data": data}, train={"global_batch_size": share * data})
-        data *= 2
+        yield replaced(config, mesh={"data": data}, train={"global_batch_size": batch})
+        data, batch = 2 * data, 2 * batch
 
 
 def _points(configs: Iterator[Config], cluster: Cluster) -> list[Point]:

@@ -72,8 +72,8 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> Fo
     if smallest is None:
         raise ConfigError(
             f"no layout of {devices} devices is legal for train.global_batch_size {config.train.global_batch_size}, model.heads "
-            f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must divide the first, mesh.tensor the second, and "
-            f"mesh.pipeline be at most the third."
+            f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must {_of_the_batch(config)}, mesh.tensor divide the "
+            "second, and mesh.pipeline be at most the third."
         )
     fitting.sort(key=lambda c: c[:2])
     plans = [estimate(c.config, cluster) for c in _distinct(fitting, 2 * best)]
@@ -102,8 +102,29 @@ def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
             continue
         for stages in divisors(devices // tensor):
             data = devices // tensor // stages
-            if stages <= config.model.layers and config.train.global_batch_size % data == 0:
+            if stages <= config.model.layers and (config.train.global_batch_size % data == 0 or _pads(config, data)):
                 yield data, tensor, stages
+
+
+def _pads(config: Config, data: int) -> bool:
+    """Whether a batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at."""
+    return config.train.uneven_batch == "pad" and data <= config.train.global_batch_size
+
+
+def _of_the_batch(config: Config) -> str:
+    return (
+        "be at most the first"
+        if config.train.uneven_batch == "pad"
+        else "divide the first, or train.uneven_batch be pad"
+    )
+
+
+def cuts(config: Config, data: int) -> tuple[int, ...]:
+    """Every number of microbatches for a data rank's rows: those that divide them or, where they are filled up, the fewest for each size."""
+    if config.train.uneven_batch == "refuse":
+        return divisors(config.train.global_batch_size // data)
+    rows = math.ceil(config.train.global_batch_size / data)
+    return tuple(sorted({math.ceil(rows / size) for size in range(1, rows + 1)}))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,8 +151,7 @@ def candidates(config: Config, cluster: Cluster, devices: int) -> Iterator[Candi
         mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
-        microbatches = divisors(base.train.global_batch_size // data)
-        for vocab, m in itertools.product(vocabularies, microbatches):
+        for vocab, m in itertools.product(vocabularies, cuts(base, data)):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             outside: dict[int, list[_Zero]] = {}
             for split, remat in itertools.product(splits, REMAT):

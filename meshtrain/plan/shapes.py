@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.config import Config, MeshConfig, ModelConfig
+from meshtrain.config.rows import filled_rows, pieces
 from meshtrain.config.schema import OptimizerConfig
 from meshtrain.model.weights import weights
 from meshtrain.optimizers import OPTIMIZERS
@@ -116,8 +117,8 @@ def vocabulary_rows(config: Config) -> int:
 
 
 def sequences(config: Config) -> int:
-    """Sequences of one microbatch on one data rank."""
-    return config.train.global_batch_size // config.mesh.data // config.parallel.microbatches
+    """Sequences of one microbatch on one data rank, those that fill it up counted."""
+    return filled_rows(config) // pieces(config)
 
 
 def tokens(config: Config) -> int:
@@ -136,7 +137,8 @@ def itemsize(dtype: str) -> int:
 
 
 def model_flops(config: Config) -> float:
-    """FLOPs of forward and backward for one step, recomputation not counted (PaLM, appendix B: 6 N + 12 L H Q T a token)."""
+    """FLOPs of forward and backward for one step, recomputation and rows that fill up a batch not counted
+    (PaLM, appendix B: 6 N + 12 L H Q T a token)."""
     model, train = config.model, config.train
     matrices = sum(weight.size for weight in weights(model) if weight.stacked and weight.decayed)
     head = model.d_model * model.vocab_size

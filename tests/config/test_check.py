@@ -16,22 +16,22 @@ def test_default_config_is_legal_and_free_of_notes():
     assert notes(load({})) == []
 
 
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        ({"mesh": {"tensor": 2}, "model": {"kv_heads": 3}}, ["kv_heads 3", "mesh.tensor 2", "every tensor rank"]),
-        ({"mesh": {"tensor": 2}, "model": {"d_ff": 97}}, ["d_ff 97", "padded to 98", "1.0%"]),
-        ({"mesh": {"tensor": 2}, "model": {"vocab_size": 301}}, ["vocab_size 301", "padded to 302", "0.3%"]),
-        (
-            {"mesh": {"pipeline": 4}, "parallel": {"microbatches": 4}, "model": {"layers": 5}},
-            ["layers 5", "4 stages", "the longest has 2", "38%"],
-        ),
-    ],
-)
-def test_what_costs_something_is_noted_with_its_price(sections, says):
+def test_rows_that_fill_up_a_batch_are_noted_with_their_price():
+    sections = {"mesh": {"data": 4}, "parallel": {"microbatches": 2}, "train": {"global_batch_size": 10}}
+    with pytest.raises(
+        ConfigError, match=r"mesh.data 4 does not divide .* 10, which train.uneven_batch: pad does without"
+    ):
+        configuration(**sections)
+    sections["train"]["uneven_batch"] = "pad"
     (note,) = notes(configuration(**sections))
-    assert all(part in note for part in says), note
-    assert note.endswith(".") and "\n" not in note
+    assert note.endswith("mesh.data 4 x parallel.microbatches 2: padded to 16 rows, 60.0% more work.")
+
+
+def test_the_tokens_of_a_step_are_counted_with_the_rows_that_fill_it_up():
+    huge = {"global_batch_size": 2**20 - 1, "sequence_length": 2048, "uneven_batch": "pad"}
+    assert notes(configuration(train=huge)) == []
+    with pytest.raises(ConfigError, match=r"1048575 \(padded to 1,048,576\) x .* is 2,147,483,648 tokens a step"):
+        configuration(train=huge, mesh={"data": 2})
 
 
 def test_chunks_have_no_use_without_stages():

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.config import load
-from meshtrain.parallel.placement import splits
+from meshtrain.parallel.placement import notes, splits
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,22 @@ def test_named_dimensions_lie_on_the_axes_that_divide_them(sections, expected):
     table = splits(config.model, config.mesh, config.parallel.vocab)
     assert {name: table[name] for name in expected} == expected
     assert (table["layers"], table["heads"], table["mlp"]) == (("pipeline",), ("tensor",), ("tensor",))
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"mesh": {"tensor": 2}, "model": {"kv_heads": 3}}, ["kv_heads 3", "mesh.tensor 2", "every tensor rank"]),
+        ({"mesh": {"tensor": 2}, "model": {"d_ff": 97}}, ["d_ff 97", "padded to 98", "1.0%"]),
+        ({"mesh": {"tensor": 2}, "model": {"vocab_size": 301}}, ["vocab_size 301", "padded to 302", "0.3%"]),
+        (
+            {"mesh": {"pipeline": 4}, "parallel": {"microbatches": 4}, "model": {"layers": 5}},
+            ["layers 5", "4 stages", "the longest has 2", "38%"],
+        ),
+    ],
+)
+def test_what_a_mesh_pads_is_noted_with_its_price(sections, says):
+    model = {"layers": 4, "d_model": 48, "heads": 6, "d_ff": 96, "vocab_size": 264}
+    (note,) = notes(load({**sections, "model": {**model, **sections.get("model", {})}}))
+    assert all(part in note for part in says), note
+    assert note.endswith(".") and "\n" not in note

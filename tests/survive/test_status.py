@@ -9,7 +9,16 @@ from meshtrain.config import ConfigError
 from meshtrain.survive import status
 from meshtrain.survive.history import read
 
-NODE = {"sequence": 7, "incarnation": "a", "host": "machine", "state": "running", "generation": 3, "acked": 3, "leaving": False, "end": None}
+NODE = {
+    "sequence": 7,
+    "incarnation": "a",
+    "host": "machine",
+    "state": "running",
+    "generation": 3,
+    "acked": 3,
+    "leaving": False,
+    "end": None,
+}
 RANK = {
     "number": 1, "pid": 5, "proc": "S", "phase_age": 0.4, "alive_age": 0.1, "step": 120, "phase": "wait", "pace": 1.25, "host": 0.25, "wait": 1.0,
     "saved": 110, "start": 100,
@@ -29,7 +38,11 @@ def going(tmp_path):
     (at / "nodes").mkdir()
     (at / "plans" / "000004.json").write_text(json.dumps(PLAN | {"number": 4, "state": "forming", "wall": 998.0}))
     (at / "plans" / "000005.json").write_text(json.dumps(PLAN))
-    for name, more in {"n0": {"rank": RANK | {"number": 0}}, "n1": {"rank": RANK}, "n3": {"state": "idle", "rank": None}}.items():
+    for name, more in {
+        "n0": {"rank": RANK | {"number": 0}},
+        "n1": {"rank": RANK},
+        "n3": {"state": "idle", "rank": None},
+    }.items():
         write(at, name, NODE | {"wall": 1002.0} | more)
     return tmp_path
 
@@ -44,7 +57,9 @@ def row(text, name):
 
 def test_status_says_what_goes_on(going):
     text = status.show(going, watch=0.0)
-    assert text.startswith("generation 3 running: rank 2 was killed\nmesh data 2 x tensor 4 x pipeline 1, 8 microbatches\n")
+    assert text.startswith(
+        "generation 3 running: rank 2 was killed\nmesh data 2 x tensor 4 x pipeline 1, 8 microbatches\n"
+    )
     assert "leader n0; coordinator machine:1234; spare n3" in text
     assert "n2 is left out for another 59:58 min" in text
     assert row(text, "n1").split("  ")[0] == "n1" and "120" in row(text, "n1") and "wait for 0.4 s" in row(text, "n1")
@@ -125,7 +140,11 @@ def test_what_is_cut_or_strange_is_left_out_and_counted(going):
 
 
 def test_words_of_a_record_cannot_move_the_cursor(going):
-    write(going / "survive", "n1", NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": ["x"], "step": "no", "pace": True}})
+    write(
+        going / "survive",
+        "n1",
+        NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": ["x"], "step": "no", "pace": True}},
+    )
     text = status.show(going, watch=0.0)
     assert "\x1b" not in text and "\\x1b[2J\\nfake" in text
 
@@ -134,5 +153,7 @@ def test_a_record_of_wrong_types_is_no_traceback(going):
     at = going / "survive"
     for value in (None, 3, "x", [], {}, {"a": {}}):
         write(at, "n1", {key: value for key in (*NODE, "wall", "rank")})
-        (at / "plans" / "000007.json").write_text(json.dumps({key: value for key in PLAN} | {"number": 7, "generation": 3, "wall": 1003.0}))
+        (at / "plans" / "000007.json").write_text(
+            json.dumps({key: value for key in PLAN} | {"number": 7, "generation": 3, "wall": 1003.0})
+        )
         assert "n1" in status.show(going, watch=0.0)

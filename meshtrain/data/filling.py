@@ -1,0 +1,28 @@
+"""Batches whose rows a mesh cannot share, filled up at their end with empty rows of weight 0."""
+
+from typing import Protocol
+
+import numpy as np
+
+from meshtrain.data.loader import Batch
+
+
+class Batches(Protocol):
+    """As `loader.Batches`, of rows [rows, T]."""
+
+    def batch(self, k: int, rows: slice) -> Batch: ...
+
+    def batch_shape(self, k: int) -> tuple[int, int]: ...
+
+
+def filled(batches: Batches, k: int, rows: slice, total: int) -> Batch:
+    """These rows of batch k, filled up to `total` rows. With real rows enough it is the batch itself, without `weights` of ours."""
+    real, _ = batches.batch_shape(k)
+    if real == total:
+        return batches.batch(k, rows)
+    begin, end, step = rows.indices(total)
+    batch = batches.batch(k, slice(min(begin, real), min(end, real), step))
+    missing = len(range(begin, end, step)) - len(batch["tokens"])
+    # All processes must give the same arrays, those that hold no empty row too.
+    batch = {"weights": np.ones(batch["tokens"].shape, np.float32), **batch}
+    return {name: np.pad(x, ((0, missing), (0, 0))) for name, x in batch.items()}
