@@ -1,5 +1,6 @@
 """python -m meshtrain.survive --config FILE: one a node, until the last step is taken. Besides: status RUN, stats RUN, inject KIND@STEP:RANK."""
 
+import json
 import socket
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from meshtrain.cli import DONE, Parser, command
 from meshtrain.config import ConfigError, load
 from meshtrain.errors import nearest, short
 from meshtrain.files import write_atomically
+from meshtrain.survive import picture, stats, status
 from meshtrain.survive.inject import KINDS, parse
 from meshtrain.survive.records import NAME
 from meshtrain.survive.store import SURVIVE, refuse_unsafe
@@ -80,6 +82,38 @@ def _inject(arguments: Sequence[str]) -> int:
     return DONE
 
 
+def _status(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="python -m meshtrain.survive status",
+        description="What a run does now: its nodes, their steps, what happened lately.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's directory")
+    print(status.show(Path(parser.parse_args(arguments).run)), end="")
+    return DONE
+
+
+def _stats(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="python -m meshtrain.survive stats",
+        description="Where a run's time went, its faults, how reliable its nodes are.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's directory")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="beside what `plan` predicts for this cluster, or for one in a file"
+    )
+    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--svg", metavar="FILE", help="writes a picture of the run's life")
+    options = parser.parse_args(arguments)
+    run = Path(options.run)
+    if options.svg:
+        write_atomically(Path(options.svg), picture.svg(run).encode())
+    if options.json:
+        print(json.dumps(stats.to_json(run, options.cluster), indent=2))
+    else:
+        print(stats.show(run, options.cluster), end="")
+    return DONE
+
+
 def _only_run() -> Path:
     found = sorted(path.parent for path in Path("runs").glob(f"*/{SURVIVE}"))
     if len(found) != 1:
@@ -89,7 +123,7 @@ def _only_run() -> Path:
     return found[0]
 
 
-WORDS = {"inject": _inject}
+WORDS = {"status": _status, "stats": _stats, "inject": _inject}
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ class Supervisor:
         self.waits = ""
         self.saved: int | None = None
         self.going = False
+        self._shape = ""  # of the newest mesh, in words
         self._sizes: dict[int, int | None] = {}
 
     # --- the loop
@@ -293,8 +294,7 @@ class Supervisor:
                 "formed", generation=new.generation, members=new.members, mesh=new.mesh, microbatches=new.microbatches, kind=new.kind,
                 reason=new.reason,
             )  # fmt: skip
-            shape = " x ".join(f"{axis} {size}" for axis, size in new.mesh.items())
-            say(f"generation {new.generation}: {', '.join(new.members)}; {shape}, {new.microbatches} microbatches.")
+            say(f"generation {new.generation} on {', '.join(new.members)}: {self._shape}.")
         else:
             blamed = f" (blamed: {', '.join(new.blamed)})" if new.blamed else ""
             say(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
@@ -309,7 +309,7 @@ class Supervisor:
         by_name = {n.name: n for n in self.view.nodes}
         found = formed(self.config, len(decision.members))
         assert found is not None, "options.used said that there is a mesh"
-        members = list(decision.members[: found.nodes])
+        self._shape, members = found.sentence, list(decision.members[: found.nodes])
         first = by_name[members[0]]
         config = replace(found.config, run=replace(found.config.run, directory=str(self.run_directory)))
         write_atomically(self.store.generation(plan.generation) / CONFIG, to_yaml(config).encode())
