@@ -84,7 +84,8 @@ def decide(now: float, nodes: Sequence[Node], plan: Plan | None, history: Sequen
 def _forming(now: float, nodes: Sequence[Node], plan: Plan, history: Sequence[Plan], options: Options) -> Decision:
     live = [n for n in nodes if n.age < options.node_timeout and not n.leaving]
     if busy := [n.name for n in live if n.acked < plan.generation]:
-        return Decision("wait", f"for {_names(busy)} to end the process of generation {plan.generation - 1}")
+        what = "to be ready" if plan.kind == "start" else f"to end the process of generation {plan.generation - 1}"
+        return Decision("wait", f"for {_names(busy)} {what}")
     if plan.age < plan.delay:
         return Decision("wait", f"{plan.delay:.0f} s after a fault without progress")
     # Who was ill stands back, as long as the others are enough.
@@ -171,7 +172,7 @@ def _fault_of(rank: int, node: Node, plan: Plan) -> Fault:
     blamed = tuple(plan.members[r] for r in end.ranks if 0 <= r < len(plan.members)) if end.ranks else (node.name,)
     if end.kind in ("peer", "numbers", "lock", "port", "config"):
         blamed = ()
-    sentence = f"rank {rank} on {node.name} ({node.host}) {end.sentence}"
+    sentence = f"rank {rank} on {node.name} ({node.host}) {end.sentence.rstrip('.')}"
     return Fault(end.kind, sentence, blamed, end.step)
 
 
@@ -224,15 +225,15 @@ def _given_up(fault: Fault, step: int, began: bool, past: Sequence[Plan], now: f
         return fault.sentence
     before = past[-1] if past else None
     if fault.kind == "numbers" and before is not None and before.kind == "numbers" and before.step == step:
-        return f"{fault.sentence} It is the same once more, with every rank on another node: the data or the optimizer, not a device"
+        return f"{fault.sentence}. It is the same once more, with every rank on another node: the data or the optimizer, not a device"
     if fault.kind in ("error", "memory") and not past and not began:
-        return f"{fault.sentence} It came before the first step, so it is not tried again"
+        return f"{fault.sentence}. It came before the first step, so it is not tried again"
     same = [p for p in past[-(SAME_STEP - 1) :] if p.step == step and p.kind != "lost"]
     if len(same) == SAME_STEP - 1 and fault.kind not in ("lost", "port", "lock"):
-        return f"{fault.sentence} It is fault number {SAME_STEP} in a row at step {step}: a loop"
+        return f"{fault.sentence}. It is fault number {SAME_STEP} in a row at step {step}: a loop"
     recent = sum(now - p.wall < DAY for p in past)
     if recent >= options.restarts:
-        return f"{fault.sentence} The {options.restarts} restarts of survive.restarts are spent"
+        return f"{fault.sentence}. The {options.restarts} restarts of survive.restarts are spent"
     return None
 
 
