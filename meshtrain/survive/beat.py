@@ -170,26 +170,26 @@ class Beat:
         """The devices have finished step `step`: the phase `log`, in which that many steps are taken."""
         self._go_on("log", step)
 
-    def _go_on(self, name: str, step: int | None = None) -> None:
+    def begin_save(self, step: int, due: bool) -> None:
+        """The phase `save`, of the state after `step` steps."""
+        self._go_on("save", due=step if due else None)
+
+    def _go_on(self, name: str, taken: int | None = None, due: int | None = None) -> None:
         now = time.perf_counter()
         with self._lock:
             spent, self._since = now - self._since, now
             self.seconds[KIND_OF[self.name]] += spent
             self._pace.spend(self.name, spent)
-            if step is not None:
+            if taken is not None:
                 self._pace.end_step()
-                self._medians, self.step = self._pace.medians(), step
+                self._medians, self.step = self._pace.medians(), taken
+            if due is not None:
+                self.at_save = {"step": due, "seconds": _rounded(self.seconds)}
             self.name = name
             self.changes += 1
         if self.supervised is not None:
             self._check_lease()
             self._write()
-
-    def begin_save(self, step: int, due: bool) -> None:
-        """The phase `save`, of the state after `step` steps."""
-        self.phase("save")
-        if due:
-            self.at_save = {"step": step, "seconds": dict(self.seconds)}
 
     @property
     def pace(self) -> float | None:
@@ -205,7 +205,7 @@ class Beat:
             seconds = self.seconds | {KIND_OF[self.name]: self.seconds[KIND_OF[self.name]] + now}
             return {
                 "n": self.changes, "alive": self.alive, "step": self.step, "phase": self.name, **self._medians,
-                "seconds": _rounded(seconds), "at_save": self.at_save and self.at_save | {"seconds": _rounded(self.at_save["seconds"])},
+                "seconds": _rounded(seconds), "at_save": self.at_save,
                 "saved": self.saved, "start": self.start, "matmul": self.matmul, "collectives": self.collectives,
             }  # fmt: skip
 
