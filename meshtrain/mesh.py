@@ -252,7 +252,8 @@ def of_own_rows(sharding: NamedSharding, own: np.ndarray, rows: int) -> jax.Arra
     """
     first = own_rows(sharding, rows).start
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         begin, end, _ = index[0].indices(rows)
         return own[begin - first : end - first]
 

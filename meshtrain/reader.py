@@ -7,7 +7,6 @@ No lock is taken, nothing is written, and no optimizer state is read or allocate
 read, and beside a run that goes on.
 """
 
-import math
 import warnings
 from collections.abc import Container, Mapping
 from functools import cached_property
@@ -30,7 +29,7 @@ from meshtrain.config.key import known
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.given import a_batch, some_ids
-from meshtrain.mesh import DATA, check_axes, make_mesh
+from meshtrain.mesh import check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
 from meshtrain.shown import Shown
@@ -180,7 +179,6 @@ def _config(manifest: Manifest, mesh: Mesh) -> Config:
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.
-    rows = math.ceil(run.train.global_batch_size / mesh.shape[DATA]) * mesh.shape[DATA]
-    config = replaced(run, mesh=mesh.shape, parallel={"zero_stage": 0}, train={"global_batch_size": rows})
+    config = replaced(run, mesh=mesh.shape, parallel={"zero_stage": 0}, train={"uneven_batch": "pad"})
     check(config)
     return config

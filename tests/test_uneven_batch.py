@@ -16,11 +16,10 @@ from free_port import free_port
 from short_runs import canonical_numbers, first_moment, start
 
 from meshtrain.config import Config, load, replaced, to_yaml
-from meshtrain.config.rows import filled_rows
+from meshtrain.config.rows import filled_rows, sequences
 from meshtrain.data import open_data
 from meshtrain.plan import named, plan
 from meshtrain.plan.search import candidates
-from meshtrain.plan.shapes import sequences
 from meshtrain.step import Program
 from meshtrain.train import train
 

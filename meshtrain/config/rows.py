@@ -26,3 +26,8 @@ def filled_up(rows: int, multiple: int) -> int:
 def filled_rows(config: Config) -> int:
     """Rows of a batch on the devices: train.global_batch_size and what fills it up."""
     return filled_up(config.train.global_batch_size, row_multiple(config))
+
+
+def sequences(config: Config) -> int:
+    """Rows of one microbatch on one data rank, those that fill it up counted."""
+    return filled_rows(config) // pieces(config)

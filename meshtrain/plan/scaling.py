@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ConfigError, check, replaced
+from meshtrain.config.rows import sequences
 from meshtrain.plan.cluster.cluster import Cluster, resized
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.shapes import sequences
 
 MOST_DEVICES = 16384
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.config import Config, MeshConfig, ModelConfig
-from meshtrain.config.rows import filled_rows, pieces
+from meshtrain.config.rows import sequences
 from meshtrain.config.schema import OptimizerConfig
 from meshtrain.model.weights import weights
 from meshtrain.optimizers import OPTIMIZERS
@@ -114,11 +114,6 @@ def _vocabulary_ways(model: ModelConfig, mesh: MeshConfig, vocab: str) -> int:
 def vocabulary_rows(config: Config) -> int:
     """Rows of it on one device."""
     return math.ceil(config.model.vocab_size / vocabulary_ways(config))
-
-
-def sequences(config: Config) -> int:
-    """Sequences of one microbatch on one data rank, those that fill it up counted."""
-    return filled_rows(config) // pieces(config)
 
 
 def tokens(config: Config) -> int:

@@ -1,0 +1,166 @@
+"""The config that a run goes on with on the nodes that are there: tensor x pipeline kept, the data axis as long as the devices allow.
+
+    128 nodes of 8 devices, tensor 8 x pipeline 8, batch 1024:  data 16
+    one of them lost:                                           data 15 on 120 nodes, 1035 rows, 7 nodes to spare
+
+The batch stays what it was, filled up where the data axis does not divide it (`train.uneven_batch`), and a microbatch gets no more
+rows, since activations are what memory would run out for. Where tensor x pipeline itself has no place the planner's search proposes
+another mesh. No JAX.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from meshtrain.config import Config, ConfigError, SurviveConfig, check, resolve, short
+from meshtrain.config.follow import put
+from meshtrain.config.rows import filled_rows, pieces, sequences
+from meshtrain.plan.cluster.cluster import Cluster, known, named
+from meshtrain.plan.estimate import usual_cluster
+from meshtrain.plan.scaling import grown
+from meshtrain.plan.search import search
+from meshtrain.schedule.generators import SCHEDULES, make_table
+
+WASTE = 0.02  # share of a data rank's rows: more microbatches than must be are taken only to stay below it
+TRIES = 256  # numbers of microbatches for which a schedule is asked
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class Formed:
+    """What a generation trains with."""
+
+    config: Config
+    nodes: int  # used, of those that are there
+    sentence: str  # what became of the data axis, the nodes and the rows
+
+
+def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> Formed | None:
+    """What a run of `config`, written for survive.wanted nodes, does with `nodes` of them; None where it cannot run on so few.
+
+    On as many as it was written for that is the config itself. `cluster` is asked where tensor x pipeline has no place:
+    a cluster or the name of one, by default that of the GPU which is here, else `cpu`. Of the survive section only `inject` is kept.
+    """
+    each = config.mesh.devices // config.survive.wanted
+    usable = min(nodes, config.survive.most)
+    # What it says of nodes is about the run: a generation's devices need not be a multiple of them.
+    config = resolve(replace(config, survive=SurviveConfig(inject=config.survive.inject)))
+    found = _shrunk(config, usable * each)
+    fits = found is not None
+    if found is None:
+        found = _searched(config, usable, each, cluster)
+    if found is None:
+        return None
+    used = math.ceil(found.mesh.devices / each)
+    return Formed(found, used, _sentence(config, found, nodes, used, each, fits))
+
+
+def _shrunk(config: Config, devices: int) -> Config | None:
+    """The config with another data axis, tensor x pipeline kept; None where they do not fit, or nothing is legal."""
+    mesh, batch = config.mesh, config.train.global_batch_size
+    data = devices // (mesh.tensor * mesh.pipeline)
+    if data != mesh.data:
+        data = min(data, batch)
+    if data == mesh.data:
+        return config
+    if data == 0:
+        return None
+    counts: Iterable[int] = [config.parallel.microbatches]
+    # The table of a file is for one number of microbatches.
+    if mesh.pipeline == 1 or not config.parallel.schedule.endswith(".csv"):
+        counts = islice(microbatches(math.ceil(batch / data), sequences(config)), TRIES)
+    cut = (_even(put(config, mesh={"data": data}, parallel={"microbatches": count})) for count in counts)
+    return next(filter(_legal, cut), None)
+
+
+def microbatches(rows: int, most: int) -> Iterator[int]:
+    """Into how many microbatches to cut a data rank's `rows`, none with more than `most`: the best number first, then the others.
+
+    That is the fewest which wastes little on empty rows. Before a microbatch has less than half of `most` rows, which
+    makes matrices small and ZeRO's traffic large, more is wasted.
+    """
+
+    def wasted(count: int) -> tuple[float, int]:
+        return max(count * math.ceil(rows / count) / rows - 1, WASTE), count
+
+    halved = math.ceil(rows / math.ceil(most / 2))
+    yield from sorted(range(math.ceil(rows / most), halved + 1), key=wasted)
+    yield from range(halved + 1, halved + TRIES)
+
+
+def _searched(config: Config, nodes: int, each: int, cluster: Cluster | str | None) -> Config | None:
+    """The fastest layout that fits, by the planner, on all of these nodes, else on the largest power of two of them."""
+    padded = put(config, train={"uneven_batch": "pad"})
+    counts = (nodes, 2 ** (nodes.bit_length() - 1)) if nodes > 0 else ()
+    for devices in dict.fromkeys(count * each for count in counts):
+        chosen = cluster or cluster_here(config)
+        there = grown(chosen, devices) if isinstance(chosen, Cluster) else named(chosen, devices)
+        try:
+            plans = search(padded, there, devices).plans
+        except ConfigError:
+            continue
+        own = {"uneven_batch": config.train.uneven_batch}
+        best = filter(_legal, (_even(put(plan.config, train=own)) for plan in plans))
+        if (found := next(best, None)) is not None:
+            return found
+    return None
+
+
+def _even(config: Config) -> Config:
+    """The config, its batch filled up if the mesh does not divide it."""
+    rows = config.data.rows_multiple if config.data.batching == "budget" else 0
+    if config.train.global_batch_size % pieces(config) == 0 and rows % pieces(config) == 0:
+        return config
+    return put(config, train={"uneven_batch": "pad"})
+
+
+def _legal(config: Config) -> bool:
+    stages, parallel = config.mesh.pipeline, config.parallel
+    try:
+        check(config)
+        # Schedules with formulas have a table for every size; of others the table itself must say.
+        entry = SCHEDULES.get(parallel.schedule)
+        if stages > 1 and not (entry and entry.formulas):
+            make_table(parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages)
+    except ValueError:
+        return False
+    return True
+
+
+def cluster_here(config: Config) -> str:
+    """The known cluster of this machine's GPU; `cpu` without one, and for a GPU that none has what a run is usually planned for."""
+    models = [path.read_text() for path in sorted(GPUS.glob("*/information"))]
+    if not models:
+        return "cpu"
+    words = {word.removesuffix("gb") for word in re.findall("[a-z0-9]+", models[0].lower())}
+    fitting = [name for name in known() if words.issuperset(name.split("-"))]
+    return max(fitting, key=len, default=usual_cluster(config))
+
+
+def _sentence(config: Config, found: Config, nodes: int, used: int, each: int, fits: bool) -> str:
+    """data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16"""
+    mesh, before = found.mesh, config.mesh
+    if fits:
+        words = f"data {mesh.data} of {before.data}: "
+    else:
+        words = (
+            f"tensor {before.tensor} x pipeline {before.pipeline} has no place on {nodes} nodes of {each} devices, "
+            f"data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline} in its stead: "
+        )
+    parts = [f"{nodes - used or 'none'} of {nodes} nodes idle"]
+    if left := used * each - mesh.devices:
+        parts.append(f"{left} devices of the others idle")
+    if (more := filled_rows(found) / config.train.global_batch_size - 1) > 0:
+        parts.append(f"{more:.1%} more rows")
+    cut, was = found.parallel.microbatches, config.parallel.microbatches
+    if cut != was:
+        parts.append(f"microbatches {cut} in place of {was}")
+    elif fits and sequences(found) > sequences(config):
+        table = short(found.parallel.schedule)
+        parts.append(
+            f"microbatches of {sequences(found)} rows in place of {sequences(config)} since {table} is for {cut} of them"
+        )
+    return words + ", ".join(parts)
