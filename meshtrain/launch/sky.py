@@ -1,0 +1,64 @@
+"""`sky`: a task for `sky jobs launch` (SkyPilot).
+
+SkyPilot ends all nodes when the command of one ends with an error, so a supervisor that was killed is started again where it was, and
+only what a supervisor says by itself ends the task. 75 brings the task back on machines that are there (recover_on_exit_codes).
+"""
+
+import argparse
+import shlex
+
+from meshtrain.cli import STOPPED, Parser
+from meshtrain.errors import ConfigError
+from meshtrain.launch.job import absolute, add_engine, engine_job, word
+from meshtrain.launch.manifest import dumped
+
+PAUSE = 10  # seconds before a killed supervisor is started again
+RUN = """\
+cd {mount} || exit 2
+address=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
+left={restarts}
+while :; do
+  code=0
+  {supervisor} --node "n$SKYPILOT_NODE_RANK" --address "$address" || code=$?
+  if [ "$code" -lt 128 ] || [ "$left" -eq 0 ]; then exit "$code"; fi
+  left=$((left - 1))
+  echo "the supervisor was killed (exit code $code); it is started again" >&2
+  sleep {pause}
+done
+"""
+
+
+def add(parser: Parser) -> None:
+    add_engine(parser)
+    parser.add_argument(
+        "--accelerator", type=word, help="as SkyPilot calls it, such as H100; needed unless --gpus-per-node is 0"
+    )
+    parser.add_argument("--image", help="a container image")
+    parser.add_argument("--volume", required=True, type=word, help="a SkyPilot volume that all nodes share")
+    parser.add_argument(
+        "--mount", default="/work", type=absolute, help="where it is; paths of the config begin there; default: /work"
+    )
+    parser.add_argument("--spot", action="store_true", help="take machines that may be taken away")
+
+
+def text(options: argparse.Namespace) -> str:
+    job = engine_job(options)
+    if job.devices and not options.accelerator:
+        raise ConfigError(f"--accelerator is missing: a node has {job.devices} devices; give it, or --gpus-per-node 0.")
+    resources = {
+        "accelerators": f"{options.accelerator}:{job.devices}" if job.devices else None,
+        "cpus": f"{options.cpus_per_node}+" if options.cpus_per_node else None,
+        "image_id": f"docker:{options.image}" if options.image else None,
+        "use_spot": options.spot or None,
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]},
+    }
+    task = {
+        "name": job.name,
+        "num_nodes": job.nodes,
+        "resources": {key: value for key, value in resources.items() if value is not None},
+        "volumes": {options.mount: options.volume},
+        "run": RUN.format(
+            mount=shlex.quote(options.mount), restarts=job.restarts, supervisor=shlex.join(job.supervisor), pause=PAUSE
+        ),
+    }
+    return dumped(task)

@@ -1,0 +1,98 @@
+"""`ssh`: a supervisor on each of some hosts, which see this directory under the same name (a shared file system).
+
+Host keys are checked always, and nothing is asked: a host must be in known_hosts, and take a key. A connection that is lost, or this
+process killed, ends the far supervisor as SIGTERM does: it stops with a checkpoint.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.cli import DONE, Parser
+from meshtrain.config import load
+from meshtrain.errors import ConfigError, short
+from meshtrain.launch import processes
+from meshtrain.launch.job import absolute, make
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
+HOST = re.compile(r"([a-z_][a-z0-9_.-]{0,31}@)?[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
+# sshd tells the far side of no signal, only of the end of its input. `$@` is the supervisor; a line of input is a signal's name.
+FAR_SIDE = (
+    'exec 3<&0 </dev/null; "$@" 3<&- & node=$!; '
+    '{ while read -r name <&3; do kill -s "$name" "$node"; done; kill -s TERM "$node"; } 2>/dev/null & ear=$!; '
+    'wait "$node"; code=$?; kill "$ear" 2>/dev/null; exit "$code"'
+)
+
+
+def add(parser: Parser) -> None:
+    hosts = parser.add_mutually_exclusive_group(required=True)
+    hosts.add_argument("--hosts", metavar="HOST,HOST", help="names that every host resolves; USER@HOST is legal")
+    hosts.add_argument("--hostfile", metavar="FILE", help="one host a line; # begins a comment")
+    parser.add_config()
+    parser.add_argument("--directory", type=absolute, help="where to start on the hosts; default: this directory")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter on the hosts; default: this one")
+    parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")
+
+
+def run(options: argparse.Namespace) -> int:
+    hosts = _hosts(options)
+    refuse_others_files(options.config, "--config")
+    directory = options.directory or os.getcwd()
+    job = make(load(options.config, options.set), options, len(hosts), options.python)
+    commands = {name: command(host, directory, job.supervisor) for name, host in hosts.items()}
+    if options.print:
+        print("\n".join(map(shlex.join, commands.values())))
+        return DONE
+    return processes.run(commands, listens=True)
+
+
+def command(host: str, directory: str, supervisor: Sequence[str]) -> list[str]:
+    """The ssh command of one host. The login shell there sees only quoted words."""
+    name = host.rpartition("@")[2]
+    words = shlex.join(["exec", "sh", "-c", FAR_SIDE, "supervisor", *supervisor, "--node", name, "--address", name])
+    return [*SSH, "--", host, f"cd {shlex.quote(directory)} && {words}"]
+
+
+def refuse_others_files(path: str, option: str) -> None:
+    """What decides about commands must not be another user's to change."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        # Whoever reads it says what is wrong.
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{option} {short(path)} belongs to another user; nothing is run from what others may write.")
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{option} {short(path)} can be written by everyone; nothing is run from what others may write."
+        )
+
+
+def _hosts(options: argparse.Namespace) -> dict[str, str]:
+    """By the name of the host, how ssh is to be told of it."""
+    if options.hostfile:
+        refuse_others_files(options.hostfile, "--hostfile")
+        text, where = (
+            Path(options.hostfile).read_text(errors="backslashreplace"),
+            f"--hostfile {short(options.hostfile)}",
+        )
+        given = [line.partition("#")[0].strip() for line in text.splitlines()]
+    else:
+        given, where = [host.strip() for host in options.hosts.split(",")], "--hosts"
+    given = [host for host in given if host]
+    if not given:
+        raise ConfigError(f"{where} names no host.")
+    hosts: dict[str, str] = {}
+    for host in given:
+        name = host.rpartition("@")[2]
+        if not HOST.fullmatch(host):
+            raise ConfigError(f"{where}: {short(repr(host))} is no host; write HOST or USER@HOST.")
+        if name in hosts:
+            raise ConfigError(f"{where}: {name} stands there twice; a node has one supervisor.")
+        hosts[name] = host
+    return hosts

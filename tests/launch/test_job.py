@@ -1,0 +1,54 @@
+"""Nodes, devices a node and the supervisor's command, from a config and what was asked for."""
+
+import argparse
+
+import pytest
+import yaml
+
+from meshtrain.errors import ConfigError
+from meshtrain.launch import job
+
+
+def _job(tmp_path, nodes: int, overrides: tuple[str, ...] = (), **sections) -> job.Job:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"mesh": {"data": 4, "tensor": 2}, **sections}))
+    options = argparse.Namespace(config=str(path), set=list(overrides))
+    return job.make(job.load(str(path), overrides), options, nodes, "python")
+
+
+def test_a_config_without_nodes_is_for_as_many_as_there_are(tmp_path):
+    made = _job(tmp_path, 4, ("train.steps=5",))
+    assert (made.nodes, made.devices) == (4, 2)
+    assert made.supervisor[:3] == ("python", "-m", "meshtrain.survive")
+    assert made.supervisor[-4:] == ("--set", "train.steps=5", "--set", "survive.wanted=4")
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_a_config_with_nodes_keeps_them(tmp_path, nodes):
+    made = _job(tmp_path, nodes, survive={"wanted": 2})
+    assert (made.nodes, made.devices) == (nodes, 4)
+    assert "--set" not in made.supervisor
+
+
+def test_devices_that_do_not_divide_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8\.$"):
+        _job(tmp_path, 3)
+
+
+@pytest.mark.parametrize(
+    "directory, name",
+    [("runs/quickstart", "quickstart"), ("/a/8B run_é!", "b-run"), ("runs/123", "meshtrain"), ("r" * 99, "r" * 40), ("a" * 39 + "--b", "a" * 39)],
+)
+def test_the_name_is_the_run_directorys(tmp_path, directory, name):
+    assert _job(tmp_path, 1, run={"directory": directory}).name == name
+
+
+@pytest.mark.parametrize("text, seconds", [("0:00:01", 1), ("12:30:00", 45000), ("2-01:00:00", 176400)])
+def test_times(text, seconds):
+    assert job.seconds(job.duration(text)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "1:99:00", "1:00:00; rm -rf /", "1:00:00\n"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="write H:MM:SS"):
+        job.duration(text)
