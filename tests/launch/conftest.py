@@ -6,7 +6,7 @@ import pytest
 import yaml
 from supervisors import Supervisors
 
-ODD = "it's \"odd\" $HOME `x` é.yaml"  # a legal name of a file
+ODD = 'it\'s "odd" $HOME `x` é.yaml'  # a legal name of a file
 
 
 @pytest.fixture
@@ -17,5 +17,7 @@ def supervisors(tmp_path: Path) -> Supervisors:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / ODD
-    path.write_text(yaml.safe_dump({"run": {"directory": str(tmp_path / "the run's")}, "mesh": {"data": 4, "tensor": 2}}))
+    path.write_text(
+        yaml.safe_dump({"run": {"directory": str(tmp_path / "the run's")}, "mesh": {"data": 4, "tensor": 2}})
+    )
     return path

@@ -31,13 +31,21 @@ def test_a_config_with_nodes_keeps_them(tmp_path, nodes):
 
 
 def test_devices_that_do_not_divide_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8\.$"
+    ):
         _job(tmp_path, 3)
 
 
 @pytest.mark.parametrize(
     "directory, name",
-    [("runs/quickstart", "quickstart"), ("/a/8B run_é!", "b-run"), ("runs/123", "meshtrain"), ("r" * 99, "r" * 40), ("a" * 39 + "--b", "a" * 39)],
+    [
+        ("runs/quickstart", "quickstart"),
+        ("/a/8B run_é!", "b-run"),
+        ("runs/123", "meshtrain"),
+        ("r" * 99, "r" * 40),
+        ("a" * 39 + "--b", "a" * 39),
+    ],
 )
 def test_the_name_is_the_run_directorys(tmp_path, directory, name):
     assert _job(tmp_path, 1, run={"directory": directory}).name == name

@@ -16,7 +16,17 @@ def launch(supervisors, config):
     started = []
 
     def start(nodes: int, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", MAIN, str(supervisors.python), "local", str(nodes), "--config", str(config), *words]
+        command = [
+            sys.executable,
+            "-c",
+            MAIN,
+            str(supervisors.python),
+            "local",
+            str(nodes),
+            "--config",
+            str(config),
+            *words,
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
         started.append(process)
         return process
@@ -51,7 +61,9 @@ def test_one_nodes_output_is_left_as_it_is(launch, supervisors):
     assert "--set" not in supervisors.words("n0")
 
 
-@pytest.mark.parametrize("codes, whole", [((0, 0), 0), ((0, 1), 0), ((3, 75), 3), ((75, 75), 75), ((2, 75), 2), ((1, 1), 1)])
+@pytest.mark.parametrize(
+    "codes, whole", [((0, 0), 0), ((0, 1), 0), ((3, 75), 3), ((75, 75), 75), ((2, 75), 2), ((1, 1), 1)]
+)
 def test_the_exit_code_is_the_runs(launch, supervisors, codes, whole):
     for node, code in enumerate(codes):
         supervisors.does(f"n{node}", exit=code)

@@ -49,7 +49,9 @@ def test_what_the_supervisors_agreed_on_counts_if_it_is_of_this_start(tmp_path):
     assert outcome.agreed(tmp_path, 11) is None, "of an earlier start"
 
 
-@pytest.mark.parametrize("text", ['{"state": "over", "co', "[]", '{"state": "over", "code": "75"}', '{"state": "over", "code": 300}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ['{"state": "over", "co', "[]", '{"state": "over", "code": "75"}', '{"state": "over", "code": 300}', "\x00"]
+)
 def test_a_damaged_plan_says_nothing(tmp_path, text):
     _plan(tmp_path, 1)
     (tmp_path / "survive" / "plans" / "000001.json").write_text(text)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +46,11 @@ def sbatch(script: Path, tmp_path: Path):
         given |= {"SLURM_JOB_ID": "42"} | variables | ({"PLAN": json.dumps(plan)} if plan else {})
         ended = subprocess.run(["bash", str(script)], env=os.environ | given, timeout=120)
         requeued = told / "scontrol"
-        return ended.returncode, json.loads((told / "srun").read_text()), requeued.read_text() if requeued.exists() else ""
+        return (
+            ended.returncode,
+            json.loads((told / "srun").read_text()),
+            requeued.read_text() if requeued.exists() else "",
+        )
 
     return submit
 
@@ -101,6 +104,7 @@ def test_without_cores_the_node_is_taken_whole(config, capsys):
 
 
 def test_shellcheck_finds_nothing(script):
-    subprocess.run(["bash", "-n", str(script)], check=True)
     checker = Path(sys.executable).with_name("shellcheck")
-    subprocess.run([str(checker) if checker.exists() else shutil.which("shellcheck") or "shellcheck", str(script)], check=True)
+    # SC2016: a file's name holds a dollar sign here, and is not to be expanded.
+    words = [str(checker) if checker.exists() else "shellcheck", "--exclude=SC2016", str(script)]
+    subprocess.run(words, check=True)

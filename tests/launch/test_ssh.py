@@ -32,7 +32,16 @@ def launch(supervisors: Supervisors, config: Path, tmp_path: Path):
     started = []
 
     def start(hosts: str) -> subprocess.Popen[str]:
-        words = ["--config", str(config), "--hosts", hosts, "--directory", str(where), "--python", str(supervisors.python)]
+        words = [
+            "--config",
+            str(config),
+            "--hosts",
+            hosts,
+            "--directory",
+            str(where),
+            "--python",
+            str(supervisors.python),
+        ]
         command = [sys.executable, "-m", "meshtrain.launch", "ssh", *words]
         path = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
         process = subprocess.Popen(command, env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -111,7 +120,9 @@ def test_odd_hosts_are_refused(config, capsys, hosts, sentence):
 
 
 @pytest.mark.parametrize("whose", ["config", "hostfile"])
-@pytest.mark.parametrize("how, sentence", [("writable", "can be written by everyone"), ("owned", "belongs to another user")])
+@pytest.mark.parametrize(
+    "how, sentence", [("writable", "can be written by everyone"), ("owned", "belongs to another user")]
+)
 def test_a_file_that_others_may_write_is_refused(config, tmp_path, capsys, whose, how, sentence):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("h1 # the first\n\n# none\nh2\n")

@@ -1,0 +1,115 @@
+"""Manifests against the models that Kubeflow makes of the API servers' own schemas (the package kubeflow-trainer-api), and what they say."""
+
+import re
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from meshtrain.launch.__main__ import main
+
+KINDS = {
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+}
+OPTIONS = (
+    "--nodes",
+    "4",
+    "--volume",
+    "runs",
+    "--image",
+    "registry/meshtrain:1",
+    "--namespace",
+    "team-a",
+    "--time",
+    "1:00:00",
+)
+
+
+@pytest.fixture
+def manifests(config, capsys):
+    def printed(way: str, *more: str) -> list[dict]:
+        assert main([way, "--config", str(config), *OPTIONS, *more]) == 0
+        return list(yaml.safe_load_all(capsys.readouterr().out))
+
+    return printed
+
+
+@pytest.mark.parametrize("way, kinds", [("jobset", ["JobSet"]), ("trainjob", ["TrainingRuntime", "TrainJob"])])
+@pytest.mark.parametrize("more", [(), ("--gpus-per-node", "0"), ("--cpus-per-node", "96", "--mount", "/a b")])
+def test_every_field_is_one_of_the_api(manifests, way, kinds, more):
+    documents = manifests(way, *more)
+    assert [document["kind"] for document in documents] == kinds
+    for document in documents:
+        # What a model does not know it drops, and what is of another type it refuses.
+        assert KINDS[document["kind"]].from_dict(document).to_dict() == document
+
+
+def _job(documents: list[dict]) -> dict:
+    spec = documents[0]["spec"]
+    (replicated,) = spec.get("template", {"spec": spec})["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node" and replicated["replicas"] == 1
+    return replicated["template"]
+
+
+def _done(job: dict, code: int, conditions: tuple[str, ...] = ()) -> str:
+    """What the Job's controller does about a pod that failed: the action of the first rule that fits, else Count."""
+    for rule in job["spec"]["podFailurePolicy"]["rules"]:
+        codes = rule.get("onExitCodes", {"operator": "In", "values": []})
+        assert codes["operator"] == "In" and codes["values"] == sorted(codes["values"])
+        if code in codes["values"] or {c["type"] for c in rule.get("onPodConditions", [])} & {*conditions}:
+            return rule["action"]
+    return "Count"
+
+
+@pytest.mark.parametrize("way", ["jobset", "trainjob"])
+@pytest.mark.parametrize(
+    "code, conditions, action",
+    [
+        (1, (), "Count"),
+        (2, (), "FailJob"),
+        (3, (), "FailJob"),
+        (75, (), "Ignore"),
+        (137, (), "Count"),
+        (137, ("DisruptionTarget",), "Ignore"),
+        (3, ("DisruptionTarget",), "FailJob"),
+    ],
+)
+def test_who_acts_on_which_exit_code(manifests, way, code, conditions, action):
+    job = _job(manifests(way, "--set", "survive.restarts=7"))
+    assert _done(job, code, conditions) == action
+    assert job["spec"]["backoffLimit"] == 7
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    # Without both, rules on exit codes are not legal, or two supervisors have one name.
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert job["spec"]["podReplacementPolicy"] == "Failed"
+
+
+def _expanded(word: str, variables: dict[str, str]) -> str:
+    """As the kubelet does: $(NAME) of a variable that there is, $$ for a dollar sign."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda m: "$" if m[1] == "$" else variables.get(m[2], m[0]), word)
+
+
+@pytest.mark.parametrize("way", ["jobset", "trainjob"])
+def test_each_pod_is_told_its_name_and_an_address_that_the_others_resolve(manifests, config, way):
+    odd = "data.source=$(JOB_COMPLETION_INDEX) $$ $x"
+    (container,) = _job(manifests(way, "--set", odd))["spec"]["template"]["spec"]["containers"]
+    words = [_expanded(word, {"JOB_COMPLETION_INDEX": "3"}) for word in container["command"]]
+    assert words == [
+        "python", "-m", "meshtrain.survive", "--config", str(config), "--set", odd, "--set", "survive.wanted=4",
+        "--node", "n3", "--address", "the-run-s-node-0-3.the-run-s",
+    ]  # fmt: skip
+    assert container["workingDir"] == "/work"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+
+
+def test_the_trainjob_names_its_runtime(manifests):
+    runtime, trained = manifests("trainjob")
+    assert trained["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    assert _job([runtime])["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert {trained["metadata"]["namespace"], runtime["metadata"]["namespace"]} == {"team-a"}

@@ -1,0 +1,83 @@
+"""The task for SkyPilot: its fields, by SkyPilot's own schema where that is installed, and its script, run by bash."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from supervisors import PATIENCE, Supervisors
+
+from meshtrain.launch import sky
+from meshtrain.launch.__main__ import main
+
+
+@pytest.fixture
+def task(config: Path, supervisors: Supervisors, tmp_path: Path, capsys):
+    def printed(*more: str) -> dict:
+        words = ["sky", "--config", str(config), "--nodes", "2", "--volume", "runs", "--accelerator", "H100"]
+        assert main([*words, "--mount", str(tmp_path), "--python", str(supervisors.python), *more]) == 0
+        return yaml.safe_load(capsys.readouterr().out)
+
+    return printed
+
+
+def _run(task: dict, rank: int) -> int:
+    given = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n"}
+    return subprocess.run(["bash", "-ec", task["run"]], env=os.environ | given, timeout=PATIENCE).returncode
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 75])
+def test_a_node_ends_with_its_supervisors_code(task, supervisors, config, tmp_path, code):
+    supervisors.does("n1", exit=code)
+    assert _run(task(), 1) == code
+    shared = ["-m", "meshtrain.survive", "--config", str(config), "--set", "survive.wanted=2"]
+    assert supervisors.words("n1") == [*shared, "--node", "n1", "--address", "10.0.0.8"]
+    assert supervisors.started("n1")["cwd"] == str(tmp_path)
+
+
+def test_a_killed_supervisor_is_started_again_and_the_others_hear_of_no_error(task, supervisors, monkeypatch):
+    monkeypatch.setattr(sky, "PAUSE", 0)
+    supervisors.does("n0", kill=9, out="began\n")
+    ended = task("--set", "survive.restarts=2")
+    assert _run(ended, 0) == 137
+    given = os.environ | {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.7"}
+    out = subprocess.run(
+        ["bash", "-ec", ended["run"]], env=given, timeout=PATIENCE, capture_output=True, text=True
+    ).stdout
+    assert out.count("began") in (0, 3), "a killed process may not have written"
+    record = supervisors.directory / "n0.started"
+    assert json.loads(record.read_text())["pid"]
+
+
+def test_the_fields(task):
+    printed = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
+    assert printed["num_nodes"] == 2 and list(printed["volumes"].values()) == ["runs"]
+    assert printed["resources"] == {
+        "accelerators": "H100:4",
+        "cpus": "8+",
+        "image_id": "docker:registry/meshtrain:1",
+        "use_spot": True,
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]},
+    }
+    assert "accelerators" not in task("--gpus-per-node", "0")["resources"]
+
+
+def test_devices_without_an_accelerators_name_are_refused(config, capsys):
+    assert main(["sky", "--config", str(config), "--volume", "runs"]) == 2
+    assert "--accelerator is missing: a node has 8 devices" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "more", [(), ("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8"), ("--gpus-per-node", "0")]
+)
+def test_skypilots_own_schema(task, more):
+    schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed (half a gigabyte)")
+    jsonschema = pytest.importorskip("jsonschema")
+    printed = task(*more)
+    for part, schema in ((printed, schemas.get_task_schema()), (printed["resources"], schemas.get_resources_schema())):
+        jsonschema.validate(part, schema)
+        # Where it takes any field, it takes those that it names.
+        assert set(part) <= set(schema["properties"])
