@@ -12,6 +12,7 @@ import stat
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshtrain.errors import ConfigError, short
 FOLDER = "survive"  # of a run directory
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a node
 EVENTS_MOST, PLAN_MOST, RECORD_MOST = 256 * 2**20, 4 * 2**20, 64 * 2**10  # bytes that are read of a file
-FAR = 1e12  # seconds; a time beyond it is none
+FAR = 1e11  # seconds, 3,000 years; what is beyond it is no time
 
 Fields = Mapping[str, Any]
 
@@ -91,6 +92,11 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < FAR and math.isfinite(value) else None
+
+
+def date(time: float) -> datetime:
+    """A time of a history, as a date."""
+    return datetime.fromtimestamp(min(max(time, 0.0), 2 * FAR), UTC)
 
 
 def whole(value: object) -> int | None:

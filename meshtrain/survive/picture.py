@@ -5,7 +5,6 @@ at a stretch shows its figures.
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -70,7 +69,7 @@ def drawn(history: History, told: Ledger, width: float = 960) -> str:
 
 
 def _title(history: History, told: Ledger, nodes: int, faults: int) -> tuple[str, list[str]]:
-    began = datetime.fromtimestamp(told.began, UTC)
+    began = histories.date(told.began)
     end = history.plans[-1].fields.get("reason") if history.over else None
     title = f"{'over' if history.over else 'going on'}: {histories.text(end)}" if end else "going on"
     generations = len(told.generations)

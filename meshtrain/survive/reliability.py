@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from meshtrain.plan.failures import daly, goodput
-from meshtrain.survive.history import History
+from meshtrain.survive.history import History, text, whole
 from meshtrain.survive.ledger import GOOD_EXITS, Ledger
 
 FREE = ("start", "grow", "preempted")  # reasons to form a generation that are no failures
@@ -102,8 +102,7 @@ def failures(history: History) -> tuple[Failure, ...]:
         since = time - stood.get(failed, -math.inf)
         step, reason = plan.fields.get("step"), plan.fields.get("reason")
         found.setdefault(failed, Failure(
-            time, plan.kind or "unknown", plan.blamed, failed, step if isinstance(step, int) else None,
-            reason if isinstance(reason, str) else "",
+            time, plan.kind or "unknown", plan.blamed, failed, whole(step), text(reason),
             max(since, 0.0) if math.isfinite(since) else None, None if again is None else max(again - time, 0.0),
         ))  # fmt: skip
     return tuple(sorted(found.values(), key=lambda f: f.time))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 def _headline(history: History, told: Ledger) -> str:
     nodes = len({e.node for e in history.events})
-    began = datetime.fromtimestamp(told.began, UTC)
+    began = histories.date(told.began)
     state = f"over, {histories.text(history.plans[-1].fields.get('reason'))}" if history.over else "not over"
     generations = f"{len(told.generations)} generation{'' if len(told.generations) == 1 else 's'}"
     return f"{generations} on {nodes} node{'' if nodes == 1 else 's'}; {took(told.wall)} since {began:%Y-%m-%d %H:%M:%S} UTC; {state}"

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
 from meshtrain.pictures.picture import columns
@@ -112,11 +111,7 @@ def _life(name: str, record: Fields, history: History, alive: Mapping[str, float
     wall = number(record.get("wall"))
     if name in alive:
         return "now"
-    at = (
-        ""
-        if wall is None
-        else f"{datetime.fromtimestamp(wall - history.ahead.get(name, 0.0), UTC):%Y-%m-%d %H:%M:%S} UTC"
-    )
+    at = "" if wall is None else f"{histories.date(wall - history.ahead.get(name, 0.0)):%Y-%m-%d %H:%M:%S} UTC"
     if waited is None or not at:
         return at or "none"
     return f"none in {took(waited)}; the last says {at}"
@@ -131,7 +126,7 @@ def _lately(history: History) -> str:
             continue
         blamed = f" (blamed: {', '.join(plan.blamed)})" if plan.blamed else ""
         told.append(
-            f"{datetime.fromtimestamp(plan.time, UTC):%H:%M:%S}  generation {plan.generation} {plan.state}: {reason}{blamed}"
+            f"{histories.date(plan.time):%H:%M:%S}  generation {plan.generation} {plan.state}: {reason}{blamed}"
         )
     return "\n".join(["lately", *(f"  {one}" for one in told[-LATELY:])]) if told else ""
 

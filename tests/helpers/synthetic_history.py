@@ -159,8 +159,8 @@ class Synthetic:
         (at / "nodes").mkdir()
         for node, lines in self.lines.items():
             (at / f"events.{node}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        for plan in self.plans:
-            (at / "plans" / f"{plan['number']:06}.json").write_text(json.dumps(plan))
+        for number, plan in enumerate(self.plans):
+            (at / "plans" / f"{number:06}.json").write_text(json.dumps(plan))
         for node, record in self.records.items():
             (at / "nodes" / f"{node}.json").write_text(json.dumps(record).ljust(4096))
         return run
@@ -181,3 +181,13 @@ class Synthetic:
         for i, stretch in enumerate(self.stretches):
             found["lost" if i in self.lost else stretch.kind] += stretch.seconds  # type: ignore[assignment]
         return found
+
+
+def spoilt(line: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+    """The line of a file; now and then one of its fields is not what it should be."""
+    if dice.random() > 0.1:
+        return line
+    wrong = dice.choice(
+        [None, -1, 1e300, 9e10, "x", [], [3], {"step": "much", "eval": -5, "wind": 3}, True, 2**70, "\x1b[2J"]
+    )
+    return line | {dice.choice(list(line)): wrong}

@@ -6,10 +6,10 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from synthetic_history import Synthetic
+from synthetic_history import Synthetic, spoilt
 
 from meshtrain.config import ConfigError
-from meshtrain.survive import history, picture, stats
+from meshtrain.survive import history, picture, stats, status
 from meshtrain.survive.ledger import ledger
 from meshtrain.survive.life import dominant, line
 from meshtrain.survive.reliability import by_interval, by_kind, by_node, mean_bounds, reliability, weibull_shape
@@ -19,57 +19,61 @@ def run(tmp_path, seed=1, nodes=4, faults=8):
     return Synthetic(random.Random(seed), nodes=nodes, faults=faults).play().write(tmp_path / "run")
 
 
-def played(dice, between, steps, every=20, step=1.0, write=2.0, restart=6.0):
-    """A run of one node whose faults come by chance, once in `between` seconds of its life."""
-    lines, plans, now, saved, generation = [], [], 0.0, 0, 0
-    wall = 1e9
+class Played:
+    """A run of one node whose faults come by chance, once in `between` seconds of its life: as the formulas take it."""
 
-    def say(event, **fields):
-        lines.append({"wall": wall + now, "event": event, "generation": generation, "rank": 0, **fields})
+    EVERY, STEP, WRITE, RESTART = 20, 1.0, 2.0, 6.0  # steps; seconds
 
-    def decide(state, kind):
-        plans.append({
-            "number": len(plans), "generation": generation, "state": state, "kind": kind, "leader": "n0", "wall": wall + now, "blamed": [],
-            "code": 0, "members": ["n0"], "reason": kind,
-        })  # fmt: skip
+    def __init__(self, dice, between, steps):
+        self.now, self.generation, self.lines, self.plans = 0.0, 0, [], []
+        self.fault, saved, kind = dice.expovariate(1 / between), 0, "start"
+        self.say("join")
+        while saved < steps:
+            self.generation += 1
+            self.decide("forming", kind)
+            self.say("started")
+            saved, kind = self.live(saved, steps), "signal"
+            self.fault = self.now + dice.expovariate(1 / between) if self.now >= self.fault else self.fault
+        self.decide("over", "done")
+        self.history = history.together({"n0": self.lines}, self.plans, {})
 
-    say("join")
-    fault, kind, taken = dice.expovariate(1 / between), "start", 0
-    while taken < steps:
-        generation += 1
-        decide("forming", kind)
-        say("started")
-        begun, spent, taken = now, dict.fromkeys(("init", "step", "checkpoint"), 0.0), saved
-        start, kind = saved, "signal"
+    def say(self, event, **fields):
+        self.lines.append({"wall": 1e9 + self.now, "event": event, "generation": self.generation, "rank": 0, **fields})
 
-        def spend(what, seconds):
-            nonlocal now
-            seconds = min(seconds, fault - now)
-            spent[what] += seconds
-            now += seconds
-            return now < fault
+    def decide(self, state, kind):
+        number, wall = len(self.plans), 1e9 + self.now
+        self.plans.append(
+            {"number": number, "generation": self.generation, "state": state, "kind": kind, "wall": wall, "code": 0}
+        )
 
-        on = spend("init", restart)
-        while on and taken < steps:
-            if not (on := spend("step", step)):
-                break
-            taken += 1
-            if taken == start + 1:
-                say("going", start=start)
-            if taken % every == 0:
-                say("save", step=taken, seconds=dict(spent))
-                if on := spend("checkpoint", write):
-                    saved = taken
-        say("ended", exit=0 if on else -9, kind="ok" if on else "signal", step=taken, start=start, seconds=dict(spent))
-        if not on:
-            fault = now + dice.expovariate(1 / between)
-    decide("over", "done")
-    return history.together({"n0": lines}, plans, {})
+    def spend(self, kind, seconds):
+        """Whether no fault came meanwhile."""
+        seconds = min(seconds, self.fault - self.now)
+        self.spent[kind] += seconds
+        self.now += seconds
+        return self.now < self.fault
+
+    def live(self, saved, steps):
+        """The newest step that is saved when a fault comes, or all are taken."""
+        start = taken = saved
+        self.spent = dict.fromkeys(("init", "step", "checkpoint"), 0.0)
+        on = self.spend("init", self.RESTART)
+        while on and saved < steps:
+            on = self.spend("step", self.STEP)
+            taken += on
+            if on and taken == start + 1:
+                self.say("going", start=start)
+            if on and taken % self.EVERY == 0:
+                self.say("save", step=taken, seconds=dict(self.spent))
+                on = self.spend("checkpoint", self.WRITE)
+                saved = taken if on else saved
+        self.say("ended", exit=0 if on else -9, step=taken, start=start, seconds=dict(self.spent))
+        return saved
 
 
 def test_goodput_is_that_of_dalys_formula_where_faults_come_by_chance():
     for between in (60.0, 200.0, 1000.0):
-        found = played(random.Random(3), between, steps=round(60 * between))
+        found = Played(random.Random(3), between, steps=round(60 * between)).history
         told = ledger(found)
         said = reliability(found, told)
         assert said.between == pytest.approx(between, rel=0.3)
@@ -200,6 +204,30 @@ def test_the_line_for_a_terminal_is_as_wide_as_asked_and_marks_every_fault():
 
 def test_a_part_of_time_is_what_most_of_it_is():
     assert dominant([], 0.0, 10.0, 5) == [""] * 5
+
+
+def test_whatever_stands_in_the_files_there_are_tables_and_a_picture(tmp_path):
+    for seed in range(60):
+        dice = random.Random(seed)
+        made = Synthetic(dice, nodes=3, faults=dice.randint(0, 6)).play()
+        made.records = {
+            "n1": {
+                "wall": made.now,
+                "sequence": 1,
+                "generation": 1,
+                "state": "running",
+                "rank": {"number": 1, "step": 3},
+                "end": None,
+            }
+        }
+        made.lines = {node: [spoilt(event, dice) for event in lines] for node, lines in made.lines.items()}
+        made.plans = [spoilt(plan, dice) for plan in made.plans]
+        made.records["n1"] = spoilt(made.records["n1"], dice)
+        at = made.write(tmp_path / str(seed))
+        for text in (stats.show(at), status.show(at, watch=0.0), picture.svg(at)):
+            assert text and "\x1b" not in text
+        ElementTree.fromstring(picture.svg(at))
+        json.dumps(stats.to_json(at), allow_nan=False)
 
 
 def test_statistics_need_no_jax(tmp_path):
