@@ -7,20 +7,19 @@ out and counted. Every node writes by its own clock; the leaders have noted how 
 import json
 import math
 import os
-import re
 import stat
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError, short
+from meshtrain.survive.records import LARGEST, NAME, Node, Plan, decode
+from meshtrain.survive.store import SURVIVE
 
-FOLDER = "survive"  # of a run directory
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a node
-EVENTS_MOST, PLAN_MOST, RECORD_MOST = 256 * 2**20, 4 * 2**20, 64 * 2**10  # bytes that are read of a file
+EVENTS_MOST = 256 * 2**20  # bytes that are read of a node's events
 FAR = 1e11  # seconds, 3,000 years; what is beyond it is no time
 
 Fields = Mapping[str, Any]
@@ -46,25 +45,12 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One decision: `time` on the clock of the whole history."""
-
-    time: float
-    number: int
-    generation: int
-    state: str
-    kind: str
-    blamed: tuple[str, ...]
-    fields: Fields
-
-
-@dataclass(frozen=True)
 class History:
-    """All of it, in order of time; `ahead` says by how many seconds a node's clock is ahead of the history's."""
+    """All of it, in order of time; `wall` of plans and records is on its clock, of which a node's is `ahead` by so many seconds."""
 
     events: tuple[Event, ...]
     plans: tuple[Plan, ...]
-    records: Mapping[str, Fields]  # by node
+    records: Mapping[str, Node]
     ahead: Mapping[str, float]
     torn: int
 
@@ -77,10 +63,8 @@ class History:
     def newest(self) -> float:
         """The last moment that anything is known of: of an ended run its last event, else also the nodes' last records."""
         times = [event.time for event in self.events[-1:]]
-        times += [plan.time for plan in self.plans[-1:]]
-        if not self.over:
-            walls = ((name, number(record.get("wall"))) for name, record in self.records.items())
-            times += [wall - self.ahead.get(name, 0.0) for name, wall in walls if wall is not None]
+        times += [plan.wall for plan in self.plans[-1:]]
+        times += [record.wall for record in self.records.values() if not self.over]
         return max(times, default=0.0)
 
     def of(self, *names: str) -> Iterator[Event]:
@@ -108,18 +92,9 @@ def text(value: object) -> str:
     return short(value) if isinstance(value, str) else ""
 
 
-def names(value: object) -> tuple[str, ...]:
-    """Nodes' names, of a list."""
-    return tuple(v for v in value if is_name(v)) if isinstance(value, list) else ()
-
-
-def is_name(value: object) -> bool:
-    return isinstance(value, str) and NAME.fullmatch(value) is not None
-
-
 def folder(run: Path) -> Path:
     """Where the supervisors of `run` write; ConfigError if it is no such run."""
-    found = run / FOLDER
+    found = run / SURVIVE
     try:
         if found.is_dir():
             return found
@@ -127,7 +102,7 @@ def folder(run: Path) -> Path:
     except (OSError, ValueError):
         there = False
     if there:
-        raise ConfigError(f"{short(run)} is no run of `meshtrain.survive`: it holds no directory {FOLDER}/.")
+        raise ConfigError(f"{short(run)} is no run of `meshtrain.survive`: it holds no directory {SURVIVE}/.")
     raise ConfigError(f"there is no run directory {short(run)}.")
 
 
@@ -138,28 +113,25 @@ def read(run: Path) -> History:
     for name, path in _named(at, "events.", ".jsonl"):
         lines[name], bad = _lines(path)
         torn += bad
-    plans = []
-    for name, path in _named(at / "plans", "", ".json"):
-        if name.isdecimal():
-            plan = _object(_bytes(path, PLAN_MOST))
-            torn += plan is None
-            plans += [plan] if plan is not None else []
+    plans = [
+        decode(Plan, _bytes(path, LARGEST)) for name, path in _named(at / "plans", "", ".json") if name.isdecimal()
+    ]
     records, bad = read_records(run)
-    return together(lines, plans, records, torn + bad)
+    return together(lines, [plan for plan in plans if plan is not None], records, torn + bad + plans.count(None))
 
 
-def read_records(run: Path) -> tuple[dict[str, Fields], int]:
+def read_records(run: Path) -> tuple[dict[str, Node], int]:
     """What each node says of itself at this moment, and how many records could not be read."""
-    read = {name: _object(_bytes(path, RECORD_MOST)) for name, path in _named(folder(run) / "nodes", "", ".json")}
-    return {name: record for name, record in read.items() if record is not None}, list(read.values()).count(None)
+    read = {name: decode(Node, _bytes(path, LARGEST)) for name, path in _named(folder(run) / "nodes", "", ".json")}
+    return {name: node for name, node in read.items() if node is not None}, list(read.values()).count(None)
 
 
 def together(
-    lines: Mapping[str, Iterable[Fields]], plans: Iterable[Fields], records: Mapping[str, Fields], torn: int = 0
+    lines: Mapping[str, Iterable[Fields]], plans: Iterable[Plan], records: Mapping[str, Node], torn: int = 0
 ) -> History:
-    """A history of what each node wrote, put on one clock."""
+    """A history of what each node wrote, put on one clock. What bears no time that can be is torn."""
     ahead = clocks(lines)
-    events, decided = [], []
+    events, decided, alive = [], [], {}
     for node, written in lines.items():
         for line in written:
             wall, name = number(line.get("wall")), line.get("event")
@@ -168,16 +140,18 @@ def together(
                 continue
             events.append(Event(wall - ahead.get(node, 0.0), node, name, line))
     for plan in plans:
-        wall, at, generation = number(plan.get("wall")), whole(plan.get("number")), whole(plan.get("generation"))
-        if wall is None or at is None or generation is None:
+        if (wall := number(plan.wall)) is None:
             torn += 1
             continue
-        leader, state, kind = plan.get("leader"), text(plan.get("state")), text(plan.get("kind"))
-        time = wall - (ahead.get(leader, 0.0) if isinstance(leader, str) else 0.0)
-        decided.append(Plan(time, at, generation, state, kind, names(plan.get("blamed")), plan))
+        decided.append(replace(plan, wall=wall - ahead.get(plan.leader, 0.0)))
+    for name, record in records.items():
+        if (wall := number(record.wall)) is None:
+            torn += 1
+            continue
+        alive[name] = replace(record, wall=wall - ahead.get(name, 0.0))
     events.sort(key=lambda event: event.time)
     decided.sort(key=lambda plan: plan.number)
-    return History(tuple(events), tuple(decided), records, ahead, torn)
+    return History(tuple(events), tuple(decided), alive, ahead, torn)
 
 
 def clocks(lines: Mapping[str, Iterable[Fields]]) -> dict[str, float]:

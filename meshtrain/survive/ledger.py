@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshtrain.survive.history import Event, Fields, History, Plan, number, whole
+from meshtrain.survive.history import Event, History, number, whole
+from meshtrain.survive.records import Plan
 
 COUNTED = (
     "init",
@@ -180,7 +181,7 @@ def _end(history: History, this: _Told, later: list[_Told], last: float) -> tupl
     if this.end is not None:
         return this.end.time, False
     # Its node has gone without a word: until others decided to go on without it, or took its place.
-    found = [plan.time for plan in history.plans if _ends(plan, this.number)]
+    found = [plan.wall for plan in history.plans if _ends(plan, this.number)]
     found += [t.began for t in later[:1]]
     end = min((time for time in found if time >= this.began), default=None)
     # The verdict came a moment before; others, such as that a rank is slow, end nothing.
@@ -269,10 +270,8 @@ def _total(this: _Told, alive: bool, history: History) -> tuple[dict[str, float]
         exit = this.end.fields.get("exit")
         good = isinstance(exit, int) and not isinstance(exit, bool)
         return _seconds(this.end.fields.get("seconds")), this.end.whole("step"), exit if good else None
-    rank = _rank_of(history.records.get(this.node, {}), this.number) if alive else {}
-    return (_seconds(rank["seconds"]) if "seconds" in rank else None), whole(rank.get("step")), None
-
-
-def _rank_of(record: Fields, generation: int) -> Fields:
-    rank = record.get("rank")
-    return rank if isinstance(rank, dict) and record.get("generation") == generation else {}
+    record = history.records.get(this.node) if alive else None
+    rank = record.rank if record is not None and record.generation == this.number else None
+    if rank is None:
+        return None, None, None
+    return (_seconds(rank.seconds) if rank.seconds else None), whole(rank.step), None

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshtrain.survive import history as histories
 from meshtrain.survive.history import History
 from meshtrain.survive.ledger import Ledger, Piece
 from meshtrain.survive.reliability import failures
@@ -52,10 +51,9 @@ def lives(history: History, told: Ledger) -> list[Row]:
     for node in list(begun):
         close(node, told.ended)
     for name, record in history.records.items():
-        wall = histories.number(record.get("wall"))
-        if wall is not None and rows[name].there:
+        if rows[name].there:
             first, last = rows[name].there[-1]
-            rows[name].there[-1] = (first, max(last, min(wall - history.ahead.get(name, 0.0), told.ended)))
+            rows[name].there[-1] = (first, max(last, min(record.wall, told.ended)))
     return list(rows.values())
 
 

@@ -70,7 +70,7 @@ def drawn(history: History, told: Ledger, width: float = 960) -> str:
 
 def _title(history: History, told: Ledger, nodes: int, faults: int) -> tuple[str, list[str]]:
     began = histories.date(told.began)
-    end = history.plans[-1].fields.get("reason") if history.over else None
+    end = history.plans[-1].reason if history.over else None
     title = f"{'over' if history.over else 'going on'}: {histories.text(end)}" if end else "going on"
     generations = len(told.generations)
     facts = [
@@ -117,7 +117,7 @@ def _legend(told: Ledger, width: float) -> tuple[list[str], float]:
     """The kinds that there are, with their share; and the height that it takes."""
     out, x, y = [], 0.0, 0.0
     for kind, seconds in told.seconds.items():
-        if seconds <= 0:
+        if round(seconds / (told.wall or 1.0), 3) <= 0:
             continue
         label = f"{word(kind)} {seconds / told.wall:.1%}"
         wide = 22 + LETTER_WIDTH * len(label) + 8
@@ -249,7 +249,7 @@ def _steps(told: Ledger, scale: float, top: float, plot: float) -> Iterator[str]
             points.append((max(generation.ended, points[-1][0]), generation.step))
         line = "L".join(point(*p) for p in points)
         yield f'<path d="M{line}" fill="none" stroke="{FILL["step"][0]}" stroke-width="1.6"><title>generation {generation.number}</title></path>'
-    most = max(1, int(plot / 90))
+    most = max(1, int(plot / 110))
     for i in range(most + 1):
         x = LEFT + plot * i / most
         anchor = "start" if i == 0 else "end" if i == most else "middle"

@@ -33,6 +33,7 @@ class Rank:
     pace: float | None = None
     host: float | None = None
     wait: float | None = None
+    seconds: dict[str, float] | None = None  # so far, by kind
     saved: int | None = None
     start: int | None = None
     matmul: dict[str, Any] | None = None

@@ -12,10 +12,10 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from meshtrain.plan.failures import daly, goodput
+from meshtrain.survive.causes import FREE
 from meshtrain.survive.history import History, text, whole
 from meshtrain.survive.ledger import GOOD_EXITS, Ledger
 
-FREE = ("start", "grow", "preempted")  # reasons to form a generation that are no failures
 SURE = 0.95  # of intervals
 FEWEST = 5  # failures to fit a shape to
 
@@ -93,16 +93,15 @@ def failures(history: History) -> tuple[Failure, ...]:
     }
     found: dict[int, Failure] = {}
     for plan in history.plans:
-        given_up = plan.state == "over" and plan.fields.get("code") not in GOOD_EXITS
+        given_up = plan.state == "over" and plan.code not in GOOD_EXITS
         if not (given_up or plan.state == "forming") or plan.kind in FREE:
             continue
         failed = plan.generation if given_up else plan.generation - 1
-        time = min(judged.get(failed, plan.time), plan.time)
+        time = min(judged.get(failed, plan.wall), plan.wall)
         again = None if given_up else first.get(plan.generation)
         since = time - stood.get(failed, -math.inf)
-        step, reason = plan.fields.get("step"), plan.fields.get("reason")
         found.setdefault(failed, Failure(
-            time, plan.kind or "unknown", plan.blamed, failed, whole(step), text(reason),
+            time, text(plan.kind) or "unknown", tuple(map(text, plan.blamed)), failed, whole(plan.step), text(plan.reason),
             max(since, 0.0) if math.isfinite(since) else None, None if again is None else max(again - time, 0.0),
         ))  # fmt: skip
     return tuple(sorted(found.values(), key=lambda f: f.time))
@@ -219,7 +218,7 @@ def _steps(told: Ledger) -> tuple[int, float]:
 
 def _exposure(history: History, told: Ledger, times: Sequence[float]) -> tuple[float, list[float]]:
     """Seconds in which the run was to go on, and `times` as such seconds: without those between its end and its being started again."""
-    away, over = [], [plan.time for plan in history.plans if plan.state == "over"]
+    away, over = [], [plan.wall for plan in history.plans if plan.state == "over"]
     for end in over:
         back = min((e.time for e in history.of("join", "formed") if e.time > end), default=told.ended)
         away.append((end, max(back, end)))

@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 def _headline(history: History, told: Ledger) -> str:
     nodes = len({e.node for e in history.events})
     began = histories.date(told.began)
-    state = f"over, {histories.text(history.plans[-1].fields.get('reason'))}" if history.over else "not over"
+    state = f"over, {histories.text(history.plans[-1].reason)}" if history.over else "not over"
     generations = f"{len(told.generations)} generation{'' if len(told.generations) == 1 else 's'}"
     return f"{generations} on {nodes} node{'' if nodes == 1 else 's'}; {took(told.wall)} since {began:%Y-%m-%d %H:%M:%S} UTC; {state}"
 

@@ -3,9 +3,13 @@
 import json
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from meshtrain.survive.history import History, together
+from meshtrain.survive.records import Node, Plan, decode
 
 FREE = ("grow", "preempted")  # kinds of re-forming that are no faults
 FAULTS = ("signal", "node", "hang", "error", "memory", *FREE)
@@ -55,7 +59,7 @@ class Synthetic:
         self.plans.append({
             "number": len(self.plans), "generation": generation, "state": state, "leader": leader, "wall": self.now + self.ahead[leader],
             "members": members, "mesh": {"data": len(members), "tensor": 1, "pipeline": 1}, "microbatches": 2, "kind": kind, "blamed": blamed,
-            "reason": f"{kind} of {', '.join(blamed) or 'nobody'}", "verdict": "form", "code": None, "quarantined": {}, **more,
+            "reason": f"{kind} of {', '.join(blamed) or 'nobody'}", "verdict": "form", "code": 0, "quarantined": {}, **more,
         })  # fmt: skip
 
     def wait(self, seconds: float) -> None:
@@ -162,7 +166,7 @@ class Synthetic:
         for number, plan in enumerate(self.plans):
             (at / "plans" / f"{number:06}.json").write_text(json.dumps(plan))
         for node, record in self.records.items():
-            (at / "nodes" / f"{node}.json").write_text(json.dumps(record).ljust(4096))
+            (at / "nodes" / f"{node}.json").write_text(json.dumps({"name": node} | record).ljust(4096))
         return run
 
     def lose(self, generation: int, start: int) -> None:
@@ -181,6 +185,21 @@ class Synthetic:
         for i, stretch in enumerate(self.stretches):
             found["lost" if i in self.lost else stretch.kind] += stretch.seconds  # type: ignore[assignment]
         return found
+
+
+def told(
+    lines: dict[str, list[dict[str, Any]]],
+    plans: Iterable[dict[str, Any]] = (),
+    records: dict[str, dict[str, Any]] | None = None,
+) -> History:
+    """The history of what is in the files."""
+    decided = [decode(Plan, json.dumps({"leader": "n0", "kind": "", "reason": ""} | plan).encode()) for plan in plans]
+    nodes = {
+        name: decode(Node, json.dumps({"name": name} | record).encode()) for name, record in (records or {}).items()
+    }
+    return together(
+        lines, [p for p in decided if p is not None], {name: n for name, n in nodes.items() if n is not None}
+    )
 
 
 def spoilt(line: dict[str, Any], dice: random.Random) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from synthetic_history import Synthetic, spoilt
+from synthetic_history import Synthetic, spoilt, told
 
 from meshtrain.survive import history
 from meshtrain.survive.ledger import KINDS, ledger
@@ -12,24 +12,24 @@ def line(wall, event, **fields):
 
 
 def of(*lines, plans=(), records=None):
-    return ledger(history.together({"n0": list(lines)}, plans, records or {}))
+    return ledger(told({"n0": list(lines)}, plans, records or {}))
 
 
 def test_the_ledger_is_the_true_one_through_random_faults_and_clocks_an_hour_apart():
     for seed in range(200):
         dice = random.Random(seed)
         run = Synthetic(dice, nodes=dice.randint(2, 6), faults=dice.randint(0, 12)).play()
-        found, truth = ledger(history.together(run.lines, run.plans, {})), run.truth()
+        found, truth = ledger(told(run.lines, run.plans)), run.truth()
         assert found.wall == pytest.approx(run.now - run.began)
         assert sum(found.seconds.values()) == pytest.approx(found.wall)
-        told = {kind: truth[kind] for kind in KINDS}
-        assert found.seconds == pytest.approx(told, abs=1e-4), seed
+        wanted = {kind: truth[kind] for kind in KINDS}
+        assert found.seconds == pytest.approx(wanted, abs=1e-4), seed
 
 
 def test_the_files_of_a_run_have_the_ledger_of_what_was_written(tmp_path):
     made = Synthetic(random.Random(8), nodes=3, faults=5).play()
     read = history.read(made.write(tmp_path))
-    assert ledger(read).seconds == ledger(history.together(made.lines, made.plans, {})).seconds
+    assert ledger(read).seconds == ledger(told(made.lines, made.plans)).seconds
     assert read.torn == 0
 
 
@@ -43,7 +43,7 @@ def test_kinds_sum_to_the_wall_time_whatever_is_missing_or_wrong():
             else:
                 made.lines[node] = [spoilt(event, dice) for event in made.lines[node] if dice.random() > 0.15]
         plans = [spoilt(plan, dice) for plan in made.plans if dice.random() > 0.15]
-        found = ledger(history.together(made.lines, plans, {}))
+        found = ledger(told(made.lines, plans))
         assert sum(found.seconds.values()) == pytest.approx(found.wall, abs=1e-3), seed
         assert min(found.seconds.values()) >= 0
         assert 0 <= found.goodput <= found.effective <= 1
@@ -130,7 +130,7 @@ def test_the_time_before_a_process_counts_is_its_start_up():
 
 
 def test_a_run_that_goes_on_is_known_to_the_newest_record():
-    rank = {"number": 0, "step": 25, "seconds": SPENT | {"step": 25.0, "checkpoint": 2.0}}
+    rank = {"number": 0, "pid": 5, "step": 25, "seconds": SPENT | {"step": 25.0, "checkpoint": 2.0}}
     record = {"wall": 48.0, "generation": 1, "state": "running", "rank": rank}
     found = of(*BEGUN, *GONE_ON, records={"n0": record})
     assert found.wall == 48 and found.seconds["step"] == 25 and found.seconds["lost"] == 0
@@ -145,7 +145,7 @@ def test_where_rank_0_has_left_nothing_the_next_rank_speaks_for_it():
         line(10, "started", generation=1, rank=1),
         line(50, "ended", generation=1, rank=1, exit=0, step=9, start=0, seconds=SPENT),
     ]
-    found = ledger(history.together({"n1": [line(0, "join"), *others]}, [], {}))
+    found = ledger(told({"n1": [line(0, "join"), *others]}, []))
     assert found.seconds["step"] == 10 and found.seconds["down"] == 10
 
 

@@ -6,10 +6,10 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from synthetic_history import Synthetic, spoilt
+from synthetic_history import Synthetic, spoilt, told
 
 from meshtrain.config import ConfigError
-from meshtrain.survive import history, picture, stats, status
+from meshtrain.survive import picture, stats, status
 from meshtrain.survive.ledger import ledger
 from meshtrain.survive.life import dominant, line
 from meshtrain.survive.reliability import by_interval, by_kind, by_node, mean_bounds, reliability, weibull_shape
@@ -35,7 +35,7 @@ class Played:
             saved, kind = self.live(saved, steps), "signal"
             self.fault = self.now + dice.expovariate(1 / between) if self.now >= self.fault else self.fault
         self.decide("over", "done")
-        self.history = history.together({"n0": self.lines}, self.plans, {})
+        self.history = told({"n0": self.lines}, self.plans)
 
     def say(self, event, **fields):
         self.lines.append({"wall": 1e9 + self.now, "event": event, "generation": self.generation, "rank": 0, **fields})
@@ -74,13 +74,13 @@ class Played:
 def test_goodput_is_that_of_dalys_formula_where_faults_come_by_chance():
     for between in (60.0, 200.0, 1000.0):
         found = Played(random.Random(3), between, steps=round(60 * between)).history
-        told = ledger(found)
-        said = reliability(found, told)
+        times = ledger(found)
+        said = reliability(found, times)
         assert said.between == pytest.approx(between, rel=0.3)
         assert said.between_least < between < said.between_most
         assert (said.interval_steps, said.write) == (20, pytest.approx(2.0))
         assert said.interval == pytest.approx(20.0)
-        assert said.expected == pytest.approx(told.goodput, abs=0.03)
+        assert said.expected == pytest.approx(times.goodput, abs=0.03)
     # rarer faults, rarer saves: sqrt(2 * 2 s * 1000 s) are 63 steps of a second
     assert said.advised == pytest.approx(63, rel=0.2)
     assert said.shape == pytest.approx(1.0, abs=3 * said.shape_error)
@@ -114,14 +114,14 @@ def test_a_shape_of_equal_times_is_none():
 
 def test_failures_are_counted_by_kind_by_node_and_by_interval():
     made = Synthetic(random.Random(2), nodes=3, faults=20).play()
-    found = history.together(made.lines, made.plans, {})
-    told = ledger(found)
-    said = reliability(found, told)
+    found = told(made.lines, made.plans)
+    times = ledger(found)
+    said = reliability(found, times)
     assert dict(by_kind(said.failures)) == dict(made.kinds)
     assert sum(n for _, n in by_node(said.failures)) == sum(made.kinds.values())
-    intervals = by_interval(said.failures, told)
+    intervals = by_interval(said.failures, times)
     assert sum(n for _, _, n in intervals) == sum(made.kinds.values())
-    assert len(intervals) <= 12 and intervals[-1][1] == told.wall
+    assert len(intervals) <= 12 and intervals[-1][1] == times.wall
     assert all(f.noticed == pytest.approx(60.0, abs=1e-3) for f in said.failures if f.kind == "hang" and f.noticed)
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_was_given_up_counts_its_last_fault_and_time_when_nobody_want
         {"number": 2, "generation": 1, "state": "over", "kind": "error", "code": 3, "wall": 50.0},
         {"number": 3, "generation": 2, "state": "forming", "kind": "start", "wall": 10 * day},
     ]
-    found = history.together({"n0": lines}, plans, {})
+    found = told({"n0": lines}, plans)
     said = reliability(found, ledger(found))
     assert [(f.kind, f.generation, f.restart) for f in said.failures] == [("error", 1, None)]
     assert said.exposed == pytest.approx(150.0)
@@ -193,12 +193,12 @@ def test_what_a_node_calls_itself_is_text_in_the_picture(tmp_path):
 
 def test_the_line_for_a_terminal_is_as_wide_as_asked_and_marks_every_fault():
     made = Synthetic(random.Random(5), nodes=2, faults=5).play()
-    found = history.together(made.lines, made.plans, {})
-    told = ledger(found)
-    letters, faults, legend = line(found, told, 300)
+    found = told(made.lines, made.plans)
+    times = ledger(found)
+    letters, faults, legend = line(found, times, 300)
     assert len(letters) == 300
     assert len(faults.replace(" ", "")) == sum(made.kinds.values())
-    assert letters.count("x") / 300 == pytest.approx(told.seconds["lost"] / told.wall, abs=0.05)
+    assert letters.count("x") / 300 == pytest.approx(times.seconds["lost"] / times.wall, abs=0.05)
     assert all(letter in legend for letter in set(letters))
 
 
@@ -216,7 +216,7 @@ def test_whatever_stands_in_the_files_there_are_tables_and_a_picture(tmp_path):
                 "sequence": 1,
                 "generation": 1,
                 "state": "running",
-                "rank": {"number": 1, "step": 3},
+                "rank": {"number": 1, "pid": 5, "step": 3},
                 "end": None,
             }
         }

@@ -48,7 +48,7 @@ def going(tmp_path):
 
 
 def write(at, name, record):
-    (at / "nodes" / f"{name}.json").write_text(json.dumps(record).ljust(4096))
+    (at / "nodes" / f"{name}.json").write_text(json.dumps({"name": name} | record).ljust(4096))
 
 
 def row(text, name):
@@ -143,7 +143,7 @@ def test_words_of_a_record_cannot_move_the_cursor(going):
     write(
         going / "survive",
         "n1",
-        NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": ["x"], "step": "no", "pace": True}},
+        NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": "\x1b[2J"}},
     )
     text = status.show(going, watch=0.0)
     assert "\x1b" not in text and "\\x1b[2J\\nfake" in text
