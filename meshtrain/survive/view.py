@@ -33,7 +33,7 @@ class View:
         self._old: int | None = None  # the newest plan when we began, if the run was over by then
         self._clocks: dict[str, float] = {}
         self._told: Node | None = None
-        self._next_read = 0.0
+        self._next_read = self._read_at = 0.0
 
     # --- reading
 
@@ -50,11 +50,11 @@ class View:
         self.plan = replace(newest, age=now - self._plan_since) if newest else None
         self.history = plans[over + 1 : -1]
         if now >= self._next_read:
-            began = time.perf_counter()
+            began = time.thread_time()
             self._read(now)
-            self._next_read = now + (time.perf_counter() - began) / READ_SHARE
+            self._next_read = now + min(self.options.beat, (time.thread_time() - began) / READ_SHARE)
         self.nodes = [
-            replace(record, age=self._age(name, now), known=now - self._first.get(name, now))
+            replace(record, age=self._age(name), known=now - self._first.get(name, now))
             for name, record in sorted(self._records.items())
             if name != own.name
         ]
@@ -64,6 +64,7 @@ class View:
         )
 
     def _read(self, now: float) -> None:
+        self._read_at = now
         for name, text in self.store.nodes().items():
             if text == self._texts.get(name):
                 continue
@@ -76,8 +77,9 @@ class View:
                 self._first.setdefault(name, now)
             self._texts[name], self._records[name] = text, node
 
-    def _age(self, name: str, now: float) -> float:
-        return now - self._changed[name] if name in self._changed else float("inf")
+    def _age(self, name: str) -> float:
+        """As of the last look: what a machine that is too busy to look does not see is nobody's silence."""
+        return self._read_at - self._changed[name] if name in self._changed else float("inf")
 
     # --- writing
 

@@ -99,7 +99,7 @@ def test_a_supervisor_reads_where_the_process_is(tmp_path):
     rank.kill()
     assert (tmp_path / "local-0" / "beat").stat().st_size == SIZE
     assert (later["phase"], later["step"], later["n"], later["start"]) == ("save", 3, found["n"], 0)
-    assert later["pace"] == pytest.approx(later["host"] + later["wait"], rel=0.5) and 0.01 <= later["wait"]
+    assert later["pace"] == pytest.approx(later["host"] + later["wait"], rel=0.5) and later["wait"] >= 0.01
     assert later["at_save"]["step"] == 3
     assert sum(later["seconds"].values()) > sum(later["at_save"]["seconds"].values()) >= 0.05
     # The time of the phase that goes on counts.
