@@ -54,7 +54,8 @@ class Injector:
                 continue
             taken = max(committed_in(self._checkpoints), default=0) if step is None else step
             if taken >= request.step and self._ready(request) and self._is_mine_to_do(request):
-                say(f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}.")
+                if request.kind.name != "slow" or self._nap is None:
+                    say(f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}.")
                 given = _DEEDS[request.kind.name](self, taken, given) or given
         return given
 

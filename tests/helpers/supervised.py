@@ -37,7 +37,8 @@ class Rank:
         (told.local / "beat").unlink(missing_ok=True)
         environment[VARIABLE] = variable(told)
         self.output = told.own("out")
-        self.process = CONTEXT.Process(target=_work, args=(self.output, environment, work, arguments))
+        self.output.touch()
+        self.process = CONTEXT.Process(target=_work, args=(self.output, environment, work, arguments), daemon=True)
         self.process.start()
         threading.Thread(target=self._renew, daemon=True).start()
 

@@ -1,0 +1,121 @@
+"""Devices that keep or compute wrong bits are found, and the rank is named where it can be known."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+from short_runs import canonical_numbers, place
+from supervised import supervised
+
+from meshtrain.config import load
+from meshtrain.mesh import make_mesh
+from meshtrain.parallel.layout import Layout
+from meshtrain.run.failures import SickDevice
+from meshtrain.survive.beat import Beat
+from meshtrain.survive.health import Health, differing
+from meshtrain.survive.injector import _changed_at
+
+NAMES = ["embedding", "norm"]
+
+
+class Holder:
+    """As far as `_changed_at` looks at a state."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def _replace(self, params):
+        return Holder(params)
+
+
+def healthy(tmp_path, **mesh):
+    """(the health of a mesh, parameters on it)."""
+    model = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
+    config = load({"model": model, "mesh": mesh, "parallel": {"zero_stage": 0}})
+    layout = Layout(config, make_mesh(config))
+    beat = Beat()
+    beat.supervised = supervised(tmp_path)
+    params = place(layout, canonical_numbers(layout))
+    return Health(layout.mesh, params, beat), params, beat
+
+
+def flipped(params, bit: int, chosen=lambda leaf: True):
+    """One bit of one number, on one device."""
+
+    def flip(part: np.ndarray) -> None:
+        part.reshape(-1).view(np.uint32)[-1] ^= np.uint32(1 << bit)
+
+    return _changed_at(Holder(params), chosen, flip).params
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "tensor": 2, "pipeline": 2}, {"tensor": 2}])
+@pytest.mark.parametrize("bit", [0, 20, 31])
+def test_a_bit_that_flips_in_what_several_devices_hold_is_found(tmp_path, mesh, bit):
+    health, params, _ = healthy(tmp_path, **mesh)
+    health.check_copies(params)
+    copies = lambda leaf: leaf.sharding.is_fully_replicated  # noqa: E731
+    with pytest.raises(SickDevice, match=r"^rank 0 holds other bits of \[") as found:
+        health.check_copies(flipped(params, bit, copies))
+    assert found.value.ranks == [0]
+
+
+def test_what_one_device_holds_alone_cannot_be_compared(tmp_path):
+    health, params, _ = healthy(tmp_path, tensor=2)
+    health.check_copies(flipped(params, 3, lambda leaf: not leaf.sharding.is_fully_replicated))
+
+
+@pytest.mark.parametrize(
+    ("group", "sums", "ranks", "says", "blamed"),
+    [
+        ([0, 1, 2], [7, 7, 7], [0, 1, 2], None, None),
+        ([0, 1, 2], [7, 8, 7], [0, 1, 2], "rank 1 holds other bits of embedding than", [1]),
+        ([0, 1, 2, 3], [7, 8, 7, 9], [0, 1, 2, 3], "ranks 0 and 1 and 2 and 3 hold different", None),  # two of four are no majority
+        ([0, 1, 2, 3, 4], [7, 8, 7, 9, 7], [0, 1, 2, 3, 4], "ranks 1, 3 hold other bits", [1, 3]),
+        ([0, 1], [7, 8], [0, 1], "ranks 0 and 1 hold different bits of embedding", None),
+        ([0, 1], [7, 8], [3, 3], "rank 3 holds other bits", [3]),  # whichever device of it
+        ([0, 1, 2, 3], [7, 7, 8, 8], [0, 0, 1, 1], "ranks 0 and 1 hold different", None),
+    ],
+)  # fmt: skip
+def test_the_majority_names_who_is_wrong(group, sums, ranks, says, blamed):
+    found = differing([[group], []], {place: [value, place] for place, value in enumerate(sums)}, NAMES, ranks)
+    if says is None:
+        assert found is None
+    else:
+        assert found[0].startswith(says) and found[1] == blamed
+
+
+def test_who_is_known_to_be_wrong_is_named_though_of_others_it_is_not_known():
+    sums = {0: [1, 1], 1: [2, 1], 2: [1, 5], 3: [1, 1]}
+    sentence, ranks = differing([[[0, 1]], [[0, 1, 2, 3]]], sums, NAMES, [0, 1, 2, 3])
+    assert ranks == [2] and "norm" in sentence
+
+
+def test_a_product_is_checked_bit_for_bit_and_its_time_told(tmp_path, monkeypatch):
+    health, params, beat = healthy(tmp_path, data=2)
+    health.check_product(params)
+    assert beat.matmul["bits"] == 0 and 0 < beat.matmul["seconds"] < 5
+    told, beat.matmul = beat.matmul, None
+    health.check_product(params)
+    assert beat.matmul is None  # not due
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic(): now + 61)
+    multiply = health._multiply
+    health._multiply = lambda a, b: wrong_at(multiply(a, b), 1)
+    with pytest.raises(SickDevice, match="^a device of rank 0 multiplies wrongly: 1 bits of a known product") as found:
+        health.check_product(params)
+    assert found.value.ranks == [0] and beat.matmul["bits"] == 1 and told["bits"] == 0
+
+
+def wrong_at(product: jax.Array, device: int) -> jax.Array:
+    """One bit of what the device has."""
+    found = np.array(product)
+    found[device].view(np.uint32)[5, 5] ^= 1 << 13
+    return jax.device_put(found, product.sharding)
+
+
+def test_without_a_supervisor_nothing_is_looked_at(tmp_path):
+    health, params, beat = healthy(tmp_path, tensor=2)
+    beat.supervised = None
+    health.check_copies(flipped(params, 3, lambda leaf: leaf.sharding.is_fully_replicated))
+    health.check_product(params)
+    assert beat.matmul is None
