@@ -13,7 +13,7 @@ from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
 from meshtrain.run.failures import SickDevice
 from meshtrain.survive.beat import Beat
-from meshtrain.survive.health import Health, differing
+from meshtrain.survive.health import Health, checksum, differing
 from meshtrain.survive.injector import _changed_at
 
 NAMES = ["embedding", "norm"]
@@ -119,3 +119,9 @@ def test_without_a_supervisor_nothing_is_looked_at(tmp_path):
     health.check_copies(flipped(params, 3, lambda leaf: leaf.sharding.is_fully_replicated))
     health.check_product(params)
     assert beat.matmul is None
+
+
+@pytest.mark.parametrize("size", [1, 65535, 65536, 200_001, 65536 * 300 + 7])
+def test_a_checksum_is_the_sum_of_all_bits(size):
+    x = np.random.default_rng(size).standard_normal(size, np.float32)
+    assert int(jax.jit(checksum)(x)) == int(x.view(np.uint32).sum(dtype=np.uint32))
