@@ -1,5 +1,6 @@
 """From a run directory to logits: the right numbers on any mesh, nothing written, nothing waited for, and no step that is going away."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from short_runs import canonical_numbers, place
 import meshtrain as mt
 from meshtrain import reader
 from meshtrain.checkpoint import arrays, steps
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import ConfigError
 
 INTERLEAVED = {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "zero_stage": 2}
@@ -62,10 +64,14 @@ def reference_logits(program: mt.Program, state: mt.State) -> np.ndarray:
     return np.asarray(jax.jit(each)(weights, TOKENS))
 
 
-@pytest.mark.parametrize("shape", [None, "data=2 tensor=2", "tensor=2 pipeline=2"])
+def mesh_of(shape: str) -> jax.sharding.Mesh:
+    sizes = [f"mesh.{part}" for part in shape.split()]
+    return mt.make_mesh(mt.load(None, [*sizes, "train.uneven_batch=pad"]))
+
+
+@pytest.mark.parametrize("shape", [None, "data=3", "data=2 tensor=2", "tensor=2 pipeline=2"])
 def test_logits_are_the_references_on_any_mesh(run, directory, shape):
-    mesh = None if shape is None else mt.make_mesh(mt.load(None, [f"mesh.{part}" for part in shape.split()]))
-    model = mt.read_model(directory, mesh=mesh)
+    model = mt.read_model(directory, mesh=None if shape is None else mesh_of(shape))
     out = model(TOKENS)
     assert (out.shape, out.dtype, model.step) == ((3, 12, 257), np.float32, 3)
     np.testing.assert_allclose(out, reference_logits(*run[:2]), atol=1e-5)
@@ -87,6 +93,13 @@ def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
     one = mt.read_model(directory)
     odd = {"tokens": TOKENS, "labels": np.roll(TOKENS, -1, axis=1)}
     np.testing.assert_allclose(two.loss(odd), one.loss(odd), rtol=1e-6)
+
+
+def test_a_run_whose_batches_no_mesh_here_divides_is_read_all_the_same(directory):
+    manifest = Manifest.read(steps.directories(directory / "checkpoints")[0])
+    data = {**manifest.config["data"], "source": "stdlib", "batching": "budget", "rows_multiple": 2}
+    config = reader._config(dataclasses.replace(manifest, config={**manifest.config, "data": data}), mesh_of("data=3"))
+    assert (config.mesh.data, config.train.global_batch_size) == (3, manifest.config["train"]["global_batch_size"])
 
 
 def test_weights_are_canonical_named_and_the_checkpoints_own(run, directory):

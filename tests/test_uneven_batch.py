@@ -20,6 +20,7 @@ from meshtrain.config.rows import filled_rows, sequences
 from meshtrain.data import open_data
 from meshtrain.plan import named, plan
 from meshtrain.plan.search import candidates
+from meshtrain.plan.traffic import by_axis
 from meshtrain.step import Program
 from meshtrain.train import train
 
@@ -135,6 +136,15 @@ def test_the_planner_counts_filled_rows_as_work_and_not_as_tokens():
     assert (padded.bytes, padded.seconds) == (full.bytes, full.seconds)
     assert padded.tokens_per_second == pytest.approx(full.tokens_per_second * 10 / 12)
     assert padded.mfu == pytest.approx(full.mfu * 10 / 12)
+
+
+def test_the_program_sends_what_the_planner_says():
+    mesh, parallel = {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 2}
+    config = replaced(one_device(10), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"})
+    program, planned = Program(config), plan(config, "cpu")
+    sent = program.collectives().traffic
+    for axis, nbytes in by_axis(planned.flows).items():
+        assert sent.get(axis, 0) == pytest.approx(nbytes, rel=0.01, abs=256), axis  # scalars, such as the tokens that count
 
 
 def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
