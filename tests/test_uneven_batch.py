@@ -144,7 +144,9 @@ def test_the_program_sends_what_the_planner_says():
     program, planned = Program(config), plan(config, "cpu")
     sent = program.collectives().traffic
     for axis, nbytes in by_axis(planned.flows).items():
-        assert sent.get(axis, 0) == pytest.approx(nbytes, rel=0.01, abs=256), axis  # scalars, such as the tokens that count
+        assert sent.get(axis, 0) == pytest.approx(nbytes, rel=0.01, abs=256), (
+            axis
+        )  # scalars, such as the tokens that count
 
 
 def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
