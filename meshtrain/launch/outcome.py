@@ -5,20 +5,20 @@ python -m meshtrain.launch.outcome RUN --after NUMBER --otherwise CODE  ends wit
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from meshtrain.cli import DONE, FAILED, STOPPED, USAGE, Parser, command
+from meshtrain.survive.records import LARGEST, Plan, decode
+from meshtrain.survive.store import SURVIVE
 
 GIVEN_UP = 3
 # The first of these that any supervisor ended with is what the run came to. A supervisor ends with 0 or 3 only when the whole run has:
 # another that was killed, or whose node was lost, says nothing against it. What never works (2) stands before what goes on (75), or a run
 # with a node that is set up wrongly would be started again for ever.
 ORDER = (DONE, GIVEN_UP, USAGE, STOPPED)
-LARGEST_PLAN = 2**20  # bytes
 
 
 def outcome(codes: Iterable[int]) -> int:
@@ -34,30 +34,30 @@ def is_final(code: int) -> bool:
 
 def newest(run: Path) -> int:
     """The number of the newest plan in a run directory; 0 if there is none."""
-    found = (re.fullmatch(r"([0-9]{1,12})\.json", path.name) for path in _plans(run))
-    return max((int(match[1]) for match in found if match), default=0)
+    return max(_plans(run), default=0)
 
 
 def agreed(run: Path, after: int) -> int | None:
     """The code of a run that its supervisors have declared over, in a plan that is newer than `after`; None if they have not."""
-    number = newest(run)
+    plans = _plans(run)
+    number = max(plans, default=0)
     if number <= after:
         return None
-    path = next(path for path in _plans(run) if re.fullmatch(rf"0*{number}\.json", path.name))
     try:
-        with path.open("rb") as file:
-            plan = json.loads(file.read(LARGEST_PLAN))
-    except (OSError, ValueError):
-        return None
-    code = plan.get("code") if isinstance(plan, dict) and plan.get("state") == "over" else None
-    return code if isinstance(code, int) and is_final(code) else None
-
-
-def _plans(run: Path) -> list[Path]:
-    try:
-        return list((run / "survive" / "plans").iterdir())
+        with plans[number].open("rb") as file:
+            plan = decode(Plan, file.read(LARGEST))
     except OSError:
-        return []
+        return None
+    return plan.code if plan is not None and plan.state == "over" and is_final(plan.code) else None
+
+
+def _plans(run: Path) -> dict[int, Path]:
+    """Where each plan is, by its number."""
+    try:
+        found = list((run / SURVIVE / "plans").iterdir())
+    except OSError:
+        return {}
+    return {int(path.stem): path for path in found if re.fullmatch(r"[0-9]{1,12}\.json", path.name)}
 
 
 def _number(text: str) -> int:

@@ -20,7 +20,7 @@ from meshtrain.launch import processes
 from meshtrain.launch.job import absolute, make
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
-HOST = re.compile(r"([a-z_][a-z0-9_.-]{0,31}@)?[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
+HOST = re.compile(r"([a-z_][a-z0-9_.-]{0,31}@)?[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
 # sshd tells the far side of no signal, only of the end of its input. `$@` is the supervisor; a line of input is a signal's name.
 FAR_SIDE = (
     'exec 3<&0 </dev/null; "$@" 3<&- & node=$!; '

@@ -1,8 +1,10 @@
 """Stand-ins for `python -m meshtrain.survive`: an interpreter that starts at once, writes down what it was told, and does as a test says."""
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import stat
 import sys
 import time
@@ -60,6 +62,12 @@ class Supervisors:
     def started(self, node: str) -> dict[str, Any]:
         """pid and working directory, as soon as it listens to signals."""
         return json.loads(until(self.directory / f"{node}.started"))
+
+    def end(self) -> None:
+        """Ends those that outlived their test, and hold the ends of its pipes."""
+        for path in self.directory.glob("*.started"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
 
     def signals(self, node: str) -> list[str]:
         path = self.directory / f"{node}.signals"

@@ -1,11 +1,13 @@
 """N nodes on this machine: their output, signals, exit codes, and that none is left over."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from supervisors import PATIENCE, is_gone
+from supervisors import PATIENCE, is_gone, until
 
 MAIN = "import sys; from meshtrain.launch.__main__ import main; sys.executable = sys.argv.pop(1); sys.exit(main())"
 
@@ -34,6 +36,7 @@ def launch(supervisors, config):
     yield start
     for process in started:
         process.kill()
+        supervisors.end()
         process.communicate()
 
 
@@ -98,9 +101,14 @@ def test_the_second_signal_kills(launch, supervisors):
         supervisors.does(node, stops=False)
     launcher = launch(2)
     pids = [supervisors.started(node)["pid"] for node in ("n0", "n1")]
-    launcher.send_signal(signal.SIGINT)
+    # As a terminal does for Ctrl-C: to all of the group.
+    os.killpg(launcher.pid, signal.SIGINT)
     launcher.stderr.readline()
-    launcher.send_signal(signal.SIGINT)
+    for node in ("n0", "n1"):
+        until(supervisors.directory / f"{node}.signals")
+    time.sleep(0.3)
+    assert [supervisors.signals(node) for node in ("n0", "n1")] == [["SIGINT"]] * 2
+    os.killpg(launcher.pid, signal.SIGINT)
     assert launcher.wait(PATIENCE) == 1
     assert all(map(is_gone, pids))
 

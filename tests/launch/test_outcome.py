@@ -1,6 +1,5 @@
 """What a run came to, of the codes of its supervisors or of what they have written down."""
 
-import json
 import subprocess
 import sys
 from itertools import permutations
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain.launch import outcome
+from meshtrain.survive.records import Plan, encode
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_one_code_of_many(codes, whole):
 def _plan(run: Path, number: int, **plan) -> None:
     path = run / "survive" / "plans" / f"{number:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"number": number, "code": None, **plan}))
+    path.write_bytes(encode(Plan(number, generation=1, leader="n0", wall=0.0, kind="start", reason="", **plan)))
 
 
 def test_what_the_supervisors_agreed_on_counts_if_it_is_of_this_start(tmp_path):
@@ -53,7 +53,7 @@ def test_what_the_supervisors_agreed_on_counts_if_it_is_of_this_start(tmp_path):
     "text", ['{"state": "over", "co', "[]", '{"state": "over", "code": "75"}', '{"state": "over", "code": 300}', "\x00"]
 )
 def test_a_damaged_plan_says_nothing(tmp_path, text):
-    _plan(tmp_path, 1)
+    _plan(tmp_path, 1, state="over")
     (tmp_path / "survive" / "plans" / "000001.json").write_text(text)
     (tmp_path / "survive" / "plans" / "000002.json.new").write_text(text)
     assert outcome.newest(tmp_path) == 1

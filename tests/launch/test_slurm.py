@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 
 from meshtrain.launch.__main__ import main
+from meshtrain.survive.records import Plan, encode
 
 # srun runs the first node's task, then ends with the code that it is told, as the highest of several would be.
 PROGRAMS = {
     "srun": '#!{python}\nimport json, os, sys\njson.dump(sys.argv[1:], open(os.environ["TOLD"] + "/srun", "w"))\n'
-    'plan = os.environ.get("PLAN")\nif plan: open(os.environ["RUN"] + "/survive/plans/000008.json", "w").write(plan)\n'
+    'plan = os.environ["PLAN"]\nif plan: open(os.environ["RUN"] + "/survive/plans/000008.json", "w").write(plan)\n'
     'sys.exit(int(os.environ["CODE"]))\n',
     "scontrol": '#!/bin/sh\necho "$@" >> "$TOLD/scontrol"\n',
     "python": '#!/bin/sh\nexec {python} "$@"\n',
 }
+
+
+def _plan(number: int, state: str, code: int) -> bytes:
+    return encode(Plan(number, 1, state, leader="n0", wall=0.0, kind="start", reason="", code=code))
 
 
 @pytest.fixture
@@ -39,11 +44,11 @@ def sbatch(script: Path, tmp_path: Path):
         (programs / name).write_text(text.replace("{python}", sys.executable))
         (programs / name).chmod(0o755)
     # An earlier start was stopped.
-    (run / "survive" / "plans" / "000007.json").write_text('{"state": "over", "code": 75}')
+    (run / "survive" / "plans" / "000007.json").write_bytes(_plan(7, "over", 75))
 
-    def submit(code: int, plan: dict | None = None, **variables: str) -> tuple[int, list[str], str]:
+    def submit(code: int, plan: bytes = b"", **variables: str) -> tuple[int, list[str], str]:
         given = {"PATH": f"{programs}:{os.environ['PATH']}", "TOLD": str(told), "RUN": str(run), "CODE": str(code)}
-        given |= {"SLURM_JOB_ID": "42"} | variables | ({"PLAN": json.dumps(plan)} if plan else {})
+        given |= {"SLURM_JOB_ID": "42"} | variables | {"PLAN": plan.decode()}
         ended = subprocess.run(["bash", str(script)], env=os.environ | given, timeout=120)
         requeued = told / "scontrol"
         return (
@@ -75,7 +80,7 @@ def test_only_a_stopped_run_goes_back_into_the_queue(sbatch, config, code, reque
     ],
 )
 def test_what_the_supervisors_agreed_on_counts_more_than_the_highest_code(sbatch, highest, agreed, ended):
-    plan = {"state": "running", "code": None} if agreed is None else {"state": "over", "code": agreed}
+    plan = _plan(8, "running", 0) if agreed is None else _plan(8, "over", agreed)
     code, _, told = sbatch(highest, plan)
     assert (code, bool(told)) == (ended, ended == 75)
 

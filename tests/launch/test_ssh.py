@@ -51,6 +51,7 @@ def launch(supervisors: Supervisors, config: Path, tmp_path: Path):
     yield start
     for process in started:
         process.kill()
+        supervisors.end()
         process.communicate()
 
 
