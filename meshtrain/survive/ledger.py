@@ -1,6 +1,6 @@
 """Where a run's time went: every second from the first `join` to the last sign of it, by kind.
 
-    init compile restore step data eval checkpoint    what a process counted by itself, on its own monotonic clock; init has its start-up too
+    init compile restore step data eval checkpoint    what a process counted by itself, on its own monotonic clock; init is its start and its end
     lost     whatever it was, it came after the save that a later process went on from: it had to be done again
     down     no process was there
     other    a process was there, and nobody has counted what it did after its last word
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from meshtrain.survive.beat import KIND_OF
 from meshtrain.survive.history import Event, History, number, whole
 from meshtrain.survive.records import Plan
 
@@ -232,7 +233,7 @@ def _generation(
                 pieces.append(Piece(at, min(at + more, ended), kind, lost))
                 at = min(at + more, ended)
     if ended - at > 1e-9:
-        pieces.append(Piece(at, ended, "other", kept_step != EVERYTHING))
+        pieces.append(Piece(at, ended, _last_kind(this), kept_step != EVERYTHING))
     seconds = dict.fromkeys(KINDS, 0.0)
     for piece in pieces:
         seconds["lost" if piece.lost else piece.kind] += piece.ended - piece.began
@@ -258,6 +259,11 @@ def _kept(
     if exit in GOOD_EXITS and step is not None and (this.start or 0) < step <= limit:
         return EVERYTHING
     return max((save.step for save in saves if save.step <= limit), default=None)
+
+
+def _last_kind(this: _Told) -> str:
+    """What a process did after its last count, if its supervisor says in which phase it ended."""
+    return KIND_OF.get(this.end.text("phase"), "other") if this.end is not None else "other"
 
 
 def _sum(seconds: Mapping[str, float]) -> float:

@@ -10,7 +10,7 @@ from meshtrain.survive.reliability import failures
 LETTER = {
     "init": "i", "restore": "r", "compile": "c", "data": "d", "step": "S", "eval": "e", "checkpoint": "k", "lost": "x", "down": ".", "other": "?",
 }  # fmt: skip
-WORD = {"checkpoint": "save", "init": "start", "other": "not counted", "data": "waiting for data"}
+WORD = {"checkpoint": "save", "init": "start, end", "other": "not counted", "data": "waiting for data"}
 
 
 class Row(NamedTuple):

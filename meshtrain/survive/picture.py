@@ -9,6 +9,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 from meshtrain.schedule.draw import GREY, INK
 from meshtrain.survive import history as histories
@@ -19,7 +20,7 @@ from meshtrain.survive.reliability import Failure, failures
 
 # From dark to light; what is drawn with a hatch has its second colour.
 FILL = {
-    "step": ("#3b6fb6", ""), "compile": ("#7b4fa3", "#c9a6e6"), "init": ("#8a929c", ""), "checkpoint": ("#f0c25a", ""), "eval": ("#5fc4a3", ""),
+    "step": ("#3b6fb6", ""), "compile": ("#7b4fa3", "#c9a6e6"), "init": ("#8a929c", ""), "checkpoint": ("#ffe08a", ""), "eval": ("#4aa888", "#c9efe2"),
     "restore": ("#1f7a63", "#9fe0cd"), "data": ("#f2a7a0", ""), "lost": ("#b3261e", "#ffd9d6"), "other": ("#d5dae0", ""),
 }  # fmt: skip
 LEFT, RIGHT, CURVE, NARROW = 84, 46, 90, 220  # pixels: margins, height of the curve, and least width of the rows
@@ -53,7 +54,7 @@ def drawn(history: History, told: Ledger, width: float = 960) -> str:
         f'font-family="system-ui,sans-serif" font-size="12" fill="{GREY}">',
         f"<defs>{''.join(_hatches())}",
         *(
-            f'<g id="generation{g.number}">{_strip(g, g.began, g.ended, told, scale, row)}</g>'
+            f'<g id="{_id(told, g, scale)}">{_strip(g, g.began, g.ended, told, scale, row)}</g>'
             for g in told.generations
         ),
         "</defs>",
@@ -102,15 +103,15 @@ def _cut(text: str, letters: float) -> str:
 def _hatches() -> Iterator[str]:
     for kind, (colour, second) in FILL.items():
         if second:
-            turned = -45 if kind == "lost" else 45 if kind == "compile" else 0
+            turned = {"lost": -45, "compile": 45, "restore": 0, "eval": 90}[kind]
             yield (
-                f'<pattern id="{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate({turned})">'
+                f'<pattern id="life-{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate({turned})">'
                 f'<rect width="5" height="5" fill="{second}"/><rect width="2.5" height="5" fill="{colour}"/></pattern>'
             )
 
 
 def _fill(kind: str) -> str:
-    return f"url(#{kind})" if FILL[kind][1] else FILL[kind][0]
+    return f"url(#life-{kind})" if FILL[kind][1] else FILL[kind][0]
 
 
 def _legend(told: Ledger, width: float) -> tuple[list[str], float]:
@@ -152,7 +153,7 @@ def _process(
     """A rank's stretch of a generation: as rank 0 spent it, since in SPMD all do the same at once."""
     yield f"<g><title>generation {generation.number}, rank {rank}: {took(ended - began)}, {_spent(generation)}</title>"
     if abs(began - generation.began) * scale < 1 and abs(ended - generation.ended) * scale < 1:
-        yield f'<use href="#generation{generation.number}" y="{y:.1f}"/></g>'
+        yield f'<use href="#{_id(told, generation, scale)}" y="{y:.1f}"/></g>'
     else:
         yield f'<g transform="translate(0 {y:.1f})">{_strip(generation, began, ended, told, scale, height)}</g></g>'
 
@@ -173,6 +174,11 @@ def _strip(generation: Generation, began: float, ended: float, told: Ledger, sca
         x += length
     began_at = LEFT + (begins - told.began) * scale
     return "".join(out) + f'<path d="M{began_at:.2f} {gap:.1f}v{inside:.1f}" stroke="{INK}" stroke-width="0.7"/>'
+
+
+def _id(told: Ledger, generation: Generation, scale: float) -> str:
+    """Of a strip, which other pictures in the same page do not have."""
+    return f"g{crc32(repr((told.began, told.ended, scale)).encode()):x}-{generation.number}"
 
 
 def _spent(generation: Generation) -> str:

@@ -75,7 +75,8 @@ def _nodes(history: History, alive: Mapping[str, float], waited: float | None) -
         rank = node.rank if node.state != "idle" else None
         about = ["-", "-", "-", "-", "-"]
         if rank is not None:
-            phase = f"{text(rank.phase)} for {_seconds(rank.phase_age)}"
+            since = f" for {_seconds(rank.phase_age)}" if node.state == "running" else ""
+            phase = text(rank.phase) + since
             about = [str(rank.number), str(rank.step), phase, _seconds(rank.pace), _seconds(rank.host)]
         seen = name in history.records
         rows.append([
