@@ -43,9 +43,8 @@ def lives(history: History, told: Ledger) -> list[Row]:
         if event.name == "started" and generation is not None:
             close(event.node, event.time)
             begun[event.node] = (generation, event.whole("rank") or 0, event.time)
-        elif event.name in ("ended", "left"):
-            if event.name == "ended":
-                ends.setdefault(generation or 0, event.time)
+        elif event.name == "ended":
+            ends.setdefault(generation or 0, event.time)
             close(event.node, event.time)
         heard[event.node] = event.time
     for node in list(begun):
@@ -73,7 +72,9 @@ def line(history: History, told: Ledger, width: int = 100) -> list[str]:
         faults[i] = "!" if faults[i] == " " else "‼"
     letters = "".join(LETTER[kind or "down"] for kind in columns)
     legend = ", ".join(f"{letter} {word(kind)}" for kind, letter in LETTER.items() if letter in letters)
-    return [letters, "".join(faults).rstrip(), f"{legend}; ! a fault; a letter is {took(seconds)}"]
+    legend += f"; a letter is {took(seconds)}"
+    marked = "".join(faults).rstrip()
+    return [letters, marked, f"{legend}; ! a fault"] if marked else [letters, legend]
 
 
 def dominant(pieces: Sequence[Piece], began: float, ended: float, columns: int) -> list[str]:

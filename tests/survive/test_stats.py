@@ -11,7 +11,7 @@ from synthetic_history import Synthetic, spoilt, told
 from meshtrain.config import ConfigError
 from meshtrain.survive import picture, stats, status
 from meshtrain.survive.ledger import ledger
-from meshtrain.survive.life import dominant, line
+from meshtrain.survive.life import dominant, line, lives
 from meshtrain.survive.reliability import by_interval, by_kind, by_node, mean_bounds, reliability, weibull_shape
 
 
@@ -200,6 +200,13 @@ def test_the_line_for_a_terminal_is_as_wide_as_asked_and_marks_every_fault():
     assert len(faults.replace(" ", "")) == sum(made.kinds.values())
     assert letters.count("x") / 300 == pytest.approx(times.seconds["lost"] / times.wall, abs=0.05)
     assert all(letter in legend for letter in set(letters))
+
+
+def test_a_node_that_has_said_it_leaves_has_its_process_until_that_ends():
+    at = {"generation": 1, "rank": 0}
+    lines = [{"wall": w, "event": e, **at} for w, e in ((0.0, "join"), (1.0, "started"), (5.0, "left"), (9.0, "ended"))]
+    found = told({"n0": lines})
+    assert lives(found, ledger(found))[0].processes == [(1, 0, 1.0, 9.0)]
 
 
 def test_a_part_of_time_is_what_most_of_it_is():
