@@ -86,6 +86,26 @@ def test_goodput_is_that_of_dalys_formula_where_faults_come_by_chance():
     assert said.shape == pytest.approx(1.0, abs=3 * said.shape_error)
 
 
+def test_starts_and_stops_in_good_order_are_no_failures_and_are_left_out_of_what_the_formula_expects():
+    lines = [{"wall": 0.0, "event": "join"}]
+    for generation, began, going, ended, start, exit in (
+        (1, 0.0, 100.0, 500.0, 0, 75),
+        (2, 600.0, 700.0, 1000.0, 360, 0),
+    ):
+        at = {"generation": generation, "rank": 0, "start": start}
+        lines += [{"wall": began, "event": "started", **at}, {"wall": going, "event": "going", **at}]
+        for k in range(1, round(ended - going) // 10 + 1):
+            spent = {"init": going - began, "step": 9.0 * k, "checkpoint": k - 1.0}
+            lines.append({"wall": going + 10 * k - 1, "event": "save", **at, "step": start + 9 * k, "seconds": spent})
+        spent = spent | {"checkpoint": float(k)}
+        lines.append({"wall": ended, "event": "ended", **at, "exit": exit, "step": start + 9 * k, "seconds": spent})
+    times = ledger(found := told({"n0": lines}))
+    said = reliability(found, times)
+    assert (said.failures, said.between, said.restart) == ((), None, None)
+    assert times.goodput == said.expected == pytest.approx(0.7 * 0.9)
+    assert times.effective == pytest.approx(0.7)
+
+
 def test_bounds_of_the_mean_time_between_failures_are_garwoods():
     # Garwood 1936, table: of 10 events the mean is 4.80 to 18.39 at 95%; of none at most 3.00
     assert mean_bounds(100.0, 10) == (pytest.approx(100 / 18.39, rel=1e-3), pytest.approx(100 / 4.795, rel=1e-3))
@@ -136,7 +156,7 @@ def test_a_run_that_was_given_up_counts_its_last_fault_and_time_when_nobody_want
     found = told({"n0": lines}, plans)
     said = reliability(found, ledger(found))
     assert [(f.kind, f.generation, f.restart) for f in said.failures] == [("error", 1, None)]
-    assert said.exposed == pytest.approx(150.0)
+    assert said.exposed == said.between == pytest.approx(150.0)
 
 
 def test_the_tables_say_what_the_json_says(tmp_path):
