@@ -56,7 +56,7 @@ class History:
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended: the newest plan says so, and nobody has come back."""
+        """Whether the newest decision is that the run has ended."""
         return bool(self.plans) and self.plans[-1].state == "over"
 
     @property
