@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -87,3 +88,15 @@ def joined_processes() -> int:
     from jax._src.distributed import global_state
 
     return global_state.num_processes if jax.distributed.is_initialized() else 1
+
+
+def keep_compiled() -> None:
+    """Has every process write what it compiles into the persistent compilation cache where each needs an entry of its own.
+
+    JAX lets the first process write for all. On CPU that is not enough, since the key of a program holds the process it is for.
+    """
+    from jax._src import compiler
+
+    if jax.default_backend() == "cpu":
+        # All that this module asks of it: who writes, and (no client) whether programs are sent to other processes.
+        compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))

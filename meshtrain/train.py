@@ -30,6 +30,7 @@ from meshtrain import hlo
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
+from meshtrain.compat import keep_compiled
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.errors import say, short
@@ -102,6 +103,9 @@ def train(
                 join_cluster()
             beat.phase("init")
             program = Program(config, block=block, attention=attention, loss=loss)
+            if beat.supervised is not None:
+                keep_compiled()
+                count_compiled(beat)
             checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
             closing.callback(checkpointer.close)
             beat.phase("restore")
@@ -136,6 +140,20 @@ def train(
             if failure is error:
                 raise
             raise failure from None
+
+
+def count_compiled(beat: Beat) -> None:
+    """Has the beat say how many programs the compilation cache had, and how many not."""
+    beat.cache = found = {"hits": 0, "misses": 0}
+
+    def count(event: str, **_: object) -> None:
+        if event == "/jax/compilation_cache/compile_requests_use_cache":
+            found["misses"] += 1
+        elif event == "/jax/compilation_cache/cache_hits":
+            found["hits"] += 1
+            found["misses"] -= 1
+
+    jax.monitoring.register_event_listener(count)
 
 
 class Loop:

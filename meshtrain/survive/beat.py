@@ -139,6 +139,7 @@ class Beat:
         self.saved: int | None = None  # the newest step on disk
         self.matmul: dict[str, Any] | None = None  # see survive.health
         self.collectives: str | None = None  # of a step, in a line
+        self.cache: dict[str, int] | None = None  # programs that the compilation cache had, and had not
         self._pace = _Pace()
         self._medians = self._pace.medians()
         self._since = time.perf_counter()
@@ -207,6 +208,7 @@ class Beat:
                 "n": self.changes, "alive": self.alive, "step": self.step, "phase": self.name, **self._medians,
                 "seconds": _rounded(seconds), "at_save": self.at_save,
                 "saved": self.saved, "start": self.start, "matmul": self.matmul, "collectives": self.collectives,
+                "cache": self.cache,
             }  # fmt: skip
 
     def _write(self) -> None:
