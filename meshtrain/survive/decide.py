@@ -82,10 +82,15 @@ def decide(now: float, nodes: Sequence[Node], plan: Plan | None, history: Sequen
 
 
 def _forming(now: float, nodes: Sequence[Node], plan: Plan, history: Sequence[Plan], options: Options) -> Decision:
-    live = [n for n in nodes if n.age < options.node_timeout and not n.leaving]
-    if busy := [n.name for n in live if n.acked < plan.generation]:
+    there = [n for n in nodes if n.age < options.node_timeout]
+    live = [n for n in there if not n.leaving]
+    if busy := [n.name for n in there if n.acked < plan.generation and (not n.leaving or n.state == "running")]:
         what = "to be ready" if plan.kind == "start" else f"to end the process of generation {plan.generation - 1}"
         return Decision("wait", f"for {_names(busy)} {what}")
+    if not live:
+        return Decision(
+            "over", "all nodes were asked to go, run again to go on", kind="stopped", step=plan.step, code=75
+        )
     if plan.age < plan.delay:
         return Decision("wait", f"{plan.delay:.0f} s after a fault without progress")
     # Who was ill stands back, as long as the others are enough.

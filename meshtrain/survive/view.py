@@ -1,6 +1,7 @@
 """What a supervisor knows of the others: their records with an age, the newest plan, who leads.
 
-An age is how long a record has not changed, on the clock of who reads it: no node's clock is compared with another's.
+An age is how long a record was seen not to change, on the clock of who reads it: no node's clock is compared with another's, and time
+in which the reader itself stood still (frozen, starved, on a disk that hangs) is nobody's age.
 """
 
 import socket
@@ -14,7 +15,8 @@ from meshtrain.survive.records import Node, Plan, decode
 from meshtrain.survive.store import Store
 
 SKEW = 5.0  # seconds by which a clock may be wrong without a word
-READ_SHARE = 0.002  # of its time, at most, a supervisor reads records
+READ_SHARE = 0.002  # of its time, at most, a supervisor reads records; but at least twice a beat
+LONGEST_LOOK = 1.0  # seconds between two looks; what is beyond it, was no looking
 
 
 class View:
@@ -33,7 +35,11 @@ class View:
         self._old: int | None = None  # the newest plan when we began, if the run was over by then
         self._clocks: dict[str, float] = {}
         self._told: Node | None = None
-        self._next_read = self._read_at = 0.0
+        self._next_read = 0.0
+        self._looked: float | None = None
+        self._watched = self._unread = (
+            0.0  # seconds spent looking, up to the last reading, of which ages are; and since
+        )
 
     # --- reading
 
@@ -49,22 +55,25 @@ class View:
         over = max((i for i, p in enumerate(plans[:-1]) if p.state == "over"), default=-1)
         self.plan = replace(newest, age=now - self._plan_since) if newest else None
         self.history = plans[over + 1 : -1]
+        self._unread += min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
+        self._looked = now
         if now >= self._next_read:
+            self._watched, self._unread = self._watched + self._unread, 0.0
             began = time.thread_time()
-            self._read(now)
-            self._next_read = now + min(self.options.beat, (time.thread_time() - began) / READ_SHARE)
+            self._read()
+            self._next_read = now + min((time.thread_time() - began) / READ_SHARE, self.options.beat / 2)
         self.nodes = [
-            replace(record, age=self._age(name), known=now - self._first.get(name, now))
+            replace(record, age=self._age(name), known=self._known(name))
             for name, record in sorted(self._records.items())
             if name != own.name
         ]
+        self._first.setdefault(own.name, self._watched)
         self.nodes = sorted(
-            [*self.nodes, replace(own, age=0.0, known=now - self._first.setdefault(own.name, now))],
+            [*self.nodes, replace(own, age=0.0, known=self._known(own.name))],
             key=lambda n: n.name,
         )
 
-    def _read(self, now: float) -> None:
-        self._read_at = now
+    def _read(self) -> None:
         for name, text in self.store.nodes().items():
             if text == self._texts.get(name):
                 continue
@@ -73,13 +82,17 @@ class View:
             if node is None or node.name != name:
                 continue
             if name in self._texts or text == b"":
-                self._changed[name] = now
-                self._first.setdefault(name, now)
+                self._changed[name] = self._watched
+                before = self._records[name]
+                if name not in self._first or node.incarnation != before.incarnation:
+                    self._first[name] = self._watched
             self._texts[name], self._records[name] = text, node
 
     def _age(self, name: str) -> float:
-        """As of the last look: what a machine that is too busy to look does not see is nobody's silence."""
-        return self._read_at - self._changed[name] if name in self._changed else float("inf")
+        return self._watched - self._changed[name] if name in self._changed else float("inf")
+
+    def _known(self, name: str) -> float:
+        return self._watched - self._first.get(name, self._watched)
 
     # --- writing
 

@@ -240,6 +240,14 @@ def test_a_run_begins_when_all_are_there_or_after_a_time_with_fewer():
     assert decided(*three, of=forming()).members == ("n0", "n1", "n2")  # after a fault nobody waits
 
 
+def test_a_generation_in_the_making_ends_once_all_were_asked_to_go_and_their_processes_have_ended():
+    forming = plan("forming", generation=2, number=3, age=0.0)
+    gone = [node(k, state="ended", leaving=True) for k in range(4)]
+    assert decided(*gone, of=forming)[0] == "over"
+    assert decided(*gone, of=forming).code == 75
+    assert decided(*gone[:3], node(3, leaving=True), of=forming).verdict == "wait"
+
+
 def test_too_few_nodes_end_the_run_with_75_after_a_time():
     one = [idle(0), *[idle(k, age=float("inf")) for k in (1, 2, 3)]]
     assert decided(*one, of=forming()).verdict == "wait"
