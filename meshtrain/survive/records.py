@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-LARGEST = 1 << 20  # bytes of a record that are read
+LARGEST = 1 << 24  # bytes of a plan that are read: of 65,536 nodes it has 9 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rank:
     seconds: dict[str, float] | None = None  # so far, by kind
     saved: int | None = None
     start: int | None = None
-    matmul: dict[str, Any] | None = None
+    matmul: dict[str, float] | None = None
     collectives: str | None = None
 
 
@@ -97,18 +97,28 @@ class Plan:
     quarantined: dict[str, float] = dataclasses.field(default_factory=dict)  # until when, on the leader's clock
     age: float = 0.0  # seconds since the reader saw it first
 
+    def is_whole(self) -> bool:
+        """Whether a supervisor can follow it: what it has in each of its states."""
+        if self.state not in ("running", "stopping"):
+            return self.state in ("forming", "over")
+        same = len(self.members) == len(self.incarnations) == len(set(self.members)) > 0
+        return same and (len(self.members) == 1 or self.coordinator is not None)
+
 
 def encode(record: Any, size: int = 0) -> bytes:
     """One line of JSON, padded with spaces to `size` bytes; of a text that does not fit the end is left out."""
-    line = json.dumps(dataclasses.asdict(record))
-    if size and len(line) >= size:
-        line = json.dumps(_shortened(dataclasses.asdict(record), 120))
+    line, most = json.dumps(dataclasses.asdict(record)), 256
+    while size and len(line) >= size and most > 8:
+        # A letter may take 12 bytes.
+        most //= 2
+        line = json.dumps(_shortened(dataclasses.asdict(record), most))
     return line.ljust(max(size - 1, 0)).encode() + b"\n"
 
 
 def _shortened(value: Any, most: int) -> Any:
-    if isinstance(value, str):
-        return value[:most]
+    if isinstance(value, str | list):
+        # Names are whole: 64 letters.
+        return value[: max(most, 64) if isinstance(value, str) and value.isascii() else most]
     return {name: _shortened(v, most) for name, v in value.items()} if isinstance(value, dict) else value
 
 

@@ -10,9 +10,11 @@
 Another store needs the same six operations: `publish`, `nodes`, `plans`, `propose`, `say`, `generation`; a compare-and-swap in one of them.
 """
 
+import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import time
 import uuid
@@ -24,6 +26,11 @@ from meshtrain.survive.records import LARGEST, NAME, Node, Plan, decode, encode
 
 SURVIVE = "survive"
 RECORD = 4096  # bytes of a node's record
+MOST_UNSAID = 1 << 20  # bytes of events that wait for a disk
+PLAN = re.compile(r"\d{6,18}\.json", re.ASCII)
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+# What stands in the place of a record and is none: a directory, a link, another user's file, a pipe.
+NO_RECORD = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EAGAIN, errno.ENXIO)
 
 
 class Store:
@@ -37,15 +44,17 @@ class Store:
         self._lost = False
         refuse_unsafe(run)
         for part in ("", "plans", "nodes", "inject", "injected"):
-            (self.root / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_unsafe(self.root)
+            with contextlib.suppress(FileExistsError):
+                (self.root / part).mkdir(mode=0o700)
+            refuse_unsafe(self.root / part, follow=False)
 
     # --- nodes
 
     def publish(self, node: Node) -> None:
         """What this node says of itself."""
         self._reach()
-        descriptor = os.open(self.root / "nodes" / f"{self.name}.json", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        # Not blocking: what stands there may be a pipe that nobody reads.
+        descriptor = os.open(self.root / "nodes" / f"{self.name}.json", WRITE | os.O_NONBLOCK, 0o600)
         try:
             os.pwrite(descriptor, encode(node, RECORD), 0)
         finally:
@@ -68,11 +77,11 @@ class Store:
         """Every decision so far, oldest first. A file that holds none is passed over."""
         self._reach()
         with os.scandir(self.root / "plans") as entries:
-            numbers = {int(e.name[:-5]) for e in entries if e.name.endswith(".json") and e.name[:-5].isdecimal()}
+            numbers = {int(e.name[:-5]) for e in entries if PLAN.fullmatch(e.name)}
         self.next_number = max(numbers, default=0) + 1
         for number in numbers - self._plans.keys():
             plan = decode(Plan, _read(self._plan(number), LARGEST))
-            if plan is not None and plan.number == number:
+            if plan is not None and plan.number == number and plan.is_whole():
                 self._plans[number] = plan
         return [self._plans[number] for number in sorted(self._plans)]
 
@@ -103,15 +112,14 @@ class Store:
             return
         self._unsaid += json.dumps({"wall": time.time(), "event": event, **what}).encode() + b"\n"
         try:
-            descriptor = os.open(
-                self.root / f"events.{self.name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600
-            )
+            path = self.root / f"events.{self.name}.jsonl"
+            descriptor = os.open(path, WRITE | os.O_APPEND | os.O_NONBLOCK, 0o600)
             try:
                 self._unsaid = self._unsaid[os.write(descriptor, self._unsaid) :]
             finally:
                 os.close(descriptor)
         except OSError:
-            self._unsaid = self._unsaid[-LARGEST:]
+            self._unsaid = self._unsaid[-MOST_UNSAID:]
 
     def asked(self) -> list[str]:
         """Faults that `survive inject` asked for."""
@@ -132,10 +140,10 @@ class Store:
         return path
 
 
-def refuse_unsafe(path: Path) -> None:
-    """ConfigError for a directory that others could put decisions into: of another user, a link, or writable by everybody."""
+def refuse_unsafe(path: Path, follow: bool = True) -> None:
+    """ConfigError for a directory that others could put decisions into: of another user, writable by everybody, or (not `follow`) a link."""
     try:
-        found = os.stat(path)
+        found = os.stat(path, follow_symlinks=follow)
     except OSError as error:
         raise ConfigError(f"{path} cannot be used: {refusal(error)}.") from None
     if not stat.S_ISDIR(found.st_mode):
@@ -151,11 +159,14 @@ def refuse_unsafe(path: Path) -> None:
 
 
 def _read(path: str | Path, most: int) -> bytes:
+    """What stands there; nothing of what is no record, for which no supervisor may stop."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return b""
-    try:
-        return os.read(descriptor, most)
-    finally:
-        os.close(descriptor)
+        try:
+            return os.read(descriptor, most)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in NO_RECORD:
+            return b""
+        raise

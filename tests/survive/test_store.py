@@ -1,0 +1,187 @@
+"""The directory that supervisors share, when others can write there, and when what stands there is no record."""
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from meshtrain.errors import ConfigError
+from meshtrain.survive.records import Node, Plan, decode
+from meshtrain.survive.store import RECORD, Store
+
+
+def plan(number: int, **what) -> Plan:
+    given = {"generation": 1, "state": "forming", "leader": "n0", "wall": 1.0, "kind": "start", "reason": "it begins"}
+    return Plan(number, **given | what)
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(tmp_path, "n0")
+
+
+def place(path: Path, what: str) -> None:
+    """Something that is no record."""
+    if what == "directory":
+        path.mkdir()
+    elif what == "link":
+        path.symlink_to("/etc/hostname")
+    elif what == "link to nothing":
+        path.symlink_to("nothing")
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(
+            {"empty": b"", "garbage": b"\xff\x00{", "nested": b"[" * 100_000, "huge": b"1" * 9_000_000}[what]
+        )
+
+
+NO_RECORDS = ["directory", "link", "link to nothing", "pipe", "empty", "garbage", "nested", "huge"]
+
+
+@pytest.mark.parametrize("what", NO_RECORDS)
+def test_what_is_no_record_is_passed_over(store, what):
+    store.publish(Node("n0"))
+    assert store.propose(plan(1))
+    place(store.root / "nodes" / "n1.json", what)
+    place(store.root / "plans" / "000002.json", what)
+    assert [p.number for p in store.plans()] == [1]
+    # Its number is taken, the one after it is not.
+    assert not store.propose(plan(2)) and store.propose(plan(store.next_number))
+    assert [p.number for p in store.plans()] == [1, 3]
+    found = {name: decode(Node, text) for name, text in store.nodes().items()}
+    assert found == {"n0": Node("n0"), "n1": None}
+
+
+@pytest.mark.parametrize("what", ["directory", "link", "pipe"])
+def test_its_own_record_is_not_written_into_something_else(store, what):
+    place(store.root / "nodes" / "n0.json", what)
+    with pytest.raises(OSError):
+        store.publish(Node("n0"))
+    place(store.root / "events.n0.jsonl", what)
+    store.say("join")
+
+
+def test_names_that_are_no_records_names(store):
+    for name in ("../x.json", "x", ".hidden.json", "-x.json", "a b.json", "x" * 65 + ".json"):
+        if "/" not in name:
+            (store.root / "nodes" / name).write_bytes(b"{}")
+    for name in ("1.json", "000001.json.json", "٣٣٣٣٣٣.json", "9" * 250 + ".json", ".n1.abc"):
+        (store.root / "plans" / name).write_bytes(b"{}")
+    assert store.nodes() == {} and store.plans() == []
+    assert store.next_number == 1
+
+
+def test_a_plan_under_another_number_is_none(store):
+    assert store.propose(plan(1))
+    os.link(store.root / "plans" / "000001.json", store.root / "plans" / "999999.json")
+    assert [p.number for p in store.plans()] == [1]
+    assert store.next_number == 1_000_000
+    assert store.propose(plan(1_000_000)) and [p.number for p in store.plans()] == [1, 1_000_000]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": "dancing"},
+        {"state": "running"},
+        {"state": "running", "members": ["n0", "n1"], "incarnations": ["a"], "coordinator": "h:1"},
+        {"state": "running", "members": ["n0", "n0"], "incarnations": ["a", "a"], "coordinator": "h:1"},
+        {"state": "stopping", "members": ["n0", "n1"], "incarnations": ["a", "b"]},
+    ],
+)
+def test_a_plan_that_nobody_can_follow_is_none(store, wrong):
+    assert store.propose(plan(1)) and store.propose(plan(2, **wrong))
+    assert [p.number for p in store.plans()] == [1]
+
+
+def test_of_many_leaders_one_takes_a_number(tmp_path):
+    stores = [Store(tmp_path, f"n{k}") for k in range(8)]
+    won = []
+    together = threading.Barrier(8)
+
+    def propose(k: int) -> None:
+        for number in range(1, 21):
+            together.wait()
+            if stores[k].propose(plan(number, leader=f"n{k}")):
+                won.append((number, f"n{k}"))
+
+    threads = [threading.Thread(target=propose, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(won) == [(p.number, p.leader) for p in stores[0].plans()] and len(won) == 20
+    assert not list((tmp_path / "survive" / "plans").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "where", ["", "survive", "survive/plans", "survive/nodes", "survive/inject", "survive/injected"]
+)
+def test_a_directory_that_everybody_can_write_is_refused(tmp_path, where):
+    Store(tmp_path, "n0")
+    (tmp_path / where).chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by everybody, who could decide what runs here"):
+        Store(tmp_path, "n0")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a directory is given to another user by root only")
+@pytest.mark.parametrize("where", ["", "survive", "survive/plans"])
+def test_a_directory_of_another_user_is_refused(tmp_path, where):
+    Store(tmp_path, "n0")
+    os.chown(tmp_path / where, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        Store(tmp_path, "n0")
+
+
+@pytest.mark.parametrize("where", ["survive", "survive/plans"])
+def test_a_link_is_refused_in_the_place_of_its_directory(tmp_path, where):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = tmp_path / "run"
+    (run / where).parent.mkdir(parents=True)
+    (run / where).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="is no directory"):
+        Store(run, "n0")
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_run_may_be_a_link_and_what_is_made_is_private(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "latest").symlink_to("run")
+    store = Store(tmp_path / "latest", "n0")
+    store.generation(1)
+    store.publish(Node("n0"))
+    store.say("join")
+    for path in (tmp_path / "run" / "survive", *(tmp_path / "run" / "survive").rglob("*")):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+def test_events_that_a_disk_refuses_are_written_later(store, monkeypatch):
+    write, refused = os.write, [True]
+
+    def full(descriptor, text):
+        if refused[0]:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, text[:30])  # some of it
+
+    monkeypatch.setattr(os, "write", full)
+    store.say("join", pid=1)
+    refused[0] = False
+    for k in range(20):
+        store.say("more", k=k)
+    monkeypatch.undo()
+    store.say("last")
+    lines = [json.loads(line) for line in (store.root / "events.n0.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["join", *["more"] * 20, "last"]
+
+
+def test_a_record_keeps_its_place(store):
+    store.publish(Node("n0", sequence=1))
+    first = os.stat(store.root / "nodes" / "n0.json")
+    store.publish(Node("n0", sequence=2))
+    again = os.stat(store.root / "nodes" / "n0.json")
+    assert (first.st_ino, again.st_size) == (again.st_ino, RECORD)
