@@ -6,6 +6,7 @@ The live node of the lowest name leads; a plan is a file whose number one leader
 generation is formed once no live node has a process of the one before.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config, to_yaml
-from meshtrain.errors import refusal, say
+from meshtrain.errors import ConfigError, refusal, say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import CONFIG
 from meshtrain.survive.child import Child, train_command
@@ -50,7 +51,8 @@ class Supervisor:
     ) -> None:
         self.config, self.command = config, command
         self.run_directory = Path(config.run.directory).absolute()
-        self.run_directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.run_directory.mkdir(mode=0o755, parents=True)
         self.store = Store(self.run_directory, name)
         survive = config.survive
         self.options = Options(
@@ -82,6 +84,10 @@ class Supervisor:
         if (step := self._done_already()) is not None:
             say(f"step {step} of {self.config.train.steps} was taken: the run is done already.")
             return 0
+        try:
+            self._publish(time.monotonic())
+        except OSError as error:
+            raise ConfigError(f"this node's record in {self.store.root} cannot be written: {refusal(error)}.") from None
         self.store.say("join", incarnation=self.node.incarnation, host=self.node.host, pid=os.getpid())
         try:
             while (code := self._tick()) is None:

@@ -1,29 +1,35 @@
 """A stand-in for a training process: it beats as one does, without JAX, so that supervisors can be tried in fractions of a second.
 
-python stand_in.py CONFIG: takes train.steps steps of 20 ms, "saves" every checkpoint.every of them (a number in a file that all share), and
-goes on from there. What it is to do besides stands in DIR/do.RANK, read at every step: `kill`, `frozen`, `asleep`, `error`, `exit N`.
+python stand_in.py CONFIG: takes train.steps steps of 20 ms, "saves" every checkpoint.every of them (a number in the file `step`), goes on
+from there, and keeps the file `rows` as a run keeps metrics.jsonl: a line a step, none twice.
+What it is to do besides stands in RUN/do.RANK, read at every step and once before the first (`do.RANK.start`): `kill`, `frozen`, `asleep`,
+`error`, `exit N KIND`, `deaf` (to SIGTERM), `fork`, `print BYTES`, `line BYTES`; with `always` it does so in every process that comes.
+A process of another generation that is alive still is written down in the file `overlaps`.
 """
 
 import faulthandler
+import fcntl
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-import yaml
-
 told = json.loads(os.environ["MESHTRAIN_SUPERVISED"])
-config = yaml.safe_load(Path(sys.argv[1]).read_text())
-run, rank = Path(config["run"]["directory"]), told["rank"]
-files, local = Path(told["generation"]), Path(told["local"])
+config = Path(sys.argv[1]).read_text()
+steps = int(re.search(r"^  steps: (\d+)$", config, re.M)[1])
+every = int(re.search(r"^checkpoint:\n(?:  .*\n)*?  every: (\d+)$", config, re.M)[1])
+rank, number = told["rank"], told["number"]
+files, local, run = Path(told["generation"]), Path(told["local"]), Path(told["survive"]).parent
 faulthandler.register(signal.SIGUSR1, open(files / f"rank-{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
-saved = run / "step"
+count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+saved, rows = run / "step", run / "rows"
 told_to = os.open(local / "beat", os.O_WRONLY | os.O_CREAT)
-step = start = int(saved.read_text()) if saved.exists() else 0
-n = alive = 0
+step = start = n = alive = 0
 phase = "start"
 at_save: dict | None = None
 began = time.monotonic()
@@ -39,15 +45,8 @@ def beat(to: str) -> None:
 def write() -> None:
     seconds = {"step": time.monotonic() - began}
     said = {
-        "n": n,
-        "alive": alive,
-        "step": step,
-        "phase": phase,
-        "pace": 0.02,
-        "start": start,
-        "seconds": seconds,
-        "at_save": at_save,
-    }
+        "n": n, "alive": alive, "step": step, "phase": phase, "pace": 0.02, "start": start, "seconds": seconds, "at_save": at_save,
+    }  # fmt: skip
     os.pwrite(told_to, json.dumps(said).ljust(4095).encode() + b"\n", 0)
 
 
@@ -75,8 +74,7 @@ def stop(*_: object) -> None:
     stopping = True
 
 
-def do() -> None:
-    asked = run / f"do.{rank}"
+def do(asked: Path) -> None:
     if not asked.exists():
         return
     what = asked.read_text().split()
@@ -90,36 +88,89 @@ def do() -> None:
         fail("error", "RuntimeError: as asked", 1)
     elif what[0] == "exit":
         fail(what[2] if len(what) > 2 else "error", "as asked", int(what[1]))
+    elif what[0] == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif what[0] == "fork":
+        deaf = f"trap '' TERM HUP; echo $$ >> {run}/forked; sleep 1000 & wait"
+        subprocess.Popen(["sh", "-c", deaf])
+    elif what[0] == "print":
+        os.write(1, b"".join(b"%09d\n" % i for i in range(int(what[1]) // 10)))
+    elif what[0] == "line":
+        os.write(1, b"x" * int(what[1]))
 
 
+def hold(path: Path, how: int) -> int | None:
+    """The file's lock, for as long as this process lives; None if another process has it."""
+    held = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        fcntl.flock(held, how | fcntl.LOCK_NB)
+        return held
+    except BlockingIOError:
+        os.close(held)
+        return None
+
+
+def look_for_others() -> None:
+    """A lock of a generation that is not ours and is held means that two generations are at work at once."""
+    hold(run / f"alive.{number}", fcntl.LOCK_SH)
+    for other in run.glob("alive.*"):
+        for _ in range(3):
+            # Two processes of this generation may look at once.
+            if other.name == f"alive.{number}" or (held := hold(other, fcntl.LOCK_EX)) is not None:
+                break
+            time.sleep(0.01)
+        else:
+            with open(run / "overlaps", "a") as file:
+                file.write(f"{number} {rank} {other.name}\n")
+            continue
+        if other.name != f"alive.{number}":
+            os.close(held)
+
+
+def await_others(at: int) -> None:
+    """A barrier of all ranks, as a collective is one."""
+    (files / f"at.{rank}").write_text(str(at))
+    others = [files / f"at.{r}" for r in range(count)]
+    while not all(o.exists() and int(o.read_text() or 0) >= at for o in others):
+        time.sleep(0.002)
+
+
+beat("start")
+do(run / f"do.{rank}.start")
 signal.signal(signal.SIGTERM, stop)
+look_for_others()
 threading.Thread(target=live, daemon=True).start()
 for name in ("join", "restore", "compile"):
     beat(name)
-count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
-number = told["number"]
-while step < config["train"]["steps"]:
+await_others(0)
+step = start = int(saved.read_text()) if saved.exists() else 0
+if rank == 0:
+    kept = rows.read_text().splitlines()[:step] if rows.exists() else []
+    assert len(kept) == step, f"{len(kept)} rows for {step} steps"
+    rows.write_text("".join(line + "\n" for line in kept))
+asked = files / "stop"  # the step after which all stop, as JAX's preemption service has it
+while step < steps:
     beat("data")
-    do()
+    do(run / f"do.{rank}")
     beat("wait")
-    # A barrier of all ranks, as a collective is one; a peer that is gone ends it.
-    (files / f"at.{rank}").write_text(str(step))
-    while True:
-        others = [files / f"at.{r}" for r in range(count)]
-        if all(o.exists() and int(o.read_text() or 0) >= step for o in others):
-            break
-        if list(files.glob("gone.*")):
-            fail("peer", "another process of this run died", 73)
-        time.sleep(0.002)
+    await_others(step)
     time.sleep(0.02)
     step += 1
     beat("log")
-    if step % config["checkpoint"]["every"] == 0 or step == config["train"]["steps"] or stopping:
+    if rank == 0:
+        with rows.open("a") as file:
+            file.write(f"{step} of generation {number}\n")
+    if stopping and not asked.exists():
+        Path(f"{asked}.{rank}").write_text(str(step + 2))
+        os.rename(f"{asked}.{rank}", asked)
+    last = asked.exists() and step >= int(asked.read_text())
+    if step % every == 0 or step == steps or last:
         at_save = {"step": step, "seconds": {"step": time.monotonic() - began}}
         beat("save")
+        do(run / f"do.{rank}.save")
         if rank == 0:
             saved.with_suffix(".new").write_text(str(step))
             os.replace(saved.with_suffix(".new"), saved)
-    if stopping:
+    if last:
         sys.exit(75)
 beat("end")
