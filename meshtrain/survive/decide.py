@@ -8,11 +8,12 @@ no plan ──form──► forming ──run──► running ──stop──�
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from signal import SIGTERM
 from typing import NamedTuple
 
 from meshtrain.survive.causes import FREE, ORDER, STRIKES, Fault
 from meshtrain.survive.hangs import hung, where
-from meshtrain.survive.records import Node, Plan
+from meshtrain.survive.records import End, Node, Plan
 
 DAY = 86400.0
 QUARANTINE = 600.0  # seconds for the first time; twice as long each further time
@@ -50,7 +51,7 @@ class Decision(NamedTuple):
     code: int = 0
     members: tuple[str, ...] = ()
     delay: float = 0.0
-    quarantined: dict[str, float] | None = None
+    quarantined: dict[str, float] | None = None  # None: as before
 
 
 def decide(now: float, nodes: Sequence[Node], plan: Plan | None, history: Sequence[Plan], options: Options) -> Decision:
@@ -82,9 +83,10 @@ def decide(now: float, nodes: Sequence[Node], plan: Plan | None, history: Sequen
 
 
 def _forming(now: float, nodes: Sequence[Node], plan: Plan, history: Sequence[Plan], options: Options) -> Decision:
-    there = [n for n in nodes if n.age < options.node_timeout]
-    live = [n for n in there if not n.leaving]
-    if busy := [n.name for n in there if n.acked < plan.generation and (not n.leaving or n.state == "running")]:
+    heard = [n for n in nodes if n.age < options.node_timeout]
+    live = [n for n in heard if not n.leaving]
+    # Who leaves need not answer, but its process of the generation before must be gone too.
+    if busy := [n.name for n in heard if (n.acked < plan.generation and not n.leaving) or _at_work(n, plan)]:
         what = "to be ready" if plan.kind == "start" else f"to end the process of generation {plan.generation - 1}"
         return Decision("wait", f"for {_names(busy)} {what}")
     if not live:
@@ -94,7 +96,8 @@ def _forming(now: float, nodes: Sequence[Node], plan: Plan, history: Sequence[Pl
     if plan.age < plan.delay:
         return Decision("wait", f"{plan.delay:.0f} s after a fault without progress")
     # Who was ill stands back, as long as the others are enough.
-    well = [n for n in live if plan.quarantined.get(n.name, 0.0) <= now]
+    ill = quarantined(plan, now)
+    well = [n for n in live if n.name not in ill]
     chosen = well if len(well) >= options.least and options.used(len(well)) else live
     patient = plan.kind == "start" and len(live) < options.wanted
     use = options.used(len(chosen))
@@ -106,6 +109,10 @@ def _forming(now: float, nodes: Sequence[Node], plan: Plan, history: Sequence[Pl
     if patient and plan.age < options.join_timeout:
         return Decision("wait", f"there are {len(live)} of {options.wanted} nodes")
     return Decision("run", plan.reason, members=tuple(_ranked(chosen, use, plan, history)))
+
+
+def _at_work(node: Node, plan: Plan) -> bool:
+    return node.state == "running" and node.generation < plan.generation
 
 
 def _ranked(nodes: Sequence[Node], use: int, plan: Plan, history: Sequence[Plan]) -> list[str]:
@@ -143,12 +150,12 @@ def _ended(members: Sequence[Node | None], nodes: Sequence[Node], plan: Plan, op
     if all(e.exit == 0 for e in ends):
         return Decision("over", "the run is done", kind="done", step=step)
     if plan.state == "stopping":
-        return Decision("form", plan.reason, kind=plan.kind, step=step, quarantined=plan.quarantined)
+        return Decision("form", plan.reason, kind=plan.kind, step=step)
     leaving = {n.name for n in members if n is not None and n.leaving}
     left = [n for n in nodes if n.age < options.node_timeout and not n.leaving]
     if leaving and len(left) >= options.least and options.used(len(left)):
         reason = f"{_names(sorted(leaving))} was asked to go, after step {step}"
-        return Decision("form", reason, kind="preempted", step=step, quarantined=plan.quarantined)
+        return Decision("form", reason, kind="preempted", step=step)
     return Decision(
         "over", f"stopped on request after step {step}, run again to go on", kind="stopped", step=step, code=75
     )
@@ -161,7 +168,9 @@ def _ends(members: Sequence[Node | None], plan: Plan, options: Options) -> list[
         if node is None:
             faults.append(Fault("lost", f"node {name} is gone: another supervisor has its place", (name,)))
         elif node.generation == plan.generation and node.end is not None:
-            if node.end.exit not in (0, 75):
+            if _went_early(node, node.end):
+                faults.append(Fault("preempted", f"{name} was asked to go before its first step", (), node.end.step))
+            elif node.end.exit not in (0, 75):
                 faults.append(_fault_of(rank, node, plan))
         elif node.age >= options.node_timeout:
             sentence = f"node {name} ({node.host}) gave no sign of life for {node.age:.1f} s{where(node)}"
@@ -169,6 +178,13 @@ def _ends(members: Sequence[Node | None], plan: Plan, options: Options) -> list[
         elif node.generation < plan.generation and plan.age > max(60.0, options.node_timeout):
             faults.append(Fault("lost", f"node {name} ({node.host}) did not start its process", (name,)))
     return faults
+
+
+def _went_early(node: Node, end: End) -> bool:
+    """Whether its process went on request before it had joined the others: they wait for it. Later all stop after the same step."""
+    return (end.exit == 75 and node.rank is not None and node.rank.start is None) or (
+        end.exit == -SIGTERM and node.leaving
+    )
 
 
 def _fault_of(rank: int, node: Node, plan: Plan) -> Fault:
@@ -208,6 +224,8 @@ def _after(
     step = max([_step(n) or 0 for n in members if n is not None], default=0)
     start = max([n.rank.start or 0 for n in members if n is not None and n.rank], default=0)
     past = [p for p in [*history, plan] if p.state == "forming" and p.kind not in FREE]
+    if fault.kind in FREE:
+        return Decision("form", fault.sentence, kind=fault.kind, step=step)
     given_up = _given_up(fault, step, step > start, past, now, options)
     if given_up:
         code = 2 if fault.kind == "config" else 3
@@ -216,7 +234,7 @@ def _after(
     while loops < len(past) and (past[-1 - loops].step or 0) >= step:
         loops += 1
     delay = min(LONGEST_DELAY, 2.0**loops) if loops else 0.0
-    until = dict(plan.quarantined)
+    until = quarantined(plan, now)
     for name in fault.blamed if fault.kind in STRIKES else ():
         strikes = sum(name in p.blamed and p.kind in STRIKES and now - p.wall < DAY for p in past)
         if strikes or fault.kind == "sick":
@@ -247,7 +265,7 @@ def _growth(now: float, nodes: Sequence[Node], plan: Plan, options: Options) -> 
     free = [
         n.name for n in nodes
         if n.name not in plan.members and n.state == "idle" and not n.leaving and n.age < options.node_timeout
-        and n.known >= STEADY and plan.quarantined.get(n.name, 0.0) <= now
+        and n.known >= STEADY and n.name not in quarantined(plan, now)
     ]  # fmt: skip
     if not free or plan.age < STEADY:
         return None
@@ -255,6 +273,12 @@ def _growth(now: float, nodes: Sequence[Node], plan: Plan, options: Options) -> 
     if more is None or more <= today:
         return None
     return Decision("stop", f"{_names(free)} can take part: {more} nodes instead of {today}", kind="grow")
+
+
+def quarantined(plan: Plan, now: float) -> dict[str, float]:
+    """Who is left out still, and until when on the clock that says `now`. The plan's times are of its leader's clock, which may be wrong."""
+    ahead = plan.wall + plan.age - now
+    return {name: until - ahead for name, until in plan.quarantined.items() if until - ahead > now}
 
 
 def _step(node: Node) -> int | None:

@@ -61,9 +61,10 @@ def timeout(rank: Rank, options: "Options") -> float:
 
 def hung(members: Sequence[Node | None], plan: Plan, options: "Options") -> list[Fault]:
     """Those who keep the others waiting beyond the time of their phase."""
-    nodes = [n for n in members if n is not None and n.rank and n.generation == plan.generation and n.end is None]
-    # While a member is not there yet, or gone already, there is another fault, or none.
-    if len(nodes) < len(members) or not nodes:
+    there = [n for n in members if n is not None and n.rank and n.generation == plan.generation]
+    nodes = [n for n in there if n.end is None]
+    # While a member is not there yet, there is another fault, or none. Who ended well may have left one behind that does not end.
+    if len(there) < len(members) or not nodes:
         return []
     place = {
         n.name: (n.rank.step, PHASES.index(n.rank.phase) if n.rank.phase in PHASES else 0) for n in nodes if n.rank

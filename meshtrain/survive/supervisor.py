@@ -23,7 +23,7 @@ from meshtrain.errors import ConfigError, refusal, say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import CONFIG
 from meshtrain.survive.child import Child, train_command
-from meshtrain.survive.decide import Decision, Options, decide
+from meshtrain.survive.decide import Decision, Options, decide, quarantined
 from meshtrain.survive.forming import formed
 from meshtrain.survive.hangs import timeout
 from meshtrain.survive.node_injector import NodeInjector
@@ -277,11 +277,12 @@ class Supervisor:
         return None
 
     def _propose(self, decision: Decision, plan: Plan | None) -> None:
-        number, generation = self.store.next_number, plan.generation if plan else self.view.generation
+        now, number, generation = time.time(), self.store.next_number, plan.generation if plan else self.view.generation
         what: dict[str, Any] = {
-            "number": number, "generation": generation, "leader": self.node.name, "wall": time.time(), "kind": decision.kind,
+            "number": number, "generation": generation, "leader": self.node.name, "wall": now, "kind": decision.kind,
             "reason": decision.reason, "verdict": decision.verdict, "blamed": list(decision.blamed), "step": decision.step,
-            "code": decision.code, "delay": decision.delay, "quarantined": decision.quarantined or {},
+            "code": decision.code, "delay": decision.delay,
+            "quarantined": quarantined(plan, now) if decision.quarantined is None and plan else decision.quarantined or {},
         }  # fmt: skip
         if decision.verdict == "form":
             new = Plan(
@@ -319,7 +320,7 @@ class Supervisor:
         first = by_name[members[0]]
         config = replace(found.config, run=replace(found.config.run, directory=str(self.run_directory)))
         write_atomically(self.store.generation(plan.generation) / CONFIG, to_yaml(config).encode())
-        kept = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay", "quarantined")}
+        kept = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")}
         return Plan(
             **what | kept | {
                 "state": "running", "members": members, "incarnations": [by_name[m].incarnation for m in members],

@@ -36,7 +36,7 @@ def plan(state: str = "running", **what) -> Plan:
         "number": 2,
         "generation": 1,
         "leader": "n0",
-        "wall": NOW,
+        "wall": NOW - what.get("age", 100.0),
         "kind": "start",
         "reason": "the run begins",
         "age": 100.0,
@@ -283,6 +283,42 @@ def test_a_node_that_returns_is_taken_in_once_it_is_steady_and_of_use():
     stopping = dataclasses.replace(smaller, state="stopping", kind="grow")
     grown = decided(*[ended(k, 75, "stopped") for k in range(3)], idle(3), of=stopping)
     assert (grown.verdict, grown.kind) == ("form", "grow")
+
+
+def test_whoever_leads_and_whatever_its_clock_says_a_quarantine_is_as_long():
+    for skew in (-3600.0, 0.0, 3600.0):
+        ill = dataclasses.replace(forming(age=50.0), wall=NOW - 50 + skew)
+        assert "n1" not in decided(*four(), of=dataclasses.replace(ill, quarantined={"n1": NOW + skew + 5})).members
+        assert "n1" in decided(*four(), of=dataclasses.replace(ill, quarantined={"n1": NOW + skew - 5})).members
+        running = dataclasses.replace(plan(), wall=NOW - 100 + skew, quarantined={"n1": NOW + skew + 5})
+        until = decided(ended(3, 71, "sick", ranks=[2]), of=running).quarantined
+        assert until == {"n1": NOW + 5, "n2": NOW + QUARANTINE}
+
+
+def test_who_leaves_is_not_waited_for_but_its_process_is():
+    leaving = idle(3, acked=1, leaving=True)
+    assert decided(*four()[:3], leaving, of=forming()).members == ("n0", "n1", "n2")
+    found = decided(*four()[:3], dataclasses.replace(leaving, state="running", generation=1), of=forming())
+    assert found.verdict == "wait" and "n3" in found.reason
+
+
+def test_a_run_whose_nodes_are_all_asked_to_go_while_it_forms_is_over():
+    found = decided(*four(leaving=True), of=forming(step=7))
+    assert (found.verdict, found.code, found.kind, found.step) == ("over", 75, "stopped", 7)
+    assert decided(*four(leaving=True)[:3], idle(3, age=9.0), of=forming()).verdict == "over"
+    assert decided(*four(leaving=True)[:3], idle(3), of=forming()).verdict == "wait"
+
+
+@pytest.mark.parametrize(("exit", "leaving"), [(75, True), (75, False), (-15, True)])
+def test_a_node_that_is_asked_to_go_before_it_has_joined_the_others_does_not_keep_them_waiting(exit, leaving):
+    others = [node(k, phase="join", start=None, step=0) for k in range(3)]
+    went = ended(3, exit, "stopped", start=None, leaving=leaving, step=0)
+    for past in ([], [fault("signal", "n3")] * OPTIONS.restarts):
+        found = decided(*others, went, history=past)
+        assert (found.verdict, found.kind, found.blamed, found.delay) == ("form", "preempted", (), 0.0)
+    # Once all take steps, all stop after the same one.
+    assert decided(ended(3, 75, "stopped", leaving=True)).verdict == "go on"
+    assert decided(ended(3, -15, "signal")).kind == "signal"
 
 
 def test_a_job_that_came_back_whole_begins_again_free_of_blame():

@@ -1,6 +1,5 @@
 """Supervisors as an enemy meets them: processes killed, frozen and asked to stop, with stand-ins for the training."""
 
-
 from tests.helpers.nodes import Nodes
 
 
