@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import put
+from meshtrain.config.rows import sequences
 from meshtrain.config.schema import ParallelConfig
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
@@ -142,8 +143,28 @@ def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
     return [(name, v) for name, v in chunks if v * stages <= layers]
 
 
-def candidates(config: Config, cluster: Cluster, devices: int) -> Iterator[Candidate]:
-    """Every legal layout with its bytes and seconds by formula."""
+def near_schedule(config: Config, stages: int) -> tuple[str, int]:
+    """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else those of the default."""
+    default, layers = (ParallelConfig().schedule, 1), config.model.layers
+    entry = SCHEDULES.get(config.parallel.schedule)
+    if stages == 1 or entry is None:
+        return default
+    chunks = entry.chunks or min(config.parallel.virtual_stages, layers // stages)
+    return (entry.name, chunks) if chunks * stages <= layers else default
+
+
+def near_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
+    """Of `cuts` those that give a microbatch `most` rows or a half, a quarter, ... of them."""
+    rows, legal = math.ceil(config.train.global_batch_size / data), cuts(config, data)
+    halves = {math.ceil(rows / (most >> k)) for k in range(most.bit_length())}
+    return tuple(m for m in legal if m in halves)
+
+
+def candidates(config: Config, cluster: Cluster, devices: int, near: bool = False) -> Iterator[Candidate]:
+    """Every legal layout with its bytes and seconds by formula. `near`: of those the ones with the config's own schedule, vocabulary
+    and split of the sequence, as far as the mesh allows, and with microbatches of its rows, a half, a quarter, ... of them.
+    """
+    most = sequences(config)
     base = put(config, parallel={"layer_split": None, "zero_hold": False})
     if base.parallel.remat == "names":
         base = put(base, parallel={"remat": "none", "remat_keep": (), "remat_offload": ()})
@@ -151,12 +172,16 @@ def candidates(config: Config, cluster: Cluster, devices: int) -> Iterator[Candi
         mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
-        for vocab, m in itertools.product(vocabularies, cuts(base, data)):
+        counts, ways = cuts(base, data), schedules(base.model.layers, stages)
+        if near:
+            splits, vocabularies = (base.parallel.sequence_parallel and splits[-1],), (base.parallel.vocab,)
+            counts, ways = near_cuts(base, data, most), [near_schedule(base, stages)]
+        for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             outside: dict[int, list[_Zero]] = {}
             for split, remat in itertools.product(splits, REMAT):
                 keys = {"sequence_parallel": split, "remat": remat}
-                yield from _scheduled(put(cut, parallel=keys), cluster, outside)
+                yield from _scheduled(put(cut, parallel=keys), cluster, ways, outside)
 
 
 class _Zero(NamedTuple):
@@ -168,13 +193,15 @@ class _Zero(NamedTuple):
     at_use: tuple[bool, bool]  # whether weights are gathered, gradients scattered, layer by layer
 
 
-def _scheduled(config: Config, cluster: Cluster, outside: dict[int, list[_Zero]]) -> Iterator[Candidate]:
-    """All schedules and ZeRO stages of a layout. What follows from the layers of a stage alone is computed once for each number
+def _scheduled(
+    config: Config, cluster: Cluster, ways: list[tuple[str, int]], outside: dict[int, list[_Zero]]
+) -> Iterator[Candidate]:
+    """The given schedules and all ZeRO stages of a layout. What follows from the layers of a stage alone is computed once for each number
     of them: the pieces here, what ZeRO decides in `outside`. Time is computed where one of the ZeRO stages fits, since most don't.
     """
     usable = cluster.accelerator.usable_bytes
     pieces: dict[int, Pieces] = {}
-    for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
+    for schedule, chunks in ways:
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
         stage = stages_of(scheduled)
         if stage.on_device not in outside:

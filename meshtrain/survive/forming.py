@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from meshtrain.config import Config, ConfigError, SurviveConfig, check, resolve, short
+from meshtrain.config import Config, SurviveConfig, check, resolve, short
 from meshtrain.config.follow import put
 from meshtrain.config.rows import filled_rows, pieces, sequences
 from meshtrain.plan.cluster.cluster import Cluster, known, named
 from meshtrain.plan.estimate import usual_cluster
 from meshtrain.plan.scaling import grown
-from meshtrain.plan.search import search
+from meshtrain.plan.search import candidates
 from meshtrain.schedule.generators import SCHEDULES, make_table
 
 WASTE = 0.02  # share of a data rank's rows: more microbatches than must be are taken only to stay below it
@@ -92,19 +92,18 @@ def microbatches(rows: int, most: int) -> Iterator[int]:
 
 
 def _searched(config: Config, nodes: int, each: int, cluster: Cluster | str | None) -> Config | None:
-    """The fastest layout that fits, by the planner, on all of these nodes, else on the largest power of two of them."""
+    """The fastest layout that fits and is near the config's, by the planner, on all of these nodes, else on the largest power of two
+    of them. All layouts simulated would take minutes; a supervisor may not be silent for so long.
+    """
     padded = put(config, train={"uneven_batch": "pad"})
     counts = (nodes, 2 ** (nodes.bit_length() - 1)) if nodes > 0 else ()
     for devices in dict.fromkeys(count * each for count in counts):
         chosen = cluster or cluster_here(config)
         there = grown(chosen, devices) if isinstance(chosen, Cluster) else named(chosen, devices)
-        try:
-            plans = search(padded, there, devices).plans
-        except ConfigError:
-            continue
-        own = {"uneven_batch": config.train.uneven_batch}
-        best = filter(_legal, (_even(put(plan.config, train=own)) for plan in plans))
-        if (found := next(best, None)) is not None:
+        usable, own = there.accelerator.usable_bytes, {"uneven_batch": config.train.uneven_batch}
+        fitting = [c for c in candidates(padded, there, devices, near=True) if c.nbytes <= usable]
+        ranked = (_even(put(c.config, train=own)) for c in sorted(fitting, key=lambda c: c[:2]))
+        if (found := next(filter(_legal, ranked), None)) is not None:
             return found
     return None
 

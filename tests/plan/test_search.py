@@ -4,6 +4,7 @@ import itertools
 import pytest
 
 from meshtrain.config import ConfigError, check, load, replaced
+from meshtrain.config.rows import sequences
 from meshtrain.plan import named, plan
 from meshtrain.plan.search import candidates, meshes, reason, search
 
@@ -27,6 +28,27 @@ def test_every_candidate_is_legal_and_none_comes_twice(small):
         assert mesh.data * mesh.tensor * mesh.pipeline == 8
         seen.add((mesh, candidate.config.parallel))
     assert len(seen) == len(list(candidates(small, named("h100", 8), 8))) > 500
+
+
+def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
+    chosen = {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 2, "vocab": "edge"}
+    config = replaced(small, mesh={"pipeline": 2}, parallel=chosen)
+    cluster, of_all, found = named("h100", 8), set(), list(candidates(config, named("h100", 8), 8, near=True))
+    for candidate in candidates(config, cluster, 8):
+        of_all.add((candidate.config.mesh, candidate.config.parallel))
+    assert 10 < len(found) < len(of_all) / 10
+    for candidate in found:
+        near = candidate.config
+        check(near)
+        assert (
+            sequences(near) <= sequences(config) == 4
+            and near.parallel.vocab == "edge"
+            and not near.parallel.sequence_parallel
+        )
+        # 6 layers have 3 chunks on 2 stages alone, and none on 8.
+        chunks = {1: ("1f1b", 1), 2: ("interleaved", 3), 4: ("interleaved", 1)}[near.mesh.pipeline]
+        assert (near.parallel.schedule, near.parallel.virtual_stages) == chunks
+        assert (near.mesh, near.parallel) in of_all or near.mesh.pipeline in (1, 4)
 
 
 def test_no_legal_mesh_is_left_out(small):
