@@ -99,4 +99,13 @@ def keep_compiled() -> None:
 
     if jax.default_backend() == "cpu":
         # All that this module asks of it: who writes, and (no client) whether programs are sent to other processes.
-        compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
+        alone = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
+        compiler.distributed = alone  # type: ignore[assignment]
+
+
+def meet(name: str, seconds: float) -> None:
+    """Waits for all processes of the run, without their devices: collectives of a CPU bear 30 s of waiting and no more."""
+    from jax._src.distributed import global_state
+
+    if jax.distributed.is_initialized():
+        global_state.client.wait_at_barrier(name, timeout_in_ms=int(1000 * seconds))

@@ -30,7 +30,7 @@ from meshtrain import hlo
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
-from meshtrain.compat import keep_compiled
+from meshtrain.compat import keep_compiled, meet
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.errors import say, short
@@ -50,6 +50,7 @@ from meshtrain.survive.health import Health
 from meshtrain.survive.injector import Injector
 from meshtrain.telemetry.progress import Reporter
 
+COMPILING = 3600  # seconds by which one process may be later than another
 PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors that are one sentence
 
 
@@ -252,6 +253,7 @@ class Loop:
             self.injector.at("compile", step)
             began = time.perf_counter()
             self.steps[shape] = self.program.train_step.lower(state, batch).compile()
+            meet(f"compiled for {shape}", COMPILING)
             self.report.write(f"compiled for batches of {shape[0]} x {shape[1]} in {time.perf_counter() - began:.1f} s")
             if self.beat.supervised is not None and jax.process_index() == 0:
                 # A large program's text takes seconds to read.

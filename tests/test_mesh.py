@@ -1,6 +1,7 @@
 """The mesh: three axes over the devices, ranks that talk most lie closest, and a plain sentence where devices are too few."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 from free_port import free_port
 
 from meshtrain.config import ConfigError, MeshConfig, load
-from meshtrain.mesh import AXES, arranged, join_cluster, make_mesh, platform
+from meshtrain.mesh import AXES, PortTaken, arranged, join_cluster, make_mesh, platform
 
 
 def test_axes_are_data_tensor_pipeline_in_this_order():
@@ -164,9 +165,11 @@ def test_a_notebook_asks_for_fake_devices_once_and_first(before, count, flags, p
     assert ended.stdout.startswith(printed), ended.stdout + ended.stderr
 
 
-def joins(**environment: str) -> subprocess.Popen:
-    script = "import jax; from meshtrain.mesh import join_cluster; join_cluster(); print(jax.process_index(), jax.process_count())"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "JOB_"))}
+JOINS = "import jax; from meshtrain.mesh import join_cluster; join_cluster(); print(jax.process_index(), jax.process_count())"
+
+
+def joins(script: str = JOINS, **environment: str) -> subprocess.Popen:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "JOB_", "XLA_", "PJRT_"))}
     command = [sys.executable, "-c", script]
     return subprocess.Popen(
         command,
@@ -181,6 +184,53 @@ def test_processes_named_by_the_environment_find_each_other():
     named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     both = joins(**named, JAX_PROCESS_ID="0"), joins(**named, JOB_COMPLETION_INDEX="1")
     assert [process.communicate(timeout=60)[0].split() for process in both] == [["0", "2"], ["1", "2"]]
+
+
+SHARE = """
+import jax
+from meshtrain.config import load
+from meshtrain.mesh import join_cluster, make_mesh
+join_cluster()
+try:
+    make_mesh(load({sections}))
+    print(jax.local_device_count(), jax.device_count())
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "flags", "printed"),
+    [
+        ({"mesh": {"data": 4}}, "", "2 4"),
+        ({"mesh": {"data": 4}, "run": {"fake_devices": 6}}, "", "2 4"),  # all of them in the mesh
+        ({"mesh": {"data": 3}, "train": {"global_batch_size": 3}}, "", "2 4"),
+        ({"mesh": {"data": 4}}, "--xla_force_host_platform_device_count=3", "3 6"),
+        ({"mesh": {}}, "", "process 1 has no device of the mesh data 1 x tensor 1 x pipeline 1, whose 1 devices 1 processes have; "),
+    ],
+)  # fmt: skip
+def test_each_process_fakes_its_share_of_the_mesh(sections, flags, printed):
+    named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2", "XLA_FLAGS": flags}
+    both = [joins(SHARE.format(sections=sections), **named, JAX_PROCESS_ID=str(rank)) for rank in (0, 1)]
+    said = [process.communicate(timeout=60) for process in both]
+    assert all(out.splitlines()[-1].startswith(printed) for out, _ in said), said
+
+
+def test_the_environment_of_jax_wins_over_that_of_slurm():
+    named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
+    slurm = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "nowhere"}  # fmt: skip
+    assert joins(**named, **slurm).communicate(timeout=60)[0].split() == ["0", "1"]
+
+
+@pytest.mark.parametrize("bind", ["localhost:{port}", None])
+def test_a_port_in_use_is_one_sentence(monkeypatch, bind):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+        for key, value in (named | ({"JAX_COORDINATOR_BIND_ADDRESS": bind.format(port=port)} if bind else {})).items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(PortTaken, match=f"^the coordinator cannot listen at .*:{port}: address already in use; "):
+            join_cluster()
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ def failures(history: History) -> tuple[Failure, ...]:
     """Every failure, in order of time; of one generation once, however often it was planned."""
     first = {e.whole("generation"): e.time for e in reversed(list(history.of("going"))) if e.whole("rank") == 0}
     judged = {e.whole("generation"): e.time for e in history.of("verdict")}
-    ends = [(e.whole("generation"), e.time, e.number("phase_seconds")) for e in history.of("ended") if e.whole("rank") == 0]
+    ends = [
+        (e.whole("generation"), e.time, e.number("phase_seconds")) for e in history.of("ended") if e.whole("rank") == 0
+    ]
     stood = {generation: time - seconds for generation, time, seconds in ends if seconds is not None}
     found: dict[int, Failure] = {}
     for plan in history.plans:

@@ -3,7 +3,11 @@
 import jax
 import pytest
 
-from meshtrain.run.failures import RunFailure, explained
+from meshtrain.errors import ConfigError
+from meshtrain.mesh import PortTaken
+from meshtrain.run.failures import RunFailure, SickDevice, explained, kind_of
+from meshtrain.run.lock import RunInUse
+from meshtrain.survive.beat import CODES
 
 
 @pytest.fixture
@@ -48,3 +52,22 @@ def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
 )
 def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
     assert explained(error, None) is error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FloatingPointError("the loss is nan"), "numbers"),
+        (SickDevice("wrong bits", [1]), "sick"),
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: connection reset"), "peer"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "memory"),
+        (MemoryError(), "memory"),
+        (RunInUse("in use"), "lock"),
+        (PortTaken("in use"), "port"),
+        (ConfigError("wrong"), "config"),
+        (RunFailure("no directory"), "error"),
+        (ValueError("a mistake of ours"), "error"),
+    ],
+)
+def test_a_supervisor_is_told_of_what_kind_a_failure_was(error, kind, of_several):
+    assert kind_of(explained(error, None)) == kind in CODES

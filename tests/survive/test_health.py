@@ -98,10 +98,11 @@ def test_a_product_is_checked_bit_for_bit_and_its_time_told(tmp_path, monkeypatc
     told, beat.matmul = beat.matmul, None
     health.check_product(params)
     assert beat.matmul is None  # not due
-    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic(): now + 61)
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     multiply = health._multiply
     health._multiply = lambda a, b: wrong_at(multiply(a, b), 1)
-    with pytest.raises(SickDevice, match="^a device of rank 0 multiplies wrongly: 1 bits of a known product") as found:
+    with pytest.raises(SickDevice, match=r"^a device of rank 0 multiplies wrongly: 1 bits of a known product") as found:
         health.check_product(params)
     assert found.value.ranks == [0] and beat.matmul["bits"] == 1 and told["bits"] == 0
 

@@ -1,0 +1,125 @@
+"""Several processes train as one does, and end in a way that tells what happened, when one of them is hurt."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from free_port import free_port
+from supervised import Rank, supervised
+from training_processes import rows, settings
+
+from meshtrain.run.lock import RunLock
+from meshtrain.train import main
+
+pytestmark = pytest.mark.thorough
+
+MESHES = {"2x2x2": {"data": 2, "tensor": 2, "pipeline": 2}, "4x2x1": {"data": 4, "tensor": 2}}
+STEPS, EVERY = 6, 2
+
+
+def train(config: Path, cache: str) -> None:
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    raise SystemExit(main(["--config", str(config)]))
+
+
+def start(
+    directory: Path, processes: int, mesh: str = "2x2x2", inject: str | None = None, **sections: dict
+) -> list[Rank]:
+    directory.mkdir(exist_ok=True)
+    sections |= {"mesh": MESHES[mesh], "log": {"batches": True}, "survive": {"inject": [inject] if inject else []}}
+    sections |= {"parallel": {"microbatches": 2}, "train": {"global_batch_size": 8}}
+    config = settings(directory, STEPS, EVERY, **sections)
+    named = {}
+    if processes > 1:
+        address = f"127.0.0.1:{free_port()}"
+        named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}  # fmt: skip
+    cache = str(jax.config.jax_compilation_cache_dir)
+    told = [supervised(directory / "run", rank) for rank in range(processes)]
+    return [Rank(one, train, config, cache, **named, JAX_PROCESS_ID=str(rank)) for rank, one in enumerate(told)]
+
+
+def codes(ranks: list[Rank]) -> list[int | None]:
+    try:
+        return [rank.end() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def batches(run: Path) -> dict[int, dict[int, int]]:
+    """The checksum of each row of each batch, by step, from all processes; they must not contradict each other."""
+    found: dict[int, dict[int, int]] = {}
+    for path in sorted((run / "survive" / "gen-0").glob("rank-*.batches.jsonl")):
+        for line in path.read_text().splitlines():
+            told = json.loads(line)
+            batch = found.setdefault(told["step"], {})
+            for number, row in enumerate(told["rows"], told["first"]):
+                assert batch.setdefault(number, row) == row
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run directory of one process, by mesh."""
+    runs = {}
+    for mesh in MESHES:
+        directory = tmp_path_factory.mktemp(mesh)
+        assert codes(start(directory, 1, mesh)) == [0]
+        runs[mesh] = directory / "run"
+    return runs
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, mesh, processes):
+    ranks = start(tmp_path, processes, mesh)
+    assert codes(ranks) == [0] * processes, [rank.output.read_text() for rank in ranks]
+    expected = {row["step"]: row["loss"] for row in rows(alone[mesh])}
+    assert {row["step"]: row["loss"] for row in rows(tmp_path / "run")} == pytest.approx(expected, rel=2e-6)
+    assert len(expected) == STEPS
+    read = batches(alone[mesh])
+    assert batches(tmp_path / "run") == read and [len(read[step]) for step in read] == [8] * STEPS
+    assert len({row for batch in read.values() for row in batch.values()}) == 8 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("fault", "ends", "kinds"),
+    [
+        ("bit-flip@3:1", [71, 71], ["sick", "sick"]),
+        ("nan@3:1", [70, 70], ["numbers", "numbers"]),
+        ("kill@3:1", [73, -9], ["peer", None]),
+        ("out-of-memory@3:0", [1, 73], ["memory", "peer"]),
+        ("error@3:0", [1, 73], ["error", "peer"]),
+    ],
+)
+def test_the_end_of_each_process_tells_the_cause_from_its_effects(tmp_path, fault, ends, kinds):
+    ranks = start(tmp_path, 2, inject=fault)
+    assert codes(ranks) == ends, [rank.output.read_text() for rank in ranks]
+    for rank, kind in zip(ranks, kinds, strict=True):
+        assert not rank.told.own("fault.json").exists() if kind is None else rank.fault["kind"] == kind
+    assert [row["step"] for row in rows(tmp_path / "run")] in ([1, 2, 3], [1, 2, 3, 4])
+    if fault.startswith("bit-flip"):
+        assert [rank.fault["ranks"] for rank in ranks] == [[1], [1]]
+        assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+
+
+def test_a_run_that_another_has_is_told_from_a_wrong_config_by_all_processes(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = RunLock(tmp_path / "run")
+    try:
+        ranks = start(tmp_path, 2)
+        assert codes(ranks) == [72, 72]
+    finally:
+        lock.release()
+    assert [rank.fault["kind"] for rank in ranks] == ["lock", "lock"]
+    (refused,) = start(tmp_path, 1, data={"source": str(tmp_path / "nothing")})
+    assert codes([refused]) == [2] and refused.fault["kind"] == "config"
+
+
+def test_a_notice_to_one_process_stops_both_with_a_checkpoint(tmp_path):
+    ranks = start(tmp_path, 2, inject="preempt@3:1")
+    assert codes(ranks) == [75, 75], [rank.output.read_text() for rank in ranks]
+    assert rows(tmp_path / "run")[-1]["step"] < STEPS
+    assert not any(rank.told.own("fault.json").exists() for rank in ranks)
