@@ -107,5 +107,5 @@ def meet(name: str, seconds: float) -> None:
     """Waits for all processes of the run, without their devices: collectives of a CPU bear 30 s of waiting and no more."""
     from jax._src.distributed import global_state
 
-    if jax.distributed.is_initialized():
+    if global_state.client is not None:
         global_state.client.wait_at_barrier(name, timeout_in_ms=int(1000 * seconds))

@@ -71,7 +71,7 @@ def hung(members: Sequence[Node | None], plan: Plan, options: "Options") -> list
     }
     last = min(place.values())
     low = [n for n in nodes if n.rank and place[n.name] == last]
-    late = [n for n in low if n.rank and n.rank.phase_age + n.age > timeout(n.rank, options)]
+    late = [n for n in low if n.rank and _seconds(n, options) > timeout(n.rank, options)]
     if not late:
         return []
     for kind, chosen in (
@@ -80,32 +80,38 @@ def hung(members: Sequence[Node | None], plan: Plan, options: "Options") -> list
         ("gil", [n for n in late if n.rank and n.rank.alive_age > SILENT]),
     ):
         if chosen:
-            return [_fault(kind, n) for n in chosen]
+            return [_fault(kind, n, options) for n in chosen]
     if len(low) == len(nodes) > 1:
-        return [_collective(nodes[0])]
-    return [_fault("stuck", n) for n in late]
+        return [_collective(nodes[0], options)]
+    return [_fault("stuck", n, options) for n in late]
 
 
-def _fault(kind: str, node: Node) -> Fault:
+def _fault(kind: str, node: Node, options: "Options") -> Fault:
     rank = node.rank
     assert rank is not None
     does = DOES[rank.phase] if kind == "stuck" and rank.phase in DOES else f"{DOES[kind]} (phase {rank.phase})"
     sentence = (
-        f"rank {rank.number} on {node.name} ({node.host}) {does} in step {_at_work_on(rank)} for {rank.phase_age + node.age:.1f} s"
+        f"rank {rank.number} on {node.name} ({node.host}) {does} in step {_at_work_on(rank)} for {_seconds(node, options):.1f} s"
         + (f" at {rank.stack}" if rank.stack else "")
         + "; the others wait for it"
     )
     return Fault(kind, sentence + _sends(rank), (node.name,), rank.step)
 
 
-def _collective(node: Node) -> Fault:
+def _collective(node: Node, options: "Options") -> Fault:
     rank = node.rank
     assert rank is not None
     sentence = (
-        f"all ranks have been in the phase {rank.phase} of step {_at_work_on(rank)} for {rank.phase_age + node.age:.1f} s: "
+        f"all ranks have been in the phase {rank.phase} of step {_at_work_on(rank)} for {_seconds(node, options):.1f} s: "
         f"a collective or the network, so nobody is blamed{_sends(rank)}"
     )
     return Fault("collective", sentence, (), rank.step)
+
+
+def _seconds(node: Node, options: "Options") -> float:
+    """That a rank is in its phase; its supervisor's silence beyond a beat is the supervisor's, not the rank's."""
+    assert node.rank is not None
+    return node.rank.phase_age + min(node.age, options.beat)
 
 
 def _at_work_on(rank: Rank) -> int:
