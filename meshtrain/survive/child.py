@@ -6,6 +6,7 @@
 DIR lies in memory where the system has such a place: a step costs no write to a disk or a network.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -27,6 +28,11 @@ from meshtrain.survive.records import End, Rank, decode
 STACKS = 0.3  # seconds that a process gets to write its stacks before it is ended
 # What JAX's coordination client says before it ends its process by SIGABRT for a peer that is gone.
 ABORTED = re.compile(rb"coordination service|distributed service|heartbeat", re.I)
+LONGEST = 1000  # letters of why it failed
+MOST_READ, MOST_SHOWN = (
+    1 << 16,
+    1 << 20,
+)  # bytes of what it prints: at once, and of what was printed since the last look
 BY_EXIT = {code: kind for kind, code in CODES.items() if code != FAILED}
 PR_SET_PDEATHSIG = 1
 # Looked up here: between fork and exec nothing may be imported.
@@ -49,30 +55,51 @@ class Child:
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.local = Path(tempfile.mkdtemp(prefix="meshtrain-", dir=memory))
         self._lease_count = 0
-        self._lease = os.open(self.local / LEASE, os.O_WRONLY | os.O_CREAT, 0o600)
-        self.renew()
-        told = {
-            "local": str(self.local),
-            "generation": str(files),
-            "number": generation,
-            "rank": number,
-            "fence": fence,
-            "survive": str(files.parent),
-        }
-        self.output = files / f"rank-{number}.out"
-        with open(self.output, "ab") as output:
-            self.process = subprocess.Popen(
-                command, env={**environment, VARIABLE: json.dumps(told)}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=_die_with_parent,
-            )  # fmt: skip
+        with contextlib.ExitStack() as begun:
+            begun.callback(shutil.rmtree, self.local, ignore_errors=True)
+            self._lease = os.open(self.local / LEASE, os.O_WRONLY | os.O_CREAT, 0o600)
+            begun.callback(os.close, self._lease)
+            self.renew()
+            self._start(command, environment, fence)
+            # Only what did not begin leaves nothing.
+            begun.pop_all()
         self._began = time.monotonic()
         self._changed = self._alive_since = self._began
         self._count = self._alive = -1
         self._asked_at = -1  # the phase for which stacks were asked
         self._shown = 0
-        self._ours = False  # whether we ended it
+        self._ours = self._buried = False  # whether we ended it; whether its whole group was ended after it
         self.said: dict[str, Any] = {}  # the last whole beat
         self.rank = Rank(number, self.process.pid)
+
+    def _start(self, command: list[str], environment: Mapping[str, str], fence: float) -> None:
+        told = {
+            "local": str(self.local),
+            "generation": str(self.files),
+            "number": self.generation,
+            "rank": self.number,
+            "fence": fence,
+            "survive": str(self.files.parent),
+        }
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            """The kernel ends the process when its supervisor ends, however that does."""
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # It may have ended before it could be watched.
+            if os.getppid() != parent:
+                os._exit(CODES["lock"])
+
+        # Read by its descriptor: the run directory may be removed or renamed meanwhile.
+        self.output = open(self.files / f"rank-{self.number}.out", "a+b", buffering=0)  # noqa: SIM115
+        try:
+            self.process = subprocess.Popen(
+                command, env={**environment, VARIABLE: json.dumps(told)}, stdin=subprocess.DEVNULL, stdout=self.output,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+        except BaseException:
+            self.output.close()
+            raise
 
     def renew(self) -> None:
         """Its supervisor is at work: without this for a while the process ends itself."""
@@ -82,12 +109,8 @@ class Child:
     def look(self) -> Rank:
         """What it does now."""
         now = time.monotonic()
-        try:
-            said = json.loads((self.local / BEAT).read_bytes())
-            self.said = said if isinstance(said, dict) else self.said
-        except (OSError, ValueError):
-            # Not begun, or in the middle of a write: what it said before holds.
-            pass
+        # Not begun, or in the middle of a write: what it said before holds.
+        self.said = _said(self.local / BEAT) or self.said
         if (count := self.said.get("n", -1)) != self._count:
             self._count, self._changed = count, now
         if (alive := self.said.get("alive", -1)) != self._alive:
@@ -114,8 +137,9 @@ class Child:
             return None
         self.look()
         step = self.rank.step
-        fault = self._fault()
-        ranks = [r for r in fault.get("ranks", []) if isinstance(r, int)]
+        fault = _said(self.files / f"rank-{self.number}.fault.json")
+        blamed = fault.get("ranks")
+        ranks = [r for r in blamed if isinstance(r, int)] if isinstance(blamed, list) else []
         if self._ours:
             return End(code, "ended_by_us", "was ended", step)
         if code < 0:
@@ -125,8 +149,8 @@ class Child:
             )
         if code in (0, 75):
             return End(code, "ok" if code == 0 else "stopped", "ended", step)
-        kind = BY_EXIT.get(code) or str(fault.get("kind", "error"))
-        sentence = str(fault.get("sentence", "")) or self._last_line()
+        kind = BY_EXIT.get(code) or next((k for k in CODES if k == fault.get("kind")), "error")
+        sentence = " ".join(str(fault.get("sentence", "")).split())[:LONGEST] or self._last_line()
         return End(code, kind, f"ended with {code} after step {step}: {sentence}", step, ranks)
 
     def stop(self) -> None:
@@ -140,19 +164,23 @@ class Child:
             if self.rank.proc not in ("T", "t") and self._count >= 0:
                 self._signal(signal.SIGUSR1)
                 time.sleep(STACKS)
-        # Also when it has ended: what it started may not have.
-        self._signal(signal.SIGKILL)
+        # Also when it has ended: what it started may not have. Not later: its number may be another group's by then.
+        if not self._buried:
+            self._buried = self.process.poll() is not None
+            self._signal(signal.SIGKILL)
 
     def close(self) -> None:
         os.close(self._lease)
+        self.output.close()
         shutil.rmtree(self.local, ignore_errors=True)
 
-    def new_output(self) -> bytes:
-        """What it has printed since the last call, in whole lines."""
-        with open(self.output, "rb") as file:
-            file.seek(self._shown)
-            text = file.read(1 << 16)
-        text = text[: text.rfind(b"\n") + 1]
+    def new_output(self, to_the_end: bool = False) -> bytes:
+        """What it has printed since the last call, in whole lines; of very much the last."""
+        size = os.fstat(self.output.fileno()).st_size
+        self._shown = max(self._shown, size - MOST_SHOWN)
+        text = os.pread(self.output.fileno(), MOST_READ, self._shown)
+        if not to_the_end and len(text) < MOST_READ:
+            text = text[: text.rfind(b"\n") + 1]
         self._shown += len(text)
         return text
 
@@ -166,18 +194,9 @@ class Child:
             # It has ended, with all of its group.
             pass
 
-    def _fault(self) -> dict[str, Any]:
-        """What it says of its end itself."""
-        try:
-            found = json.loads((self.files / f"rank-{self.number}.fault.json").read_bytes()[:65536])
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     def _tail(self) -> bytes:
-        with open(self.output, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-            return file.read()
+        size = os.fstat(self.output.fileno()).st_size
+        return os.pread(self.output.fileno(), 8192, max(0, size - 8192))
 
     def _last_line(self) -> str:
         lines = self._tail().decode(errors="replace").split("\n")
@@ -197,9 +216,13 @@ def train_command(config: Path) -> list[str]:
     return [sys.executable, "-m", "meshtrain.train", "--config", str(config)]
 
 
-def _die_with_parent() -> None:
-    """The kernel ends the process when its supervisor ends, however that does."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _said(path: Path) -> dict[str, Any]:
+    """What the process has written there; nothing if that is no JSON of fields."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _state(pid: int) -> str:

@@ -10,8 +10,9 @@ import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshtrain.errors import ConfigError, say
+from meshtrain.errors import ConfigError
 from meshtrain.survive.inject import Request, claimed, parse, requests
+from meshtrain.survive.words import finish, say
 
 if TYPE_CHECKING:
     from meshtrain.survive.supervisor import Supervisor
@@ -76,6 +77,7 @@ class NodeInjector:
     def _do(self, request: Request, now: float) -> None:
         supervisor, name = self.supervisor, request.kind.name
         say(f"{request.name}: {request.kind.does}, injected into {supervisor.node.name}.")
+        finish()
         child = supervisor.child
         if name in ("node-lost", "leader-lost", "coordinator-lost", "node-returns") and child is not None:
             os.killpg(child.process.pid, signal.SIGKILL)

@@ -28,7 +28,6 @@ SURVIVE = "survive"
 RECORD = 4096  # bytes of a node's record
 MOST_UNSAID = 1 << 20  # bytes of events that wait for a disk
 PLAN = re.compile(r"\d{6,18}\.json", re.ASCII)
-WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
 # What stands in the place of a record and is none: a directory, a link, another user's file, a pipe.
 NO_RECORD = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EAGAIN, errno.ENXIO)
 
@@ -41,6 +40,7 @@ class Store:
         self._plans: dict[int, Plan] = {}
         self.next_number = 1  # of a plan, as far as this node has seen
         self._unsaid = b""
+        self._published = ""  # the incarnation that its record is of
         self._lost = False
         refuse_unsafe(run)
         for part in ("", "plans", "nodes", "inject", "injected"):
@@ -51,12 +51,17 @@ class Store:
     # --- nodes
 
     def publish(self, node: Node) -> None:
-        """What this node says of itself."""
+        """What this node says of itself; ConfigError if another supervisor has said something under its name since the last time."""
         self._reach()
         # Not blocking: what stands there may be a pipe that nobody reads.
-        descriptor = os.open(self.root / "nodes" / f"{self.name}.json", WRITE | os.O_NONBLOCK, 0o600)
+        path = self.root / "nodes" / f"{self.name}.json"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
+            found = decode(Node, os.pread(descriptor, RECORD, 0))
+            if self._published and found is not None and found.incarnation != self._published:
+                raise twin(found, self.root)
             os.pwrite(descriptor, encode(node, RECORD), 0)
+            self._published = node.incarnation
         finally:
             os.close(descriptor)
 
@@ -113,7 +118,8 @@ class Store:
         self._unsaid += json.dumps({"wall": time.time(), "event": event, **what}).encode() + b"\n"
         try:
             path = self.root / f"events.{self.name}.jsonl"
-            descriptor = os.open(path, WRITE | os.O_APPEND | os.O_NONBLOCK, 0o600)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o600)
             try:
                 self._unsaid = self._unsaid[os.write(descriptor, self._unsaid) :]
             finally:
@@ -156,6 +162,13 @@ def refuse_unsafe(path: Path, follow: bool = True) -> None:
         raise ConfigError(
             f"{path} can be written by everybody, who could decide what runs here; chmod o-w {path} mends that."
         )
+
+
+def twin(node: Node, root: Path) -> ConfigError:
+    """Of two supervisors under one name the one that finds the other's record goes: its place may have been taken while it was frozen."""
+    return ConfigError(
+        f"another supervisor (process {node.pid} on {node.host}) is at work as {node.name} in {root.parent}; give this one another --node."
+    )
 
 
 def _read(path: str | Path, most: int) -> bytes:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -19,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config, to_yaml
-from meshtrain.errors import ConfigError, refusal, say
+from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import CONFIG
+from meshtrain.run.early import SIGNALS
+from meshtrain.survive import words
 from meshtrain.survive.child import Child, train_command
 from meshtrain.survive.decide import Decision, Options, decide, quarantined
 from meshtrain.survive.forming import formed
@@ -31,6 +32,7 @@ from meshtrain.survive.records import End, Node, Plan
 from meshtrain.survive.store import Store
 from meshtrain.survive.stragglers import Stragglers
 from meshtrain.survive.view import View
+from meshtrain.survive.words import echo, say
 
 POLL = 0.2
 # A node that cannot reach the store ends its process after this share of survive.node_timeout: before the others take it for lost.
@@ -78,11 +80,15 @@ class Supervisor:
 
     def run(self) -> int:
         """Until the run is over, or this node is asked to go; the exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._asked)
+        for number in SIGNALS:
+            # Under nohup a closed terminal is to be ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._asked)
+        words.begin()
         self.view.refuse_twin(self.node.name)
         if (step := self._done_already()) is not None:
             say(f"step {step} of {self.config.train.steps} was taken: the run is done already.")
+            words.finish()
             return 0
         try:
             self._publish(time.monotonic())
@@ -96,6 +102,7 @@ class Supervisor:
         finally:
             if self.child is not None:
                 self._end()
+            words.finish()
 
     def _done_already(self) -> int | None:
         """The last step, of a run that came to its end before this supervisor began."""
@@ -134,7 +141,7 @@ class Supervisor:
             return
         child.renew()
         if child.number == 0:
-            _echo(child.new_output())
+            echo(child.new_output())
         if self.node.end is not None:
             return
         end = child.ended()
@@ -157,6 +164,8 @@ class Supervisor:
         self.node = replace(self.node, state="ended", end=end)
         # So that nothing which it has started goes on.
         child.kill()
+        while child.number == 0 and (text := child.new_output(to_the_end=True)):
+            echo(text)
         seconds = dict(child.said.get("seconds") or {})
         self.store.say(
             "ended", generation=child.generation, rank=child.number, exit=end.exit, kind=end.kind, sentence=end.sentence, step=end.step,
@@ -212,11 +221,11 @@ class Supervisor:
         while (end := child.ended()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if end is None:
-            if time.monotonic() - self.killed_at > UNENDED and not self.node.leaving:
-                say(f"the process {child.process.pid} does not end, not even by SIGKILL; this node leaves the run.")
-                self.node = replace(self.node, leaving=True)
-            return False
-        if self.node.end is None:
+            if time.monotonic() - self.killed_at < UNENDED:
+                return False
+            say(f"the process {child.process.pid} does not end, not even by SIGKILL; this node leaves the run.")
+            self.node = replace(self.node, leaving=True, state="idle")
+        elif self.node.end is None:
             self._note_end(end)
         child.close()
         self.child, self.killed_at = None, None
@@ -397,11 +406,3 @@ def free_port(address: str) -> int:
             # The address is one that others know this machine by.
             probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def _echo(text: bytes) -> None:
-    """What rank 0 prints is what a person wants to see; not the words of gloo, which has many."""
-    lines = [line for line in text.decode(errors="replace").splitlines(keepends=True) if not line.startswith("[Gloo]")]
-    if lines:
-        sys.stdout.write("".join(lines))
-        sys.stdout.flush()

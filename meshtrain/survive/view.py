@@ -9,10 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from meshtrain.errors import ConfigError
 from meshtrain.survive.decide import Options
 from meshtrain.survive.records import Node, Plan, decode
-from meshtrain.survive.store import Store
+from meshtrain.survive.store import Store, twin
 
 SKEW = 5.0  # seconds by which a clock may be wrong without a word
 READ_SHARE = 0.002  # of its time, at most, a supervisor reads records; but at least twice a beat
@@ -119,9 +118,10 @@ class View:
 
     def is_leader(self, own: Node, since: float) -> bool:
         """Whether this node leads: of the live ones that stay it has the lowest name. Not before it knows who is alive."""
-        if since < 2.5 * self.options.beat and any(
-            n.name not in self._changed and n.name != own.name for n in self.nodes
-        ):
+        unheard = {n.name for n in self.nodes if n.name not in self._changed} - {own.name}
+        at_work = self.plan is not None and self.plan.state != "over" and unheard & set(self.plan.members)
+        # Who has just come may not take a node of the run for gone sooner than one who has watched it all the time.
+        if unheard and since < (self.options.node_timeout if at_work else 2.5 * self.options.beat):
             return False
         live = [n for n in self.nodes if n.age < self.options.node_timeout]
         return own.name == min(live, key=lambda n: (n.leaving, n.name)).name
@@ -176,8 +176,5 @@ class View:
         deadline = time.monotonic() + 2.5 * self.options.beat
         while time.monotonic() < deadline:
             if self.store.nodes().get(name) != texts[name]:
-                raise ConfigError(
-                    f"another supervisor (process {node.pid} on {node.host}) is at work as {name} in {self.store.root.parent}; "
-                    "give this one another --node."
-                )
+                raise twin(node, self.store.root)
             time.sleep(0.1)

@@ -1,0 +1,186 @@
+"""A training process that does what it should not: deaf to SIGTERM, with children of its own, with too much to say."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshtrain.survive.child import MOST_SHOWN, Child
+from tests.helpers.nodes import until
+
+BEGIN = """
+import json, os, signal, sys, time
+told = json.loads(os.environ["MESHTRAIN_SUPERVISED"])
+def beat(**said):
+    with open(told["local"] + "/beat", "w") as file: file.write(json.dumps(said).ljust(4096))
+def fault(text):
+    with open(told["generation"] + "/rank-0.fault.json", "w") as file: file.write(text)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    started = []
+
+    def start(script: str) -> Child:
+        started.append(Child([sys.executable, "-ISc", BEGIN + script], dict(os.environ), tmp_path, 3, 0, 60.0))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.process.wait()
+        one.close()
+
+
+def end_of(child: Child):
+    until(lambda: child.process.poll() is not None, "its end")
+    return child.ended()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_who_ignores_sigterm_dies_with_all_that_it_has_started(child, tmp_path):
+    one = child(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "for _ in range(2):\n"
+        "    if os.fork() == 0:\n        os.fork()\n        time.sleep(1000)\n"
+        "beat(n=0, alive=0)\ntime.sleep(1000)"
+    )
+    until(lambda: len(group(one.process.pid)) == 5, "five processes")
+    one.stop()
+    time.sleep(0.1)
+    assert one.ended() is None
+    one.kill()
+    assert end_of(one).kind == "ended_by_us"
+    until(lambda: not any(is_alive(pid) for pid in group(one.process.pid)), "the end of its children")
+
+
+def group(number: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rpartition(") ")[2].split()
+        except OSError:
+            continue
+        if int(words[2]) == number and words[0] not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_children_of_one_that_ended_by_itself_are_ended(child):
+    one = child("if os.fork() == 0:\n    time.sleep(1000)\nsys.exit(0)")
+    assert end_of(one).kind == "ok"
+    assert len(group(one.process.pid)) == 1
+    one.kill()
+    until(lambda: not group(one.process.pid), "the end of its child")
+
+
+def test_once_it_is_gone_nobody_else_is_killed_under_its_number(child, monkeypatch):
+    one = child("sys.exit(0)")
+    end_of(one)
+    one.kill()
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its number may be another's by now"))
+    one.kill()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "exit", "word"),
+    [
+        ("sys.exit(0)", "ok", 0, "ended"),
+        ("sys.exit(75)", "stopped", 75, "ended"),
+        ("beat(n=1, alive=1, step=7, phase='wait'); os.kill(os.getpid(), 9)", "signal", -9, "SIGKILL in the phase wait, after step 7"),
+        ("os.kill(os.getpid(), 11)", "signal", -11, "SIGSEGV"),
+        ("os.kill(os.getpid(), 35)", "signal", -35, "signal 35"),
+        ("os.abort()", "signal", -6, "SIGABRT"),
+        ("print('The coordination service is gone', flush=True); os.abort()", "peer", -6, "SIGABRT"),
+        ("print('one\\ntwo\\n\\n'); sys.exit(1)", "error", 1, "two"),
+        ("sys.exit(1)", "error", 1, "it said nothing"),
+        ("sys.exit(70)", "numbers", 70, ""),
+        ("fault(json.dumps({'kind': 'memory', 'sentence': 'a\\nb'})); sys.exit(1)", "memory", 1, "a b"),
+        ("fault(json.dumps({'kind': 'sick', 'sentence': 'x' * 50000, 'ranks': [1]})); sys.exit(71)", "sick", 71, "xxx"),
+        ("fault('[' * 60000); sys.exit(1)", "error", 1, "it said nothing"),
+        ("fault('{\"kind\": \"mem'); sys.exit(1)", "error", 1, "it said nothing"),
+        ("fault(json.dumps({'ranks': None, 'sentence': None})); sys.exit(1)", "error", 1, ""),
+        ("fault(json.dumps({'ranks': 'all', 'kind': []})); sys.exit(1)", "error", 1, ""),
+        ("fault('5'); sys.exit(1)", "error", 1, ""),
+    ],
+)  # fmt: skip
+def test_how_it_ended_is_told_whatever_it_left(child, script, kind, exit, word):
+    end = end_of(child(script))
+    assert (end.exit, end.kind) == (exit, kind) and word in end.sentence
+    assert len(end.sentence) < 1100 and "\n" not in end.sentence
+
+
+def test_a_beat_that_is_none_changes_nothing(child):
+    one = child("beat(n=1, alive=1, step=5, phase='wait', start=0)\ntime.sleep(1000)")
+    until(lambda: one.look().step == 5, "a beat")
+    for wrong in (b"", b"{", b"[1]", b"\xff", b"[" * 4096, b"null"):
+        (one.local / "beat").write_bytes(wrong)
+        assert (one.look().step, one.rank.phase) == (5, "wait")
+    (one.local / "beat").unlink()
+    assert one.look().step == 5
+
+
+def test_much_output_and_lines_without_end_are_shown_as_they_come(child):
+    one = child(
+        "os.write(1, b'a line\\nhalf')\nsys.stdin.read()\nwhile not os.path.exists(told['local'] + '/go'): time.sleep(0.01)\n"
+        "os.write(1, b' a line\\n' + b'x' * 200_000)\nfor _ in range(30): os.write(1, b'%099d\\n' % 7 * 1000)\nos.write(1, b'the end')"
+    )
+    until(lambda: one.new_output() == b"a line\n", "a line")
+    assert one.new_output() == b""
+    (one.local / "go").touch()
+    end_of(one)
+    shown = b""
+    while text := one.new_output(to_the_end=True):
+        assert len(text) <= 1 << 16
+        shown += text
+    assert shown.endswith(b"the end") and len(shown) == MOST_SHOWN
+
+
+def test_a_line_without_end_does_not_stop_what_is_shown(child):
+    one = child("os.write(1, b'x' * 150_000 + b'\\nafter')")
+    end_of(one)
+    assert [len(one.new_output()) for _ in range(3)] == [65536, 65536, 150_001 - 131_072]
+    assert one.new_output(to_the_end=True) == b"after"
+
+
+def test_the_run_directory_may_go_meanwhile(child, tmp_path):
+    one = child(
+        "print('here', flush=True)\nwhile not os.path.exists(told['local'] + '/go'): time.sleep(0.01)\nsys.exit(1)"
+    )
+    until(lambda: one.new_output(), "its output")
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    one.look()
+    assert one.new_output() == b""
+    (one.local / "go").touch()
+    end = end_of(one)
+    tmp_path.with_name("elsewhere").rename(tmp_path)
+    assert (end.kind, end.exit) == ("error", 1) and "here" in end.sentence
+
+
+def test_what_cannot_be_started_leaves_nothing(tmp_path):
+    before, descriptors = set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))
+    for command, files in ((["/no/such/program"], tmp_path), ([sys.executable], tmp_path / "missing")):
+        with pytest.raises(OSError):
+            Child(command, {}, files, 1, 0, 60.0)
+    assert set(Path("/dev/shm").iterdir()) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_it_dies_with_its_supervisor_even_if_that_went_first(tmp_path, monkeypatch):
+    """The moment between fork and the kernel's promise: played by a parent of another number."""
+    real = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: real + 1)
+    one = Child([sys.executable, "-ISc", "import time; time.sleep(1000)"], {}, tmp_path, 1, 0, 60.0)
+    monkeypatch.undo()
+    assert one.process.wait() == 72
+    one.close()
