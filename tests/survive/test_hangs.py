@@ -51,10 +51,14 @@ def test_the_phases_of_a_step_follow_the_option_and_the_others_have_their_own():
     assert timeout(node(0, phase="a new one").rank, OPTIONS) == 8.0
 
 
-def test_the_age_of_a_record_counts():
-    old = [dataclasses.replace(n, age=5.0) for n in four(phase_age=3.5)]
-    assert hung(old, PLAN, OPTIONS)[0].kind == "collective"
-    assert "8.5 s" in hung(old, PLAN, OPTIONS)[0].sentence
+def test_the_age_of_a_record_counts_up_to_a_beat_since_silence_is_the_supervisors():
+    def found(phase_age: float, age: float):
+        return hung([dataclasses.replace(n, age=age) for n in four(phase_age=phase_age)], PLAN, OPTIONS)
+
+    beat = OPTIONS.beat
+    assert found(8.1 - beat, beat)[0].kind == "collective"
+    assert "8.1 s" in found(8.1 - beat, beat)[0].sentence
+    assert found(7.9 - beat, 5.0) == []
 
 
 def test_of_many_late_ranks_the_one_that_is_behind_is_named():
