@@ -33,6 +33,7 @@ class Options:
     step_timeout: float = 0.0
     node_timeout: float = 20.0
     restarts: int = 20
+    moving: float = 0.0  # seconds that a slow disk takes for a node's share of a checkpoint
 
     @property
     def beat(self) -> float:

@@ -52,6 +52,8 @@ DOES = {
 
 def timeout(rank: Rank, options: "Options") -> float:
     """Seconds that a rank may stay in its phase."""
+    if rank.phase in ("restore", "save"):
+        return TIMEOUTS[rank.phase] + options.moving
     if rank.phase in TIMEOUTS:
         return TIMEOUTS[rank.phase]
     if rank.step == (rank.start or 0) or rank.pace is None:

@@ -20,6 +20,7 @@ from typing import Any
 from meshtrain.config import Config, to_yaml
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import write_atomically
+from meshtrain.model.weights import parameters
 from meshtrain.run.directory import CONFIG
 from meshtrain.run.early import SIGNALS
 from meshtrain.survive import words
@@ -38,6 +39,8 @@ POLL = 0.2
 # A node that cannot reach the store ends its process after this share of survive.node_timeout: before the others take it for lost.
 CUT_OFF = 0.6
 GIVEN_UP = 300.0  # seconds without a store after which a supervisor ends
+STATE = 16  # bytes a parameter, of float32 masters and up to three arrays of an optimizer
+SLOW_DISK = 50e6  # bytes a second, of one node
 UNENDED = 30.0  # seconds after SIGKILL: the process is in the kernel, and its node of no use
 
 
@@ -58,7 +61,8 @@ class Supervisor:
         self.store = Store(self.run_directory, name)
         survive = config.survive
         self.options = Options(
-            self._used, survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts
+            self._used, survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts,
+            STATE * parameters(config.model) / survive.least / SLOW_DISK,
         )  # fmt: skip
         self.node = Node(name, uuid.uuid4().hex, socket.gethostname(), os.getpid(), address)
         self.view = View(self.store, self.options, self.node.incarnation)

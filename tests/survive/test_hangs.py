@@ -51,6 +51,13 @@ def test_the_phases_of_a_step_follow_the_option_and_the_others_have_their_own():
     assert timeout(node(0, phase="a new one").rank, OPTIONS) == 8.0
 
 
+def test_large_checkpoints_have_more_time():
+    large = dataclasses.replace(OPTIONS, moving=1000.0)
+    for phase in ("restore", "save"):
+        assert timeout(node(0, phase=phase).rank, large) == TIMEOUTS[phase] + 1000
+    assert timeout(node(0, phase="eval").rank, large) == TIMEOUTS["eval"]
+
+
 def test_the_age_of_a_record_counts_up_to_a_beat_since_silence_is_the_supervisors():
     def found(phase_age: float, age: float):
         return hung([dataclasses.replace(n, age=age) for n in four(phase_age=phase_age)], PLAN, OPTIONS)
