@@ -13,15 +13,12 @@ if __name__ == "__main__":
     # So that its supervisor sees it live while it imports.
     _beat.begin()
 
-import json
 import sys
 import time
-import zlib
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from threading import Thread
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,6 +42,7 @@ from meshtrain.run.failures import RunFailure, SickDevice, end_at_once, explaine
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State
+from meshtrain.survive.batches import BatchLog
 from meshtrain.survive.beat import CODES, Beat, begun, in_a_line
 from meshtrain.survive.health import Health
 from meshtrain.survive.injector import Injector
@@ -179,7 +177,7 @@ class Loop:
         self.record, self.start = record, start
         self.watch = Watch(self.config, start)
         depth = self.config.data.prefetch
-        self.digests = Digests(beat) if self.config.log.batches and beat.supervised is not None else None
+        self.batches = BatchLog(beat.supervised) if self.config.log.batches and beat.supervised is not None else None
         self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
         self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
         self.waited, self.clock = 0.0, time.perf_counter()
@@ -195,8 +193,8 @@ class Loop:
             beat.saved = self.checkpointer.newest
             self.injector.at("data", step)
             k, batch = next(self.loader)
-            if self.digests is not None:
-                self.digests.write(step + 1, self.own_rows(self.data.batch_shape(k)[0]).start)
+            if self.batches is not None:
+                self.batches.write(step + 1, self.own_rows(self.data.batch_shape(k)[0]).start)
             if config.parallel.remat_offload and step == self.start:
                 self.check_offload(state, batch)
             train_step = self.compiled(state, batch, step)
@@ -319,38 +317,14 @@ class Loop:
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """This process's rows onto its devices, on the loader's thread."""
         self.injector.in_loader()
-        if self.digests is not None:
-            self.digests.add(batch)
+        if self.batches is not None:
+            self.batches.add(batch)
         return self.program.place(batch)
 
     def close(self) -> None:
         self.loader.close()
-        if self.digests is not None:
-            self.digests.close()
-
-
-class Digests:
-    """rank-R.batches.jsonl: of every step that is begun, the checksums of the rows that this process read, and where they lie in the batch.
-
-    Rows that count nothing are left out: how many fill a batch up depends on the mesh.
-    """
-
-    def __init__(self, beat: Beat) -> None:
-        assert beat.supervised is not None
-        self._file: IO[str] = beat.supervised.own("batches.jsonl").open("a", buffering=1)
-        self._ahead: deque[list[int]] = deque()  # of the batches that lie ready
-
-    def add(self, batch: dict[str, np.ndarray]) -> None:
-        """The next batch, on the loader's thread."""
-        weights = batch.get("weights", np.ones((len(batch["tokens"]), 1)))
-        counts = weights.any(axis=1)
-        self._ahead.append([zlib.crc32(row.tobytes()) for row in batch["tokens"][counts]])
-
-    def write(self, step: int, first: int) -> None:
-        self._file.write(json.dumps({"step": step, "first": first, "rows": self._ahead.popleft()}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+        if self.batches is not None:
+            self.batches.close()
 
 
 def in_a_sentence(failure: Exception) -> str:

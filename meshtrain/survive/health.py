@@ -27,10 +27,8 @@ from meshtrain.survive.beat import Beat
 
 Tree = Any
 
-SIDE, LARGEST = (
-    512,
-    8,
-)  # of the product's matrices, and their numbers: sums stay below 2^24, and the numbers exact in TF32 too
+# Of the product's matrices, and their numbers: sums stay below 2^24, and the numbers exact in TF32 too.
+SIDE, LARGEST = 512, 8
 PIECE, MOST_PIECES = 65536, 256  # numbers of a piece of a checksum, and pieces of one array
 PRODUCT_EVERY = 60.0  # seconds
 
