@@ -56,12 +56,15 @@ FILE = {
 }
 TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json"
 # A run that is as documented, but short; the others are quick.
-SHORTER = {"meshtrain.train": ["--set", "train.steps=2", "--set", "train.sequence_length=32"]}
+SHORT_RUN = ["--set", "train.steps=2", "--set", "train.sequence_length=32"]
+SHORTER = {"meshtrain.train": SHORT_RUN, "meshtrain.launch": SHORT_RUN}
 QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in command)
 # What each prints, by the first that it contains.
 SAYS = {
     "--help": r"usage: python -m meshtrain",
     "--print-config": r"(?m)^model:\n  family: llama\n",
+    "meshtrain.launch local": r"n0: step 2/2  loss",
+    "meshtrain.launch slurm": r"(?m)^#SBATCH --nodes=2$",
     "meshtrain.train": r"step 2/2  loss \d\.\d{4}  [\d,]+ tokens/s",
     "--measure": r"(?m)^accelerator:\n  name: cpu\n",
     "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",

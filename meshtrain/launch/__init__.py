@@ -1,7 +1,7 @@
 """What starts a run on several nodes: one supervisor a node, `python -m meshtrain.survive`, and its exit code handed to who can start it again.
 
-    python -m meshtrain.launch local N | ssh                          runs the supervisors, and ends when they have
-    python -m meshtrain.launch slurm | jobset | trainjob | ray | sky  prints what that engine takes, and runs nothing
+    local N, ssh                        run the supervisors, and end when they have
+    slurm, jobset, trainjob, ray, sky   print what that engine takes, and run nothing
 
 - `meshtrain.launch.job`: what every way needs: nodes, devices a node, the supervisor's command.
 - `meshtrain.launch.outcome`: what a run came to, of the exit codes of its supervisors.

@@ -1,4 +1,4 @@
-"""python -m meshtrain.launch local N | ssh | slurm | jobset | trainjob | ray | sky: runs or prints what starts a run on several nodes."""
+"""python -m meshtrain.launch: runs or prints what starts a run on several nodes, by one of several ways."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
-"""What a run came to, where its supervisors ended with different codes; for an engine that tells only the highest, of the run directory.
+"""What a run came to, where its supervisors ended with different codes.
 
-python -m meshtrain.launch.outcome RUN                                prints the number of the run's newest plan (0: none)
-python -m meshtrain.launch.outcome RUN --after NUMBER --otherwise CODE  ends with what the plans since NUMBER came to, else with CODE's
+As a command it serves an engine that tells only the highest of them: before the supervisors are started it prints the number of the run's
+newest plan, and afterwards ends with the code that they have agreed on since; if on none, with what the engine's code stands for.
 """
 
 import argparse
