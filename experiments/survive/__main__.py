@@ -1,0 +1,59 @@
+"""The figures of `meshtrain.survive`: python -m experiments.survive kinds|table|startup|soak|alarms|cost
+
+All runs are of tiny training processes on this machine; each prints its progress, and its table at the end. Whatever else the machine
+does is in the times, so its load average stands beside them.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from experiments.survive.cluster import say
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.survive", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    kinds = commands.add_parser("kinds", help="each kind of fault, several times, on 2 and on 4 processes")
+    kinds.add_argument("--only", nargs="+", metavar="KIND", default=None)
+    kinds.add_argument("--processes", nargs="+", type=int, default=[2, 4])
+    kinds.add_argument("--times", type=int, default=3)
+    kinds.add_argument("--seed", type=int, default=0)
+    table = commands.add_parser("table", help="the table of what `kinds` has written, of several files too")
+    table.add_argument("files", nargs="+", type=Path)
+    for command in (kinds,):
+        command.add_argument(
+            "--json", type=Path, default=None, metavar="FILE", help="where results are appended; default: in --work"
+        )
+        command.add_argument(
+            "--work", type=Path, default=None, help="directory of the runs, kept; default: a temporary one"
+        )
+    options = parser.parse_args()
+    if options.command == "table":
+        return print_table(options.files)
+    work = options.work or Path(tempfile.mkdtemp(prefix="survive-"))
+    work.mkdir(parents=True, exist_ok=True)
+    say(f"runs and results are in {work}")
+    results = options.json or work / f"{options.command}.jsonl"
+    from experiments.survive.kinds import KINDS, Campaign
+
+    chosen = options.only or list(KINDS)
+    if unknown := set(chosen) - set(KINDS):
+        parser.error(f"there is no kind {', '.join(sorted(unknown))}; legal are {', '.join(KINDS)}")
+    for processes in options.processes:
+        Campaign(processes, work, results, options.seed).run(chosen, options.times)
+    return print_table([results])
+
+
+def print_table(files: list[Path]) -> int:
+    from experiments.survive.tables import of_kinds
+
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    print(of_kinds(found))
+    return int(any(one["problems"] for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
