@@ -31,6 +31,7 @@ NOT_HERE = {
     "python -m experiments.api_reference site/": "tests/test_reference.py builds it, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
     "python -m pytest": "this is it",
+    "python -m experiments.survive kinds": "takes an hour",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
 }
 # A synopsis stands for several commands.
@@ -56,8 +57,9 @@ FILE = {
 }
 TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json"
 # A run that is as documented, but short; the others are quick.
+SUPERVISED = "python -m meshtrain.survive --config mine.yaml"
 SHORT_RUN = ["--set", "train.steps=2", "--set", "train.sequence_length=32"]
-SHORTER = {"meshtrain.train": SHORT_RUN, "meshtrain.launch": SHORT_RUN}
+SHORTER = {"meshtrain.train": SHORT_RUN, "meshtrain.launch": SHORT_RUN, "meshtrain.survive": SHORT_RUN}
 QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in command)
 # What each prints, by the first that it contains.
 SAYS = {
@@ -65,6 +67,10 @@ SAYS = {
     "--print-config": r"(?m)^model:\n  family: llama\n",
     "meshtrain.launch local": r"n0: step 2/2  loss",
     "meshtrain.launch slurm": r"(?m)^#SBATCH --nodes=2$",
+    "meshtrain.survive --config": r"step 2/2  loss",
+    "meshtrain.survive status": r"^over, exit code 0: the run is done",
+    "meshtrain.survive stats": r"goodput \d",
+    "meshtrain.survive inject": r"(?m)^ 6 kill ",
     "meshtrain.train": r"step 2/2  loss \d\.\d{4}  [\d,]+ tokens/s",
     "--measure": r"(?m)^accelerator:\n  name: cpu\n",
     "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",
@@ -95,13 +101,13 @@ def python(arguments: list[str], directory: Path) -> str:
 
 def run(words: list[str], directory: Path) -> None:
     """Types a command in a directory, with nothing changed but SHORTER; what it must print and write is there."""
-    more = SHORTER.get(words[2], []) if len(words) > 3 else ["--help"]
+    more = SHORTER.get(words[2], []) if "--config" in words else [] if len(words) > 3 else ["--help"]
     printed = python([*words[1:], *more], directory)
     line = " ".join([*words, *more])
     expected = next(said for word, said in SAYS.items() if word in line)
     assert re.search(expected, printed), printed
     for option, target in pairwise(words):
-        assert option not in ("--gantt", "--output") or (directory / target).exists(), f"nothing at {target}"
+        assert option not in ("--gantt", "--output", "--svg") or (directory / target).exists(), f"nothing at {target}"
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,9 @@ def test_what_is_documented_can_be_typed(command, directory, request):
     if command == QUICKSTART or "runs/quickstart" in words:
         (directory / "runs").mkdir()
         (directory / "runs" / "quickstart").symlink_to(request.getfixturevalue("quickstart"))
+    if words[2] == "meshtrain.survive" and "runs/quickstart" in words:
+        run(SUPERVISED.split(), directory)
+        words = ["runs/mine" if word == "runs/quickstart" else word for word in words]
     if command != QUICKSTART:
         run(words, directory)
     # What the README shows is what its command draws now.
