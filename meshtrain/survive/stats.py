@@ -26,6 +26,7 @@ from meshtrain.survive.reliability import (
     reliability,
     usual_restart,
 )
+from meshtrain.survive.store import config_of
 
 BAR = 30  # letters of the longest bar
 
@@ -65,15 +66,13 @@ def to_json(run: Path, cluster: str | None = None) -> dict[str, Any]:
 
 def predicted(run: Path, cluster: str) -> Faults:
     """What `plan` makes of the failures of a cluster, for the config that the newest generation of `run` was given."""
-    at = histories.folder(run)
-    configs = {
-        int(path.parent.name[4:]): path for path in at.glob("gen-*/config.yaml") if path.parent.name[4:].isdecimal()
-    }
+    root, plans = histories.folder(run), histories.read(run).plans
+    configs = [path for p in plans if p.state == "running" and (path := config_of(root, p)).exists()]
     if not configs:
         raise ConfigError(
             f"no generation of {run} has a config yet, for which --cluster could be planned; leave it out."
         )
-    config = load(configs[max(configs)])
+    config = load(configs[-1])
     return faults(plan(config, named(cluster, config.mesh.data * config.mesh.tensor * config.mesh.pipeline)))
 
 

@@ -139,11 +139,21 @@ class Store:
         if self._lost:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.root))
 
+    def config(self, plan: Plan) -> Path:
+        """Where the config of a plan's processes stands."""
+        self.generation(plan.generation)
+        return config_of(self.root, plan)
+
     def generation(self, number: int) -> Path:
         """The directory of a generation's files, made."""
         path = self.root / f"gen-{number}"
         path.mkdir(mode=0o700, exist_ok=True)
         return path
+
+
+def config_of(root: Path, plan: Plan) -> Path:
+    """The config of a plan's generation: of this plan alone, since two leaders may write one each, of which one's plan comes to be."""
+    return root / f"gen-{plan.generation}" / f"config.{plan.number}.{plan.leader}.yaml"
 
 
 def refuse_unsafe(path: Path, follow: bool = True) -> None:

@@ -21,7 +21,6 @@ from meshtrain.config import Config, to_yaml
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import write_atomically
 from meshtrain.model.weights import parameters
-from meshtrain.run.directory import CONFIG
 from meshtrain.run.early import SIGNALS
 from meshtrain.survive import words
 from meshtrain.survive.child import Child, train_command
@@ -208,7 +207,7 @@ class Supervisor:
             if number == 0:
                 environment["JAX_COORDINATOR_BIND_ADDRESS"] = plan.coordinator
         fence = CUT_OFF * self.options.node_timeout
-        self.child = Child(self.command(files / CONFIG), environment, files, plan.generation, number, fence)
+        self.child = Child(self.command(self.store.config(plan)), environment, files, plan.generation, number, fence)
         self.saved, self.going = None, False
         self.node = replace(self.node, state="running", generation=plan.generation, rank=self.child.rank, end=None)
         self.store.say("started", generation=plan.generation, rank=number, pid=self.child.process.pid)
@@ -332,14 +331,15 @@ class Supervisor:
         self._shape, members = found.sentence, list(decision.members[: found.nodes])
         first = by_name[members[0]]
         config = replace(found.config, run=replace(found.config.run, directory=str(self.run_directory)))
-        write_atomically(self.store.generation(plan.generation) / CONFIG, to_yaml(config).encode())
         kept = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")}
-        return Plan(
+        new = Plan(
             **what | kept | {
                 "state": "running", "members": members, "incarnations": [by_name[m].incarnation for m in members],
                 "coordinator": f"{first.address}:{first.port}", "mesh": vars(config.mesh), "microbatches": config.parallel.microbatches,
             }
         )  # fmt: skip
+        write_atomically(self.store.config(new), to_yaml(config).encode())
+        return new
 
     def _used(self, nodes: int) -> int | None:
         """How many of so many nodes the run would use."""

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import random
@@ -10,9 +11,12 @@ from synthetic_history import Synthetic, spoilt, told
 
 from meshtrain.config import ConfigError
 from meshtrain.survive import picture, stats, status
+from meshtrain.survive.history import read
 from meshtrain.survive.ledger import ledger
 from meshtrain.survive.life import dominant, line, lives
+from meshtrain.survive.records import encode
 from meshtrain.survive.reliability import by_interval, by_kind, by_node, mean_bounds, reliability, weibull_shape
+from meshtrain.survive.store import config_of
 
 
 def run(tmp_path, seed=1, nodes=4, faults=8):
@@ -174,8 +178,12 @@ def test_a_plan_for_the_run_stands_beside_what_was_measured(tmp_path):
     at = run(tmp_path)
     with pytest.raises(ConfigError, match="leave it out"):
         stats.show(at, "h100")
-    (at / "survive" / "gen-9").mkdir()
-    (at / "survive" / "gen-9" / "config.yaml").write_text("mesh: {data: 4}\ncheckpoint: {every: 50}\n")
+    old = read(at).plans[-1]
+    newest = dataclasses.replace(old, number=old.number + 1, generation=9, state="running", leader="n0")
+    (at / "survive" / "plans" / f"{newest.number:06}.json").write_bytes(encode(newest))
+    path = config_of(at / "survive", newest)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mesh: {data: 4}\ncheckpoint: {every: 50}\n")
     assert "planned for h100" in stats.show(at, "h100")
     assert stats.to_json(at, "h100")["predicted"]["interval_steps"] > 0
     with pytest.raises(ConfigError, match="did you mean h100"):
