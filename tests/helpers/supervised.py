@@ -13,7 +13,7 @@ from meshtrain.survive.beat import VARIABLE, Supervised
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["meshtrain.train"])
-PATIENCE = 60.0  # seconds, of a loaded machine
+PATIENCE = 180.0  # seconds, of a loaded machine
 
 
 def supervised(directory: Path, rank: int = 0, fence: float = 30.0) -> Supervised:
