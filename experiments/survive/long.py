@@ -1,0 +1,149 @@
+"""Runs of many minutes: faults at random until the run ends by itself, and a healthy run on a machine that is busy."""
+
+import contextlib
+import itertools
+import json
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from experiments.survive.cluster import EVERY, Cluster, batches_of, load_average, median, rows_of, say, settings
+from experiments.survive.judge import checkpoint_problem
+from experiments.survive.tables import table
+from meshtrain.plan.failures import goodput
+from meshtrain.survive.history import read
+from meshtrain.survive.ledger import ledger
+
+# What a run outlives, without those that change all that comes after.
+ALL_RANKS = (
+    "kill", "segv", "abort", "out-of-memory", "error", "kill-save", "kill-two", "frozen", "asleep", "loader", "gil", "d-state",
+    "collective", "nan", "damage", "kill-forming", "kill-restore",
+)  # fmt: skip
+OF_NODES = ("node-lost", "leader-lost", "coordinator-lost", "supervisor-frozen", "node-returns")
+
+
+def soak(work: Path, minutes: float, every: float, processes: int, seed: int) -> int:
+    """A fault every so many seconds until the last step is taken. Goodput as the ledger has it, and as the planner's formula says."""
+    pace = calibrated(work, processes)
+    steps = int(60 * minutes * 0.8 / pace / EVERY) * EVERY
+    say(f"{steps} steps, each {pace:.3f} s with its share of a save")
+    directory = work / f"soak-{processes}"
+    shutil.rmtree(directory, ignore_errors=True)
+    # Who is lost again and again is not kept out: with a fault every few minutes nobody would be left.
+    values = settings(directory / "run", processes, steps, survive={"least": 1}, log={"every": 1})
+    cluster, draw = Cluster(directory, values, work / "compiled").start(), random.Random(seed)
+    faults: list[tuple[float, str]] = []
+    try:
+        cluster.until_going(0)
+        began = time.time()
+        for number in itertools.count(1):
+            while time.time() < began + number * every and not cluster.is_over():
+                wake(cluster)
+                time.sleep(1.0)
+            if cluster.is_over():
+                break
+            kind = draw.choice(ALL_RANKS + OF_NODES)
+            members = cluster.members(cluster.generation)
+            rank = 0 if kind in ("leader-lost", "coordinator-lost") else draw.randrange(max(1, len(members) - (kind == "kill-two")))
+            faults.append((time.time(), cluster.inject(f"{kind}@0:{rank}")))
+            say(f"{faults[-1][1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}")
+        codes = {node: process.poll() for node, process in cluster.supervisors.items()}
+    finally:
+        left = cluster.close()
+    done = ledger(read(cluster.run))
+    rows = rows_of(cluster.run)
+    verdicts = [e for e in cluster.of("verdict") if e["kind"] not in ("start", "grow")]
+    starts = [e["wall"] for e in cluster.of("going")]
+    restarts = [min([s for s in starts if s > v["wall"]], default=v["wall"]) - v["wall"] for v in verdicts]
+    step_seconds = median(row["step_seconds"] for row in rows)
+    write = median(row["checkpoint_blocked_seconds"] for row in rows if "checkpoint_blocked_seconds" in row)
+    between = done.wall / max(1, len(verdicts))
+    expected = goodput(EVERY * step_seconds, write, statistics.fmean(restarts or [0.0]), between)
+    twice = [s for s, by in batches_of(cluster.run).items() if len(set(map(str, by.values()))) > 1]
+    right = [row["step"] for row in rows] == list(range(1, steps + 1))
+    print(table(
+        ("", ""),
+        [
+            ("minutes", f"{done.wall / 60:.1f}"), ("faults asked for", len(faults)), ("verdicts", len(verdicts)),
+            ("exit codes", ", ".join(f"{n} {c}" for n, c in codes.items())), ("each step once in metrics.jsonl", right),
+            ("steps whose batch differed when taken again", len(twice)), ("newest checkpoint", checkpoint_problem(cluster.run) or "verifies"),
+            ("processes left over", len(left)), ("restart, mean seconds", f"{statistics.fmean(restarts or [0.0]):.1f}"),
+            ("seconds a step, a save", f"{step_seconds:.3f}, {write:.3f}"), ("goodput by the ledger", f"{done.goodput:.3f}"),
+            ("goodput by plan's formula", f"{expected:.3f}"),
+            *((f"ledger: {kind}", f"{seconds:.1f} s, {seconds / done.wall:.1%}") for kind, seconds in done.seconds.items()),
+        ],
+    ))  # fmt: skip
+    for kind in sorted({v["kind"] for v in verdicts}):
+        print(f"{kind}: {sum(v['kind'] == kind for v in verdicts)} verdicts")
+    ended = set(codes.values()) == {0} and right and not left and not twice
+    return int(not ended or abs(expected - done.goodput) > 0.05)
+
+
+def wake(cluster: Cluster) -> None:
+    """What a cluster's keeper would do: nodes that went are started again, those that are frozen go on."""
+    if cluster.plan.get("state") == "over":
+        return
+    for node, process in cluster.supervisors.items():
+        if process.poll() is not None:
+            cluster.start(node)
+        else:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][:1] == "T" and lost(cluster, node):
+                    cluster.signal(node, signal.SIGCONT)
+
+
+def lost(cluster: Cluster, node: str) -> bool:
+    """Whether the others have gone on without a node."""
+    return cluster.generation > 0 and node not in cluster.members(cluster.generation)
+
+
+def calibrated(work: Path, processes: int) -> float:
+    """Seconds a step, saves included, here and now."""
+    directory = work / "calibration"
+    shutil.rmtree(directory, ignore_errors=True)
+    cluster = Cluster(directory, settings(directory / "run", processes, 10_000), work / "compiled").start()
+    try:
+        cluster.until_going(0)
+        cluster.until(lambda: cluster.step() >= 10, "ten steps")
+        first, began = cluster.step(), time.monotonic()
+        time.sleep(20.0)
+        pace = (time.monotonic() - began) / (cluster.step() - first)
+        cluster.stop()
+    finally:
+        cluster.close()
+    return pace
+
+
+def alarms(work: Path, minutes: float, load: int, processes: int) -> int:
+    """A healthy run under default timeouts, beside `load` busy processes: whatever is decided is a false alarm."""
+    directory = work / f"alarms-{processes}"
+    shutil.rmtree(directory, ignore_errors=True)
+    values = settings(directory / "run", processes, 1_000_000)
+    values["survive"] = {"wanted": processes}
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
+    cluster, loads = Cluster(directory, values, work / "compiled"), list[float]()
+    try:
+        cluster.start()
+        cluster.until_going(0, 900.0)
+        deadline = time.monotonic() + 60 * minutes
+        while time.monotonic() < deadline and not cluster.is_over():
+            time.sleep(min(60.0, max(0.0, deadline - time.monotonic())))
+            loads.append(load_average())
+            say(f"step {cluster.step()}, generation {cluster.generation}, load {loads[-1]:.1f}")
+        alarm = [e for e in cluster.of("verdict", "over") if e["kind"] != "start"]
+        slow = cluster.of("straggler")
+        codes = cluster.stop()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+        cluster.close()
+    print(f"{len(alarm)} false alarms, {len(slow)} ranks called slow, in {minutes:.0f} minutes at load {median(loads):.1f}; exit codes {codes}")
+    for event in alarm + slow:
+        print(json.dumps(event))
+    return int(bool(alarm))
