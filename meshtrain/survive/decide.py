@@ -222,12 +222,15 @@ def _after(
     fault: Fault, now: float, members: Sequence[Node | None], plan: Plan, history: Sequence[Plan], options: Options
 ) -> Decision:
     """A new generation, or the end where another one would not help."""
-    step = max([_step(n) or 0 for n in members if n is not None], default=0)
-    start = max([n.rank.start or 0 for n in members if n is not None and n.rank], default=0)
     past = [p for p in [*history, plan] if p.state == "forming" and p.kind not in FREE]
+    step = max([_step(n) or 0 for n in members if n is not None], default=0)
+    starts = [n.rank.start for n in members if n is not None and n.rank and n.rank.start is not None]
+    if not starts and past:
+        # It ended before it knew which step to go on from: the run is where it was.
+        step = past[-1].step or 0
     if fault.kind in FREE:
         return Decision("form", fault.sentence, kind=fault.kind, step=step)
-    given_up = _given_up(fault, step, step > start, past, now, options)
+    given_up = _given_up(fault, step, step > max(starts, default=0), past, now, options)
     if given_up:
         code = 2 if fault.kind == "config" else 3
         return Decision("over", given_up, fault.blamed, "refused" if code == 2 else "given up", step, code)

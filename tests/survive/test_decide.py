@@ -190,6 +190,13 @@ def test_delays_grow_without_progress():
     assert delay(*[10] * 12) == 300.0
 
 
+def test_a_fault_before_the_restore_is_one_without_progress_whatever_came_before():
+    early = [ended(k, 1, "port", step=0, start=None) for k in range(4)]
+    past = [fault("signal", step=s) for s in (10, 20, 30, 40)]
+    assert decided(*early, history=past).delay == 2.0
+    assert decided(*early, history=past).step == 40
+
+
 def test_a_node_is_quarantined_at_its_second_strike_and_a_sick_one_at_the_first():
     assert decided(ended(3, -9, "signal", step=12)).quarantined == {}
     again = decided(ended(3, -9, "signal", step=12), history=[fault("stuck", "n3")])
