@@ -17,20 +17,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from threading import Thread
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshtrain import hlo
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
-from meshtrain.compat import keep_compiled, meet
+from meshtrain.compat import meet
 from meshtrain.config import Config, ConfigError, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
-from meshtrain.errors import say, short
+from meshtrain.errors import say
 from meshtrain.given import a_config
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
@@ -38,14 +36,11 @@ from meshtrain.modules import callable_as
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import Watch
 from meshtrain.run.directory import CHECKPOINTS, run_directory
-from meshtrain.run.failures import RunFailure, SickDevice, end_at_once, explained, kind_of
+from meshtrain.run.failures import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State
-from meshtrain.survive.batches import BatchLog
-from meshtrain.survive.beat import CODES, Beat, begun, in_a_line
-from meshtrain.survive.health import Health
-from meshtrain.survive.injector import Injector
+from meshtrain.survive.tended import Tended, note
 from meshtrain.telemetry.progress import Reporter
 
 COMPILING = 3600  # seconds by which one process may be later than another
@@ -65,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return DONE
         return train(config)
     except ConfigError as error:
-        (begun() or Beat()).note("config", str(error))
+        note("config", str(error))
         raise
     except (CheckpointError, FloatingPointError, RunFailure) as error:
         say(error)
@@ -89,48 +84,41 @@ def train(
     not finite.
     """
     a_config(config, "mt.train")
-    beat = begun() or Beat()
+    tended = Tended(config)
     with StopSignals() as stop, ExitStack() as closing:
         directory = run_directory(config)
         try:
-            injector = Injector(beat, config.survive.inject)
-            beat.phase("open")
+            closing.callback(tended.close)
+            tended.phase("open")
             data, held_out = open_data(config)
-            beat.phase("join")
-            injector.at("join")
+            tended.phase("join")
+            tended.at("join")
             with stop.held():
                 join_cluster()
-            beat.phase("init")
+            tended.phase("init")
             program = Program(config, block=block, attention=attention, loss=loss)
-            if beat.supervised is not None:
-                keep_compiled()
-                count_compiled(beat)
+            tended.build(program.mesh, program.state_shapes.params)
             checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
             closing.callback(checkpointer.close)
-            beat.phase("restore")
-            injector.at("restore")
+            tended.phase("restore")
+            tended.at("restore")
             state, start = checkpointer.restore_or_init()
-            beat.start, beat.step, beat.saved = start, start, checkpointer.newest
-            health = Health(program.mesh, program.state_shapes.params, beat)
-            health.check_copies(state.params)
-            health.check_product(state)
+            tended.start(state.params, start, checkpointer.newest)
             record = RunRecord(directory, config, start, checkpointer.lock)
             closing.callback(record.close)
             with Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report:
                 for sentence in opening(program, data, start):
                     report.write(sentence)
-                loop = Loop(program, data, held_out, checkpointer, report, record, start, beat, injector, health)
+                loop = Loop(program, data, held_out, checkpointer, report, record, start, tended)
                 closing.callback(loop.close)
                 code = loop.run(state, stop)
-                beat.phase("end")
+                tended.phase("end")
                 return code
         except Exception as error:
             newest = max(committed_in(directory / CHECKPOINTS), default=None)
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
-            if beat.supervised is not None:
-                kind, ranks = kind_of(failure), failure.ranks if isinstance(failure, SickDevice) else None
-                beat.note(kind, in_a_sentence(failure), ranks)
-                end_at_once(failure, CODES[kind], PLAIN)
+            if tended.supervised is not None:
+                tended.fail(failure, PLAIN)
             # of all processes alike
             if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
                 raise
@@ -139,20 +127,6 @@ def train(
             if failure is error:
                 raise
             raise failure from None
-
-
-def count_compiled(beat: Beat) -> None:
-    """Has the beat say how many programs the compilation cache had, and how many not."""
-    beat.cache = found = {"hits": 0, "misses": 0}
-
-    def count(event: str, **_: object) -> None:
-        if event == "/jax/compilation_cache/compile_requests_use_cache":
-            found["misses"] += 1
-        elif event == "/jax/compilation_cache/cache_hits":
-            found["hits"] += 1
-            found["misses"] -= 1
-
-    jax.monitoring.register_event_listener(count)
 
 
 class Loop:
@@ -167,17 +141,13 @@ class Loop:
         report: Reporter,
         record: RunRecord,
         start: int,
-        beat: Beat,
-        injector: Injector,
-        health: Health,
+        tended: Tended,
     ) -> None:
-        self.config, self.program = program.config, program
-        self.beat, self.injector, self.health = beat, injector, health
+        self.config, self.program, self.tended = program.config, program, tended
         self.data, self.held_out, self.checkpointer, self.report = data, held_out, checkpointer, report
         self.record, self.start = record, start
         self.watch = Watch(self.config, start)
         depth = self.config.data.prefetch
-        self.batches = BatchLog(beat.supervised) if self.config.log.batches and beat.supervised is not None else None
         self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
         self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
         self.waited, self.clock = 0.0, time.perf_counter()
@@ -187,23 +157,20 @@ class Loop:
         config, steps = self.config, self.config.train.steps
         pending: tuple[int, int, dict[str, jax.Array]] | None = None
         step, stopping = self.start, stop.requested
-        beat = self.beat
+        tended = self.tended
         while step < steps and not stopping:
-            beat.phase("data")
-            beat.saved = self.checkpointer.newest
-            self.injector.at("data", step)
+            tended.begin_step(step, self.checkpointer.newest)
             k, batch = next(self.loader)
-            if self.batches is not None:
-                self.batches.write(step + 1, self.own_rows(self.data.batch_shape(k)[0]).start)
+            tended.take(step + 1, self.own_rows(self.data.batch_shape(k)[0]).start)
             if config.parallel.remat_offload and step == self.start:
                 self.check_offload(state, batch)
             train_step = self.compiled(state, batch, step)
             stop.finish_steps()
-            beat.phase("dispatch")
-            self.health.check_product(state)
-            state, batch = self.injector.at("dispatch", step, (state, batch))
+            tended.phase("dispatch")
+            tended.check_product(state)
+            state, batch = tended.at("dispatch", step, (state, batch))
             if self.synchronous:
-                beat.phase("wait")  # such devices may compute within the call
+                tended.phase("wait")  # such devices may compute within the call
             state, metrics = train_step(state, batch)
             step += 1
             if pending is not None:
@@ -218,16 +185,15 @@ class Loop:
                 row = self.log(*pending, eval_loss)
                 pending = None
                 if saves:
-                    beat.begin_save(step, self.checkpointer.due(step))
+                    tended.begin_save(step, self.checkpointer.due(step))
                     self.watch.state(step, self.program.sound(state))
-                    self.health.check_copies(state.params)
-                    self.injector.at("save", step)
+                    tended.check_copies(state.params)
+                    tended.at("save", step)
                     self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
         if pending is not None:
             self.log(*pending)
-        beat.phase("save")
+        tended.phase("save")
         self.checkpointer.wait()
-        beat.saved = self.checkpointer.newest
         if last := self.checkpointer.metrics():  # of saves that no row of metrics follows
             self.report.write(
                 f"last save: {last['checkpoint_bytes'] / 1e6:.1f} MB in {last['checkpoint_seconds']:.2f} s, "
@@ -235,7 +201,7 @@ class Loop:
             )
         # What the run says of itself is a part of it: it did not end well without.
         if not self.record.is_written():
-            beat.note("error", "rows of metrics.jsonl could not be written.")
+            tended.note("error", "rows of metrics.jsonl could not be written.")
             return FAILED
         if step < steps:
             left = f"after step {step}; its checkpoint is written" if step > self.start else "before the first step"
@@ -247,30 +213,23 @@ class Loop:
         """The train step for this shape of batch; compiling is reported, and does not count as a step's time."""
         shape = batch["tokens"].shape
         if shape not in self.steps:
-            self.beat.phase("compile")
-            self.injector.at("compile", step)
+            self.tended.phase("compile")
+            self.tended.at("compile", step)
             began = time.perf_counter()
             self.steps[shape] = self.program.train_step.lower(state, batch).compile()
             meet(f"compiled for {shape}", COMPILING)
             self.report.write(f"compiled for batches of {shape[0]} x {shape[1]} in {time.perf_counter() - began:.1f} s")
-            if self.beat.supervised is not None and jax.process_index() == 0:
-                # A large program's text takes seconds to read.
-                Thread(target=self.tell_collectives, args=(self.steps[shape],), daemon=True).start()
+            self.tended.see_compiled(self.steps[shape], self.program.mesh, self.program.busy)
             self.clock = time.perf_counter()
         return self.steps[shape]
-
-    def tell_collectives(self, compiled: jax.stages.Compiled) -> None:
-        """For who asks in what a step hangs."""
-        found = hlo.collectives(compiled, self.program.mesh, self.program.busy)
-        self.beat.collectives = in_a_line(found)
 
     def log(
         self, step: int, tokens: int, metrics: dict[str, jax.Array], eval_loss: float | None = None
     ) -> dict[str, Any]:
         """Waits for the metrics of `step`, writes and shows them where due."""
-        self.beat.phase("wait")
+        self.tended.phase("wait")
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self.beat.took(step)
+        self.tended.took(step)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         waited, self.waited = self.loader.waited - self.waited, self.loader.waited
@@ -298,7 +257,7 @@ class Loop:
     def evaluate(self, state: State) -> float:
         """Mean loss over the first eval.batches batches of held-out text."""
         assert self.held_out is not None
-        self.beat.phase("eval")
+        self.tended.phase("eval")
         jax.block_until_ready(state)
         began, losses = time.perf_counter(), []
         for k in range(self.config.eval.batches):
@@ -316,22 +275,11 @@ class Loop:
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """This process's rows onto its devices, on the loader's thread."""
-        self.injector.in_loader()
-        if self.batches is not None:
-            self.batches.add(batch)
+        self.tended.read(batch)
         return self.program.place(batch)
 
     def close(self) -> None:
         self.loader.close()
-        if self.batches is not None:
-            self.batches.close()
-
-
-def in_a_sentence(failure: Exception) -> str:
-    """For records: of an error that nobody foresaw its type and its first line."""
-    if isinstance(failure, PLAIN):
-        return str(failure)
-    return short(f"{type(failure).__name__}: {(str(failure).splitlines() or ['no reason given'])[0]}")
 
 
 def digests(config: Config, data: TextBatches, held_out: TextBatches | None) -> dict[str, str]:

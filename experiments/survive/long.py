@@ -49,7 +49,11 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
                 break
             kind = draw.choice(ALL_RANKS + OF_NODES)
             members = cluster.members(cluster.generation)
-            rank = 0 if kind in ("leader-lost", "coordinator-lost") else draw.randrange(max(1, len(members) - (kind == "kill-two")))
+            rank = (
+                0
+                if kind in ("leader-lost", "coordinator-lost")
+                else draw.randrange(max(1, len(members) - (kind == "kill-two")))
+            )
             faults.append((time.time(), cluster.inject(f"{kind}@0:{rank}")))
             say(f"{faults[-1][1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}")
         codes = {node: process.poll() for node, process in cluster.supervisors.items()}
@@ -143,7 +147,9 @@ def alarms(work: Path, minutes: float, load: int, processes: int) -> int:
             process.kill()
             process.wait()
         cluster.close()
-    print(f"{len(alarm)} false alarms, {len(slow)} ranks called slow, in {minutes:.0f} minutes at load {median(loads):.1f}; exit codes {codes}")
+    print(
+        f"{len(alarm)} false alarms, {len(slow)} ranks called slow, in {minutes:.0f} minutes at load {median(loads):.1f}; exit codes {codes}"
+    )
     for event in alarm + slow:
         print(json.dumps(event))
     return int(bool(alarm))

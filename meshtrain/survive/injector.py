@@ -20,7 +20,7 @@ from meshtrain.checkpoint.steps import ARRAYS, WRITING, committed_in
 from meshtrain.errors import ConfigError, say
 from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.survive.beat import Beat
-from meshtrain.survive.inject import Moment, Request, parse, requests
+from meshtrain.survive.inject import Moment, Request, claimed, parse, requests
 
 Given = tuple[Any, Any]  # the state and the batch of the step that comes
 Tree = Any
@@ -73,14 +73,7 @@ class Injector:
         if request.kind.name == "slow":
             return self._nap is not None or self._beat.pace is not None
         self._pending.remove(request)
-        if request.kind.always:
-            return True
-        try:
-            self._done.mkdir(exist_ok=True)
-            os.close(os.open(self._done / request.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except FileExistsError:
-            return False
-        return True
+        return claimed(self._done, request)
 
     def _take(self, found: Iterable[Request]) -> None:
         for request in found:
