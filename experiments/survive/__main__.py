@@ -10,7 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from experiments.survive import costs, long
 from experiments.survive.cluster import say
+from experiments.survive.kinds import KINDS, Campaign
+from experiments.survive.tables import of_kinds
 
 
 def main() -> int:
@@ -23,22 +26,45 @@ def main() -> int:
     kinds.add_argument("--seed", type=int, default=0)
     table = commands.add_parser("table", help="the table of what `kinds` has written, of several files too")
     table.add_argument("files", nargs="+", type=Path)
-    for command in (kinds,):
-        command.add_argument(
-            "--json", type=Path, default=None, metavar="FILE", help="where results are appended; default: in --work"
-        )
+    startup = commands.add_parser(
+        "startup", help="the first step after a fault beside that of a start with a warm cache"
+    )
+    startup.add_argument("--processes", type=int, default=4)
+    startup.add_argument("--times", type=int, default=3)
+    soak = commands.add_parser("soak", help="a fault every few minutes, until the run ends by itself")
+    soak.add_argument("--minutes", type=float, default=60.0)
+    soak.add_argument("--every", type=float, default=180.0, help="seconds between two faults")
+    soak.add_argument("--processes", type=int, default=4)
+    soak.add_argument("--seed", type=int, default=0)
+    alarms = commands.add_parser("alarms", help="a healthy run on a busy machine")
+    alarms.add_argument("--minutes", type=float, default=30.0)
+    alarms.add_argument("--load", type=int, default=15, help="busy processes beside it")
+    alarms.add_argument("--processes", type=int, default=4)
+    cost = commands.add_parser("cost", help="the supervisors' share of a core, a decision, a beat")
+    cost.add_argument("--seconds", type=float, default=60.0)
+    cost.add_argument("--processes", type=int, default=2)
+    for command in (kinds, startup, soak, alarms, cost):
         command.add_argument(
             "--work", type=Path, default=None, help="directory of the runs, kept; default: a temporary one"
         )
+    kinds.add_argument(
+        "--json", type=Path, default=None, metavar="FILE", help="where results are appended; default: in --work"
+    )
     options = parser.parse_args()
     if options.command == "table":
         return print_table(options.files)
     work = options.work or Path(tempfile.mkdtemp(prefix="survive-"))
     work.mkdir(parents=True, exist_ok=True)
     say(f"runs and results are in {work}")
+    if options.command == "startup":
+        return costs.startup(work, options.processes, options.times)
+    if options.command == "soak":
+        return long.soak(work, options.minutes, options.every, options.processes, options.seed)
+    if options.command == "alarms":
+        return long.alarms(work, options.minutes, options.load, options.processes)
+    if options.command == "cost":
+        return costs.cost(work, options.processes, options.seconds)
     results = options.json or work / f"{options.command}.jsonl"
-    from experiments.survive.kinds import KINDS, Campaign
-
     chosen = options.only or list(KINDS)
     if unknown := set(chosen) - set(KINDS):
         parser.error(f"there is no kind {', '.join(sorted(unknown))}; legal are {', '.join(KINDS)}")
@@ -48,8 +74,6 @@ def main() -> int:
 
 
 def print_table(files: list[Path]) -> int:
-    from experiments.survive.tables import of_kinds
-
     found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     print(of_kinds(found))
     return int(any(one["problems"] for one in found))

@@ -82,9 +82,9 @@ def judge_times(cluster: Cluster, found: Judged, generation: int, fault: float, 
     found.started = begun - max(last, verdict["wall"])
     found.first = max(e["wall"] for e in going) - begun
     found.since = min(e["start"] for e in going)
-    found.lost = (
-        max([e["step"] for e in cluster.of("ended", generation=generation)] + [verdict["step"] or 0]) - found.since
-    )
+    # Who ended before the restore had taken no step.
+    taken = [e["step"] for e in cluster.of("ended", generation=generation)] + [verdict["step"] or 0, found.since]
+    found.lost = max(taken) - found.since
     # The newest checkpoint may be in the making; a damaged one is passed over.
     most = (3 if found.kind == "damage" else 1) * EVERY + 1
     if found.lost > most:
