@@ -89,7 +89,8 @@ class Injector:
             names: list[str] = []
             # made by the first request
             with contextlib.suppress(OSError):
-                names = sorted(os.listdir(self._requests))
+                # One that begins with a dot is on its way there.
+                names = sorted(name for name in os.listdir(self._requests) if not name.startswith("."))
             for name in names:
                 if name in refused:
                     continue

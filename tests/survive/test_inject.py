@@ -222,9 +222,11 @@ def test_a_run_that_goes_on_takes_requests(tmp_path):
     rank = Rank(supervised(tmp_path), run_for_ever)
     rank.until(lambda: rank.beat.get("phase") == "wait")
     requests = tmp_path / "survive" / "inject"
+    (requests / ".kill@1:0.part").touch()  # on its way to its name
     (requests / "moon@1:0").touch()
     (requests / "kill@1:7").touch()
     rank.until(lambda: "there is no fault moon" in rank.output.read_text())
+    assert "part" not in rank.output.read_text()
     assert rank.process.is_alive()
     (requests / "kill@1:0").touch()
     assert rank.end() == -9
