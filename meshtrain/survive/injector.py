@@ -44,8 +44,10 @@ class Injector:
         self._requests, self._done = beat.supervised.survive / "inject", beat.supervised.survive / "injected"
         self._checkpoints = beat.supervised.survive.parent / CHECKPOINTS
         self._take(requests(asked))
-        # A thread of its own, since the disk may hang.
-        threading.Thread(target=self._look, name="meshtrain-inject", daemon=True).start()
+        # A thread of its own, since the disk may hang. What is asked for already is due at once.
+        looked = threading.Event()
+        threading.Thread(target=self._look, args=(looked,), name="meshtrain-inject", daemon=True).start()
+        looked.wait(LOOK_EVERY)
 
     def at(self, moment: Moment, step: int | None = None, given: Given = (None, None)) -> Given:
         """Does what is due at this moment after `step` steps, by default those of the newest checkpoint; what the step is to be given."""
@@ -82,7 +84,7 @@ class Injector:
                 self._known.add(request.name)
                 self._pending.append(request)
 
-    def _look(self) -> None:
+    def _look(self, looked: threading.Event) -> None:
         """Requests of `survive inject`: files named by them."""
         refused: set[str] = set()
         while True:
@@ -99,6 +101,7 @@ class Injector:
                 except ConfigError as error:
                     refused.add(name)
                     say(error)
+            looked.set()
             time.sleep(LOOK_EVERY)
 
     # --- what is done

@@ -232,6 +232,16 @@ def test_a_run_that_goes_on_takes_requests(tmp_path):
     assert rank.end() == -9
 
 
+def test_what_is_asked_for_before_a_process_begins_comes_at_its_first_moment(tmp_path):
+    told = supervised(tmp_path)
+    (tmp_path / "survive" / "inject" / "kill-forming@0:0").touch()
+    assert Rank(told, once_at_join).end() == -9
+
+
+def once_at_join() -> None:
+    Injector(begun(), []).at("join")
+
+
 def run_for_ever() -> None:
     beat = begun()
     injector = Injector(beat, [])
