@@ -112,7 +112,9 @@ class Campaign:
             self.bring_about(cluster)
             generation += 1
         else:
-            name = cluster.inject(f"{found.kind}@{cluster.step() + self.draw.randrange(1, 12)}:{found.rank}")
+            # Two that are to go at once must both have heard of it by then.
+            ahead = self.draw.randrange(1, 12) + 20 * (found.kind == "kill-two")
+            name = cluster.inject(f"{found.kind}@{cluster.step() + ahead}:{found.rank}")
         cluster.until_going(generation)
         done = cluster.root / "injected" / name
         if not done.exists():

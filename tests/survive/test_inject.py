@@ -239,6 +239,13 @@ def test_what_is_asked_for_before_a_process_begins_comes_at_its_first_moment(tmp
 
 
 def once_at_join() -> None:
+    listed = os.listdir
+
+    def slowly(path: Path) -> list[str]:
+        time.sleep(0.2)
+        return listed(path)
+
+    os.listdir = slowly
     Injector(begun(), []).at("join")
 
 
