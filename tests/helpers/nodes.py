@@ -3,6 +3,7 @@
 One process that has imported what they need forks each of them, at once: python nodes.py reads a line of JSON for each from its input.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -40,38 +41,54 @@ class Node:
         return self.cluster.codes().get(self.pid)
 
     def end(self) -> int | None:
-        until(lambda: self.code is not None, f"{self.name} to end:\n{self.said}")
+        until(lambda: self.code is not None, f"{self.name} to end", self.cluster.told)
         return self.code
 
     @property
     def said(self) -> str:
-        return self.output.read_text(errors="replace")
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+
+class Server:
+    """The process that forks supervisors, and writes their exit codes into the file `codes`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.codes = directory / "codes"
+        self.codes.touch()
+        environment = os.environ | {"PYTHONPATH": str(STAND_IN.parents[2])}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(self.codes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    def fork(self, told: dict[str, Any]) -> int:
+        """The number of a new supervisor's process."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(told).encode() + b"\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 class Nodes:
     """Of the run in a directory of its own. Used as a context: at its end nothing is left of them."""
 
-    def __init__(self, directory: Path, nodes: int = 3, steps: int = 60, **survive: Any) -> None:
-        self.directory, self.run = directory, directory / "run"
+    def __init__(self, server: Server, directory: Path, nodes: int = 3, steps: int = 60, **survive: Any) -> None:
+        self.server, self.directory, self.run = server, directory, directory / "run"
         self.config = directory / "config.yaml"
         self.config.write_text(CONFIG.format(run=self.run, nodes=nodes, steps=steps))
         self.set = [f"survive.{name}={value}" for name, value in survive.items()]
         self.nodes: dict[str, Node] = {}
-        self._codes = directory / "codes"
-        self._codes.touch()
-        environment = os.environ | {"PYTHONPATH": str(STAND_IN.parents[2])}
-        self.server = subprocess.Popen(
-            [sys.executable, __file__, str(self._codes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
 
     def __enter__(self) -> "Nodes":
         return self
 
     def __exit__(self, *_: object) -> None:
         for pid in self.living():
-            os.kill(pid, signal.SIGKILL)
-        self.server.kill()
-        self.server.communicate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def start(self, *names: str, output: Path | None = None, **how: Any) -> list[Node]:
         """`how`: `clock` seconds by which its clock is ahead, `set` more of the config, constants by module.NAME."""
@@ -80,15 +97,14 @@ class Nodes:
             where = output or self.directory / f"{name}.said"
             told = {"config": str(self.config), "name": name, "output": str(where), **how}
             told["set"] = [*self.set, *how.get("set", [])]
-            assert self.server.stdin and self.server.stdout
-            self.server.stdin.write(json.dumps(told).encode() + b"\n")
-            self.server.stdin.flush()
-            found.append(Node(self, name, int(self.server.stdout.readline()), where))
+            found.append(Node(self, name, self.server.fork(told), where))
             self.nodes[name] = found[-1]
         return found
 
     def codes(self) -> dict[int, int]:
-        return {int(pid): int(code) for pid, code in (line.split() for line in self._codes.read_text().splitlines())}
+        return {
+            int(pid): int(code) for pid, code in (line.split() for line in self.server.codes.read_text().splitlines())
+        }
 
     def do(self, rank: int, what: str, moment: str = "") -> None:
         """What the stand-in of a rank is to do."""
@@ -102,7 +118,7 @@ class Nodes:
         return len(rows.read_text().splitlines()) if rows.exists() else 0
 
     def until_step(self, step: int) -> None:
-        until(lambda: self.step >= step, f"step {step}; {self.told()}")
+        until(lambda: self.step >= step, f"step {step}", self.told)
 
     def plans(self) -> list[dict[str, Any]]:
         return [json.loads(p.read_text()) for p in sorted((self.run / "survive" / "plans").glob("[0-9]*.json"))]
@@ -111,7 +127,7 @@ class Nodes:
         def found() -> list[dict[str, Any]]:
             return [p for p in self.plans() if p["state"] == state and p["generation"] == generation]
 
-        until(lambda: bool(found()), f"generation {generation} to be {state}; {self.told()}")
+        until(lambda: bool(found()), f"generation {generation} to be {state}", self.told)
         return found()[-1]
 
     def faults(self) -> list[tuple[str, list[str]]]:
@@ -125,24 +141,24 @@ class Nodes:
 
     def living(self) -> list[int]:
         """Processes of this run that there are: supervisors, stand-ins, and what these have started."""
-        found, mark = [], str(self.directory).encode()
+        found, mark = [], str(self.run).encode()
+        ours = {node.pid for node in self.nodes.values()} - self.codes().keys()
         for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and int(entry.name) not in (os.getpid(), self.server.pid):
-                try:
-                    words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                    ended = (entry / "stat").read_text().rpartition(") ")[2][0] in "ZX"
-                except OSError:
-                    continue
-                forked = int(entry.name) in {node.pid for node in self.nodes.values()} - self.codes().keys()
-                if (mark in words or forked) and not ended and not self._is_server(entry):
+            if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                state = (entry / "stat").read_text().rpartition(") ")[2][0]
+                words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                if state not in "ZX" and (mark in words or int(entry.name) in ours):
                     found.append(int(entry.name))
         return found
 
-    def _is_server(self, entry: Path) -> bool:
-        return int(entry.name) in self.codes() or entry.name == str(self.server.pid)
-
     def told(self) -> str:
-        return "\n".join(f"{name}: {node.said}" for name, node in self.nodes.items())
+        outputs = [
+            f"{path.parent.name}/{path.name}: {path.read_text()}"
+            for path in sorted(self.run.glob("survive/gen-*/*.out"))
+        ]
+        return "\n".join([*(f"{name}: {node.said}" for name, node in self.nodes.items()), *outputs])
 
     def check(self, steps: int = 60) -> None:
         """The run is done: each step is there once, in order; no two generations were at work at once; nothing is left."""
@@ -153,10 +169,10 @@ class Nodes:
         until(lambda: not self.living(), "all processes to be gone")
 
 
-def until(condition: Callable[[], object], what: str) -> None:
+def until(condition: Callable[[], object], what: str, told: Callable[[], str] = str) -> None:
     ends = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < ends, f"waited for {what}"
+        assert time.monotonic() < ends, f"waited for {what}\n{told()}"
         time.sleep(0.02)
 
 

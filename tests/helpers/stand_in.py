@@ -3,7 +3,7 @@
 python stand_in.py CONFIG: takes train.steps steps of 20 ms, "saves" every checkpoint.every of them (a number in the file `step`), goes on
 from there, and keeps the file `rows` as a run keeps metrics.jsonl: a line a step, none twice.
 What it is to do besides stands in RUN/do.RANK, read at every step and once before the first (`do.RANK.start`): `kill`, `frozen`, `asleep`,
-`error`, `exit N KIND`, `deaf` (to SIGTERM), `fork`, `print BYTES`, `line BYTES`; with `always` it does so in every process that comes.
+`nap`, `error`, `exit N KIND`, `deaf` (to SIGTERM), `fork`, `print BYTES`, `line BYTES`; with `always` it does so in every process that comes.
 A process of another generation that is alive still is written down in the file `overlaps`.
 """
 
@@ -88,6 +88,9 @@ def do(asked: Path) -> None:
         fail("error", "RuntimeError: as asked", 1)
     elif what[0] == "exit":
         fail(what[2] if len(what) > 2 else "error", "as asked", int(what[1]))
+    elif what[0] == "nap":
+        (run / "napping").touch()
+        time.sleep(1.0)
     elif what[0] == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif what[0] == "fork":

@@ -1,10 +1,173 @@
-"""Supervisors as an enemy meets them: processes killed, frozen and asked to stop, with stand-ins for the training."""
+"""Supervisors as an enemy meets them: processes killed, frozen and asked to stop at any moment, with stand-ins for the training.
 
-from tests.helpers.nodes import Nodes
+Whatever is done, `Nodes.check` holds at the end: each step stands once, no two generations were at work at once, no process is left.
+"""
+
+import signal
+import time
+
+import pytest
+
+from tests.helpers.nodes import Nodes, Server, until
+
+STEADY = {"constants": {"decide.STEADY": 0.5}}  # seconds before a node that returns is taken in
 
 
-def test_three_nodes_train_to_the_last_step(tmp_path):
-    with Nodes(tmp_path) as nodes:
-        started = nodes.start("n0", "n1", "n2")
-        assert [node.end() for node in started] == [0, 0, 0]
-        nodes.check()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    found = Server(tmp_path_factory.mktemp("server"))
+    yield found
+    found.end()
+
+
+def test_a_rank_a_leader_and_a_frozen_supervisor_on_the_way_to_the_last_step(server, tmp_path):
+    with Nodes(server, tmp_path, steps=150) as nodes:
+        n0, n1, n2 = nodes.start("n0", "n1", "n2")
+        nodes.until_step(5)
+        nodes.do(1, "kill")
+        nodes.until_plan("running", 2)
+        nodes.until_step(40)
+        # The leader, which has the coordinator too.
+        n0.kill()
+        nodes.until_plan("running", 3)
+        nodes.until_step(70)
+        n1.kill(signal.SIGSTOP)
+        nodes.until_plan("running", 4)
+        n1.kill(signal.SIGCONT)
+        assert [n0.end(), n1.end(), n2.end()] == [-signal.SIGKILL, 0, 0]
+        kinds = [("signal", ["n1"]), ("lost", ["n0"]), ("lost", ["n1"])]
+        assert nodes.faults() == kinds, nodes.told()
+        nodes.check(150)
+
+
+@pytest.mark.parametrize("moment", ["joining", "running", "saving"])
+def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_path, moment):
+    with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:
+        if moment == "saving":
+            nodes.run.mkdir()
+            nodes.do(0, "nap", ".save")
+        started = nodes.start("n0", "n1")
+        if moment == "joining":
+            until(lambda: nodes.plans(), "a plan")
+        elif moment == "running":
+            nodes.until_step(15)
+        else:
+            until(lambda: (nodes.run / "napping").exists(), "a save")
+        for node in started:
+            node.kill(signal.SIGTERM)
+        assert [node.end() for node in started] == [75, 75], nodes.told()
+        assert not nodes.living() and nodes.faults() in ([], [("preempted", [])])
+        again = nodes.start("n0", "n1")
+        assert [node.end() for node in again] == [0, 0], nodes.told()
+        nodes.check(60)
+        assert [node.end() for node in nodes.start("n0", "n1")] == [0, 0]
+        assert "the run is done already" in nodes.nodes["n0"].said
+
+
+def test_one_that_is_asked_to_go_leaves_the_others_go_on_and_it_is_taken_back(server, tmp_path):
+    with Nodes(server, tmp_path, steps=250) as nodes:
+        started = nodes.start("n0", "n1", "n2", **STEADY)
+        nodes.until_step(15)
+        started[0].kill(signal.SIGTERM)
+        assert started[0].end() == 75
+        assert nodes.until_plan("running", 2)["members"] == ["n1", "n2"]
+        (back,) = nodes.start("n0", **STEADY)
+        assert nodes.until_plan("running", 3)["members"] == ["n0", "n1", "n2"]
+        assert [node.end() for node in (back, *started[1:])] == [0, 0, 0], nodes.told()
+        assert nodes.faults() == [("preempted", []), ("grow", [])]
+        nodes.check(250)
+        # Nobody went back behind what was saved when all stopped.
+        rows = (nodes.run / "rows").read_text().splitlines()
+        first = next(line for line in rows if line.endswith("generation 2"))
+        assert int(first.split()[0]) >= 16
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2, steps=100) as nodes:
+        n0, n1 = nodes.start("n0", "n1")
+        nodes.until_step(3)
+        (spare,) = nodes.start("n2")
+        until(lambda: nodes.events("join")[-1:] and len(nodes.events("join")) == 3, "the spare")
+        n1.kill()
+        plan = nodes.until_plan("running", 2)
+        assert (plan["members"], plan["mesh"]["data"]) == (["n0", "n2"], 2)
+        assert [n0.end(), n1.end(), spare.end()] == [0, -signal.SIGKILL, 0], nodes.told()
+        nodes.check(100)
+
+
+def test_of_two_supervisors_of_one_name_one_works(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=1, steps=120) as nodes:
+        (first,) = nodes.start("n0")
+        nodes.until_step(2)
+        (second,) = nodes.start("n0", output=tmp_path / "second")
+        assert second.end() == 2
+        assert (
+            second.said.count("\n") == 1
+            and "another supervisor" in second.said
+            and "give this one another --node" in second.said
+        )
+        assert first.end() == 0
+        nodes.check(120)
+
+
+def test_one_that_was_frozen_while_another_took_its_name_goes(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=1, steps=200) as nodes:
+        (first,) = nodes.start("n0")
+        nodes.until_step(2)
+        first.kill(signal.SIGSTOP)
+        (second,) = nodes.start("n0", output=tmp_path / "second")
+        nodes.until_plan("running", 2)
+        first.kill(signal.SIGCONT)
+        assert first.end() == 2 and "another supervisor" in first.said
+        assert second.end() == 0, second.said
+        nodes.check(200)
+
+
+def test_what_fails_before_the_first_step_is_not_tried_again(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2) as nodes:
+        nodes.run.mkdir()
+        nodes.do(1, "exit 2 config", ".start")
+        started = nodes.start("n0", "n1")
+        assert [node.end() for node in started] == [2, 2], nodes.told()
+        assert nodes.plans()[-1]["generation"] == 1 and "as asked" in nodes.plans()[-1]["reason"]
+        assert not nodes.living()
+
+
+def test_too_few_nodes_end_with_75(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2, least=2, join_timeout=0.5) as nodes:
+        (alone,) = nodes.start("n0")
+        assert alone.end() == 75
+        assert "there are 1 nodes after 0 s, 2 are needed; run again to go on" in alone.said.replace("0.5", "0")
+        assert not (nodes.run / "survive" / "gen-1").exists()
+
+
+def test_who_is_deaf_to_sigterm_and_has_children_is_ended_by_a_second_one(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=1, steps=5000) as nodes:
+        nodes.run.mkdir()
+        nodes.do(0, "fork", ".start")
+        (node,) = nodes.start("n0")
+        nodes.until_step(2)
+        nodes.do(0, "deaf")
+        until(lambda: not (nodes.run / "do.0").exists(), "its deafness")
+        node.kill(signal.SIGTERM)
+        time.sleep(0.5)
+        assert node.code is None and (nodes.run / "forked").exists()
+        node.kill(signal.SIGTERM)
+        assert node.end() == 75, nodes.told()
+        until(lambda: not nodes.living(), "the end of all")
+
+
+def test_clocks_an_hour_apart_change_nothing_but_are_told(server, tmp_path):
+    with Nodes(server, tmp_path, steps=100) as nodes:
+        n0, n1, n2 = (nodes.start(f"n{k}", clock=hours * 3600.0)[0] for k, hours in enumerate((0, 1, -1)))
+        nodes.until_step(5)
+        nodes.do(2, "kill")
+        nodes.until_plan("running", 2)
+        n0.kill()
+        nodes.until_plan("running", 3)
+        assert [n0.end(), n1.end(), n2.end()] == [-signal.SIGKILL, 0, 0], nodes.told()
+        assert nodes.faults() == [("signal", ["n2"]), ("lost", ["n0"])]
+        nodes.check(100)
+        told = {(line["node"], round(line["ahead"] / 3600)) for line in nodes.events("clock")}
+        assert told >= {("n1", 1), ("n2", -1)}
+        assert "the clock of n1 is 3600 s ahead of this node's." in n0.said
