@@ -103,8 +103,10 @@ class Supervisor:
                 time.sleep(POLL)
             return code
         finally:
-            if self.child is not None:
-                self._end()
+            if self.child is None or self._end():
+                # Who comes next under this name need not wait for the process.
+                with contextlib.suppress(OSError, ConfigError):
+                    self.store.publish(replace(self.node, state="idle", sequence=self.node.sequence + 1))
             words.finish()
 
     def _done_already(self) -> int | None:
@@ -207,9 +209,12 @@ class Supervisor:
             if number == 0:
                 environment["JAX_COORDINATOR_BIND_ADDRESS"] = plan.coordinator
         fence = CUT_OFF * self.options.node_timeout
+        running = replace(self.node, state="running", generation=plan.generation, rank=None, end=None)
+        # Before it is so, lest this supervisor be gone in between and nobody know of the process.
+        self.store.publish(replace(running, sequence=self.node.sequence + 1))
         self.child = Child(self.command(self.store.config(plan)), environment, files, plan.generation, number, fence)
         self.saved, self.going = None, False
-        self.node = replace(self.node, state="running", generation=plan.generation, rank=self.child.rank, end=None)
+        self.node = replace(running, rank=self.child.rank)
         self.store.say("started", generation=plan.generation, rank=number, pid=self.child.process.pid)
 
     def _end(self) -> bool:

@@ -168,12 +168,17 @@ class View:
         return found
 
     def refuse_twin(self, name: str) -> None:
-        """ConfigError if another supervisor is at work under this name."""
+        """ConfigError if another supervisor is at work under this name.
+
+        One that is silent may be frozen, its process at work until the lease has run out: that is waited for.
+        """
         texts = self.store.nodes()
         node = decode(Node, texts.get(name, b""))
         if node is None or (node.host == socket.gethostname() and not Path(f"/proc/{node.pid}").exists()):
             return
-        deadline = time.monotonic() + 2.5 * self.options.beat
+        deadline = time.monotonic() + (
+            self.options.node_timeout if node.state == "running" else 2.5 * self.options.beat
+        )
         while time.monotonic() < deadline:
             if self.store.nodes().get(name) != texts[name]:
                 raise twin(node, self.store.root)
