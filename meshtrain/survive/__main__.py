@@ -1,5 +1,10 @@
 """python -m meshtrain.survive --config FILE: one a node, until the last step is taken. Besides: status RUN, stats RUN, inject KIND@STEP:RANK."""
 
+if __name__ == "__main__":
+    from meshtrain.run import early
+
+    early.hear()
+
 import json
 import socket
 import sys

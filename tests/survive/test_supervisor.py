@@ -48,7 +48,7 @@ def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_
             nodes.do(0, "nap", ".save")
         started = nodes.start("n0", "n1")
         if moment == "joining":
-            until(lambda: nodes.plans(), "a plan")
+            until(lambda: len(nodes.events("join")) == 2, "both")
         elif moment == "running":
             nodes.until_step(15)
         else:
