@@ -3,6 +3,7 @@
 Whatever is done, `Nodes.check` holds at the end: each step stands once, no two generations were at work at once, no process is left.
 """
 
+import random
 import signal
 import time
 
@@ -171,3 +172,39 @@ def test_clocks_an_hour_apart_change_nothing_but_are_told(server, tmp_path):
         told = {(line["node"], round(line["ahead"] / 3600)) for line in nodes.events("clock")}
         assert told >= {("n1", 1), ("n2", -1)}
         assert "the clock of n1 is 3600 s ahead of this node's." in n0.said
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(2))
+def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp_path, seed):
+    dice = random.Random(seed)
+    how = {"constants": {"decide.STEADY": 0.5, "decide.LONGEST_DELAY": 0.5}}
+    with Nodes(server, tmp_path, steps=300, restarts=1000, join_timeout=30) as nodes:
+        nodes.start("n0", "n1", "n2", **how)
+        ends = time.monotonic() + 12
+        while time.monotonic() < ends and nodes.step < 250:
+            node = nodes.nodes[dice.choice(("n0", "n1", "n2"))]
+            done = dice.choice(("kill", "kill", "stop", "freeze"))
+            if node.code is not None:
+                pass
+            elif done == "freeze":
+                node.kill(signal.SIGSTOP)
+                time.sleep(dice.choice((0.3, 1.0, 3.0)))
+                node.kill(signal.SIGCONT)
+            else:
+                node.kill(signal.SIGKILL if done == "kill" else signal.SIGTERM)
+                time.sleep(dice.random())
+            time.sleep(dice.random() * 1.5)
+            for name, one in list(nodes.nodes.items()):
+                if one.code is not None:
+                    nodes.start(name, **how)
+
+        def done() -> bool:
+            for name, one in list(nodes.nodes.items()):
+                if one.code == 75:
+                    nodes.start(name, **how)
+            return all(one.code is not None for one in nodes.nodes.values())
+
+        until(done, "the end", nodes.told)
+        assert {one.code for one in nodes.nodes.values()} <= {0, -signal.SIGKILL}, nodes.told()
+        nodes.check(300)
