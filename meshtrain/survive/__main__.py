@@ -15,7 +15,7 @@ from meshtrain.cli import DONE, Parser, command
 from meshtrain.config import ConfigError, load
 from meshtrain.errors import nearest, short
 from meshtrain.files import write_atomically
-from meshtrain.survive import picture, stats, status
+from meshtrain.survive import history, picture, stats, status
 from meshtrain.survive.inject import KINDS, parse
 from meshtrain.survive.records import NAME
 from meshtrain.survive.store import SURVIVE, refuse_unsafe
@@ -69,7 +69,8 @@ def _inject(arguments: Sequence[str]) -> int:
         return DONE
     if options.fault is None:
         parser.error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
-    for request in parse(options.fault, "the command"):
+    asked = parse(options.fault, "the command")
+    for request in asked:
         if request.kind.where == "start":
             raise ConfigError(f"{request.kind.name} is made before a run begins: {request.kind.does}.")
     run = Path(options.run) if options.run else _only_run()
@@ -77,11 +78,15 @@ def _inject(arguments: Sequence[str]) -> int:
     if not directory.is_dir():
         raise ConfigError(f"{run} is no run that a supervisor looks after; give its run.directory.")
     refuse_unsafe(run)
+    refuse_unsafe(directory, follow=False)
+    ranks = max((len(plan.members) for plan in history.read(run).plans), default=0)
+    if ranks and (wrong := [r.rank for r in asked if r.rank >= ranks]):
+        raise ConfigError(f"{options.fault} is for rank {wrong[-1]}, but {run} has {ranks}, counted from 0.")
     name, k = options.fault, 1
     # Asked for once more under another name, or it would count as done.
     while (directory / name).exists():
         k += 1
-        name = f"{options.fault}.{k}"
+        name = f"{options.fault.partition('.')[0]}.{k}"
     write_atomically(directory / name, b"")
     print(f"{name} is asked for in {run}.")
     return DONE

@@ -1,0 +1,192 @@
+"""python -m meshtrain.survive and its words, as people mistype them: one sentence, exit code 2, nothing is made."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshtrain.survive.__main__ import main
+from meshtrain.survive.inject import KINDS, parse
+from meshtrain.survive.records import Plan
+from meshtrain.survive.store import Store
+
+CONFIG = """
+run: {{directory: {run}}}
+mesh: {{data: 4}}
+data: {{source: synthetic}}
+train: {{steps: 10, global_batch_size: 12}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run"))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Path:
+    """A run that a supervisor looks after, below runs/ where a command looks for it."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "runs" / "mine"
+    path.mkdir(parents=True)
+    plan = Plan(
+        1, 1, "running", "n0", 1.0, "start", "", members=["n0", "n1"], incarnations=["a", "b"], coordinator="h:1"
+    )
+    assert Store(path, "n0").propose(plan)
+    return path
+
+
+def refused(capsys, *words: str) -> str:
+    """The one sentence with which the command refuses."""
+    try:
+        code = main(list(words))
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), err
+    assert err.startswith("meshtrain: ") and err.endswith((".\n", "?\n")) and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "", "x" * 65, ".hidden", "-x", "a b", "a/b", "ä", "a\nb", "n0\0", "$(reboot)"]
+)
+def test_a_name_that_is_none(config, tmp_path, capsys, name):
+    assert "--node" in refused(capsys, "--config", str(config), f"--node={name}") or not name
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("survive.least=3", "survive.least 3, survive.wanted 1"),
+        ("survive.wanted=3", "survive.wanted 3 does not divide the 4 devices of the mesh; legal are 1, 2, 4"),
+        ("survive.wanted=0", "survive.wanted"),
+        ("survive.node_timeout=0.1", "survive.node_timeout"),
+        ("survive.node_timeout=.nan", "survive.node_timeout"),
+        ("survive.restarts=-1", "survive.restarts"),
+        ("survive.inject=[kil@3:0]", "did you mean kill?"),
+        ("survive.inject=[kill@11:0]", "that step is never reached"),
+        ("survive.inject=[../../x@3:0]", "there is no fault"),
+        ("survive.leest=1", "did you mean least?"),
+    ],
+)
+def test_a_config_that_no_run_can_have(config, tmp_path, capsys, key, words):
+    assert words in refused(capsys, "--config", str(config), "--set", key)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ((), "--config"),
+        (("--config", "no.yaml"), "no.yaml"),
+        (("inyect", "kill@1:0"), "did you mean inject?"),
+        (("status",), "RUN"),
+        (("status", "nowhere"), "nowhere"),
+        (("stats", "nowhere"), "nowhere"),
+        (("--config", "x.yaml", "--nodes", "a"), "did you mean --node?"),
+    ],
+)
+def test_words_that_are_none(tmp_path, monkeypatch, capsys, words, answer):
+    monkeypatch.chdir(tmp_path)
+    assert answer in refused(capsys, *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["file", "everybody", "link to nothing", "survive is a file", "survive is a link"])
+def test_a_run_directory_that_is_none(config, tmp_path, capsys, what):
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if what == "file":
+        run.write_text("")
+    elif what == "everybody":
+        run.mkdir()
+        run.chmod(0o777)
+    elif what == "link to nothing":
+        run.symlink_to("nothing")
+    else:
+        run.mkdir()
+        if what == "survive is a file":
+            (run / "survive").write_text("")
+        else:
+            (run / "survive").symlink_to(elsewhere)
+    assert str(run) in refused(capsys, "--config", str(config))
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_record_that_cannot_be_written_is_told_at_once(config, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (Store(run, "n0").root / "nodes" / "n0.json").mkdir()
+    assert "this node's record" in refused(capsys, "--config", str(config), "--node", "n0")
+
+
+# --- inject
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        ("kil@3:0", "did you mean kill?"),
+        ("kill", "KIND@STEP:RANK"),
+        ("kill@3", "KIND@STEP:RANK"),
+        ("kill@-3:0", "KIND@STEP:RANK"),
+        ("kill@3:0/../../x", "KIND@STEP:RANK"),
+        ("../x@3:0", "there is no fault"),
+        ("kill@3:99999999", "KIND@STEP:RANK"),
+        ("kill@3:2", "is for rank 2, but"),
+        ("kill-two@3:1", "is for rank 2, but"),
+        ("node-lost@3:99999", "has 2, counted from 0."),
+        ("kill@٣:0", "KIND@STEP:RANK"),
+        ("disk-full@3:0", "is made before a run begins"),
+        ("bad-config@3:0", "is made before a run begins"),
+    ],
+)
+def test_a_fault_that_is_none(run, capsys, fault, answer):
+    assert answer in refused(capsys, "inject", fault, str(run))
+    assert not list((run / "survive" / "inject").iterdir())
+
+
+def test_a_run_that_is_none_to_inject_into(run, tmp_path, capsys):
+    for other in ("nowhere", str(tmp_path), "/dev/null"):
+        assert "is no run that a supervisor looks after" in refused(capsys, "inject", "kill@3:0", other)
+    run.with_name("other").mkdir()
+    Store(run.with_name("other"), "n0")
+    assert "there are 2 supervised runs" in refused(capsys, "inject", "kill@3:0")
+    run.chmod(0o777)
+    assert "can be written by everybody" in refused(capsys, "inject", "kill@3:0", str(run))
+    run.chmod(0o755)
+    (run / "survive" / "inject").chmod(0o777)
+    assert "can be written by everybody" in refused(capsys, "inject", "kill@3:0", str(run))
+
+
+def test_no_run_at_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "there are 0 supervised runs" in refused(capsys, "inject", "kill@3:0")
+    assert "a fault is missing" in refused(capsys, "inject")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_is_asked_for_once_more_under_a_name_of_its_own(run, capsys):
+    assert main(["inject", "kill@3:0"]) == main(["inject", "kill@3:0", str(run)]) == 0
+    assert main(["inject", "kill@3:0.2"]) == 0
+    asked = sorted(os.listdir(run / "survive" / "inject"))
+    assert asked == ["kill@3:0", "kill@3:0.2", "kill@3:0.3"] and all(parse(name) for name in asked)
+    capsys.readouterr()
+    assert main(["inject", "--list"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(KINDS) == 32
+
+
+def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):
+    """Its standard output and error are closed, or pipes that nobody reads; a wrong config is refused all the same."""
+    command = f"exec {sys.executable} -m meshtrain.survive --config {config} --node ../x"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for redirected in (">&-", ">&- 2>&-", "> /dev/full"):
+        found = subprocess.run(["sh", "-c", f"{command} {redirected}"], env=environment, capture_output=True)
+        assert found.returncode == 2 and b"Traceback" not in found.stderr, redirected
