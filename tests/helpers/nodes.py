@@ -46,7 +46,7 @@ class Node:
 
     @property
     def said(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
+        return self.output.read_text(errors="replace") if self.output.is_file() else ""
 
 
 class Server:
@@ -90,11 +90,11 @@ class Nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def start(self, *names: str, output: Path | None = None, **how: Any) -> list[Node]:
+    def start(self, *names: str, output: Path | str | None = None, **how: Any) -> list[Node]:
         """`how`: `clock` seconds by which its clock is ahead, `set` more of the config, constants by module.NAME."""
         found = []
         for name in names:
-            where = output or self.directory / f"{name}.said"
+            where = Path(output or self.directory / f"{name}.said")
             told = {"config": str(self.config), "name": name, "output": str(where), **how}
             told["set"] = [*self.set, *how.get("set", [])]
             found.append(Node(self, name, self.server.fork(told), where))

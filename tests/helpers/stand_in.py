@@ -150,7 +150,8 @@ step = start = int(saved.read_text()) if saved.exists() else 0
 if rank == 0:
     kept = rows.read_text().splitlines()[:step] if rows.exists() else []
     assert len(kept) == step, f"{len(kept)} rows for {step} steps"
-    rows.write_text("".join(line + "\n" for line in kept))
+    rows.with_suffix(".new").write_text("".join(line + "\n" for line in kept))
+    os.replace(rows.with_suffix(".new"), rows)
 asked = files / "stop"  # the step after which all stop, as JAX's preemption service has it
 while step < steps:
     beat("data")

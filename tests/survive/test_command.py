@@ -184,9 +184,7 @@ def test_a_fault_is_asked_for_once_more_under_a_name_of_its_own(run, capsys):
 
 
 def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):
-    """Its standard output and error are closed, or pipes that nobody reads; a wrong config is refused all the same."""
     command = f"exec {sys.executable} -m meshtrain.survive --config {config} --node ../x"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    for redirected in (">&-", ">&- 2>&-", "> /dev/full"):
-        found = subprocess.run(["sh", "-c", f"{command} {redirected}"], env=environment, capture_output=True)
-        assert found.returncode == 2 and b"Traceback" not in found.stderr, redirected
+    found = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], env=environment, capture_output=True)
+    assert (found.returncode, found.stdout, found.stderr) == (2, b"", b"")

@@ -3,12 +3,15 @@
 Whatever is done, `Nodes.check` holds at the end: each step stands once, no two generations were at work at once, no process is left.
 """
 
+import contextlib
+import os
 import random
 import signal
 import time
 
 import pytest
 
+from tests.helpers.mounts import exit_code_of, may_mount, mount, own_mounts
 from tests.helpers.nodes import Nodes, Server, until
 
 STEADY = {"constants": {"decide.STEADY": 0.5}}  # seconds before a node that returns is taken in
@@ -21,27 +24,45 @@ def server(tmp_path_factory):
     found.end()
 
 
-def test_a_rank_a_leader_and_a_frozen_supervisor_on_the_way_to_the_last_step(server, tmp_path):
-    with Nodes(server, tmp_path, steps=150) as nodes:
-        n0, n1, n2 = nodes.start("n0", "n1", "n2")
-        nodes.until_step(5)
+def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_but_are_told(server, tmp_path):
+    with Nodes(server, tmp_path, steps=80) as nodes:
+        n0, n1, n2 = (nodes.start(f"n{k}", clock=hours * 3600.0)[0] for k, hours in enumerate((0, 1, -1)))
+        nodes.until_step(3)
         nodes.do(1, "kill")
         nodes.until_plan("running", 2)
-        nodes.until_step(40)
         # The leader, which has the coordinator too.
         n0.kill()
         nodes.until_plan("running", 3)
-        nodes.until_step(70)
-        n1.kill(signal.SIGSTOP)
-        nodes.until_plan("running", 4)
-        n1.kill(signal.SIGCONT)
-        assert [n0.end(), n1.end(), n2.end()] == [-signal.SIGKILL, 0, 0]
-        kinds = [("signal", ["n1"]), ("lost", ["n0"]), ("lost", ["n1"])]
-        assert nodes.faults() == kinds, nodes.told()
+        assert [n0.end(), n1.end(), n2.end()] == [-signal.SIGKILL, 0, 0], nodes.told()
+        assert nodes.faults() == [("signal", ["n1"]), ("lost", ["n0"])], nodes.told()
+        nodes.check(80)
+        told = {(line["node"], round(line["ahead"] / 3600)) for line in nodes.events("clock")}
+        assert told >= {("n1", 1), ("n2", -1)}
+        assert "the clock of n1 is 3600 s ahead of this node's." in n0.said
+
+
+@pytest.mark.thorough
+def test_a_supervisor_that_was_frozen_takes_part_again(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2, steps=150) as nodes:
+        started = nodes.start("n0", "n1", **STEADY)
+        nodes.until_step(5)
+        started[0].kill(signal.SIGSTOP)
+        nodes.until_plan("running", 2)
+        started[0].kill(signal.SIGCONT)
+        assert nodes.until_plan("running", 3)["members"] == ["n0", "n1"]
+        assert [node.end() for node in started] == [0, 0], nodes.told()
+        assert nodes.faults() == [("lost", ["n0"]), ("grow", [])]
         nodes.check(150)
 
 
-@pytest.mark.parametrize("moment", ["joining", "running", "saving"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "running",
+        pytest.param("joining", marks=pytest.mark.thorough),
+        pytest.param("saving", marks=pytest.mark.thorough),
+    ],
+)
 def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_path, moment):
     with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:
         if moment == "saving":
@@ -65,6 +86,7 @@ def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_
         assert "the run is done already" in nodes.nodes["n0"].said
 
 
+@pytest.mark.thorough
 def test_one_that_is_asked_to_go_leaves_the_others_go_on_and_it_is_taken_back(server, tmp_path):
     with Nodes(server, tmp_path, steps=250) as nodes:
         started = nodes.start("n0", "n1", "n2", **STEADY)
@@ -83,6 +105,7 @@ def test_one_that_is_asked_to_go_leaves_the_others_go_on_and_it_is_taken_back(se
         assert int(first.split()[0]) >= 16
 
 
+@pytest.mark.thorough
 def test_a_spare_takes_the_place_of_a_lost_node(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2, steps=100) as nodes:
         n0, n1 = nodes.start("n0", "n1")
@@ -111,6 +134,7 @@ def test_of_two_supervisors_of_one_name_one_works(server, tmp_path):
         nodes.check(120)
 
 
+@pytest.mark.thorough
 def test_one_that_was_frozen_while_another_took_its_name_goes(server, tmp_path):
     with Nodes(server, tmp_path, nodes=1, steps=200) as nodes:
         (first,) = nodes.start("n0")
@@ -158,31 +182,109 @@ def test_who_is_deaf_to_sigterm_and_has_children_is_ended_by_a_second_one(server
         until(lambda: not nodes.living(), "the end of all")
 
 
-def test_clocks_an_hour_apart_change_nothing_but_are_told(server, tmp_path):
-    with Nodes(server, tmp_path, steps=100) as nodes:
-        n0, n1, n2 = (nodes.start(f"n{k}", clock=hours * 3600.0)[0] for k, hours in enumerate((0, 1, -1)))
+@pytest.mark.thorough
+def test_a_run_directory_that_is_gone_for_a_while(server, tmp_path):
+    away = tmp_path / "away"
+    with Nodes(server, tmp_path, nodes=2, steps=150) as nodes:
+        started = nodes.start("n0", "n1")
         nodes.until_step(5)
-        nodes.do(2, "kill")
-        nodes.until_plan("running", 2)
-        n0.kill()
-        nodes.until_plan("running", 3)
-        assert [n0.end(), n1.end(), n2.end()] == [-signal.SIGKILL, 0, 0], nodes.told()
-        assert nodes.faults() == [("signal", ["n2"]), ("lost", ["n0"])]
-        nodes.check(100)
-        told = {(line["node"], round(line["ahead"] / 3600)) for line in nodes.events("clock")}
-        assert told >= {("n1", 1), ("n2", -1)}
-        assert "the clock of n1 is 3600 s ahead of this node's." in n0.said
+        nodes.run.rename(away)
+        # No process goes on where its supervisor can see nobody.
+        until(lambda: len(nodes.living()) == 2, "the end of both ranks", nodes.told)
+        assert [node.code for node in started] == [None, None]
+        away.rename(nodes.run)
+        assert [node.end() for node in started] == [0, 0], nodes.told()
+        nodes.check(150)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(2))
-def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp_path, seed):
+@pytest.mark.parametrize("then", ["nothing", "an empty directory"])
+def test_a_run_directory_that_is_removed_ends_with_75(server, tmp_path, then):
+    with Nodes(server, tmp_path, nodes=2, steps=5000) as nodes:
+        started = nodes.start("n0", "n1", constants={"supervisor.GIVEN_UP": 2.0})
+        nodes.until_step(5)
+        nodes.run.rename(tmp_path / "away")
+        if then == "an empty directory":
+            nodes.run.mkdir()
+        assert [node.end() for node in started] == [75, 75], nodes.told()
+        assert all(
+            "the run directory cannot be used" in node.said and "supervisor.py" not in node.said for node in started
+        ), nodes.told()
+        assert not nodes.living()
+
+
+@pytest.mark.thorough
+def test_a_directory_that_another_run_has_taken_meanwhile(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=1, steps=150) as nodes:
+        (first,) = nodes.start("n0")
+        nodes.until_step(5)
+        nodes.run.rename(tmp_path / "away")
+        (second,) = nodes.start("n0", output=tmp_path / "second")
+        assert (first.end(), second.end()) == (2, 0), nodes.told()
+        nodes.check(150)
+
+
+@pytest.mark.thorough
+def test_much_output_into_a_pipe_that_nobody_reads(server, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with Nodes(server, tmp_path, nodes=1, steps=150) as nodes:
+        nodes.run.mkdir()
+        nodes.do(0, "print 50000000", ".start")
+        (node,) = nodes.start("n0", output=pipe)
+        nodes.until_step(20)
+        os.close(reader)
+        until(lambda: node.code is not None, "the end")
+        assert node.code == 0 and nodes.plans()[-1]["generation"] == 1
+        nodes.check(150)
+
+
+@pytest.mark.thorough
+def test_an_output_that_is_refused(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=1) as nodes:
+        (node,) = nodes.start("n0", output="/dev/full")
+        until(lambda: node.code is not None, "the end")
+        assert node.code == 0
+        nodes.check()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not may_mount(), reason="a disk of its own needs a mount")
+def test_a_disk_that_is_full_while_a_rank_is_killed(tmp_path):
+    def scenario() -> None:
+        own_mounts()
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mount("tmpfs", disk, options="size=1m")
+        server = Server(tmp_path)
+        with Nodes(server, disk, nodes=2, steps=150) as nodes:
+            started = nodes.start("n0", "n1", output=tmp_path / "said")
+            nodes.until_step(15)
+            with contextlib.suppress(OSError), open(disk / "ballast", "wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
+            generation = nodes.plans()[-1]["generation"]
+            os.kill(next(p["pid"] for p in nodes.events("started") if p["rank"] == 1), signal.SIGKILL)
+            time.sleep(3.0)
+            assert [node.code for node in started] == [None, None], nodes.told()
+            assert nodes.plans()[-1]["generation"] <= generation + 1
+            (disk / "ballast").unlink()
+            assert [node.end() for node in started] == [0, 0], nodes.told()
+            nodes.check(150)
+        server.end()
+
+    assert exit_code_of(scenario) == 0
+
+
+@pytest.mark.thorough
+def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp_path, seed=0):
     dice = random.Random(seed)
     how = {"constants": {"decide.STEADY": 0.5, "decide.LONGEST_DELAY": 0.5}}
-    with Nodes(server, tmp_path, steps=300, restarts=1000, join_timeout=30) as nodes:
+    with Nodes(server, tmp_path, steps=200, restarts=1000, join_timeout=30) as nodes:
         nodes.start("n0", "n1", "n2", **how)
-        ends = time.monotonic() + 12
-        while time.monotonic() < ends and nodes.step < 250:
+        ends = time.monotonic() + 8
+        while time.monotonic() < ends and nodes.step < 150:
             node = nodes.nodes[dice.choice(("n0", "n1", "n2"))]
             done = dice.choice(("kill", "kill", "stop", "freeze"))
             if node.code is not None:
@@ -207,4 +309,4 @@ def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp
 
         until(done, "the end", nodes.told)
         assert {one.code for one in nodes.nodes.values()} <= {0, -signal.SIGKILL}, nodes.told()
-        nodes.check(300)
+        nodes.check(200)
