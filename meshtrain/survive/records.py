@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MOST = 1 << 62  # of a number
 LARGEST = 1 << 24  # bytes of a plan that are read: of 65,536 nodes it has 9 MB
 
 
@@ -172,6 +173,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_fits(v, inner[1]) for v in value.values())
     if kind is Any:
         return True
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if kind in (int, float):
+        # Neither infinite nor without a value, nor too large to be reckoned with.
+        return isinstance(value, int | kind) and not isinstance(value, bool) and -MOST <= value <= MOST
+    return isinstance(value, kind)

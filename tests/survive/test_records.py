@@ -37,8 +37,10 @@ def test_a_record_cut_anywhere_is_none_or_whole():
         ("name", 5), ("name", None), ("sequence", "9"), ("sequence", 1.5), ("sequence", True), ("wall", "now"), ("leaving", 1),
         ("rank", []), ("rank", {}), ("rank", {"number": "1", "pid": 2}), ("end", {"exit": 1}), ("port", "22; reboot"),
         ("rank", {"number": 1, "pid": 2, "matmul": {"seconds": "1"}}), ("rank", {"number": 1, "pid": 2, "pace": "x"}),
-        ("end", {"exit": 1, "kind": "error", "sentence": "x", "ranks": ["0"]}),
+        ("end", {"exit": 1, "kind": "error", "sentence": "x", "ranks": ["0"]}), ("wall", float("inf")), ("wall", float("nan")),
+        ("wall", 10**400), ("sequence", 10**400), ("rank", {"number": 1, "pid": 2, "pace": float("nan")}), ("port", True), ("leaving", 0),
     ],
+    ids=lambda value: repr(value)[:30],
 )  # fmt: skip
 def test_a_field_of_another_type_makes_no_record(field, wrong):
     assert decode(Node, json.dumps(dataclasses.asdict(NODE) | {field: wrong}).encode()) is None

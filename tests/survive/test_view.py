@@ -1,11 +1,15 @@
 """What a supervisor knows of the others: ages that only grow while it looks."""
 
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from meshtrain.errors import ConfigError
 from meshtrain.survive.decide import Options
-from meshtrain.survive.records import Node
+from meshtrain.survive.records import Node, Plan
 from meshtrain.survive.store import Store
 from meshtrain.survive.view import View
 
@@ -52,3 +56,76 @@ def test_a_node_that_came_back_is_known_from_then_on(view: View) -> None:
     Store(view.store.root.parent, "n1").publish(Node("n1", "second", sequence=1))
     view.look(25.0, Node("n0", "own"))
     assert of(view, "n1").known < 1.0
+
+
+# --- who leads
+
+
+def leads(view: View, since: float, **plan) -> bool:
+    if plan:
+        given = {"generation": 1, "leader": "n1", "wall": 1.0, "kind": "start", "reason": "", "coordinator": "h:1"}
+        assert view.store.propose(Plan(view.store.next_number, **given | plan))
+    own = Node("n0", "own")
+    view.look(100.0, own)
+    return view.is_leader(own, since)
+
+
+def test_who_has_just_come_does_not_lead_before_it_knows_who_is_alive(view: View) -> None:
+    """n2 has a record that was not seen to change: it is gone, or slow."""
+    Store(view.store.root.parent, "n2").publish(Node("n2", "other"))
+    assert not leads(view, 2.4 * view.options.beat)
+    assert leads(view, 2.6 * view.options.beat)
+    # A member of the run is given as much time as others give it.
+    running = {"state": "running", "members": ["n1", "n2"], "incarnations": ["first", "other"]}
+    assert not leads(view, 0.9 * view.options.node_timeout, **running)
+    assert leads(view, 1.1 * view.options.node_timeout)
+    assert leads(view, 2.6 * view.options.beat, **running | {"state": "over"})
+
+
+def test_who_knows_all_leads_at_once_if_it_has_the_lowest_name_and_stays(view: View) -> None:
+    assert leads(view, 0.0)
+    assert not view.is_leader(Node("n5", "own"), 100.0)
+    own = Node("n0", "own", leaving=True)
+    view.look(100.0, own)
+    assert not view.is_leader(own, 100.0)
+
+
+# --- who has taken the name
+
+
+def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(tmp_path: Path) -> None:
+    own = View(Store(tmp_path, "n0"), Options(lambda nodes: nodes, node_timeout=1.0), "own")
+    own.refuse_twin("n0")
+    other = Store(tmp_path, "n0")
+    other.publish(Node("n0", "other", host=socket.gethostname(), pid=2**22 + 1))
+    own.refuse_twin("n0")
+    for state, waits in (("idle", 2.5 * own.options.beat), ("running", own.options.node_timeout)):
+        other.publish(Node("n0", "other", host="elsewhere", pid=1, state=state))
+        began = time.monotonic()
+        own.refuse_twin("n0")
+        assert waits <= time.monotonic() - began < waits + 0.5
+    speak = threading.Timer(0.3, lambda: other.publish(Node("n0", "other", host="elsewhere", pid=7, sequence=2)))
+    speak.start()
+    with pytest.raises(ConfigError, match=r"another supervisor .* is at work as n0"):
+        own.refuse_twin("n0")
+    speak.join()
+
+
+def test_the_one_of_two_that_finds_the_others_record_goes(tmp_path: Path) -> None:
+    first, second = Store(tmp_path, "n0"), Store(tmp_path, "n0")
+    first.publish(Node("n0", "first"))
+    first.publish(Node("n0", "first", sequence=2))
+    second.publish(Node("n0", "second"))
+    with pytest.raises(ConfigError, match="give this one another --node"):
+        first.publish(Node("n0", "first", sequence=3))
+    second.publish(Node("n0", "second", sequence=2))
+
+
+def test_a_clock_that_is_wrong_is_told_once_and_again_when_it_jumps(view: View) -> None:
+    other = Store(view.store.root.parent, "n1")
+    found = []
+    for tick, ahead in enumerate((0.0, 3600.0, 3600.0, 3600.5, -3600.0)):
+        other.publish(Node("n1", "first", sequence=10 + tick, wall=time.time() + ahead))
+        view.look(100.0 + 2 * tick, Node("n0", "own", wall=time.time()))
+        found += [(name, round(seconds / 1800)) for name, seconds in view.new_clocks()]
+    assert found == [("n1", 2), ("n1", -2)]
