@@ -43,7 +43,7 @@ def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_
 
 @pytest.mark.thorough
 def test_a_supervisor_that_was_frozen_takes_part_again(server, tmp_path):
-    with Nodes(server, tmp_path, nodes=2, steps=150) as nodes:
+    with Nodes(server, tmp_path, nodes=2, steps=120) as nodes:
         started = nodes.start("n0", "n1", **STEADY)
         nodes.until_step(5)
         started[0].kill(signal.SIGSTOP)
@@ -52,7 +52,7 @@ def test_a_supervisor_that_was_frozen_takes_part_again(server, tmp_path):
         assert nodes.until_plan("running", 3)["members"] == ["n0", "n1"]
         assert [node.end() for node in started] == [0, 0], nodes.told()
         assert nodes.faults() == [("lost", ["n0"]), ("grow", [])]
-        nodes.check(150)
+        nodes.check(120)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_
 
 @pytest.mark.thorough
 def test_one_that_is_asked_to_go_leaves_the_others_go_on_and_it_is_taken_back(server, tmp_path):
-    with Nodes(server, tmp_path, steps=250) as nodes:
+    with Nodes(server, tmp_path, steps=200) as nodes:
         started = nodes.start("n0", "n1", "n2", **STEADY)
         nodes.until_step(15)
         started[0].kill(signal.SIGTERM)
@@ -98,7 +98,7 @@ def test_one_that_is_asked_to_go_leaves_the_others_go_on_and_it_is_taken_back(se
         assert nodes.until_plan("running", 3)["members"] == ["n0", "n1", "n2"]
         assert [node.end() for node in (back, *started[1:])] == [0, 0, 0], nodes.told()
         assert nodes.faults() == [("preempted", []), ("grow", [])]
-        nodes.check(250)
+        nodes.check(200)
         # Nobody went back behind what was saved when all stopped.
         rows = (nodes.run / "rows").read_text().splitlines()
         first = next(line for line in rows if line.endswith("generation 2"))
@@ -120,7 +120,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(server, tmp_path):
 
 
 def test_of_two_supervisors_of_one_name_one_works(server, tmp_path):
-    with Nodes(server, tmp_path, nodes=1, steps=120) as nodes:
+    with Nodes(server, tmp_path, nodes=1, steps=80) as nodes:
         (first,) = nodes.start("n0")
         nodes.until_step(2)
         (second,) = nodes.start("n0", output=tmp_path / "second")
@@ -131,12 +131,12 @@ def test_of_two_supervisors_of_one_name_one_works(server, tmp_path):
             and "give this one another --node" in second.said
         )
         assert first.end() == 0
-        nodes.check(120)
+        nodes.check(80)
 
 
 @pytest.mark.thorough
 def test_one_that_was_frozen_while_another_took_its_name_goes(server, tmp_path):
-    with Nodes(server, tmp_path, nodes=1, steps=200) as nodes:
+    with Nodes(server, tmp_path, nodes=1, steps=100) as nodes:
         (first,) = nodes.start("n0")
         nodes.until_step(2)
         first.kill(signal.SIGSTOP)
@@ -145,7 +145,7 @@ def test_one_that_was_frozen_while_another_took_its_name_goes(server, tmp_path):
         first.kill(signal.SIGCONT)
         assert first.end() == 2 and "another supervisor" in first.said
         assert second.end() == 0, second.said
-        nodes.check(200)
+        nodes.check(100)
 
 
 def test_what_fails_before_the_first_step_is_not_tried_again(server, tmp_path):
@@ -183,9 +183,38 @@ def test_who_is_deaf_to_sigterm_and_has_children_is_ended_by_a_second_one(server
 
 
 @pytest.mark.thorough
+def test_a_node_that_fails_twice_stands_back_for_a_spare(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2, steps=120) as nodes:
+        started = nodes.start("n0", "n1")
+        nodes.until_step(3)
+        started += nodes.start("n2")
+        for generation, step in ((1, 15), (2, 45)):
+            nodes.until_step(step)
+            nodes.do(1, "kill")
+            nodes.until_plan("running", generation + 1)
+        last = nodes.plans()[-1]
+        assert (last["members"], list(last["quarantined"])) == (["n0", "n2"], ["n1"])
+        assert [node.end() for node in started] == [0, 0, 0], nodes.told()
+        assert nodes.faults() == [("signal", ["n1"])] * 2
+        nodes.check(120)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("restarts", "reason"), [(20, "a loop"), (1, "restarts of survive.restarts are spent")])
+def test_a_fault_that_comes_again_and_again_ends_the_run_with_3(server, tmp_path, restarts, reason):
+    with Nodes(server, tmp_path, nodes=2, least=2, restarts=restarts) as nodes:
+        nodes.run.mkdir()
+        nodes.do(1, "kill always")
+        started = nodes.start("n0", "n1", constants={"decide.LONGEST_DELAY": 0.1})
+        assert [node.end() for node in started] == [3, 3], nodes.told()
+        assert reason in nodes.plans()[-1]["reason"] and len(nodes.faults()) == min(restarts, 2)
+        assert not nodes.living() and not (nodes.run / "overlaps").exists()
+
+
+@pytest.mark.thorough
 def test_a_run_directory_that_is_gone_for_a_while(server, tmp_path):
     away = tmp_path / "away"
-    with Nodes(server, tmp_path, nodes=2, steps=150) as nodes:
+    with Nodes(server, tmp_path, nodes=2, steps=80) as nodes:
         started = nodes.start("n0", "n1")
         nodes.until_step(5)
         nodes.run.rename(away)
@@ -194,7 +223,7 @@ def test_a_run_directory_that_is_gone_for_a_while(server, tmp_path):
         assert [node.code for node in started] == [None, None]
         away.rename(nodes.run)
         assert [node.end() for node in started] == [0, 0], nodes.told()
-        nodes.check(150)
+        nodes.check(80)
 
 
 @pytest.mark.thorough
@@ -215,13 +244,13 @@ def test_a_run_directory_that_is_removed_ends_with_75(server, tmp_path, then):
 
 @pytest.mark.thorough
 def test_a_directory_that_another_run_has_taken_meanwhile(server, tmp_path):
-    with Nodes(server, tmp_path, nodes=1, steps=150) as nodes:
+    with Nodes(server, tmp_path, nodes=1, steps=80) as nodes:
         (first,) = nodes.start("n0")
         nodes.until_step(5)
         nodes.run.rename(tmp_path / "away")
         (second,) = nodes.start("n0", output=tmp_path / "second")
         assert (first.end(), second.end()) == (2, 0), nodes.told()
-        nodes.check(150)
+        nodes.check(80)
 
 
 @pytest.mark.thorough
@@ -229,7 +258,7 @@ def test_much_output_into_a_pipe_that_nobody_reads(server, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with Nodes(server, tmp_path, nodes=1, steps=150) as nodes:
+    with Nodes(server, tmp_path, nodes=1, steps=80) as nodes:
         nodes.run.mkdir()
         nodes.do(0, "print 50000000", ".start")
         (node,) = nodes.start("n0", output=pipe)
@@ -237,7 +266,7 @@ def test_much_output_into_a_pipe_that_nobody_reads(server, tmp_path):
         os.close(reader)
         until(lambda: node.code is not None, "the end")
         assert node.code == 0 and nodes.plans()[-1]["generation"] == 1
-        nodes.check(150)
+        nodes.check(80)
 
 
 @pytest.mark.thorough
@@ -258,7 +287,7 @@ def test_a_disk_that_is_full_while_a_rank_is_killed(tmp_path):
         disk.mkdir()
         mount("tmpfs", disk, options="size=1m")
         server = Server(tmp_path)
-        with Nodes(server, disk, nodes=2, steps=150) as nodes:
+        with Nodes(server, disk, nodes=2, steps=80) as nodes:
             started = nodes.start("n0", "n1", output=tmp_path / "said")
             nodes.until_step(15)
             with contextlib.suppress(OSError), open(disk / "ballast", "wb", buffering=0) as file:
@@ -271,7 +300,7 @@ def test_a_disk_that_is_full_while_a_rank_is_killed(tmp_path):
             assert nodes.plans()[-1]["generation"] <= generation + 1
             (disk / "ballast").unlink()
             assert [node.end() for node in started] == [0, 0], nodes.told()
-            nodes.check(150)
+            nodes.check(80)
         server.end()
 
     assert exit_code_of(scenario) == 0
