@@ -6,6 +6,7 @@ if __name__ == "__main__":
     early.hear()
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from meshtrain.survive.inject import KINDS, parse
 from meshtrain.survive.records import NAME
 from meshtrain.survive.store import SURVIVE, refuse_unsafe
 from meshtrain.survive.supervisor import Supervisor
+
+ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
 
 @command
@@ -50,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "with a letter or a digit."
         )
     address = options.address or ("127.0.0.1" if config.survive.most == 1 else socket.gethostname())
+    if not ADDRESS.fullmatch(address):
+        raise ConfigError(f"--address is {short(repr(address))}; it must be a host's name or IP address.")
     return Supervisor(config, node, address).run()
 
 

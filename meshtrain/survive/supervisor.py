@@ -340,7 +340,7 @@ class Supervisor:
         new = Plan(
             **what | kept | {
                 "state": "running", "members": members, "incarnations": [by_name[m].incarnation for m in members],
-                "coordinator": f"{first.address}:{first.port}", "mesh": vars(config.mesh), "microbatches": config.parallel.microbatches,
+                "coordinator": _reached_at(first), "mesh": vars(config.mesh), "microbatches": config.parallel.microbatches,
             }
         )  # fmt: skip
         write_atomically(self.store.config(new), to_yaml(config).encode())
@@ -404,6 +404,11 @@ class Supervisor:
 
     def _is_member(self, plan: Plan) -> bool:
         return (self.node.name, self.node.incarnation) in zip(plan.members, plan.incarnations, strict=True)
+
+
+def _reached_at(node: Node) -> str:
+    """Where the coordinator is reached: host:port, an IPv6 address in brackets."""
+    return f"[{node.address}]:{node.port}" if ":" in node.address else f"{node.address}:{node.port}"
 
 
 def free_port(address: str) -> int:

@@ -240,7 +240,10 @@ def _supervise(told: dict[str, Any]) -> int:
     def main(_: object) -> int:
         words = [sys.executable, "-IS", str(STAND_IN)]
         return Supervisor(
-            load(told["config"], told["set"]), told["name"], "127.0.0.1", lambda c: [*words, str(c)]
+            load(told["config"], told["set"]),
+            told["name"],
+            told.get("address", "127.0.0.1"),
+            lambda c: [*words, str(c)],
         ).run()
 
     code = main()

@@ -60,6 +60,12 @@ def test_a_name_that_is_none(config, tmp_path, capsys, name):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("address", ["a b", "h\nx", "x" * 256, "h;reboot", "http://h", "ä"])
+def test_an_address_that_is_none(config, tmp_path, capsys, address):
+    assert "--address is" in refused(capsys, "--config", str(config), f"--address={address}")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [

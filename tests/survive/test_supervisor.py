@@ -158,6 +158,15 @@ def test_what_fails_before_the_first_step_is_not_tried_again(server, tmp_path):
         assert not nodes.living()
 
 
+@pytest.mark.parametrize(("address", "shown"), [("::1", "[::1]"), ("127.0.0.1", "127.0.0.1")])
+def test_the_coordinator_is_named_as_its_clients_take_it(server, tmp_path, address, shown):
+    with Nodes(server, tmp_path, nodes=1, steps=2) as nodes:
+        (node,) = nodes.start("n0", address=address)
+        assert node.end() == 0
+        host, _, port = nodes.until_plan("running")["coordinator"].rpartition(":")
+        assert host == shown and int(port) > 0
+
+
 def test_too_few_nodes_end_with_75(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2, least=2, join_timeout=0.5) as nodes:
         (alone,) = nodes.start("n0")
