@@ -25,7 +25,7 @@ def server(tmp_path_factory):
 
 
 def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_but_are_told(server, tmp_path):
-    with Nodes(server, tmp_path, steps=80) as nodes:
+    with Nodes(server, tmp_path, steps=60) as nodes:
         n0, n1, n2 = (nodes.start(f"n{k}", clock=hours * 3600.0)[0] for k, hours in enumerate((0, 1, -1)))
         nodes.until_step(3)
         nodes.do(1, "kill")
@@ -35,7 +35,7 @@ def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_
         nodes.until_plan("running", 3)
         assert [n0.end(), n1.end(), n2.end()] == [-signal.SIGKILL, 0, 0], nodes.told()
         assert nodes.faults() == [("signal", ["n1"]), ("lost", ["n0"])], nodes.told()
-        nodes.check(80)
+        nodes.check(60)
         told = {(line["node"], round(line["ahead"] / 3600)) for line in nodes.events("clock")}
         assert told >= {("n1", 1), ("n2", -1)}
         assert "the clock of n1 is 3600 s ahead of this node's." in n0.said
@@ -216,7 +216,7 @@ def test_a_fault_that_comes_again_and_again_ends_the_run_with_3(server, tmp_path
         nodes.do(1, "kill always")
         started = nodes.start("n0", "n1", constants={"decide.LONGEST_DELAY": 0.1})
         assert [node.end() for node in started] == [3, 3], nodes.told()
-        assert reason in nodes.plans()[-1]["reason"] and len(nodes.faults()) == min(restarts, 2)
+        assert reason in nodes.plans()[-1]["reason"] and min(restarts, 2) <= len(nodes.faults()) <= restarts
         assert not nodes.living() and not (nodes.run / "overlaps").exists()
 
 
