@@ -145,8 +145,9 @@ class Injector:
         self._stuck.set()
 
     def _hold_gil(self, *_: object) -> None:
-        # PyDLL, unlike CDLL, keeps the lock during a call.
-        ctypes.PyDLL(None).sleep(100_000)
+        nothing, _ = os.pipe()
+        # PyDLL, unlike CDLL, keeps the lock during a call. A read goes on after the signal that asks for stacks; a sleep would end.
+        ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)
 
     def _sleep_in_kernel(self, *_: object) -> None:
         """A vfork's parent sleeps until the child execs; this child first opens a pipe that nobody writes to.

@@ -183,6 +183,8 @@ def test_a_process_hangs_in_the_way_that_was_asked_for(tmp_path, kind, phase, st
     if stack and state != "D":  # a process in the kernel hears no signal
         os.kill(rank.process.pid, signal.SIGUSR1)
         rank.until(lambda: stack in rank.told.own("stack").read_text())
+        time.sleep(0.2)
+        assert rank.beat["n"] == before["n"]  # to be asked does not wake it
     rank.kill()
     rank.until(lambda: not processes_of(tmp_path))  # what the fault had started ends with it
 
