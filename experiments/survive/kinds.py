@@ -89,7 +89,7 @@ class Campaign:
     def together(self, kinds: list[str]) -> list[str]:
         """One run with as many of the faults as it has steps for; those that are left."""
         cluster, found = self.cluster(), list[Judged]()
-        with self.judged(cluster, found, same_mesh=True):
+        with self.judged(cluster, found):
             cluster.start()
             cluster.until_going(0)
             left = list(kinds)
@@ -137,7 +137,7 @@ class Campaign:
         """One run in which each of these faults meets another node."""
         least = {"survive": {"least": 1}}
         cluster, found = self.cluster(**least), list[Judged]()
-        with self.judged(cluster, found, same_mesh=False):
+        with self.judged(cluster, found):
             cluster.start()
             cluster.until_going(0)
             others = list(range(1, self.processes)) if kinds[0] in FIRST_NODE else list(range(self.processes))
@@ -181,28 +181,20 @@ class Campaign:
         if cluster is None:
             say(f"{kind} cannot be tried here")
             return
-        with self.judged(cluster, [found], same_mesh=True, trains=kind != "bad-config"):
+        with self.judged(cluster, [found], trains=kind != "bad-config"):
             alone.KINDS[kind](cluster, found, self.draw)
             say(*shown(found))
         alone.clear(cluster)
 
-    def judged(self, cluster: Cluster, found: list[Judged], same_mesh: bool, trains: bool = True) -> "Judging":
-        return Judging(self, cluster, found, same_mesh, trains)
+    def judged(self, cluster: Cluster, found: list[Judged], trains: bool = True) -> "Judging":
+        return Judging(self, cluster, found, trains)
 
 
 class Judging:
     """What is judged when a run has ended, however it did; then the results are written down."""
 
-    def __init__(
-        self, campaign: Campaign, cluster: Cluster, found: list[Judged], same_mesh: bool, trains: bool
-    ) -> None:
-        self.campaign, self.cluster, self.found, self.same_mesh, self.trains = (
-            campaign,
-            cluster,
-            found,
-            same_mesh,
-            trains,
-        )
+    def __init__(self, campaign: Campaign, cluster: Cluster, found: list[Judged], trains: bool) -> None:
+        self.campaign, self.cluster, self.found, self.trains = campaign, cluster, found, trains
         self.reference = campaign.reference()
 
     def __enter__(self) -> None:
@@ -219,7 +211,7 @@ class Judging:
         if left:
             found[-1].problems.append(f"{len(left)} processes are left over")
         if self.trains and not late:
-            judge_training(self.cluster, found, self.reference, self.same_mesh)
+            judge_training(self.cluster, found, self.reference)
         with self.campaign.results.open("a") as file:
             file.writelines(json.dumps(vars(one)) + "\n" for one in self.found)
         for one in found:

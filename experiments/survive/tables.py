@@ -23,7 +23,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def of_kinds(found: list[dict[str, Any]]) -> str:
     """A line each kind and number of processes; times as median, worst in seconds, each from the moment of the one before."""
-    head = ("kind", "processes", "tried", "named", "wrong", *(f"{t} s" for t in TIMES), "steps lost", "load")
+    head = (
+        "kind",
+        "processes",
+        "tried",
+        "named",
+        "wrong",
+        *(f"{t} s" for t in TIMES),
+        "steps lost",
+        "loss off",
+        "load",
+    )
     rows, wrong = [], []
     for kind in sorted({one["kind"] for one in found}, key=lambda k: KINDS[k].number if k in KINDS else 0):
         for processes in sorted({one["processes"] for one in found if one["kind"] == kind}):
@@ -33,6 +43,7 @@ def of_kinds(found: list[dict[str, Any]]) -> str:
             rows.append((
                 number + kind, processes, len(of), sum(one["named"] for one in of), sum(bool(one["problems"]) for one in of),
                 *(_spread([one[t] for one in of if one[t] is not None]) for t in TIMES), max(lost, default="-"),
+                f"{max(one['off'] for one in of):.0e}",
                 f"{median(one['load'] for one in of):.1f}",
             ))  # fmt: skip
             wrong += [
