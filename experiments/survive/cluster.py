@@ -181,6 +181,8 @@ class Cluster:
     def until(self, condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> None:
         deadline = time.monotonic() + patience
         while not condition():
+            if self.is_over() and not condition():
+                raise TooLate(f"the run was over before {what}")
             if time.monotonic() > deadline:
                 raise TooLate(f"{patience:.0f} s were not enough for {what}")
             time.sleep(LOOK)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.survive import alone
-from experiments.survive.cluster import Cluster, TooLate, say, settings, write_json
+from experiments.survive.cluster import EVERY, Cluster, TooLate, say, settings, write_json
 from experiments.survive.judge import Judged, judge_times, judge_training, judge_verdict, reference_of
 
 STEPS = 600  # of the undisturbed run, and the most of any other
@@ -105,16 +105,15 @@ class Campaign:
         return kinds[len(found) :]
 
     def hurt(self, cluster: Cluster, found: Judged) -> None:
-        """One fault of a run that goes on."""
-        generation = cluster.generation
+        """One fault of a run that goes on, after some steps: without them it would look like a loop."""
+        generation, start = cluster.generation, cluster.step()
+        cluster.until(lambda: cluster.step() >= start + EVERY + 3, "some steps")
         if found.kind in AT_START:
             name = cluster.inject(f"{found.kind}@0:{found.rank}")
-            self.bring_about(cluster)
+            cluster.inject(f"kill@{cluster.step()}:{self.draw.randrange(self.processes)}")
             generation += 1
         else:
-            # Two that are to go at once must both have heard of it by then.
-            ahead = self.draw.randrange(1, 12) + 20 * (found.kind == "kill-two")
-            name = cluster.inject(f"{found.kind}@{cluster.step() + ahead}:{found.rank}")
+            name = cluster.inject(f"{found.kind}@{self.moment(cluster, found.kind)}:{found.rank}")
         cluster.until_going(generation)
         done = cluster.root / "injected" / name
         if not done.exists():
@@ -125,11 +124,11 @@ class Campaign:
         if verdict := judge_verdict(cluster, found, generation, hit):
             judge_times(cluster, found, generation, done.stat().st_mtime, verdict)
 
-    def bring_about(self, cluster: Cluster) -> None:
-        """A new generation, by a fault that is judged elsewhere; after some steps, or they would look like a loop."""
-        start = cluster.step()
-        cluster.until(lambda: cluster.step() >= start + 8, "some steps")
-        cluster.inject(f"kill@{cluster.step()}:{self.draw.randrange(self.processes)}")
+    def moment(self, cluster: Cluster, kind: str) -> int:
+        """A step that comes soon."""
+        step = cluster.step() + self.draw.randrange(1, 12)
+        # Two that are to go at once must both have heard of it, and neither wait for the other in a save.
+        return (step // EVERY + 5) * EVERY + 2 if kind == "kill-two" else step
 
     # --- nodes are lost
 
