@@ -19,6 +19,7 @@ DAY = 86400.0
 QUARANTINE = 600.0  # seconds for the first time; twice as long each further time
 LONGEST_DELAY = 300.0
 SAME_STEP = 3  # faults at one step that are a loop
+TOGETHER = 0.3  # seconds after which what others tell is no longer of the same moment
 STEADY = 10.0  # seconds that a node must be there before it is taken in
 
 
@@ -72,7 +73,7 @@ def decide(now: float, nodes: Sequence[Node], plan: Plan | None, history: Sequen
         return Decision("form", "the run goes on after all of its nodes were gone", kind="start")
     if ended := _ended(members, nodes, plan, options):
         return ended
-    fault = _cause([*_ends(members, plan, options), *hung(members, plan, options)], members, options)
+    fault = _cause([*_ends(members, plan, options), *hung(members, plan, options)], members, plan, options)
     if fault is not None:
         return _after(fault, now, members, plan, history, options)
     if plan.state == "running" and (found := _growth(now, nodes, plan, options)):
@@ -198,16 +199,18 @@ def _fault_of(rank: int, node: Node, plan: Plan) -> Fault:
     return Fault(end.kind, sentence, blamed, end.step)
 
 
-def _cause(faults: Sequence[Fault], members: Sequence[Node | None], options: Options) -> Fault | None:
+def _cause(faults: Sequence[Fault], members: Sequence[Node | None], plan: Plan, options: Options) -> Fault | None:
     """What explains the others; None as long as there is no fault, or only effects whose cause may still show."""
     if not faults:
         return None
     first = min(faults, key=lambda f: f.order)
-    if first.order == ORDER["peer"]:
-        # A node that is silent may be the cause; it is told from a slow one by its timeout alone.
-        suspects = [n for n in members if n is not None and n.end is None and n.age > 3 * options.beat]
-        young = min(n.age for n in members if n is not None and n.end is not None) < 3.5 * options.beat
-        if suspects or young:
+    there = [n for n in members if n is not None]
+    ends = [n.ended_for for n in there if n.generation == plan.generation and n.end is not None]
+    if ends and len(ends) < len(there) and first.order not in (ORDER["lost"], ORDER["frozen"]):
+        # Others may be about to tell what came first, or likewise; a node that is silent is told from a slow one by its timeout alone.
+        effect = first.order == ORDER["peer"]
+        silent = any(n.age > 3 * options.beat for n in there if n.end is None)
+        if min(ends) < (3.5 * options.beat if effect else TOGETHER) or (effect and silent):
             return None
     same = [f for f in faults if f.kind == first.kind]
     if len(same) == 1 or not first.blamed:

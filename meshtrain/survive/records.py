@@ -72,6 +72,7 @@ class Node:
     end: End | None = None
     age: float = 0.0  # seconds since its record changed, on the reader's clock
     known: float = 0.0  # seconds since the reader saw it first
+    ended_for: float = 0.0  # seconds since the reader saw that its process has ended
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,9 @@ class View:
         self._records: dict[str, Node] = {}
         self._changed: dict[str, float] = {}  # when a record changed last; not in it: not since we look
         self._first: dict[str, float] = {}
+        self._ended: dict[
+            tuple[str, str, int], float
+        ] = {}  # when a process of a node and generation was seen to have ended
         self._plan_since = 0.0
         self._old: int | None = None  # the newest plan when we began, if the run was over by then
         self._clocks: dict[str, float] = {}
@@ -62,13 +65,13 @@ class View:
             self._read()
             self._next_read = now + min((time.thread_time() - began) / READ_SHARE, self.options.beat / 2)
         self.nodes = [
-            replace(record, age=self._age(name), known=self._known(name))
+            replace(record, age=self._age(name), known=self._known(name), ended_for=self._ended_for(record))
             for name, record in sorted(self._records.items())
             if name != own.name
         ]
         self._first.setdefault(own.name, self._watched)
         self.nodes = sorted(
-            [*self.nodes, replace(own, age=0.0, known=self._known(own.name))],
+            [*self.nodes, replace(own, age=0.0, known=self._known(own.name), ended_for=self._ended_for(own))],
             key=lambda n: n.name,
         )
 
@@ -92,6 +95,12 @@ class View:
 
     def _known(self, name: str) -> float:
         return self._watched - self._first.get(name, self._watched)
+
+    def _ended_for(self, node: Node) -> float:
+        if node.end is None:
+            return 0.0
+        of = (node.name, node.incarnation, node.generation)
+        return self._watched - self._ended.setdefault(of, self._watched)
 
     # --- writing
 

@@ -28,7 +28,7 @@ def node(number: int, **what) -> Node:
 
 def ended(number: int, exit: int, kind: str, **what) -> Node:
     words = {"sentence": f"ended with {exit}", "step": what.pop("step", 10), "ranks": what.pop("ranks", [])}
-    return node(number, state="ended", end=End(exit, kind, **words), **what)
+    return node(number, state="ended", end=End(exit, kind, **words), **{"ended_for": 100.0} | what)
 
 
 def plan(state: str = "running", **what) -> Plan:
@@ -90,12 +90,23 @@ def test_the_cause_is_found_among_its_effects_and_the_right_nodes_are_blamed(cha
 
 
 def test_effects_alone_wait_for_their_cause_to_show():
-    effects = [ended(k, 73, "peer", age=0.2) for k in (0, 1)]
+    effects = [ended(k, 73, "peer", ended_for=0.2) for k in (0, 1)]
     assert decided(*effects).verdict == "go on"
-    # A node that is silent may be the cause: its timeout tells.
-    assert decided(*[ended(k, 73, "peer", age=5.0) for k in (0, 1)], node(2, age=5.5)).verdict == "go on"
-    found = decided(*[ended(k, 73, "peer", age=5.0) for k in (0, 1)])
+    # Their nodes go on to give signs of life: what counts is how long ago the processes ended. A silent node is told by its timeout.
+    effects = [ended(k, 73, "peer", ended_for=5.0) for k in (0, 1)]
+    assert decided(*effects, node(2, age=5.5)).verdict == "go on"
+    found = decided(*effects)
     assert (found.verdict, found.kind, found.blamed) == ("form", "peer", ())
+    # Nobody is left to be the cause.
+    assert decided(*[ended(k, 73, "peer", ended_for=0.2) for k in range(4)]).kind == "peer"
+
+
+def test_who_was_killed_at_the_same_moment_is_named_too():
+    first, second = (ended(k, -9, "signal", ended_for=0.1) for k in (1, 2))
+    assert decided(first).verdict == "go on"
+    assert decided(first, second).verdict == "go on"
+    assert decided(first, second, *[ended(k, 73, "peer", ended_for=0.1) for k in (0, 3)]).blamed == ("n1", "n2")
+    assert decided(ended(1, -9, "signal", ended_for=0.4)).blamed == ("n1",)
 
 
 def test_a_phase_has_its_own_time():

@@ -9,7 +9,7 @@ import pytest
 
 from meshtrain.errors import ConfigError
 from meshtrain.survive.decide import Options
-from meshtrain.survive.records import Node, Plan
+from meshtrain.survive.records import End, Node, Plan
 from meshtrain.survive.store import Store
 from meshtrain.survive.view import View
 
@@ -56,6 +56,20 @@ def test_a_node_that_came_back_is_known_from_then_on(view: View) -> None:
     Store(view.store.root.parent, "n1").publish(Node("n1", "second", sequence=1))
     view.look(25.0, Node("n0", "own"))
     assert of(view, "n1").known < 1.0
+
+
+def test_how_long_a_process_has_ended_counts_on_while_its_node_gives_signs_of_life(view: View) -> None:
+    other = Store(view.store.root.parent, "n1")
+    for tick in range(20):
+        other.publish(
+            Node("n1", "first", sequence=10 + tick, generation=1, state="ended", end=End(73, "peer", "ended"))
+        )
+        view.look(2.5 + tick / 2, Node("n0", "own"))
+    assert of(view, "n1").age < 1.0
+    assert of(view, "n1").ended_for > 9.0
+    other.publish(Node("n1", "first", sequence=50, generation=2, state="ended", end=End(73, "peer", "ended")))
+    view.look(12.5, Node("n0", "own"))
+    assert of(view, "n1").ended_for == 0.0
 
 
 # --- who leads
