@@ -145,7 +145,7 @@ class Injector:
         self._stuck.set()
 
     def _hold_gil(self, *_: object) -> None:
-        nothing, _ = os.pipe()
+        nothing = os.pipe()[0]
         # PyDLL, unlike CDLL, keeps the lock during a call. A read goes on after the signal that asks for stacks; a sleep would end.
         ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)
 
