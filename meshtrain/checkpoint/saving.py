@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from meshtrain.checkpoint import arrays, digests, steps
 from meshtrain.checkpoint.canonical import Canonical
@@ -30,8 +31,22 @@ class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, in one sentence; the ones before it are intact."""
 
 
+class _Elsewhere(OSError):
+    """Another process could not write its part."""
+
+
 class _NothingMade(OSError):
     """A save's directory could not be made, so that nothing there is ours to remove."""
+
+
+class Response(Protocol):
+    """Of Orbax: what is being written."""
+
+    def result(self, timeout: float | None = None) -> None: ...
+
+
+LOOK_EVERY = 1.0  # seconds between two looks whether another process has given a save up
+ELSEWHERE = "another process could not write its part"
 
 
 class Saver:
@@ -63,7 +78,7 @@ class Saver:
         if step == self.newest:
             return
         directory = self.root / f"{step}{steps.WRITING}"
-        write: Callable[[], None] | Exception
+        write: Callable[[], Response] | Exception
         try:
             # all have the reason, or they would wait for the first one
             if reason := gathered(self._make(directory))[0]:
@@ -110,7 +125,8 @@ class Saver:
         step, finish = self._writing
         failures = gathered(finish.result())
         self._writing = None
-        self._failure = next((f for f in failures if f), None)
+        # Whose own reason it is first.
+        self._failure = min((f for f in failures if f), key=lambda f: ELSEWHERE in f, default=None)
         if self._failure is None:
             self.newest = step
         return self._failure
@@ -125,18 +141,19 @@ class Saver:
             return str(error)
         return None
 
-    def _write(self, directory: Path, state: State) -> Callable[[], None]:
+    def _write(self, directory: Path, state: State) -> Callable[[], Response]:
         """Takes what is to be written from the state; the rest of the work is for the thread."""
         found = self.canonical.to_write(state)
         if callable(found):
-            return lambda: arrays.write(directory, found()).result()
-        return arrays.write(directory, found).result
+            return lambda: arrays.write(directory, found())
+        response = arrays.write(directory, found)
+        return lambda: response
 
     # --- on the thread
 
     def _finish(
         self,
-        write: Callable[[], None] | Exception,
+        write: Callable[[], Response] | Exception,
         directory: Path,
         step: int,
         manifest: Callable[[], Manifest],
@@ -147,7 +164,7 @@ class Saver:
         try:
             if isinstance(write, Exception):
                 raise write
-            write()
+            _written(write(), directory, self.root / str(step))
             if is_first():
                 manifest().write(directory)
                 written = digests.write(directory)
@@ -158,7 +175,8 @@ class Saver:
                 self._finished.append(spent | {"checkpoint_bytes": written})
         # whatever it was, training need not end with it: on_failed_save says
         except Exception as error:
-            if is_first() and not isinstance(error, _NothingMade):
+            # The others see by this that there is nothing to wait for.
+            if not isinstance(error, _NothingMade):
                 shutil.rmtree(directory, ignore_errors=True)
             before = self.newest is not None and (self.root / str(self.newest) / steps.COMMIT).exists()
             intact = f"step {self.newest} is intact" if before else "there is none before it"
@@ -205,8 +223,24 @@ class Saver:
                 self.say(f"checkpoint {self.root / str(step)} need not stay but cannot be removed: {_reason(error)}.")
 
 
+def _written(response: Response, directory: Path, published: Path) -> None:
+    """Waits until Orbax has written. _Elsewhere once another process has removed the directory: Orbax itself would wait for five minutes."""
+    while True:
+        began = time.monotonic()
+        try:
+            return response.result(LOOK_EVERY)
+        except TimeoutError:
+            # One of Orbax's own, which comes whenever it is asked.
+            if time.monotonic() - began < LOOK_EVERY / 2:
+                raise
+        if not directory.exists() and not published.exists():
+            raise _Elsewhere(ELSEWHERE)
+
+
 def _reason(error: BaseException) -> str:
     """What the system said, under however many layers."""
+    if isinstance(error, _Elsewhere):
+        return str(error)
     said = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)]
     cause: BaseException | None = error
     while cause is not None:

@@ -9,7 +9,7 @@ import jax
 import pytest
 from checkpoint_runs import config, numbered, program, same, take
 
-from meshtrain.checkpoint import Checkpointer, CheckpointError, digests, steps
+from meshtrain.checkpoint import Checkpointer, CheckpointError, arrays, digests, saving, steps
 from meshtrain.checkpoint.manifest import Manifest
 
 
@@ -194,6 +194,46 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, full_at_step_2
     with pytest.raises(CheckpointError, match="step 2 could not be written"):
         checkpointer.wait()
     checkpointer.close()
+
+
+class Unfinished:
+    """What Orbax writes on one process while another one has failed: it goes on to wait. After `turns` looks the directory is gone."""
+
+    def __init__(self, directory, turns=2):
+        self.directory, self.turns = directory, turns
+
+    def result(self, timeout=None):
+        time.sleep(timeout)
+        self.turns -= 1
+        if not self.turns:
+            self.directory.rmdir()
+        raise TimeoutError
+
+
+def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent))
+    said = []
+    checkpointer = open_run(tmp_path, said)
+    checkpointer.save(2, numbered(program()), 1.0)
+    checkpointer.close()
+    assert said == [
+        "the checkpoint of step 2 could not be written: another process could not write its part; there is none before it."
+    ]
+
+
+def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch):
+    def late(self, timeout=None):
+        raise TimeoutError("a barrier timed out")
+
+    monkeypatch.setattr(Unfinished, "result", late)
+    monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent))
+    said = []
+    checkpointer = open_run(tmp_path, said)
+    checkpointer.save(2, numbered(program()), 1.0)
+    checkpointer.close()
+    assert "a barrier timed out" in said[0]
+    assert not list((tmp_path / "checkpoints").iterdir())  # the others see that there is nothing to wait for
 
 
 # --- what stands where a step belongs
