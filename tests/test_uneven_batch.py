@@ -156,6 +156,7 @@ def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
     assert all(filled_rows(replaced(config, mesh={"data": d}, parallel={"microbatches": m})) < 20 for d, m in found)
 
 
+@pytest.mark.thorough
 def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path):
     """Data 3 x pipeline 2 on two devices each: the second process ends the first stage and begins the second, without the rows between."""
     config = replaced(

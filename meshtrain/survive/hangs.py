@@ -1,10 +1,12 @@
 """Who keeps the others waiting, and how: told from the step and the phase of every rank, the state of its process, and its thread's signs of life.
 
-state T                          frozen: somebody sent SIGSTOP
-state D                          in the kernel, where no signal reaches it: a disk or a driver
-its thread is silent, state R/S  the interpreter's lock is held by native code
-fewest steps, earliest phase     stuck there; `data`: the loader
-all in one phase of one step     a collective or the network: nobody is to blame
+    state T                          frozen: somebody sent SIGSTOP
+    state D                          in the kernel, where no signal reaches it: a disk or a driver
+    its thread is silent, state R/S  the interpreter's lock is held by native code
+    fewest steps, earliest phase     stuck there; `data`: the loader
+    all in one phase of one step     a collective or the network: nobody is to blame
+
+How long is too long depends on the phase.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,9 @@
 """What supervisors write for one another: JSON of fixed fields, checked when it is read. Nothing of a record is ever executed.
 
-a node's record   what it does, rewritten in place           Node
-a plan            what the leader decided, one file each     Plan
+    a node's record   what it does, rewritten in place           Node
+    a plan            what the leader decided, one file each     Plan
+
+What is none is passed over, as if it were not there.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Ranks that are slow: in SPMD all steps take equally long, so the slow rank is the one that waits least for the others.
 
-step time T   ├── host: loader, dispatch, log ──┼── wait: devices, and the others in their collectives ──┤
-slow rank     ├──────────── host ───────────────┼─ wait ─┤
+    step time T   ├── host: loader, dispatch, log ──┼── wait: devices, and the others in their collectives ──┤
+    slow rank     ├──────────── host ───────────────┼─ wait ─┤
 
-score = (T - (its host part - the least host part)) / T; slow devices are told by a small matrix product: least seconds / its seconds
+Its score is (T - (its host part - the least host part)) / T. Slow devices are told by a small matrix product: the least seconds over its.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,9 @@
 """All that a training process does for its supervisor, in one object for the loop; without a supervisor it only counts seconds.
 
-beat       which phase, which step, where the seconds went      health    devices that keep or compute wrong bits
-injector   faults on purpose                                    batches   which rows were read
+    beat       which phase, which step, where the seconds went      health    devices that keep or compute wrong bits
+    injector   faults on purpose                                    batches   which rows were read
+
+The supervisor reads what it leaves in files; nothing here waits for an answer.
 """
 
 from threading import Thread
