@@ -17,7 +17,7 @@ from meshtrain.config import ConfigError, load
 from meshtrain.errors import nearest, short
 from meshtrain.files import write_atomically
 from meshtrain.survive import history, picture, stats, status
-from meshtrain.survive.inject import KINDS, parse
+from meshtrain.survive.inject import KINDS, Request, parse, requests
 from meshtrain.survive.records import NAME
 from meshtrain.survive.store import SURVIVE, refuse_unsafe
 from meshtrain.survive.supervisor import Supervisor
@@ -55,7 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     address = options.address or ("127.0.0.1" if config.survive.most == 1 else socket.gethostname())
     if not ADDRESS.fullmatch(address):
         raise ConfigError(f"--address is {short(repr(address))}; it must be a host's name or IP address.")
+    _check(requests(config.survive.inject), config.survive.most, "the run")
     return Supervisor(config, node, address).run()
+
+
+def _check(asked: Sequence[Request], ranks: int, run: str) -> None:
+    """ConfigError for faults that nobody would do: of ranks that there are not, or made before a run begins."""
+    for request in asked:
+        if request.kind.where == "start":
+            raise ConfigError(f"{request.kind.name} is made before a run begins: {request.kind.does}.")
+        if ranks and request.rank >= ranks:
+            raise ConfigError(f"{request.name} is for rank {request.rank}, but {run} has {ranks}, counted from 0.")
 
 
 def _inject(arguments: Sequence[str]) -> int:
@@ -75,9 +85,6 @@ def _inject(arguments: Sequence[str]) -> int:
     if options.fault is None:
         parser.error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
     asked = parse(options.fault, "the command")
-    for request in asked:
-        if request.kind.where == "start":
-            raise ConfigError(f"{request.kind.name} is made before a run begins: {request.kind.does}.")
     run = Path(options.run) if options.run else _only_run()
     directory = run / SURVIVE / "inject"
     if not directory.is_dir():
@@ -85,8 +92,7 @@ def _inject(arguments: Sequence[str]) -> int:
     refuse_unsafe(run)
     refuse_unsafe(directory, follow=False)
     ranks = max((len(plan.members) for plan in history.read(run).plans), default=0)
-    if ranks and (wrong := [r.rank for r in asked if r.rank >= ranks]):
-        raise ConfigError(f"{options.fault} is for rank {wrong[-1]}, but {run} has {ranks}, counted from 0.")
+    _check(asked, ranks, str(run))
     name, k = options.fault, 1
     # Asked for once more under another name, or it would count as done.
     while (directory / name).exists():

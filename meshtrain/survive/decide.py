@@ -1,9 +1,9 @@
 """What is to be done, as one pure function: decide(now, nodes, plan, history, options) -> (verdict, reason, blamed).
 
     no plan ──form──► forming ──run──► running ──stop──► stopping
-                     ▲                │ form: a fault     │ form: the mesh grows
-                     └────────────────┴───────────────────┘
-                                      └──► over: done, stopped, refused, given up
+                         ▲                │ form: a fault     │ form: the mesh grows
+                         └────────────────┴───────────────────┘
+                                          └──► over: done, stopped, refused, given up
 
 Which of several faults explains the others: `causes`. Who keeps the others waiting: `hangs`.
 """

@@ -78,6 +78,8 @@ def test_an_address_that_is_none(config, tmp_path, capsys, address):
         ("survive.inject=[kil@3:0]", "did you mean kill?"),
         ("survive.inject=[kill@11:0]", "that step is never reached"),
         ("survive.inject=[../../x@3:0]", "there is no fault"),
+        ("survive.inject=[kill@3:1]", "kill@3:1 is for rank 1, but the run has 1, counted from 0"),
+        ("survive.inject=[disk-full@3:0]", "disk-full is made before a run begins"),
         ("survive.leest=1", "did you mean least?"),
     ],
 )
