@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.survive.cluster import EVERY, Cluster, batches_of, load_average, median, rows_of, say, settings
@@ -22,7 +23,7 @@ from meshtrain.survive.ledger import ledger
 # What a run outlives, without those that change all that comes after.
 ALL_RANKS = (
     "kill", "segv", "abort", "out-of-memory", "error", "kill-save", "kill-two", "frozen", "asleep", "loader", "gil", "d-state",
-    "collective", "nan", "damage", "kill-forming", "kill-restore",
+    "collective", "nan", "damage",
 )  # fmt: skip
 OF_NODES = ("node-lost", "leader-lost", "coordinator-lost", "supervisor-frozen", "node-returns")
 
@@ -34,8 +35,8 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
     say(f"{steps} steps, each {pace:.3f} s with its share of a save")
     directory = work / f"soak-{processes}"
     shutil.rmtree(directory, ignore_errors=True)
-    # Who is lost again and again is not kept out: with a fault every few minutes nobody would be left.
-    values = settings(directory / "run", processes, steps, survive={"least": 1}, log={"every": 1})
+    # Who fails again and again is kept out for a while; with a fault every few minutes it would soon be all of them.
+    values = settings(directory / "run", processes, steps, survive={"least": max(1, processes - 1)})
     cluster, draw = Cluster(directory, values, work / "compiled").start(), random.Random(seed)
     faults: list[tuple[float, str]] = []
     try:
@@ -49,11 +50,8 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
                 break
             kind = draw.choice(ALL_RANKS + OF_NODES)
             members = cluster.members(cluster.generation)
-            rank = (
-                0
-                if kind in ("leader-lost", "coordinator-lost")
-                else draw.randrange(max(1, len(members) - (kind == "kill-two")))
-            )
+            first = kind in ("leader-lost", "coordinator-lost")
+            rank = 0 if first else draw.randrange(max(1, len(members) - (kind == "kill-two")))
             faults.append((time.time(), cluster.inject(f"{kind}@0:{rank}")))
             say(f"{faults[-1][1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}")
         codes = {node: process.poll() for node, process in cluster.supervisors.items()}
@@ -62,12 +60,11 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
     done = ledger(read(cluster.run))
     rows = rows_of(cluster.run)
     verdicts = [e for e in cluster.of("verdict") if e["kind"] not in ("start", "grow")]
-    starts = [e["wall"] for e in cluster.of("going")]
-    restarts = [min([s for s in starts if s > v["wall"]], default=v["wall"]) - v["wall"] for v in verdicts]
-    step_seconds = median(row["step_seconds"] for row in rows)
-    write = median(row["checkpoint_blocked_seconds"] for row in rows if "checkpoint_blocked_seconds" in row)
+    restart = sum(restarts(cluster)) / max(1, len(verdicts))
+    step_seconds = statistics.fmean(row["step_seconds"] for row in rows)
+    write = statistics.fmean(row["checkpoint_blocked_seconds"] for row in rows if "checkpoint_blocked_seconds" in row)
     between = done.wall / max(1, len(verdicts))
-    expected = goodput(EVERY * step_seconds, write, statistics.fmean(restarts or [0.0]), between)
+    expected = goodput(EVERY * step_seconds, write, restart, between)
     twice = [s for s, by in batches_of(cluster.run).items() if len(set(map(str, by.values()))) > 1]
     right = [row["step"] for row in rows] == list(range(1, steps + 1))
     print(table(
@@ -76,7 +73,7 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
             ("minutes", f"{done.wall / 60:.1f}"), ("faults asked for", len(faults)), ("verdicts", len(verdicts)),
             ("exit codes", ", ".join(f"{n} {c}" for n, c in codes.items())), ("each step once in metrics.jsonl", right),
             ("steps whose batch differed when taken again", len(twice)), ("newest checkpoint", checkpoint_problem(cluster.run) or "verifies"),
-            ("processes left over", len(left)), ("restart, mean seconds", f"{statistics.fmean(restarts or [0.0]):.1f}"),
+            ("processes left over", len(left)), ("seconds of restarts a fault", f"{restart:.1f}"),
             ("seconds a step, a save", f"{step_seconds:.3f}, {write:.3f}"), ("goodput by the ledger", f"{done.goodput:.3f}"),
             ("goodput by plan's formula", f"{expected:.3f}"),
             *((f"ledger: {kind}", f"{seconds:.1f} s, {seconds / done.wall:.1%}") for kind, seconds in done.seconds.items()),
@@ -86,6 +83,17 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
         print(f"{kind}: {sum(v['kind'] == kind for v in verdicts)} verdicts")
     ended = set(codes.values()) == {0} and right and not left and not twice
     return int(not ended or abs(expected - done.goodput) > 0.05)
+
+
+def restarts(cluster: Cluster) -> Iterator[float]:
+    """Seconds of each new generation but the first, from what led to it to the first step: to grow costs a restart too."""
+    done = sorted(path.stat().st_mtime for path in (cluster.root / "injected").iterdir())
+    for formed in cluster.of("formed"):
+        going = [e["wall"] for e in cluster.of("going", generation=formed["generation"])]
+        caused = [e["wall"] for e in cluster.of("verdict", generation=formed["generation"] - 1) if e["kind"] != "start"]
+        if going and caused:
+            fault = max([t for t in done if t < caused[0]], default=caused[0])
+            yield max(going) - (caused[0] if formed["kind"] == "grow" else fault)
 
 
 def wake(cluster: Cluster) -> None:
