@@ -229,6 +229,9 @@ def _after(
     """A new generation, or the end where another one would not help."""
     past = [p for p in [*history, plan] if p.state == "forming" and p.kind not in FREE]
     step = max([_step(n) or 0 for n in members if n is not None], default=0)
+    if fault.blamed and fault.step is not None:
+        # Who is to blame comes to the same step each time; how far the others come differs by one.
+        step = fault.step
     starts = [n.rank.start for n in members if n is not None and n.rank and n.rank.start is not None]
     if not starts and past:
         # It ended before it knew which step to go on from: the run is where it was.

@@ -169,6 +169,11 @@ def test_a_loop_is_given_up_at_the_third_time_and_progress_forgives():
     assert decided(ended(3, -9, "signal"), history=twice[:1]).verdict == "form"
 
 
+def test_a_loop_is_seen_however_far_the_others_have_come():
+    twice = [fault("signal", "n3", step=10), fault("signal", "n3", step=10)]
+    assert decided(ended(3, -9, "signal", step=10), node(0, step=11), history=twice).code == 3
+
+
 def test_restarts_are_counted_for_a_day():
     options = dataclasses.replace(OPTIONS, restarts=3)
     past = [fault("signal", "n1", step=k, wall=NOW - 10 * k) for k in range(3)]
