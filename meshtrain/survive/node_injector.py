@@ -67,7 +67,7 @@ class NodeInjector:
 
     def _is_here(self, request: Request, rank: int) -> bool:
         if request.kind.name == "leader-lost":
-            return self.supervisor.leads
+            return self.supervisor.leader.leads
         return rank == (0 if request.kind.name == "coordinator-lost" else request.rank)
 
     def _claims(self, request: Request) -> bool:

@@ -15,22 +15,19 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from meshtrain.config import Config, to_yaml
+from meshtrain.config import Config
 from meshtrain.errors import ConfigError, refusal
-from meshtrain.files import write_atomically
 from meshtrain.model.weights import parameters
 from meshtrain.run.early import SIGNALS
 from meshtrain.survive import words
 from meshtrain.survive.child import Child, train_command
-from meshtrain.survive.decide import Decision, Options, decide, quarantined
-from meshtrain.survive.forming import formed
+from meshtrain.survive.decide import Options
 from meshtrain.survive.hangs import timeout
+from meshtrain.survive.leader import Leader, sizes
 from meshtrain.survive.node_injector import NodeInjector
 from meshtrain.survive.records import End, Node, Plan
 from meshtrain.survive.store import Store
-from meshtrain.survive.stragglers import Stragglers
 from meshtrain.survive.view import View
 from meshtrain.survive.words import echo, say
 
@@ -60,24 +57,20 @@ class Supervisor:
         self.store = Store(self.run_directory, name)
         survive = config.survive
         self.options = Options(
-            self._used, survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts,
+            sizes(config), survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts,
             STATE * parameters(config.model) / survive.least / SLOW_DISK,
         )  # fmt: skip
         self.node = Node(name, uuid.uuid4().hex, socket.gethostname(), os.getpid(), address)
         self.view = View(self.store, self.options, self.node.incarnation)
-        self.stragglers = Stragglers()
+        self.leader = Leader(config, self.run_directory, self.store, self.view, self.options)
         self.injector = NodeInjector(self)
         self.child: Child | None = None
         self.killed_at: float | None = None
         self.stopping = 0  # requests to stop that it has heard
         self.asked_to_stop = -1  # the generation whose process it has asked to stop
         self.published = self.reached = self.began = time.monotonic()
-        self.leads = False
-        self.waits = ""
         self.saved: int | None = None
         self.going = False
-        self._shape = ""  # of the newest mesh, in words
-        self._sizes: dict[int, int | None] = {}
 
     # --- the loop
 
@@ -126,10 +119,12 @@ class Supervisor:
             self.injector.look(now)
             self._publish(now)
             self.view.look(now, self.node)
-            if code := self._lead(now):
-                return code
+            self.leader.lead(self.node, now - self.began)
             code = self._follow()
             self.reached = now
+            if self.child is not None:
+                # Not before: of a node that was frozen the others may have gone on without it.
+                self.child.renew()
             return code
         except OSError as error:
             return self._cut_off(now - self.reached, error)
@@ -144,7 +139,6 @@ class Supervisor:
         child = self.child
         if child is None:
             return
-        child.renew()
         if child.number == 0:
             echo(child.new_output())
         if self.node.end is not None:
@@ -270,100 +264,6 @@ class Supervisor:
             return 75
         return None
 
-    # --- leading
-
-    def _lead(self, now: float) -> int | None:
-        if not self.view.is_leader(self.node, now - self.began):
-            self.leads = False
-            return None
-        if not self.leads:
-            self.leads = True
-            self.store.say("lead")
-        self._look_at_others()
-        plan = self.view.plan
-        if plan is not None and plan.state == "over" and self.view.is_old(plan):
-            plan = None
-        decision = decide(time.time(), self.view.nodes, plan, self.view.history, self.options)
-        if decision.verdict == "wait" and decision.reason != self.waits:
-            say(f"waiting: {decision.reason}.")
-        self.waits = decision.reason if decision.verdict == "wait" else ""
-        if decision.verdict in ("form", "run", "stop") or (
-            decision.verdict == "over" and not (plan and plan.state == "over")
-        ):
-            self._propose(decision, plan)
-        return None
-
-    def _propose(self, decision: Decision, plan: Plan | None) -> None:
-        now, number, generation = time.time(), self.store.next_number, plan.generation if plan else self.view.generation
-        what: dict[str, Any] = {
-            "number": number, "generation": generation, "leader": self.node.name, "wall": now, "kind": decision.kind,
-            "reason": decision.reason, "verdict": decision.verdict, "blamed": list(decision.blamed), "step": decision.step,
-            "code": decision.code, "delay": decision.delay,
-            "quarantined": quarantined(plan, now) if decision.quarantined is None and plan else decision.quarantined or {},
-        }  # fmt: skip
-        if decision.verdict == "form":
-            new = Plan(
-                **what | {"generation": generation + 1, "state": "forming", "members": plan.members if plan else []}
-            )
-        elif decision.verdict == "run":
-            assert plan is not None
-            new = self._formed(decision, plan, what)
-        else:
-            assert plan is not None
-            new = replace(plan, **what, state="stopping" if decision.verdict == "stop" else "over")
-        if not self.store.propose(new):
-            return
-        if decision.verdict == "run":
-            self.store.say(
-                "formed", generation=new.generation, members=new.members, mesh=new.mesh, microbatches=new.microbatches, kind=new.kind,
-                reason=new.reason,
-            )  # fmt: skip
-            say(f"generation {new.generation} on {', '.join(new.members)}: {self._shape}.")
-        else:
-            blamed = f" (blamed: {', '.join(new.blamed)})" if new.blamed else ""
-            say(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
-            self.store.say(
-                "over" if decision.verdict == "over" else "verdict", verdict=decision.verdict, kind=decision.kind, reason=decision.reason,
-                blamed=list(decision.blamed), generation=generation, step=decision.step, code=decision.code,
-            )  # fmt: skip
-        self.view.look(time.monotonic(), self.node)
-
-    def _formed(self, decision: Decision, plan: Plan, what: dict[str, Any]) -> Plan:
-        """The plan of a generation that runs, and its config beside it."""
-        by_name = {n.name: n for n in self.view.nodes}
-        found = formed(self.config, len(decision.members))
-        assert found is not None, "options.used said that there is a mesh"
-        self._shape, members = found.sentence, list(decision.members[: found.nodes])
-        first = by_name[members[0]]
-        config = replace(found.config, run=replace(found.config.run, directory=str(self.run_directory)))
-        kept = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")}
-        new = Plan(
-            **what | kept | {
-                "state": "running", "members": members, "incarnations": [by_name[m].incarnation for m in members],
-                "coordinator": _reached_at(first), "mesh": vars(config.mesh), "microbatches": config.parallel.microbatches,
-            }
-        )  # fmt: skip
-        write_atomically(self.store.config(new), to_yaml(config).encode())
-        return new
-
-    def _used(self, nodes: int) -> int | None:
-        """How many of so many nodes the run would use."""
-        if nodes not in self._sizes:
-            found = formed(self.config, nodes) if nodes > 0 else None
-            self._sizes[nodes] = found.nodes if found else None
-        return self._sizes[nodes]
-
-    def _look_at_others(self) -> None:
-        """What is to be reported, though nothing is to be done: clocks, slow ranks."""
-        for name, ahead in self.view.new_clocks():
-            self.store.say("clock", node=name, ahead=ahead)
-            say(f"the clock of {name} is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'} of this node's.")
-        plan = self.view.plan
-        if plan is not None and plan.state == "running":
-            for node, score, sentence in self.stragglers.look(self.view.nodes, plan):
-                self.store.say("straggler", generation=plan.generation, node=node, score=score, sentence=sentence)
-                say(sentence)
-
     # --- following
 
     def _follow(self) -> int | None:
@@ -375,9 +275,7 @@ class Supervisor:
             return None
         if plan.state == "over":
             return plan.code if self._end() else None
-        if self.child is not None and (
-            self.child.generation < plan.generation or self.node.name not in (*plan.members, self.node.name)
-        ):
+        if self.child is not None and self.child.generation < plan.generation:
             if not self._end():
                 return None
             self.node = replace(self.node, state="idle")
@@ -404,11 +302,6 @@ class Supervisor:
 
     def _is_member(self, plan: Plan) -> bool:
         return (self.node.name, self.node.incarnation) in zip(plan.members, plan.incarnations, strict=True)
-
-
-def _reached_at(node: Node) -> str:
-    """Where the coordinator is reached: host:port, an IPv6 address in brackets."""
-    return f"[{node.address}]:{node.port}" if ":" in node.address else f"{node.address}:{node.port}"
 
 
 def free_port(address: str) -> int:
