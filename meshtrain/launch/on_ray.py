@@ -17,7 +17,7 @@ from typing import Any
 from meshtrain.cli import DONE, FAILED, STOPPED
 from meshtrain.errors import say, short
 from meshtrain.launch.outcome import GIVEN_UP, is_final, outcome
-from meshtrain.launch.processes import die_with_parent
+from meshtrain.orphans import die_with_parent
 
 VARIABLE = "MESHTRAIN_RAY"  # environment variable, JSON: supervisor, directory, nodes, share, again
 PAUSE = 10.0  # seconds before a supervisor is started again

@@ -1,30 +1,28 @@
 """Supervisors as children of this process: their output by node, signals passed on, and none of them outlives it.
 
 A signal that ends a program (SIGTERM, SIGINT, SIGHUP) is passed on to all, once; the second kills them. Each child has a session of its
-own, or Ctrl-C would reach it twice. If this process itself is killed, the kernel kills its children with it (Linux: prctl(2),
-PR_SET_PDEATHSIG), frozen ones too.
+own, or Ctrl-C would reach it twice. If this process itself is killed, the kernel kills its children with it (`meshtrain.orphans`),
+frozen ones too.
 """
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, TextIO
 
 from meshtrain.cli import DONE, STOPPED
 from meshtrain.errors import say
 from meshtrain.launch.outcome import outcome
+from meshtrain.orphans import die_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOOK = 0.1  # seconds between two looks at who has ended
 LONGEST_LINE = 2**16  # bytes that are held back for the end of their line
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Child:
@@ -39,7 +37,7 @@ class Child:
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),
+            preexec_fn=die_with_parent(),
         )
 
     def send(self, number: int) -> None:
@@ -73,20 +71,6 @@ def run(commands: Mapping[str, Sequence[str]], listens: bool = False) -> int:
                     # What stands between us and another machine ends too.
                     child.process.kill()
                     child.process.wait()
-
-
-def die_with_parent(number: int) -> Callable[[], None] | None:
-    """What a child does before it runs its command: the kernel is to send it a signal when its parent has ended. None where it cannot."""
-    parent = os.getpid()
-
-    def ask() -> None:
-        assert LIBC is not None
-        LIBC.prctl(PR_SET_PDEATHSIG, number)
-        # The parent ended before the kernel knew.
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask if LIBC is not None else None
 
 
 def _wait(children: Sequence[Child], pipes: selectors.BaseSelector, received: list[int]) -> int:

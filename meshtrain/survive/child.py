@@ -7,7 +7,6 @@ DIR lies in memory where the system has such a place: a step costs no write to a
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.cli import FAILED
+from meshtrain.orphans import die_with_parent
 from meshtrain.survive.beat import BEAT, CODES, LEASE, LEASE_SIZE, VARIABLE
 from meshtrain.survive.records import End, Rank, decode
 
@@ -29,14 +29,9 @@ STACKS = 0.3  # seconds that a process gets to write its stacks before it is end
 # What JAX's coordination client says before it ends its process by SIGABRT for a peer that is gone.
 ABORTED = re.compile(rb"coordination service|distributed service|heartbeat", re.I)
 LONGEST = 1000  # letters of why it failed
-MOST_READ, MOST_SHOWN = (
-    1 << 16,
-    1 << 20,
-)  # bytes of what it prints: at once, and of what was printed since the last look
+# Bytes of what it prints: at once, and of what was printed since the last look.
+MOST_READ, MOST_SHOWN = 1 << 16, 1 << 20
 BY_EXIT = {code: kind for kind, code in CODES.items() if code != FAILED}
-PR_SET_PDEATHSIG = 1
-# Looked up here: between fork and exec nothing may be imported.
-_prctl = ctypes.CDLL(None).prctl
 
 
 class Child:
@@ -74,28 +69,15 @@ class Child:
 
     def _start(self, command: list[str], environment: Mapping[str, str], fence: float) -> None:
         told = {
-            "local": str(self.local),
-            "generation": str(self.files),
-            "number": self.generation,
-            "rank": self.number,
-            "fence": fence,
-            "survive": str(self.files.parent),
-        }
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            """The kernel ends the process when its supervisor ends, however that does."""
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # It may have ended before it could be watched.
-            if os.getppid() != parent:
-                os._exit(CODES["lock"])
-
+            "local": str(self.local), "generation": str(self.files), "number": self.generation, "rank": self.number,
+            "fence": fence, "survive": str(self.files.parent),
+        }  # fmt: skip
         # Read by its descriptor: the run directory may be removed or renamed meanwhile.
         self.output = open(self.files / f"rank-{self.number}.out", "a+b", buffering=0)  # noqa: SIM115
         try:
             self.process = subprocess.Popen(
                 command, env={**environment, VARIABLE: json.dumps(told)}, stdin=subprocess.DEVNULL, stdout=self.output,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent(),
             )  # fmt: skip
         except BaseException:
             self.output.close()

@@ -17,15 +17,8 @@ from meshtrain.survive.beat import KIND_OF
 from meshtrain.survive.history import Event, History, number, whole
 from meshtrain.survive.records import Plan
 
-COUNTED = (
-    "init",
-    "restore",
-    "compile",
-    "data",
-    "step",
-    "eval",
-    "checkpoint",
-)  # in the order in which a process comes to them
+# In the order in which a process comes to them.
+COUNTED = ("init", "restore", "compile", "data", "step", "eval", "checkpoint")
 KINDS = (*COUNTED, "lost", "down", "other")
 GOOD_EXITS = (0, 75)  # done; stopped after a save
 

@@ -39,9 +39,8 @@ class Reliability:
     """What a history says of failures. Times in seconds; none: not known."""
 
     failures: tuple[Failure, ...]
-    exposed: (
-        float  # seconds in which the run was to go on: all but those between its being over and its being started again
-    )
+    # Seconds in which the run was to go on: all but those between its being over and its being started again.
+    exposed: float
     between: float | None  # mean time between failures
     between_least: float  # with which it is consistent, at SURE
     between_most: float

@@ -30,18 +30,16 @@ class View:
         self._records: dict[str, Node] = {}
         self._changed: dict[str, float] = {}  # when a record changed last; not in it: not since we look
         self._first: dict[str, float] = {}
-        self._ended: dict[
-            tuple[str, str, int], float
-        ] = {}  # when a process of a node and generation was seen to have ended
+        # When the process of a node, its incarnation and generation was seen to have ended.
+        self._ended: dict[tuple[str, str, int], float] = {}
         self._plan_since = 0.0
         self._old: int | None = None  # the newest plan when we began, if the run was over by then
         self._clocks: dict[str, float] = {}
         self._told: Node | None = None
         self._next_read = 0.0
         self._looked: float | None = None
-        self._watched = self._unread = (
-            0.0  # seconds spent looking, up to the last reading, of which ages are; and since
-        )
+        # Seconds spent looking, up to the last reading, of which ages are; and since.
+        self._watched = self._unread = 0.0
 
     # --- reading
 
@@ -109,13 +107,7 @@ class View:
         told = self._told
         if told is None:
             return True
-        if (node.state, node.generation, node.acked, node.leaving, node.end) != (
-            told.state,
-            told.generation,
-            told.acked,
-            told.leaving,
-            told.end,
-        ):
+        if _news(node) != _news(told):
             return True
         # Who was slow and no longer is must not be taken for stuck.
         return bool(node.rank and told.rank and told.rank.phase_age > self.options.beat > node.rank.phase_age)
@@ -192,3 +184,8 @@ class View:
             if self.store.nodes().get(name) != texts[name]:
                 raise twin(node, self.store.root)
             time.sleep(0.1)
+
+
+def _news(node: Node) -> tuple[object, ...]:
+    """What others are to hear at once."""
+    return node.state, node.generation, node.acked, node.leaving, node.end
