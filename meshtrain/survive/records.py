@@ -61,6 +61,7 @@ class Node:
     name: str
     incarnation: str = ""  # of its supervisor
     host: str = ""
+    machine: str = ""  # in which its process number means something
     pid: int = 0
     address: str = ""
     port: int | None = None  # free for a coordinator when it acknowledged

@@ -28,7 +28,7 @@ from meshtrain.survive.leader import Leader, sizes
 from meshtrain.survive.node_injector import NodeInjector
 from meshtrain.survive.records import End, Node, Plan
 from meshtrain.survive.store import Store
-from meshtrain.survive.view import View
+from meshtrain.survive.view import View, this_machine
 from meshtrain.survive.words import echo, say
 
 POLL = 0.2
@@ -60,7 +60,9 @@ class Supervisor:
             sizes(config), survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts,
             STATE * parameters(config.model) / survive.least / SLOW_DISK,
         )  # fmt: skip
-        self.node = Node(name, uuid.uuid4().hex, socket.gethostname(), os.getpid(), address)
+        self.node = Node(
+            name, uuid.uuid4().hex, socket.gethostname(), machine=this_machine(), pid=os.getpid(), address=address
+        )
         self.view = View(self.store, self.options, self.node.incarnation)
         self.leader = Leader(config, self.run_directory, self.store, self.view, self.options)
         self.injector = NodeInjector(self)

@@ -1,6 +1,5 @@
 """What a supervisor knows of the others: ages that only grow while it looks."""
 
-import socket
 import threading
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.survive.decide import Options
 from meshtrain.survive.records import End, Node, Plan
 from meshtrain.survive.store import Store
-from meshtrain.survive.view import View
+from meshtrain.survive.view import View, this_machine
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(tm
     own = View(Store(tmp_path, "n0"), Options(lambda nodes: nodes, node_timeout=1.0), "own")
     own.refuse_twin("n0")
     other = Store(tmp_path, "n0")
-    other.publish(Node("n0", "other", host=socket.gethostname(), pid=2**22 + 1))
+    other.publish(Node("n0", "other", machine=this_machine(), pid=2**22 + 1))
     own.refuse_twin("n0")
     for state, waits in (("idle", 2.5 * own.options.beat), ("running", own.options.node_timeout)):
         other.publish(Node("n0", "other", host="elsewhere", pid=1, state=state))
