@@ -9,7 +9,20 @@ import pytest
 from meshtrain.survive.records import End, Node, Plan, Rank, decode, encode
 
 NODE = Node(
-    "n0", "ab", "host", 7, "10.0.0.1", 4711, 9, 1e9, "running", 3, 3, False, Rank(1, 8, "S", 0.5, 0.1, step=4, pace=0.2)
+    "n0",
+    "ab",
+    "host",
+    "boot",
+    7,
+    "10.0.0.1",
+    4711,
+    9,
+    1e9,
+    "running",
+    3,
+    3,
+    False,
+    Rank(1, 8, "S", 0.5, 0.1, step=4, pace=0.2),
 )
 PLAN = Plan(
     4, 2, "running", "n0", 1e9, "start", "it begins", "run", ["n0", "n1"], ["a", "b"], "h:1", {"data": 2}, 1,
@@ -65,7 +78,7 @@ def test_whatever_is_said_fits_and_is_read():
             text = letter * length
             rank = Rank(1, 2, stack=text, collectives=text, phase=text, matmul={"seconds": 1.0, "bits": 0})
             ranks = [dice.randrange(60_000) for _ in range(length)]
-            node = Node("n" * 64, "a" * 32, text, 1, text, rank=rank, end=End(71, "sick", text, 5, ranks))
+            node = Node("n" * 64, "a" * 32, text, text, 1, text, rank=rank, end=End(71, "sick", text, 5, ranks))
             written = encode(node, 4096)
             found = decode(Node, written)
             assert len(written) == 4096 and found is not None and found.end is not None
