@@ -161,6 +161,11 @@ class Cluster:
         newest = sorted((self.root / "plans").glob("0*.json"))[-1:]
         return json.loads(newest[0].read_text()) if newest else {}
 
+    def pause(self, generation: int) -> float:
+        """Seconds that were waited before a generation, by plan."""
+        plans = [json.loads(path.read_text()) for path in (self.root / "plans").glob("0*.json")]
+        return max((plan["delay"] for plan in plans if plan["generation"] == generation), default=0.0)
+
     def members(self, generation: int) -> list[str]:
         return self.of("formed", generation=generation)[0]["members"]
 

@@ -26,7 +26,7 @@ EXPECTED = (
 
 @dataclasses.dataclass
 class Judged:
-    """One fault, and what came of it. Times in seconds after the fault; of `ended` after the verdict, of `started` after that, of `first` after that."""
+    """One fault, and what came of it. Times in seconds: of the verdict after the fault; of `ended` after the verdict, of `started` after that, of `first` after that."""
 
     kind: str
     processes: int
@@ -81,7 +81,8 @@ def judge_times(cluster: Cluster, found: Judged, generation: int, fault: float, 
     begun = max(e["wall"] for e in started)
     if last > min(e["wall"] for e in started) + OVERLAP:
         found.problems.append("two generations at once")
-    found.started = begun - max(last, verdict["wall"])
+    # A pause after a fault without progress is meant.
+    found.started = begun - max(last, verdict["wall"] + cluster.pause(after))
     found.first = max(e["wall"] for e in going) - begun
     found.since = min(e["start"] for e in going)
     # Who ended before the restore had taken no step.
