@@ -12,6 +12,9 @@ from meshtrain.errors import ConfigError, refusal
 from meshtrain.run.lock import RunInUse
 
 
+LEAST_ROOM = 256  # bytes of a value between processes
+
+
 def is_first() -> bool:
     return jax.process_index() == 0
 
@@ -22,8 +25,13 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size)).reshape(-1)
-    padded = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+    padded = multihost_utils.process_allgather(np.pad(text, (0, room(int(sizes.max())) - text.size)))
     return [json.loads(bytes(row[:size])) for row, size in zip(padded, sizes, strict=True)]
+
+
+def room(size: int) -> int:
+    """Bytes for a value of `size`: of few sizes, since JAX compiles a program for each."""
+    return max(LEAST_ROOM, 1 << (size - 1).bit_length())
 
 
 def first_decides(decide: Callable[[], Any]) -> Any:

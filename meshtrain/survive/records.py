@@ -7,6 +7,7 @@ What is none is passed over, as if it were not there.
 """
 
 import dataclasses
+import functools
 import json
 import re
 import types
@@ -156,6 +157,7 @@ def _made(kind: type[T], value: Any) -> T | None:
     return kind(**found)
 
 
+@functools.cache
 def _fields(kind: Any) -> list[tuple[Any, Any]]:
     """The fields of a record, each with the record that it holds, if it holds one."""
     found = []
