@@ -11,7 +11,6 @@ from jax.experimental import multihost_utils
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.run.lock import RunInUse
 
-
 LEAST_ROOM = 256  # bytes of a value between processes
 
 
