@@ -141,7 +141,7 @@ def _made(kind: type[T], value: Any) -> T | None:
     if not isinstance(value, Mapping):
         return None
     found = {}
-    for entry, wanted in _fields(kind):
+    for entry, wanted in _fields(kind):  # type: ignore[arg-type]
         if entry.name not in value:
             if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
                 return None
