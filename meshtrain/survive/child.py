@@ -23,7 +23,7 @@ from typing import Any
 from meshtrain.cli import FAILED
 from meshtrain.orphans import die_with_parent
 from meshtrain.survive.beat import BEAT, CODES, LEASE, LEASE_SIZE, VARIABLE
-from meshtrain.survive.records import End, Rank, decode
+from meshtrain.survive.records import End, Rank, made
 
 STACKS = 0.3  # seconds that a process gets to write its stacks before it is ended
 # What JAX's coordination client says before it ends its process by SIGABRT for a peer that is gone.
@@ -64,6 +64,7 @@ class Child:
         self._asked_at = -1  # the phase for which stacks were asked
         self._shown = 0
         self._ours = self._buried = False  # whether we ended it; whether its whole group was ended after it
+        self._beat, self._beaten = str(self.local / BEAT), b""  # the file, and what stood there
         self.said: dict[str, Any] = {}  # the last whole beat
         self.rank = Rank(number, self.process.pid)
 
@@ -92,7 +93,8 @@ class Child:
         """What it does now."""
         now = time.monotonic()
         # Not begun, or in the middle of a write: what it said before holds.
-        self.said = _said(self.local / BEAT) or self.said
+        if (text := _bytes(self._beat)) != self._beaten:
+            self._beaten, self.said = text, _fields(text) or self.said
         if (count := self.said.get("n", -1)) != self._count:
             self._count, self._changed = count, now
         if (alive := self.said.get("alive", -1)) != self._alive:
@@ -103,7 +105,7 @@ class Child:
         }  # fmt: skip
         if self._asked_at == self._count:
             found["stack"] = self._stack()
-        self.rank = decode(Rank, json.dumps({**self.said, **found}).encode()) or Rank(**found)  # type: ignore[arg-type]
+        self.rank = made(Rank, {**self.said, **found}) or Rank(**found)  # type: ignore[arg-type]
         return self.rank
 
     def ask_stacks(self) -> None:
@@ -119,7 +121,7 @@ class Child:
             return None
         self.look()
         step = self.rank.step
-        fault = _said(self.files / f"rank-{self.number}.fault.json")
+        fault = _fields(_bytes(f"{self.files}/rank-{self.number}.fault.json"))
         blamed = fault.get("ranks")
         ranks = [r for r in blamed if isinstance(r, int)] if isinstance(blamed, list) else []
         if self._ours:
@@ -198,20 +200,31 @@ def train_command(config: Path) -> list[str]:
     return [sys.executable, "-m", "meshtrain.train", "--config", str(config)]
 
 
-def _said(path: Path) -> dict[str, Any]:
-    """What the process has written there; nothing if that is no JSON of fields."""
+def _bytes(path: str) -> bytes:
+    """What stands there; nothing if that cannot be read. Asked five times a second, so that a Path would be felt."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, MOST_READ)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    """What the process has said; nothing if that is no JSON of fields."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return ""
+    return _bytes(f"/proc/{pid}/stat").rpartition(b") ")[2][:1].decode()
 
 
 def _name(number: int) -> str:

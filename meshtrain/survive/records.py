@@ -134,10 +134,11 @@ def decode(kind: type[T], text: bytes) -> T | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return _made(kind, value)
+    return made(kind, value)
 
 
-def _made(kind: type[T], value: Any) -> T | None:
+def made(kind: type[T], value: Any) -> T | None:
+    """The record of what was read as JSON, or None, as `decode`."""
     if not isinstance(value, Mapping):
         return None
     found = {}
@@ -148,7 +149,7 @@ def _made(kind: type[T], value: Any) -> T | None:
             continue
         given = value[entry.name]
         if dataclasses.is_dataclass(wanted) and given is not None:
-            given = _made(wanted, given)  # type: ignore[arg-type]
+            given = made(wanted, given)  # type: ignore[arg-type]
             if given is None:
                 return None
         elif not _fits(given, entry.type):
