@@ -88,8 +88,10 @@ def join_cluster() -> None:
     """
     if jax.distributed.is_initialized():
         return
-    tasks = os.environ.get("SLURM_NTASKS", "")
-    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+    tasks, address = os.environ.get("SLURM_NTASKS", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
+    in_slurm = tasks.isdecimal() and int(tasks) > 1
+    # An address alone tells JAX where the processes of Slurm meet.
+    if address and ("JAX_NUM_PROCESSES" in os.environ or not in_slurm):
         if not re.fullmatch(r"\S+:[0-9]{1,5}", address):
             raise ConfigError(
                 f"JAX_COORDINATOR_ADDRESS is {short(repr(address))}; it must be host:port of the first process."
@@ -101,7 +103,7 @@ def join_cluster() -> None:
         if process == 0:
             _check_port(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{address.rpartition(':')[2]}")
         jax.distributed.initialize(address, processes, process, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
-    elif tasks.isdecimal() and int(tasks) > 1:
+    elif in_slurm:
         jax.distributed.initialize(shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
 
 
