@@ -7,8 +7,9 @@ from typing import Any
 from experiments.survive.cluster import EVERY, Cluster, batches_of, load_average, rows_of
 from meshtrain.checkpoint import digests, steps
 
-# Relative, of losses on another mesh, over as many steps: tests/test_equivalence.py. Rounding errors grow from there on.
-TOLERANCE, STEPS_OF_IT, LATER = 2e-5, 10, 2e-4
+# Relative, of losses on another mesh, over as many steps: tests/test_equivalence.py. From step 350 or so of this model a rounding error
+# grows tenfold in 25 steps, up to 8e-4, with no fault near; batches are compared to the bit throughout.
+TOLERANCE, STEPS_OF_IT, LATER = 2e-5, 10, 2e-3
 OVERLAP = 0.5  # seconds by which two generations may seem to overlap: the watcher looks now and then
 HANGS = {"frozen": "frozen", "asleep": "stuck", "loader": "stuck", "gil": "gil", "d-state": "uninterruptible"}
 # The kind of verdict that an injected fault must lead to, and who is to be blamed.
