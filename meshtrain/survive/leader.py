@@ -7,7 +7,7 @@ Every supervisor has one; that of the live node with the lowest name is at work.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ class Leader:
         self.leads = False
         self.waits = ""  # for what, as it was said
         self._shape = ""  # of the newest mesh, in words
+        self._cleared = 0  # the newest generation of which it was said that it computes what another did not
 
     def lead(self, node: Node, since: float) -> None:
         """What follows from what is known, if it is the turn of `node`, whose supervisor began `since` seconds ago."""
@@ -118,6 +119,23 @@ class Leader:
             for node, score, sentence in self.stragglers.look(self.view.nodes, plan):
                 self.store.say("straggler", generation=plan.generation, node=node, score=score, sentence=sentence)
                 say(sentence)
+            if self._cleared < plan.generation and (found := cleared(self.view.nodes, plan)):
+                self._cleared = plan.generation
+                self.store.say("sick", generation=plan.generation, sentence=found)
+                say(found)
+
+
+def cleared(nodes: Sequence[Node], plan: Plan) -> str | None:
+    """What is said when a step has finite numbers that had none in the generation before, where each shard was computed elsewhere."""
+    ranks = [n.rank for n in nodes if n.name in plan.members and n.generation == plan.generation and n.rank]
+    if plan.kind != "numbers" or plan.step is None or len(ranks) < len(plan.members):
+        return None
+    if min(rank.step for rank in ranks) <= plan.step:
+        return None
+    return (
+        f"step {plan.step} has finite numbers now that every rank is on another node: a device computed wrongly, not the data; which one "
+        "cannot be told."
+    )
 
 
 def sizes(config: Config) -> Callable[[int], int | None]:
