@@ -12,6 +12,7 @@ import time
 from meshtrain.errors import PREFIX
 
 MOST = 10_000  # pieces that wait for a reader; what comes then is left out, it stands in the run directory
+GLOO = b"connected peer ranks"  # of each of its lines, which threads write over one another
 PATIENCE = 2.0  # seconds for the last words
 
 _pieces: queue.Queue[tuple[int, bytes]] = queue.Queue(MOST)
@@ -24,7 +25,7 @@ def say(sentence: object) -> None:
 
 def echo(text: bytes) -> None:
     """What rank 0 prints is what a person wants to see; not the words of gloo, which has many."""
-    if lines := b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(b"[Gloo]")):
+    if lines := b"".join(line for line in text.splitlines(keepends=True) if GLOO not in line):
         _put(1, lines)
 
 
