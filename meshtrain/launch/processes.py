@@ -19,8 +19,8 @@ from meshtrain.cli import DONE, STOPPED
 from meshtrain.errors import say
 from meshtrain.launch.outcome import outcome
 from meshtrain.orphans import die_with_parent
+from meshtrain.run.early import SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOOK = 0.1  # seconds between two looks at who has ended
 LONGEST_LINE = 2**16  # bytes that are held back for the end of their line
 

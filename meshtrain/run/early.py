@@ -19,10 +19,13 @@ class Stopped(KeyboardInterrupt):
 
 def hear() -> None:
     """From here on a request ends the process, until something else listens: `StopSignals`."""
-    for number in SIGNALS:
-        # Under nohup a closed terminal is to be ignored.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _stop)
+    for number in heard():
+        signal.signal(number, _stop)
+
+
+def heard() -> set[signal.Signals]:
+    """Those of SIGNALS that are to be met: under nohup a closed terminal is to be ignored."""
+    return SIGNALS - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set())
 
 
 def _stop(number: int, _: FrameType | None) -> None:

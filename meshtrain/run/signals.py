@@ -18,7 +18,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from meshtrain.errors import PREFIX
-from meshtrain.run.early import SIGNALS, Stopped
+from meshtrain.run.early import SIGNALS, Stopped, heard
 
 
 class StopSignals:
@@ -37,10 +37,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in self._ours():
-                # Under nohup a closed terminal is to be ignored.
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._handle)
+            for number in self._ours() & heard():
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -38,7 +38,7 @@ def show(run: Path, cluster: str | None = None) -> str:
     found = reliability(history, told)
     parts = [_headline(history, told), _time(told), "\n".join(line(history, told))]
     parts += [_failures(found, told)] if found.failures else []
-    parts.append(_reliability(found, told, predicted(run, cluster) if cluster else None, cluster))
+    parts.append(_reliability(found, told, predicted(run, history, cluster) if cluster else None, cluster))
     parts += [torn(history.torn)] if history.torn else []
     return "\n\n".join(parts) + "\n"
 
@@ -60,13 +60,13 @@ def to_json(run: Path, cluster: str | None = None) -> dict[str, Any]:
             {"from": a, "to": b, "failures": n} for a, b, n in by_interval(found.failures, told)
         ],
         "reliability": asdict(found),
-        "predicted": asdict(predicted(run, cluster)) if cluster else None,
+        "predicted": asdict(predicted(run, history, cluster)) if cluster else None,
     })  # fmt: skip
 
 
-def predicted(run: Path, cluster: str) -> Faults:
+def predicted(run: Path, history: History, cluster: str) -> Faults:
     """What `plan` makes of the failures of a cluster, for the config that the newest generation of `run` was given."""
-    root, plans = histories.folder(run), histories.read(run).plans
+    root, plans = histories.folder(run), history.plans
     configs = [path for p in plans if p.state == "running" and (path := config_of(root, p)).exists()]
     if not configs:
         raise ConfigError(

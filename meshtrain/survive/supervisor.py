@@ -19,7 +19,7 @@ from pathlib import Path
 from meshtrain.config import Config
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.model.weights import parameters
-from meshtrain.run.early import SIGNALS
+from meshtrain.run.early import heard
 from meshtrain.survive import words
 from meshtrain.survive.child import Child, train_command
 from meshtrain.survive.decide import Options
@@ -78,10 +78,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Until the run is over, or this node is asked to go; the exit code."""
-        for number in SIGNALS:
-            # Under nohup a closed terminal is to be ignored.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._asked)
+        for number in heard():
+            signal.signal(number, self._asked)
         words.begin()
         self.view.refuse_twin(self.node.name)
         if (step := self._done_already()) is not None:

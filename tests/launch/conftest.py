@@ -1,5 +1,7 @@
 """Supervisors that start at once, and a config that needs them on several nodes."""
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,17 @@ ODD = 'it\'s "odd" $HOME `x` é.yaml'  # a legal name of a file
 @pytest.fixture
 def supervisors(tmp_path: Path) -> Supervisors:
     return Supervisors(tmp_path / "super visors")
+
+
+@pytest.fixture
+def launched(supervisors: Supervisors) -> Iterator[list[subprocess.Popen[str]]]:
+    """For launchers that a test starts: at its end they and their supervisors are gone."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        supervisors.end()
+        process.communicate()
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ MAIN = "import sys; from meshtrain.launch.__main__ import main; sys.executable =
 
 
 @pytest.fixture
-def launch(supervisors, config):
+def launch(launched, supervisors, config):
     """Starts `local N` with the stand-ins."""
-    started = []
 
     def start(nodes: int, *words: str) -> subprocess.Popen[str]:
         command = [
@@ -30,14 +29,10 @@ def launch(supervisors, config):
             *words,
         ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
-        started.append(process)
+        launched.append(process)
         return process
 
-    yield start
-    for process in started:
-        process.kill()
-        supervisors.end()
-        process.communicate()
+    return start
 
 
 def test_each_node_is_told_its_name_its_address_and_its_share(launch, supervisors, config):

@@ -22,14 +22,13 @@ exec setsid --wait sh -c "$last"
 
 
 @pytest.fixture
-def launch(supervisors: Supervisors, config: Path, tmp_path: Path):
+def launch(launched, supervisors: Supervisors, config: Path, tmp_path: Path):
     """Starts `ssh` to the hosts named, in a directory with an odd name."""
     programs, where = tmp_path / "bin", tmp_path / "it's here"
     programs.mkdir()
     where.mkdir()
     (programs / "ssh").write_text(SSH)
     (programs / "ssh").chmod(0o755)
-    started = []
 
     def start(hosts: str) -> subprocess.Popen[str]:
         words = [
@@ -45,14 +44,10 @@ def launch(supervisors: Supervisors, config: Path, tmp_path: Path):
         command = [sys.executable, "-m", "meshtrain.launch", "ssh", *words]
         path = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
         process = subprocess.Popen(command, env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append(process)
+        launched.append(process)
         return process
 
-    yield start
-    for process in started:
-        process.kill()
-        supervisors.end()
-        process.communicate()
+    return start
 
 
 def test_each_host_runs_its_node_in_the_directory_and_says_its_code(launch, supervisors, config, tmp_path):
