@@ -35,13 +35,13 @@ class TooLate(Exception):
 
 
 def settings(run: Path, processes: int, steps: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A config whose steps take some hundredths of a second, two fake devices a process."""
+    """A config whose steps take some tenths of a second, about as long as a save; two fake devices a process."""
     values: dict[str, Any] = {
         "run": {"directory": str(run)},
-        "model": {"layers": 2, "d_model": 32, "heads": 2, "d_ff": 64, "vocab_size": 260},
+        "model": {"layers": 2, "d_model": 64, "heads": 2, "d_ff": 128, "vocab_size": 260},
         "mesh": {"data": processes, "tensor": 2},
         "data": {"source": "synthetic"},
-        "train": {"steps": steps, "global_batch_size": 16, "sequence_length": 32},
+        "train": {"steps": steps, "global_batch_size": 16, "sequence_length": 128},
         "optimizer": {"schedule": "constant", "warmup_steps": 10},  # whatever train.steps is, the same run
         "checkpoint": {"every": EVERY},
         "log": {"batches": True},

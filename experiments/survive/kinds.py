@@ -18,7 +18,7 @@ from experiments.survive import alone
 from experiments.survive.cluster import EVERY, Cluster, TooLate, say, settings, write_json
 from experiments.survive.judge import Judged, judge_times, judge_training, judge_verdict, reference_of
 
-STEPS = 600  # of the undisturbed run, and the most of any other
+STEPS = 300  # of the undisturbed run, and the most of any other
 # Faults of a start, which another one must bring about first.
 AT_START = ("kill-compile", "kill-restore", "kill-forming", "port-taken")
 SAME_NODES = (
