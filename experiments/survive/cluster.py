@@ -241,9 +241,12 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def batches_of(run: Path) -> dict[int, dict[int, list[list[int]]]]:
-    """step -> generation -> the checksums of the rows of its global batch in order, as all ranks of that generation wrote them."""
-    found: dict[int, dict[int, dict[int, int]]] = {}
+Batches = dict[int, dict[int, dict[int, int]]]
+
+
+def batches_of(run: Path) -> Batches:
+    """step -> generation -> place in the global batch -> checksum of that row, in order, as all ranks of that generation wrote them."""
+    found: Batches = {}
     for path in (run / "survive").glob("gen-*/rank-*.batches.jsonl"):
         generation = int(path.parent.name[4:])
         for line in path.read_text().splitlines(keepends=True):
@@ -251,7 +254,7 @@ def batches_of(run: Path) -> dict[int, dict[int, list[list[int]]]]:
                 said = json.loads(line)
                 of = found.setdefault(said["step"], {}).setdefault(generation, {})
                 of.update({said["first"] + i: row for i, row in enumerate(said["rows"])})
-    return {step: {g: [of[i] for i in sorted(of)] for g, of in by.items()} for step, by in found.items()}
+    return {step: {g: dict(sorted(of.items())) for g, of in by.items()} for step, by in found.items()}
 
 
 def load_average() -> float:

@@ -127,7 +127,7 @@ def judge_training(cluster: Cluster, found: list[Judged], reference: dict[str, A
             break
         found[-1].off = max(found[-1].off, off)
     for step, by in sorted(batches_of(cluster.run).items()):
-        last = by[max(by)]
+        last = list(by[max(by)].values())
         # The newest step may have been begun only, by some.
         if step <= len(rows) and last != reference["rows"][step - 1]:
             blame(step, f"the batch of step {step} is another one")
@@ -151,4 +151,4 @@ def reference_of(cluster: Cluster) -> dict[str, Any]:
     """What later runs are held against: of each step of an undisturbed run its loss and its rows."""
     rows, batches = rows_of(cluster.run), batches_of(cluster.run)
     assert cluster.generation == 1, "the undisturbed run was disturbed"
-    return {"losses": [row["loss"] for row in rows], "rows": [batches[row["step"]][1] for row in rows]}
+    return {"losses": [row["loss"] for row in rows], "rows": [list(batches[row["step"]][1].values()) for row in rows]}

@@ -6,9 +6,9 @@
 The thread begins by putting the arrays together (`checkpoint.assembling`) where one process has them in another layout than the canonical.
 """
 
+import contextlib
 import errno
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -177,7 +177,9 @@ class Saver:
         except Exception as error:
             # The others see by this that there is nothing to wait for.
             if not isinstance(error, _NothingMade):
-                shutil.rmtree(directory, ignore_errors=True)
+                # Under this name it is gone at once, though not all may go while others still write there.
+                with contextlib.suppress(OSError):
+                    steps.remove(directory)
             before = self.newest is not None and (self.root / str(self.newest) / steps.COMMIT).exists()
             intact = f"step {self.newest} is intact" if before else "there is none before it"
             return f"the checkpoint of step {step} could not be written: {_reason(error)}; {intact}."
@@ -225,6 +227,7 @@ class Saver:
 
 def _written(response: Response, directory: Path, published: Path) -> None:
     """Waits until Orbax has written. _Elsewhere once another process has removed the directory: Orbax itself would wait for five minutes."""
+    ours = _identity(directory)
     while True:
         began = time.monotonic()
         try:
@@ -233,8 +236,20 @@ def _written(response: Response, directory: Path, published: Path) -> None:
             # One of Orbax's own, which comes whenever it is asked.
             if time.monotonic() - began < LOOK_EVERY / 2:
                 raise
-        if not directory.exists() and not published.exists():
+        now = _identity(directory)
+        ours = ours or now
+        # Another one of that name is what this process's own Orbax made, writing on into what was there no more.
+        if (now is None or now != ours) and not published.exists():
             raise _Elsewhere(ELSEWHERE)
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Of what stands there, whatever its name; None for nothing."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _reason(error: BaseException) -> str:

@@ -199,20 +199,24 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, full_at_step_2
 class Unfinished:
     """What Orbax writes on one process while another one has failed: it goes on to wait. After `turns` looks the directory is gone."""
 
-    def __init__(self, directory, turns=2):
-        self.directory, self.turns = directory, turns
+    def __init__(self, directory, turns=2, writes_on=False):
+        self.directory, self.turns, self.writes_on = directory, turns, writes_on
 
     def result(self, timeout=None):
         time.sleep(timeout)
         self.turns -= 1
         if not self.turns:
-            self.directory.rmdir()
+            (self.directory / "half").touch()
+            steps.remove(self.directory)
+            if self.writes_on:
+                (self.directory / "arrays" / "state").mkdir(parents=True)
         raise TimeoutError
 
 
-def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize("writes_on", [False, True])
+def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(tmp_path, monkeypatch, writes_on):
     monkeypatch.setattr(saving, "LOOK_EVERY", 0.05)
-    monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent))
+    monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent, writes_on=writes_on))
     said = []
     checkpointer = open_run(tmp_path, said)
     checkpointer.save(2, numbered(program()), 1.0)
