@@ -52,15 +52,13 @@ class Forward:
         x = embedding(batch["tokens"], positions, self.collectives, self._dropout(key, batch))
         return vary(x.astype(self.zero.compute), self.stream_axes)
 
-    def layers(self, batch: Batch, key: jax.Array | None, layer_at: jax.Array, remat: str) -> Callable:
-        """The function (weights, x) -> x of one chunk's stacked layers; `layer_at` holds their indices, -1: none."""
+    def layer(self, batch: Batch, key: jax.Array | None, remat: str) -> Callable:
+        """The function (weights of a layer, its index, x) -> x; where stages have fewer layers than others, index -1 changes nothing."""
         positions = batch.get("positions", jnp.arange(batch["tokens"].shape[-1]))
         sequence = Sequence(rotary_table(self.config.model, positions), batch.get("segments"))
         dropout = self._dropout(key, batch)
 
-        def layer(x: jax.Array, of_layer: tuple[Weights, jax.Array]) -> jax.Array:
-            weights, index = of_layer
-
+        def layer(weights: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
             def run(x: jax.Array) -> jax.Array:
                 block = nnx.merge(self.block_graph, self.zero.use("blocks", weights))
                 return vary(self.parts.block(block, x, sequence, dropout.at(index)), varying(x))
@@ -69,10 +67,14 @@ class Forward:
                 return run(x)
             return lax.cond(index >= 0, run, lambda x: x, x) if self.skips else jnp.where(index >= 0, run(x), x)
 
-        layer = checkpointed(layer, self.config.parallel, remat, self.zero.gathers_at_use)
+        return checkpointed(layer, self.config.parallel, remat, self.zero.gathers_at_use)
+
+    def layers(self, batch: Batch, key: jax.Array | None, layer_at: jax.Array, remat: str) -> Callable:
+        """The function (weights, x) -> x of stacked layers; `layer_at` holds their indices."""
+        layer = self.layer(batch, key, remat)
 
         def stack(weights: Weights, x: jax.Array) -> jax.Array:
-            return lax.scan(lambda x, of_layer: (layer(x, of_layer), None), x, (weights, layer_at))[0]
+            return lax.scan(lambda x, of_layer: (layer(*of_layer, x), None), x, (weights, layer_at))[0]
 
         return stack
 

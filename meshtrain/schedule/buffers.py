@@ -14,7 +14,7 @@ Within a tick things happen in this order, and a place is free again after the l
 """
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from meshtrain.schedule.table import B, F, Table, W
 
 # The moments of a tick in which a buffer is read or written.
-_FORWARD, _HEAD, _BACKWARD, _WEIGHT, _ARRIVAL = range(5)
+FORWARD, HEAD, BACKWARD, WEIGHT, ARRIVAL = range(5)
 
 
 class Depths(NamedTuple):
@@ -82,35 +82,35 @@ class Buffers:
     depths: Depths
 
 
-class _Life(NamedTuple):
+class Life(NamedTuple):
     """From when to when each entry of a buffer is held: moments, [virtual stage, microbatch]; `end` < 0: never."""
 
     start: np.ndarray
     end: np.ndarray
 
 
-def _lives(table: Table, when: np.ndarray) -> tuple[_Life, _Life, _Life, _Life]:
+def lives(table: Table, when: np.ndarray) -> tuple[Life, Life, Life, Life]:
     """Of the entries of stash, forward inbox, backward inbox and cotangent stash."""
     last = table.virtual_stages - 1
     arrives = np.zeros_like(when)  # moment from which the input of F, and that of B, is in the inbox
-    arrives[F, 1:] = 5 * when[F, :-1] + _ARRIVAL
-    arrives[B, :-1] = 5 * when[B, 1:] + _ARRIVAL
-    arrives[B, last] = 5 * when[F, last] + _HEAD
-    f, b = 5 * when[F] + _FORWARD, 5 * when[B] + _BACKWARD
-    w = 5 * when[W] + _WEIGHT if table.split else b
+    arrives[F, 1:] = 5 * when[F, :-1] + ARRIVAL
+    arrives[B, :-1] = 5 * when[B, 1:] + ARRIVAL
+    arrives[B, last] = 5 * when[F, last] + HEAD
+    f, b = 5 * when[F] + FORWARD, 5 * when[B] + BACKWARD
+    w = 5 * when[W] + WEIGHT if table.split else b
     never = np.full_like(f, -1)
     waits = f.copy()
     waits[0] = -1  # virtual stage 0 takes the embedding
-    return _Life(f, w), _Life(arrives[F], waits), _Life(arrives[B], b), _Life(b, w if table.split else never)
+    return Life(f, w), Life(arrives[F], waits), Life(arrives[B], b), Life(b, w if table.split else never)
 
 
 def depths(table: Table) -> Depths:
     """The most entries of each buffer that any stage of a legal table holds at once."""
     stage = np.broadcast_to(table.stage_of(np.arange(table.virtual_stages))[:, None], table.when()[F].shape)
-    return Depths(*(_most_alive(table, life, stage) for life in _lives(table, table.when())))
+    return Depths(*(_most_alive(table, life, stage) for life in lives(table, table.when())))
 
 
-def _most_alive(table: Table, life: _Life, stage: np.ndarray) -> int:
+def _most_alive(table: Table, life: Life, stage: np.ndarray) -> int:
     held = life.end >= 0
     change = np.zeros((table.stages, 5 * table.ticks + 1), np.int32)
     np.add.at(change, (stage[held], life.start[held]), 1)
@@ -124,7 +124,7 @@ def allocate(table: Table) -> Buffers:
     when = table.when()
     last = table.virtual_stages - 1
     stage = table.stage_of(np.arange(table.virtual_stages))
-    (stash, f_in, b_in, cot), deep = zip(*(_colour(table, life, stage) for life in _lives(table, when)), strict=True)
+    (stash, f_in, b_in, cot), deep = zip(*(_colour(table, life, stage) for life in lives(table, when)), strict=True)
 
     def active(slot: int) -> np.ndarray:
         return table.cells[:, :, slot, 0] >= 0
@@ -165,7 +165,7 @@ def allocate(table: Table) -> Buffers:
     )
 
 
-def _colour(table: Table, life: _Life, stage: np.ndarray) -> tuple[np.ndarray, int]:
+def _colour(table: Table, life: Life, stage: np.ndarray) -> tuple[np.ndarray, int]:
     """Place of each entry, [virtual stage, microbatch], and the depth.
 
     Entries of one stage share its buffer. Taking them by start, and the lowest free place for each, uses no more
@@ -209,23 +209,6 @@ def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray
             active = _scatter(table, sent, to, np.ones_like(sent)) > 0
             found.append(Arrival(slot, step, active, _scatter(table, sent, to, places)))
     return tuple(found)
-
-
-def received_late(buffers: Buffers, does_b: np.ndarray) -> Buffers:
-    """Cotangents kept one B later than they are sent, as the executor does: by the next of the ticks in which `does_b` holds."""
-    ticks = np.flatnonzero(does_b)
-
-    def late(array: np.ndarray) -> np.ndarray:
-        later = np.zeros_like(array)
-        later[ticks[1:]] = array[ticks[:-1]]
-        return later
-
-    def one(arrival: Arrival) -> Arrival:
-        if arrival.slot == F:
-            return arrival
-        return replace(arrival, active=late(arrival.active), place=late(arrival.place))
-
-    return replace(buffers, arrivals=tuple(map(one, buffers.arrivals)))
 
 
 def _scatter(table: Table, tick: np.ndarray, stage: np.ndarray, values: np.ndarray) -> np.ndarray:

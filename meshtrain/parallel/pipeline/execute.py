@@ -29,9 +29,11 @@ from meshtrain.compat import vary, varying
 from meshtrain.mesh import AXES, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.parallel.pipeline.stage import Work as StageWork
 from meshtrain.parallel.pipeline.storage import empty, read, write
 from meshtrain.parallel.zero import Weights
-from meshtrain.schedule.buffers import allocate, received_late
+from meshtrain.schedule.buffers import allocate
+from meshtrain.schedule.executed import received_late, unmasked
 from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
 from meshtrain.schedule.table import B, F, Table
 
@@ -46,10 +48,10 @@ class Carry(NamedTuple):
     f_inbox: jax.Array
     b_inbox: jax.Array
     gx: jax.Array  # the cotangent that the last B made, not yet sent
-    stash: Tree  # (stage inputs, residuals)
-    cotangents: Tree  # what I leaves for W
+    stash: Tree  # [places, layers, ..]: of each layer (its input, residuals)
+    left: Tree  # [places, layers, ..]: what I leaves for W
     loss: jax.Array
-    blocks: Tree  # float32 gradients, first axis: chunks
+    blocks: Tree  # float32 gradients; None in an evaluation
     edge: Tree  # float32 gradients of embedding and head
 
 
@@ -60,15 +62,17 @@ class Executor:
         self.forward, self.table = forward, table
         self.skips = forward.skips
         self.segments = _segments(table, self.skips)
-        self.buffers = received_late(allocate(table), work_per_tick(self.segments)[:, 2])
+        work = work_per_tick(self.segments)
+        buffers = received_late(allocate(table), work[:, 2])
+        # Skipped where idle, a slot writes nothing.
+        self.buffers = buffers if self.skips else unmasked(table, buffers, work)
 
     # --- the two programs
 
     def train(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> tuple[jax.Array, Tree]:
         """Loss summed over the microbatches [M, b, T] (on each data rank), and `seed` times its gradient in float32."""
         carry = self.run(weights, batches, key, seed)
-        blocks = jax.tree.map(lambda g: g.reshape((-1, *g.shape[2:])), carry.blocks)
-        return self._total(carry.loss), {**carry.edge, "blocks": blocks}
+        return self._total(carry.loss), {**carry.edge, "blocks": carry.blocks}
 
     def run(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> Carry:
         """All ticks; what the buffers hold after the last one is in the carry."""
@@ -128,22 +132,19 @@ class _Step:
         depths, stage, x = self.buffers.depths, self.stage, self.stage.zeros()
         zero = jnp.zeros((), jnp.int32)
         loss = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, jnp.array(True)), x)
-        kept: Tree = []
-        cotangents: Tree = []
+        stash: Tree = []
+        left: Tree = []
         gradients: tuple[Tree, Tree] = (None, None)
         if not forward_only:
-            kept = jax.eval_shape(lambda x: stage.forward(x, zero, zero)[1], x)
-            if self.table.split:
-                first = lambda x, kept: stage.halves(x, kept, x, zero, zero).first(x, kept, x)[1]  # noqa: E731
-                cotangents = jax.eval_shape(first, x, kept)
+            stash, left = stage.stashed(self.table.split)
             f32 = lambda w: vary(jnp.zeros(w.shape, jnp.float32), AXES)  # noqa: E731
-            gradients = (jax.tree.map(f32, stage.blocks), jax.tree.map(f32, stage.edge))
+            gradients = (jax.tree.map(f32, stage.blocks.differentiated), jax.tree.map(f32, stage.edge))
         return Carry(
-            f_inbox=empty(depths.f_inbox, x),
-            b_inbox=empty(depths.b_inbox, x),
+            f_inbox=empty((depths.f_inbox,), x),
+            b_inbox=empty((depths.b_inbox,), x),
             gx=x,
-            stash=empty(depths.stash, (x, kept)) if not forward_only else [],
-            cotangents=empty(depths.cot, cotangents),
+            stash=empty((depths.stash, stage.layers), stash),
+            left=empty((depths.cot, stage.layers), left),
             loss=vary(jnp.zeros(()), varying(loss)),
             blocks=gradients[0],
             edge=gradients[1],
@@ -156,7 +157,7 @@ class _Step:
         if does_b:
             arriving_b = self.send(B, carry.gx)
         if does_f:
-            carry, y = self.do_forward(carry, row, stash=carry.blocks is not None)
+            carry, y = self.do_forward(carry, row, trains=carry.blocks is not None)
             if does_b:
                 # What comes is here when F is done: so the scheduler has it travel while F computes, not after it.
                 y, arriving_b = lax.optimization_barrier((y, arriving_b))
@@ -166,14 +167,17 @@ class _Step:
         if does_b:
             carry = carry._replace(b_inbox=self.keep(carry.b_inbox, arriving_b, row))
             carry = self.do_backward(carry, row)
+            if does_f:
+                gx, arriving_f = lax.optimization_barrier((carry.gx, arriving_f))
+                carry = carry._replace(gx=gx)
         if does_w:
             carry = self.do_weight(carry, row)
         if does_f:
             carry = carry._replace(f_inbox=self.keep(carry.f_inbox, arriving_f, row))
         return carry
 
-    def do_forward(self, carry: Carry, row: Row, stash: bool) -> tuple[Carry, jax.Array]:
-        x = lax.dynamic_index_in_dim(carry.f_inbox, row["f_in"], 0, keepdims=False)
+    def do_forward(self, carry: Carry, row: Row, trains: bool) -> tuple[Carry, jax.Array]:
+        x = read(carry.f_inbox, row["f_in"])
         enters = row["enter"] >= 0 if self.shared_vocabulary else row["first"]
 
         def embed(x: jax.Array) -> jax.Array:
@@ -181,15 +185,15 @@ class _Step:
 
         x = self.when(enters, embed, lambda x: x, x)
 
-        def run(stashed: Tree) -> tuple[jax.Array, Tree]:
-            if not stash:
-                return self.stage.run(x, row["f_microbatch"], row["f_chunk"]), stashed
-            y, kept = self.stage.forward(x, row["f_microbatch"], row["f_chunk"])
-            return y, write(stashed, row["f_stash"], (x, kept), self.mask(row["f_active"]))
+        work = of_row(row, "f")
 
-        idle = lambda stashed: (self.stage.zeros(), stashed)  # noqa: E731
-        y, stashed = self.when(row["f_active"], run, idle, carry.stash, masked=True)
-        return carry._replace(stash=stashed), y
+        def run(stash: Tree) -> tuple[jax.Array, Tree]:
+            if not trains:
+                return self.stage.run(x, work.microbatch, work.chunk), stash
+            return self.stage.forward(x, stash, work)
+
+        y, stash = self.if_active(work.active, run, lambda stash: (self.stage.zeros(), stash), carry.stash)
+        return carry._replace(stash=stash), y
 
     def do_head(self, carry: Carry, row: Row, y: jax.Array) -> Carry:
         exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
@@ -200,26 +204,23 @@ class _Step:
                 return loss + self.stage.loss(self.stage.edge, y, row["exit"], row["last"]), edge, b_inbox
             more, vjp = jax.vjp(lambda w, y: self.stage.loss(w, y, row["exit"], row["last"]), self.stage.edge, y)
             gradient, gy = vjp(vary(self.seed, varying(more)))
-            b_inbox = write(b_inbox, row["head_out"], gy, row["last"])
+            b_inbox = write(b_inbox, gy, row["head_out"], active=row["last"])
             return loss + more, _add(edge, gradient), b_inbox
 
         loss, edge, b_inbox = self.when(exits, run, lambda *same: same, carry.loss, carry.edge, carry.b_inbox)
         return carry._replace(loss=loss, edge=edge, b_inbox=b_inbox)
 
     def do_backward(self, carry: Carry, row: Row) -> Carry:
-        cotangent = lax.dynamic_index_in_dim(carry.b_inbox, row["b_in"], 0, keepdims=False)
+        cotangent, work = read(carry.b_inbox, row["b_in"]), of_row(row, "b")
 
-        def run(blocks: Tree, cotangents: Tree) -> tuple[jax.Array, Tree, Tree]:
-            x, kept = read(carry.stash, row["b_stash"])
-            at = row["b_microbatch"], row["b_chunk"]
+        def run(blocks: Tree, left: Tree) -> tuple[jax.Array, Tree, Tree]:
             if self.table.split:
-                (gx,), left = self.stage.halves(x, kept, cotangent, *at).first(x, kept, cotangent)
-                return gx, blocks, write(cotangents, row["b_cot"], left, self.mask(row["b_active"]))
-            gradient, _, gx = self.stage.backward(x, kept, *at)(cotangent)
-            return gx, self.add_chunk(blocks, gradient, row["b_chunk"]), cotangents
+                gx, left = self.stage.input_gradient(carry.stash, cotangent, left, row["b_cot"], work)
+                return gx, blocks, left
+            return *self.stage.backward(carry.stash, cotangent, blocks, work), left
 
         idle = lambda *same: (self.stage.zeros(), *same)  # noqa: E731
-        gx, blocks, cotangents = self.when(row["b_active"], run, idle, carry.blocks, carry.cotangents)
+        gx, blocks, left = self.if_active(work.active, run, idle, carry.blocks, carry.left)
         leaves = row["leave"] >= 0
         here = leaves & (lax.axis_index(PIPELINE) == 0)
 
@@ -228,24 +229,17 @@ class _Step:
             return _add(edge, vjp(jnp.where(here, gx, 0))[0])
 
         edge = self.when(leaves if self.shared_vocabulary else here, embedding_gradient, lambda e: e, carry.edge)
-        return carry._replace(gx=gx, blocks=blocks, edge=edge, cotangents=cotangents)
+        return carry._replace(gx=gx, blocks=blocks, edge=edge, left=left)
 
     def do_weight(self, carry: Carry, row: Row) -> Carry:
-        def run(blocks: Tree) -> Tree:
-            x, kept = read(carry.stash, row["w_stash"])
-            left = read(carry.cotangents, row["w_cot"])
-            halves = self.stage.halves(x, kept, self.stage.zeros(), row["w_microbatch"], row["w_chunk"])
-            gradient = jax.tree.unflatten(jax.tree.structure(self.stage.blocks), halves.second(left, x, kept, None))
-            return self.add_chunk(blocks, gradient, row["w_chunk"])
+        work = of_row(row, "w")
 
-        return carry._replace(blocks=self.when(row["w_active"], run, lambda same: same, carry.blocks))
+        def run(blocks: Tree) -> Tree:
+            return self.stage.weight_gradient(carry.stash, carry.left, blocks, row["w_cot"], work)
+
+        return carry._replace(blocks=self.if_active(work.active, run, lambda same: same, carry.blocks))
 
     # --- helpers
-
-    def add_chunk(self, blocks: Tree, gradient: Tree, chunk: jax.Array) -> Tree:
-        if self.table.chunks == 1:
-            return jax.tree.map(lambda total, g: total + g[None].astype(jnp.float32), blocks, gradient)
-        return jax.tree.map(lambda total, g: total.at[chunk].add(g.astype(jnp.float32)), blocks, gradient)
 
     def send(self, slot: int, message: jax.Array) -> Messages:
         """Sends what F or B made every way that the table uses; what comes in instead."""
@@ -261,20 +255,23 @@ class _Step:
     def keep(self, inbox: jax.Array, arriving: Messages, row: Row) -> jax.Array:
         for i, message in arriving.items():
             active, place = row["arrivals"][i]
-            inbox = write(inbox, place, message, active)
+            inbox = write(inbox, message, place, active=active)
         return inbox
 
-    def mask(self, active: jax.Array) -> jax.Array | None:
-        """Inside a slot: the predicate that writes must respect, None where the slot is skipped when idle."""
-        return None if self.skips else active
+    def if_active(self, active: jax.Array, run: Callable, idle: Callable, *operands: Tree) -> Any:
+        """`run(*operands)`, on CPU only where active: elsewhere an idle stage computes what nobody reads (see `schedule.executed`)."""
+        return lax.cond(active, run, idle, *operands) if self.skips else run(*operands)
 
-    def when(self, active: jax.Array, run: Callable, idle: Callable, *operands: Tree, masked: bool = False) -> Any:
-        """`run(*operands)` where active, else `idle(*operands)`: skipped on CPU, selected elsewhere (`masked`: run does it)."""
+    def when(self, active: jax.Array, run: Callable, idle: Callable, *operands: Tree) -> Any:
+        """`run(*operands)` where active, else `idle(*operands)`: skipped on CPU, selected elsewhere."""
         if self.skips:
             return lax.cond(active, run, idle, *operands)
-        if masked:
-            return run(*operands)
         return jax.tree.map(lambda a, b: jnp.where(active, a, b), run(*operands), idle(*operands))
+
+
+def of_row(row: Row, slot: str) -> StageWork:
+    """What a slot (f, b, w) of this tick does."""
+    return StageWork(*(row[f"{slot}_{name}"] for name in ("active", "microbatch", "chunk", "stash")))
 
 
 def _scan(step: _Step, work: Work, carry: Carry, rows: Row) -> Carry:

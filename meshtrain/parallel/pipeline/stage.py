@@ -1,7 +1,13 @@
-"""What one stage computes of one microbatch: its layers forward, backward whole or in two halves, embedding and loss."""
+"""What one stage computes of one microbatch: its layers forward, backward whole or in two halves, embedding and loss.
+
+The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to its place:
+
+    forward     x ─► layer 0 ─► layer 1 ─► y          stash[place, layer] ◄─ the layer's input, and what its vjp keeps
+    backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[chunk, layer] += those of the layer's weights
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +17,34 @@ from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.mesh import DATA, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
+from meshtrain.parallel.pipeline.storage import read, write
 from meshtrain.parallel.zero import Weights
 
 Tree = Any
 
 
+class Work(NamedTuple):
+    """One slot of a tick: traced numbers, so that one program serves all."""
+
+    active: jax.Array
+    microbatch: jax.Array
+    chunk: jax.Array
+    place: jax.Array  # of the stash
+
+
 class Stage:
-    """The weights and batches of one step on this device. A microbatch and a chunk are traced numbers: one program serves all."""
+    """The weights and batches of one step on this device."""
 
     def __init__(self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: jax.Array | None) -> None:
-        self.model, self.chunks, self.batches, self.key = forward, chunks, batches, key
-        self.remat = forward.config.parallel.remat
+        self.model, self.batches, self.key = forward, batches, key
         self.edge = {part: weights.differentiated[part] for part in ("embedding", "head")}
         self.constant = weights.constant
-        self.blocks, self.constant_blocks = jax.tree.map(lambda a: _chunked(a, chunks), weights.part("blocks"))
+        self.blocks = weights.part("blocks")
+        # Of a chunk; its layers lie one after the other in the weights' first axis.
+        self.layers = forward.layout.layer_at.shape[-1]
+        assert len(jax.tree.leaves(self.blocks.differentiated)[0]) == chunks * self.layers
         layer_at = jnp.asarray(forward.layout.layer_at)
-        self.layer_at = lax.dynamic_index_in_dim(layer_at, lax.axis_index(PIPELINE), 0, keepdims=False)
+        self.layer_at = lax.dynamic_index_in_dim(layer_at, lax.axis_index(PIPELINE), 0, keepdims=False).reshape(-1)
 
     def zeros(self) -> jax.Array:
         """A residual stream of one microbatch, all zeros."""
@@ -42,48 +60,117 @@ class Stage:
         """Loss of what left the last stage, on the stages that share the vocabulary; zero but where `here`."""
         return self.model.loss(Weights(edge, self.constant), y, self._batch(microbatch), here)
 
+    # --- the layers of a chunk
+
     def run(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
-        function, weights = self._layers(microbatch, chunk)
-        return function(*weights, x)
+        """The chunk's output, with nothing kept."""
+        layer = self._layer(microbatch)
+        return self._over_layers(chunk, x, lambda x, at, _: layer(self._weights(at), self.layer_at[at], x))
 
-    def forward(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Stage output, and the residuals that depend on the microbatch (none with remat: full)."""
-        if self.remat == "full":
-            return self.run(x, microbatch, chunk), []
-        function, weights = self._layers(microbatch, chunk)
-        y, vjp = jax.vjp(function, *weights, x)
-        return y, [r for r in residuals(vjp) if DATA in varying(r)]
+    def forward(self, x: jax.Array, stash: Tree, work: Work) -> tuple[jax.Array, Tree]:
+        """The chunk's output, and the stash with what its backward needs at the work's place."""
+        layer = self._layer(work.microbatch)
 
-    def backward(self, x: jax.Array, kept: list[jax.Array], microbatch: jax.Array, chunk: jax.Array) -> Callable:
-        """The stage's vjp, over stashed residuals; the forward pass traced here is dead code unless remat is full."""
-        function, weights = self._layers(microbatch, chunk)
-        _, vjp = jax.vjp(function, *weights, x)
-        if self.remat == "full":
-            return vjp
-        stored = iter(kept)
-        return with_residuals(vjp, [next(stored) if DATA in varying(r) else r for r in residuals(vjp)])
+        def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
+            x, stash = carry
+            y, kept = self._kept(layer, at, x)
+            return y, write(stash, (x, kept), work.place, i)
 
-    def halves(self, x: jax.Array, kept: Tree, cotangent: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> Halves:
-        """`backward` as I (x, kept, cotangent) -> input gradient and W (stash, x, kept) -> leaves of the weight gradient."""
+        return self._over_layers(work.chunk, (x, stash), one)
 
-        def whole(x: jax.Array, kept: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
-            gradient, _, gx = self.backward(x, kept, microbatch, chunk)(cotangent)
-            return gx, gradient
+    def backward(self, stash: Tree, cotangent: jax.Array, gradients: Tree, work: Work) -> tuple[jax.Array, Tree]:
+        """The input gradient, and `gradients` with the weights' gradient added where the work is active."""
+        layer = self._layer(work.microbatch)
 
-        return split_backward(whole, (False, False, True), x, kept, cotangent)
+        def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
+            cotangent, gradients = carry
+            gradient, gx = self._vjp(layer, at, *read(stash, work.place, i))(cotangent)
+            return gx, _added(gradients, gradient, at, work.active)
+
+        return self._over_layers(work.chunk, (cotangent, gradients), one, reverse=True)
+
+    def input_gradient(self, stash: Tree, cotangent: jax.Array, left: Tree, place: jax.Array, work: Work) -> tuple[jax.Array, Tree]:  # fmt: skip
+        """I: the input gradient, and at `place` of `left` what the weight gradient needs of it."""
+        layer = self._layer(work.microbatch)
+
+        def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
+            cotangent, left = carry
+            x, kept = read(stash, work.place, i)
+            (gx,), more = self._halves(layer, at, x, kept).first(x, kept, cotangent)
+            return gx, write(left, more, place, i)
+
+        return self._over_layers(work.chunk, (cotangent, left), one, reverse=True)
+
+    def weight_gradient(self, stash: Tree, left: Tree, gradients: Tree, place: jax.Array, work: Work) -> Tree:
+        """W: `gradients` with the weights' gradient added, of what I left at `place`."""
+        layer, tree = self._layer(work.microbatch), jax.tree.structure(self.blocks.differentiated)
+
+        def one(gradients: Tree, at: jax.Array, i: jax.Array) -> Tree:
+            x, kept = read(stash, work.place, i)
+            leaves = self._halves(layer, at, x, kept).second(read(left, place, i), x, kept, None)
+            return _added(gradients, jax.tree.unflatten(tree, leaves), at, work.active)
+
+        return self._over_layers(work.chunk, gradients, one, reverse=True)
+
+    def stashed(self, split: bool) -> tuple[Tree, Tree]:
+        """Shapes of what a layer has in the stash, and of what I leaves of it where the backward is `split`."""
+        zero, x = jnp.zeros((), jnp.int32), self.zeros()
+
+        def of(x: jax.Array) -> tuple[Tree, Tree]:
+            layer = self._layer(zero)
+            kept = self._kept(layer, zero, x)[1]
+            return (x, kept), self._halves(layer, zero, x, kept).first(x, kept, x)[1] if split else []
+
+        return jax.eval_shape(of, x)
+
+    # --- one layer
+
+    def _over_layers(self, chunk: jax.Array, carry: Any, one: Callable, reverse: bool = False) -> Any:
+        """`one(carry, its index in the stacked weights, its index in the chunk)` of each layer in turn."""
+        first = chunk * self.layers
+        step = lambda carry, i: (one(carry, first + i, i), None)  # noqa: E731
+        return lax.scan(step, carry, jnp.arange(self.layers, dtype=jnp.int32), reverse=reverse)[0]
 
     def _batch(self, microbatch: jax.Array) -> Batch:
         index = jnp.maximum(microbatch, 0)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches)
 
-    def _layers(self, microbatch: jax.Array, chunk: jax.Array) -> tuple[Callable, tuple[Tree, Tree | None]]:
-        """The chunk's layers as a function of (differentiated, constant, x), and its weights."""
-        pick = lambda a: a[0] if self.chunks == 1 else lax.dynamic_index_in_dim(a, chunk, 0, False)  # noqa: E731
-        remat = "none" if self.remat == "full" else self.remat  # full: backward() recomputes the stage as a whole
-        layers = self.model.layers(self._batch(microbatch), self.key, pick(self.layer_at), remat)
-        function = lambda differentiated, constant, x: layers(Weights(differentiated, constant), x)  # noqa: E731
-        return function, (jax.tree.map(pick, self.blocks), jax.tree.map(pick, self.constant_blocks))
+    def _layer(self, microbatch: jax.Array) -> Callable:
+        return self.model.layer(self._batch(microbatch), self.key, self.model.config.parallel.remat)
+
+    def _weights(self, at: jax.Array) -> Weights:
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks)
+
+    def _traced(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, Callable]:
+        """A layer's output, and its vjp to the gradients of its weights and of x."""
+        weights, index = self._weights(at), self.layer_at[at]
+        return jax.vjp(lambda w, x: layer(weights._replace(differentiated=w), index, x), weights.differentiated, x)
+
+    def _kept(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """A layer's output, and the residuals that depend on the microbatch."""
+        y, vjp = self._traced(layer, at, x)
+        return y, [r for r in residuals(vjp) if DATA in varying(r)]
+
+    def _vjp(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> Callable:
+        """The layer's vjp over residuals from the stash; the forward pass traced here is dead code."""
+        _, vjp = self._traced(layer, at, x)
+        stored = iter(kept)
+        return with_residuals(vjp, [next(stored) if DATA in varying(r) else r for r in residuals(vjp)])
+
+    def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> Halves:
+        """The layer's vjp as I (x, kept, cotangent) -> input gradient and W (what I left, x, kept) -> leaves of the weight gradient."""
+
+        def whole(x: jax.Array, kept: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
+            gradient, gx = self._vjp(layer, at, x, kept)(cotangent)
+            return gx, gradient
+
+        return split_backward(whole, (False, False, True), x, kept, x)
 
 
-def _chunked(a: jax.Array, chunks: int) -> jax.Array:
-    return a.reshape((chunks, a.shape[0] // chunks, *a.shape[1:]))
+def _added(gradients: Tree, more: Tree, at: jax.Array, active: jax.Array) -> Tree:
+    """float32 `gradients` with those of layer `at` added, where active: an idle stage's are of whatever its buffers hold."""
+
+    def one(total: jax.Array, g: jax.Array) -> jax.Array:
+        return write(total, read(total, at) + jnp.where(active, g, 0).astype(jnp.float32), at)
+
+    return jax.tree.map(one, gradients, more)
