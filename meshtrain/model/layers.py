@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend
@@ -84,19 +85,21 @@ def hidden(activation: str, gated: bool) -> Callable[..., jax.Array]:
     return keeping_arguments((lambda gate, up: function(gate) * up) if gated else (lambda up: function(up)))
 
 
-def normalised(eps: float, centred: bool, x: jax.Array) -> jax.Array:
-    """x over its root mean square along the last dimension (`centred`: less its mean first), in float32 but for the result."""
-    y = x.astype(jnp.float32)
+def normalised(eps: float, centred: bool, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x over its root mean square along the last dimension (`centred`: less its mean first), times `scale`; float32 but for the result."""
+    # Here and not where they meet in float32: the gradient is summed over tensor in x's dtype.
+    y = vary(x, varying(scale)).astype(jnp.float32)
     if centred:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
-    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or, with a bias, LayerNorm; computed in float32.
 
-    Inside a mesh `scale` varies over `tensor`: its product with the replicated, normalised x is where Megatron's f sits,
-    whose transpose sums the gradient over the tensor ranks.
+    Inside a mesh `scale` varies over `tensor`, x need not: where they meet is Megatron's f, whose transpose sums the gradient over
+    the tensor ranks.
     """
 
     scale: nnx.Param
@@ -107,7 +110,7 @@ class Norm(nnx.Module):
         make_parameters(self, name, config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = keeping_arguments(partial(normalised, self.eps, self.bias is not None))(x) * self.scale[...]
+        y = keeping_arguments(partial(normalised, self.eps, self.bias is not None))(x, self.scale[...])
         return y if self.bias is None else y + self.bias[...]
 
 

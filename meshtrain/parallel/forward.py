@@ -67,7 +67,8 @@ class Forward:
                 return run(x)
             return lax.cond(index >= 0, run, lambda x: x, x) if self.skips else jnp.where(index >= 0, run(x), x)
 
-        return checkpointed(layer, self.config.parallel, remat, self.zero.gathers_at_use)
+        gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
+        return checkpointed(layer, self.config.parallel, remat, gathers)
 
     def layers(self, batch: Batch, key: jax.Array | None, layer_at: jax.Array, remat: str) -> Callable:
         """The function (weights, x) -> x of stacked layers; `layer_at` holds their indices."""

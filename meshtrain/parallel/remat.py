@@ -1,9 +1,10 @@
 """What the backward pass recomputes (activation checkpointing, Chen et al. 2016): parallel.remat as policies of jax.checkpoint.
 
-    none     nothing                          weights gathered at use (ZeRO-3) all the same
+    none     nothing                          but what was gathered is gathered again, under any policy: weights at use (ZeRO-3),
+                                              and with sequence parallelism the products' inputs (Korthikanti et al. 2022, section 4.2.2)
     dots     all but products with weights    attention too
     names    all but parallel.remat_keep, which stays on the device, and parallel.remat_offload, which waits on the host
-    full     all of a layer; under a pipeline all of a stage's chunk at once, see `pipeline.stage`
+    full     all of a layer
 
 The names are given where the values are made, in `model.layers` and `model.attention`; `config.check.ACTIVATIONS` lists them.
 """
@@ -14,15 +15,15 @@ from typing import Any
 import jax
 
 from meshtrain.config.schema import ParallelConfig
-from meshtrain.mesh import DATA
 from meshtrain.parallel.offload import HOST
 
 
-def checkpointed(layer: Callable, parallel: ParallelConfig, remat: str, gathers_at_use: bool) -> Callable:
-    """`layer` under the policy of `remat`; weights gathered at use are never among what is kept for the backward."""
-    if remat == "none":
-        return jax.checkpoint(layer, policy=_all_but_gathered) if gathers_at_use else layer
-    return jax.checkpoint(layer, policy=_policy(parallel))
+def checkpointed(layer: Callable, parallel: ParallelConfig, remat: str, gathers: bool) -> Callable:
+    """`layer` under the policy of `remat`; `gathers`: it gathers weights or activations, which are never among what is kept."""
+    if remat == "none" and not gathers:
+        return layer
+    # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is computed again.
+    return jax.checkpoint(layer, policy=_all_but_gathered if remat == "none" else _policy(parallel), prevent_cse=False)
 
 
 def _policy(parallel: ParallelConfig) -> Callable | None:
@@ -40,7 +41,6 @@ def _policy(parallel: ParallelConfig) -> Callable | None:
     return None
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Keeps everything, but gathers weights again. Nor keeps a slice, such as takes the padding off: it is a copy."""
-    over_data = primitive.name == "all_gather" and DATA in parameters["axis_name"]
-    return not over_data and primitive.name != "slice"
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keeps everything, but gathers again. Nor keeps another view of what was gathered: it would be a copy."""
+    return primitive.name not in ("all_gather", "slice", "reshape")

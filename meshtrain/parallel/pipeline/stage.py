@@ -3,7 +3,7 @@
 The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to its place:
 
     forward     x ─► layer 0 ─► layer 1 ─► y          stash[place, layer] ◄─ the layer's input, and what its vjp keeps
-    backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[chunk, layer] += those of the layer's weights
+    backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[layer] += those of its weights, where the stage is not idle
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.mesh import DATA, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
-from meshtrain.parallel.pipeline.storage import read, write
+from meshtrain.parallel.pipeline.storage import add, read, write
 from meshtrain.parallel.zero import Weights
 
 Tree = Any
@@ -85,7 +85,7 @@ class Stage:
         def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             cotangent, gradients = carry
             gradient, gx = self._vjp(layer, at, *read(stash, work.place, i))(cotangent)
-            return gx, _added(gradients, gradient, at, work.active)
+            return gx, add(gradients, gradient, at, active=work.active)
 
         return self._over_layers(work.chunk, (cotangent, gradients), one, reverse=True)
 
@@ -108,7 +108,7 @@ class Stage:
         def one(gradients: Tree, at: jax.Array, i: jax.Array) -> Tree:
             x, kept = read(stash, work.place, i)
             leaves = self._halves(layer, at, x, kept).second(read(left, place, i), x, kept, None)
-            return _added(gradients, jax.tree.unflatten(tree, leaves), at, work.active)
+            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=work.active)
 
         return self._over_layers(work.chunk, gradients, one, reverse=True)
 
@@ -166,11 +166,3 @@ class Stage:
 
         return split_backward(whole, (False, False, True), x, kept, x)
 
-
-def _added(gradients: Tree, more: Tree, at: jax.Array, active: jax.Array) -> Tree:
-    """float32 `gradients` with those of layer `at` added, where active: an idle stage's are of whatever its buffers hold."""
-
-    def one(total: jax.Array, g: jax.Array) -> jax.Array:
-        return write(total, read(total, at) + jnp.where(active, g, 0).astype(jnp.float32), at)
-
-    return jax.tree.map(one, gradients, more)

@@ -6,6 +6,7 @@
 The layers' loop writes and reads place and layer where they lie: a whole place is never in a second piece of memory.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,22 +30,41 @@ def empty(shape: tuple[int, ...], like: Tree) -> Tree:
 
 def read(buffers: Tree, *at: jax.Array) -> Tree:
     """The values at the place whose first indices are `at`."""
-
-    def one(buffer: jax.Array) -> jax.Array:
-        rest = buffer.shape[len(at) :]
-        start = (*at, *(jnp.zeros((), jnp.int32) for _ in rest))
-        return lax.dynamic_slice(buffer, start, (*(1 for _ in at), *rest)).reshape(rest)
-
-    return jax.tree.map(one, buffers)
+    return jax.tree.map(lambda buffer: _slice(buffer, at).reshape(buffer.shape[len(at) :]), buffers)
 
 
 def write(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array | None = None) -> Tree:
     """`values` at the place whose first indices are `at`, where `active` (None: always)."""
 
-    def one(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        if active is not None:
-            value = jnp.where(active, value, read(buffer, *at))
-        start = (*at, *(jnp.zeros((), jnp.int32) for _ in value.shape))
-        return lax.dynamic_update_slice(buffer, value.reshape((*(1 for _ in at), *value.shape)), start)
+    def one(buffer: jax.Array, old: jax.Array, value: jax.Array) -> jax.Array:
+        return value if active is None else jnp.where(active, value, old)
 
-    return jax.tree.map(one, buffers, values)
+    return _updated(buffers, values, at, one)
+
+
+def add(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array) -> Tree:
+    """`values` added, where `active`, to those at the place whose first indices are `at`, in the buffers' dtype."""
+
+    def one(buffer: jax.Array, old: jax.Array, value: jax.Array) -> jax.Array:
+        return old + jnp.where(active, value, 0).astype(buffer.dtype)
+
+    return _updated(buffers, values, at, one)
+
+
+def _updated(buffers: Tree, values: Tree, at: tuple[jax.Array, ...], one: Callable[..., jax.Array]) -> Tree:
+    """`one(buffer, what is at the place, value)` at the place. Both keep the axes of `at`: with a reshape between, XLA's GPU
+    compiler no longer sees that it reads where it writes, and copies the place first."""
+
+    def updated(buffer: jax.Array, value: jax.Array) -> jax.Array:
+        value = value.reshape((*(1 for _ in at), *value.shape))
+        return lax.dynamic_update_slice(buffer, one(buffer, _slice(buffer, at), value), _start(buffer, at))
+
+    return jax.tree.map(updated, buffers, values)
+
+
+def _slice(buffer: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
+    return lax.dynamic_slice(buffer, _start(buffer, at), (*(1 for _ in at), *buffer.shape[len(at) :]))
+
+
+def _start(buffer: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return (*at, *(jnp.zeros((), jnp.int32) for _ in buffer.shape[len(at) :]))
