@@ -50,7 +50,7 @@ def _trips(table: Table) -> Trips:
     """
     found, buffers = segments(table), allocate(table)
     work = work_per_tick(found)
-    forward, head, backward, _ = work.sum(axis=0).tolist()
+    forward, head, backward, _, enter, leave = work.sum(axis=0).tolist()
     alone = np.zeros(table.ticks, bool)
     alone[[segment.first for segment in found if segment.repeats * segment.period == 1]] = True
 
@@ -68,8 +68,9 @@ def _trips(table: Table) -> Trips:
         forward,
         head,
         backward,
-        embedding=int((~alone[goes] | (buffers.enter[goes] >= 0)).sum()),
-        unembedding=int((~alone[comes] | (buffers.leave[comes] >= 0)).sum()),
+        # The first before all ticks, the last after them.
+        embedding=1 + enter,
+        unembedding=leave + 1,
         down=messages(F, goes, late=0),
         up=messages(B, comes, late=1),
     )

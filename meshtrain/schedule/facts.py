@@ -47,7 +47,7 @@ def facts(table: Table) -> Facts:
     """The facts of a legal table."""
     found = segments(table)
     work = work_per_tick(found)
-    forward, head, backward, weight = work.sum(axis=0).tolist()
+    forward, head, backward, weight, *_ = work.sum(axis=0).tolist()
     together = int((work[:, 0] & work[:, 2]).sum())
     steady = [i for i, segment in enumerate(found) if not _is_tick(segment) and any(_both(w) for _, w in segment.body)]
     if steady:

@@ -5,7 +5,9 @@
     F F F F F F F   HB HB HB HB  . . . .  HB HB HB HB ... HB HB HB HB   B B B B B B B
     7 x F           3 x ( 4 x FHB        4 x FB )         4 x FHB       7 x B
 
-The head stands beside the slots because with chunks most ticks have none, and it may cost as much as several layers.
+The head stands beside the slots because with chunks most ticks have none, and it may cost as much as several layers. So do the
+embedding and its gradient, which all stages may share: the embedding of a microbatch is looked up one F before it enters, and what
+leaves virtual stage 0 returns to it one B later. So they fall into the ticks that have a head.
 """
 
 import itertools
@@ -14,16 +16,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.schedule.table import F, Table
+from meshtrain.schedule.table import B, F, Table, W
 
 
 class Work(NamedTuple):
-    """Whether any stage does F, the loss head, B, W."""
+    """Whether any stage does F, the loss head, B, W; whether the next F's embedding is looked up, and the last B's gradient given to it."""
 
     forward: bool
     head: bool
     backward: bool
     weight: bool
+    enter: bool
+    leave: bool
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,28 @@ def segments(table: Table, limit: int = 8) -> list[Segment]:
     number of microbatches. A table too irregular for that does some work idly: neighbours are joined, those first
     that waste least.
     """
-    used = (table.cells[..., 0] >= 0).any(axis=1)
-    head = np.zeros(table.ticks, bool)
-    head[table.when()[F, -1]] = True
-    work = np.insert(used, 1, head, axis=1)
-    weights = (1, 1, 1 if table.split else 2, 1)
+    work = needed(table)
+    weights = (8, 8, 8 if table.split else 16, 8, 1, 1)
     found = _repeats(_merge_runs(work, weights, table.ticks))
     if sum(len(segment.body) for segment in found) > limit:
         found = _repeats(_merge_runs(work, weights, limit))
     return found
+
+
+def needed(table: Table) -> np.ndarray:
+    """bool [ticks, 6]: what any stage does in each tick, as `Work` has it."""
+    used = np.asarray((table.cells[..., 0] >= 0).any(axis=1))
+    when = table.when()
+
+    def at(ticks: np.ndarray) -> np.ndarray:
+        found = np.zeros(table.ticks, bool)
+        found[ticks] = True
+        return found
+
+    forward, backward = np.flatnonzero(used[:, F]), np.flatnonzero(used[:, B])
+    enter = at(forward[:-1][at(when[F, 0])[forward[1:]]])
+    leave = at(backward[1:][at(when[B, 0])[backward[:-1]]])
+    return np.stack([used[:, F], at(when[F, -1]), used[:, B], used[:, W], enter, leave], axis=1)
 
 
 def _repeats(runs: list[tuple[int, Work]]) -> list[Segment]:
@@ -76,13 +93,13 @@ def _count(runs: list[tuple[int, Work]], i: int, length: int) -> int:
 
 
 def work_per_tick(found: list[Segment]) -> np.ndarray:
-    """bool [ticks, 4]: what the compiled program does in each tick, idly or not (F, head, B, W)."""
+    """bool [ticks, 6]: what the compiled program does in each tick, idly or not, as `Work` has it."""
     turns = [(segment.repeats, [work for ticks, work in segment.body for _ in range(ticks)]) for segment in found]
     return np.array([work for repeats, turn in turns for work in turn * repeats])
 
 
 def _merge_runs(work: np.ndarray, weights: tuple[int, ...], limit: int) -> list[tuple[int, Work]]:
-    """Runs of equal rows of `work` (bool [ticks, 4]) as (ticks, row), at most `limit`.
+    """Runs of equal rows of `work` (bool [ticks, 6]) as (ticks, row), at most `limit`.
 
     Joined neighbours do the union of their work; `weights` is the relative cost of each kind in one tick.
     """

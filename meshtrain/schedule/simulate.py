@@ -240,7 +240,7 @@ def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.nda
     message = durations.message if table.stages > 1 else 0.0
     begin = np.zeros((table.ticks, 4))  # when F, B, W, HEAD begin in each tick
     clock = f_arrives = b_arrives = 0.0
-    for tick, (does_f, does_head, does_b, does_w) in enumerate(work_per_tick(segments(table)).tolist()):
+    for tick, (does_f, does_head, does_b, does_w, *_) in enumerate(work_per_tick(segments(table)).tolist()):
         if does_f:
             begin[tick, F] = clock = max(clock, f_arrives)
             clock += f

@@ -32,8 +32,7 @@ from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.pipeline.stage import Work as StageWork
 from meshtrain.parallel.pipeline.storage import empty, read, write
 from meshtrain.parallel.zero import Weights
-from meshtrain.schedule.buffers import allocate
-from meshtrain.schedule.executed import received_late, unmasked
+from meshtrain.schedule.executed import executed
 from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
 from meshtrain.schedule.table import B, F, Table
 
@@ -47,6 +46,7 @@ class Carry(NamedTuple):
 
     f_inbox: jax.Array
     b_inbox: jax.Array
+    entering: jax.Array  # the embedding that the next F on virtual stage 0 takes
     gx: jax.Array  # the cotangent that the last B made, not yet sent
     stash: Tree  # [places, layers, ..]: of each layer (its input, residuals)
     left: Tree  # [places, layers, ..]: what I leaves for W
@@ -62,10 +62,7 @@ class Executor:
         self.forward, self.table = forward, table
         self.skips = forward.skips
         self.segments = _segments(table, self.skips)
-        work = work_per_tick(self.segments)
-        buffers = received_late(allocate(table), work[:, 2])
-        # Skipped where idle, a slot writes nothing.
-        self.buffers = buffers if self.skips else unmasked(table, buffers, work)
+        self.buffers = executed(table, None if self.skips else work_per_tick(self.segments))
 
     # --- the two programs
 
@@ -80,7 +77,7 @@ class Executor:
         carry = step.start()
         for segment in self.segments:
             carry = self._segment(step, segment, carry)
-        return carry
+        return step.end(carry)
 
     def evaluate(self, weights: Weights, batches: Batch) -> jax.Array:
         """Summed loss: the table's forward slots alone."""
@@ -88,7 +85,7 @@ class Executor:
         carry = step.start(forward_only=True)
         busy = np.flatnonzero(self.buffers.f_active.any(axis=1))
         rows = self._rows(busy)
-        return self._total(_scan(step, Work(True, True, False, False), carry, rows).loss)
+        return self._total(_scan(step, Work(True, True, False, False, True, False), carry, rows).loss)
 
     def _total(self, loss: jax.Array) -> jax.Array:
         return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss
@@ -142,6 +139,7 @@ class _Step:
         return Carry(
             f_inbox=empty((depths.f_inbox,), x),
             b_inbox=empty((depths.b_inbox,), x),
+            entering=self.enter(x, jnp.asarray(self.buffers.enters_first)),
             gx=x,
             stash=empty((depths.stash, stage.layers), stash),
             left=empty((depths.cot, stage.layers), left),
@@ -150,18 +148,25 @@ class _Step:
             edge=gradients[1],
         )
 
+    def end(self, carry: Carry) -> Carry:
+        return self.leave(carry, jnp.asarray(self.buffers.leaves_last)) if self.buffers.leaves_last >= 0 else carry
+
     # --- one tick
 
     def tick(self, work: Work, carry: Carry, row: Row) -> Carry:
-        does_f, does_head, does_b, does_w = work
+        does_f, does_head, does_b, does_w, enters, leaves = work
         if does_b:
             arriving_b = self.send(B, carry.gx)
+        if leaves:
+            carry = self.leave(carry, row["leaving"])
         if does_f:
             carry, y = self.do_forward(carry, row, trains=carry.blocks is not None)
             if does_b:
                 # What comes is here when F is done: so the scheduler has it travel while F computes, not after it.
                 y, arriving_b = lax.optimization_barrier((y, arriving_b))
             arriving_f = self.send(F, y)
+            if enters:
+                carry = carry._replace(entering=self.enter(carry.entering, row["entering"]))
             if does_head:
                 carry = self.do_head(carry, row, y)
         if does_b:
@@ -178,13 +183,7 @@ class _Step:
 
     def do_forward(self, carry: Carry, row: Row, trains: bool) -> tuple[Carry, jax.Array]:
         x = read(carry.f_inbox, row["f_in"])
-        enters = row["enter"] >= 0 if self.shared_vocabulary else row["first"]
-
-        def embed(x: jax.Array) -> jax.Array:
-            return jnp.where(row["first"], self.stage.embed(self.stage.edge, row["enter"]), x)
-
-        x = self.when(enters, embed, lambda x: x, x)
-
+        x = jnp.where(row["first"], carry.entering, x)
         work = of_row(row, "f")
 
         def run(stash: Tree) -> tuple[jax.Array, Tree]:
@@ -219,17 +218,12 @@ class _Step:
                 return gx, blocks, left
             return *self.stage.backward(carry.stash, cotangent, blocks, work), left
 
-        idle = lambda *same: (self.stage.zeros(), *same)  # noqa: E731
+        # What was sent last is what leaves next, however long that takes.
+        idle = lambda *same: (carry.gx, *same)  # noqa: E731
         gx, blocks, left = self.if_active(work.active, run, idle, carry.blocks, carry.left)
-        leaves = row["leave"] >= 0
-        here = leaves & (lax.axis_index(PIPELINE) == 0)
-
-        def embedding_gradient(edge: Tree) -> Tree:
-            _, vjp = jax.vjp(lambda w: self.stage.embed(w, row["leave"]), self.stage.edge)
-            return _add(edge, vjp(jnp.where(here, gx, 0))[0])
-
-        edge = self.when(leaves if self.shared_vocabulary else here, embedding_gradient, lambda e: e, carry.edge)
-        return carry._replace(gx=gx, blocks=blocks, edge=edge, left=left)
+        if not self.skips:
+            gx = jnp.where(work.active, gx, carry.gx)
+        return carry._replace(gx=gx, blocks=blocks, left=left)
 
     def do_weight(self, carry: Carry, row: Row) -> Carry:
         work = of_row(row, "w")
@@ -238,6 +232,30 @@ class _Step:
             return self.stage.weight_gradient(carry.stash, carry.left, blocks, row["w_cot"], work)
 
         return carry._replace(blocks=self.if_active(work.active, run, lambda same: same, carry.blocks))
+
+    # --- the vocabulary's other end
+
+    def enter(self, before: jax.Array, microbatch: jax.Array) -> jax.Array:
+        """The embedding of a microbatch, where there is one to come; of use on stage 0."""
+        return self.when(
+            self.at_first_stage(microbatch >= 0), lambda _: self.stage.embed(self.stage.edge, microbatch), lambda x: x, before,
+        )  # fmt: skip
+
+    def leave(self, carry: Carry, microbatch: jax.Array) -> Carry:
+        """What the last B of virtual stage 0 made is the embedding's gradient."""
+        leaves = microbatch >= 0
+
+        def embedding_gradient(edge: Tree) -> Tree:
+            _, vjp = jax.vjp(lambda w: self.stage.embed(w, microbatch), self.stage.edge)
+            here = leaves & (lax.axis_index(PIPELINE) == 0)
+            return _add(edge, vjp(jnp.where(here, carry.gx, 0))[0])
+
+        edge = self.if_active(self.at_first_stage(leaves), embedding_gradient, lambda edge: edge, carry.edge)
+        return carry._replace(edge=edge)
+
+    def at_first_stage(self, here: jax.Array) -> jax.Array:
+        """On stage 0, or on all stages where they share the vocabulary."""
+        return here if self.shared_vocabulary else here & (lax.axis_index(PIPELINE) == 0)
 
     # --- helpers
 
@@ -282,7 +300,7 @@ def _scan(step: _Step, work: Work, carry: Carry, rows: Row) -> Carry:
 def _segments(table: Table, skips: bool) -> list[Segment]:
     """One where idle slots are skipped anyway; else those whose ticks do the same work."""
     if skips:
-        return [Segment(0, 1, ((table.ticks, Work(True, True, True, table.split)),))]
+        return [Segment(0, 1, ((table.ticks, Work(True, True, True, table.split, True, True)),))]
     return segments(table)
 
 

@@ -165,4 +165,3 @@ class Stage:
             return gx, gradient
 
         return split_backward(whole, (False, False, True), x, kept, x)
-
