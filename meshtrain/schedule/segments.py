@@ -43,17 +43,26 @@ class Segment:
         return sum(ticks for ticks, _ in self.body)
 
 
-def segments(table: Table, limit: int = 8) -> list[Segment]:
+def segments(table: Table, limit: int = 13) -> list[Segment]:
     """The table's ticks in order, in segments with `limit` bodies at most, so that code size does not grow with the
-    number of microbatches. A table too irregular for that does some work idly: neighbours are joined, those first
-    that waste least.
+    number of microbatches. A table too irregular for that does some work idly: first embeddings, in all ticks that are alike but for
+    them; then neighbours are joined, those first that waste least.
     """
     work = needed(table)
-    weights = (8, 8, 8 if table.split else 16, 8, 1, 1)
-    found = _repeats(_merge_runs(work, weights, table.ticks))
-    if sum(len(segment.body) for segment in found) > limit:
-        found = _repeats(_merge_runs(work, weights, limit))
+    found = _repeats(_runs(work))
+    if _bodies(found) > limit:
+        for alike in np.unique(work[:, :4], axis=0):
+            ticks = (work[:, :4] == alike).all(axis=1)
+            work[ticks, 4:] = work[ticks, 4:].any(axis=0)
+        found = _repeats(_runs(work))
+    if _bodies(found) > limit:
+        weights = (8, 8, 8 if table.split else 16, 8, 1, 1)
+        found = _repeats(_merged(_runs(work), weights, limit))
     return found
+
+
+def _bodies(found: list[Segment]) -> int:
+    return sum(len(segment.body) for segment in found)
 
 
 def needed(table: Table) -> np.ndarray:
@@ -98,12 +107,13 @@ def work_per_tick(found: list[Segment]) -> np.ndarray:
     return np.array([work for repeats, turn in turns for work in turn * repeats])
 
 
-def _merge_runs(work: np.ndarray, weights: tuple[int, ...], limit: int) -> list[tuple[int, Work]]:
-    """Runs of equal rows of `work` (bool [ticks, 6]) as (ticks, row), at most `limit`.
+def _runs(work: np.ndarray) -> list[tuple[int, Work]]:
+    """Runs of equal rows of `work` (bool [ticks, 6]) as (ticks, row)."""
+    return [(len(list(same)), row) for row, same in itertools.groupby(Work(*row) for row in work.tolist())]
 
-    Joined neighbours do the union of their work; `weights` is the relative cost of each kind in one tick.
-    """
-    runs = [(len(list(same)), row) for row, same in itertools.groupby(Work(*row) for row in work.tolist())]
+
+def _merged(runs: list[tuple[int, Work]], weights: tuple[int, ...], limit: int) -> list[tuple[int, Work]]:
+    """At most `limit` of them. Joined neighbours do the union of their work; `weights` is the relative cost of each kind in one tick."""
 
     def waste(i: int) -> int:
         (left_ticks, left), (right_ticks, right) = runs[i : i + 2]
