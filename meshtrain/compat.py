@@ -51,15 +51,6 @@ def bind(equation: JaxprEqn, values: list[Any]) -> list[Any]:
     return list(outs) if equation.primitive.multiple_results else [outs]
 
 
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Constants and carries of a scan equation: its first inputs."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carries, _ = params["ft_in"].unpack()
-    return len(list(constants.vals)), len(list(carries.vals))
-
-
 @contextlib.contextmanager
 def lines_as_they_are() -> Iterator[None]:
     """What is compiled in here tells the lines of today's source: else JAX may give a program that it kept from before they moved."""
