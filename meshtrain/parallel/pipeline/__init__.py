@@ -4,10 +4,13 @@ Every device runs one program: a scan over ticks, in which it looks up its own r
 that is read from a CSV file runs as the named ones do. Forwards and backwards of different microbatches alternate, so there is no `jax.grad`
 around the pipeline: the forward of a stage stashes its residuals in one tick, and the backward takes them up in another.
 
-    table ──buffers──► places ──segments──► loops over ticks           meshtrain.schedule, without JAX
+    table ──buffers──► places ──segments──► loops over ticks ──executed──► rows       meshtrain.schedule, without JAX
                                                │
-      F  stage.forward ── residuals ─► storage │ ─► B  stage.backward  execute, this package
-                                               │       or I, W         split_backward
+      F  stage.forward ── residuals ─► storage │ ─► B  stage.backward                 execute, this package
+                                               │       or I, W                        split_backward
+
+A layer's residuals go from its forward to its place in the stash, and from there to its backward, without a copy between; so do
+weights, which are sliced layer by layer, and gradients, which are added to their sums.
 
 - `meshtrain.parallel.pipeline.execute`: the executor; when messages travel.
 - `meshtrain.parallel.pipeline.stage`: what one stage computes of a microbatch.

@@ -5,16 +5,16 @@
              B: cotangent + stash → input gradient, weight gradient (only the former where the table splits them)
              W: weight gradient
 
-Messages travel while the device computes. An activation leaves after F and travels during H, B and W; a cotangent leaves at the
-start of the next tick that has a B, and travels during its F:
+Messages travel while the device computes. An activation leaves after F and is waited for after B; a cotangent leaves at the start
+of the next tick that has a B, and is waited for after its F. So does the vocabulary: see `schedule.executed`.
 
     tick t       F  H  B  W
-                  ╰──y────►
+                  ╰──y──►
     tick t + 1   F  H  B  W
                ──►  the gx of tick t
 
 Every device runs the same program. On CPU idle slots are skipped (lax.cond). Elsewhere a predicate would be waited for, so a slot
-that any stage uses is computed by all and masked where idle; `segments` groups the ticks so that little is.
+that any stage uses is computed by all, and an idle one's results go where nobody reads; `segments` groups the ticks so that little is.
 """
 
 from collections.abc import Callable
