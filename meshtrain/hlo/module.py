@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
@@ -56,10 +57,18 @@ def short_path(file: str) -> str:
 class Operation:
     """One instruction, as far as it matters here."""
 
+    name: str
     opcode: str
     kind: str  # the collective it is, or ""
     result: str  # type of what it yields, the bookkeeping of asynchronous forms taken off
-    attributes: str
+    attributes: str  # all behind the opening parenthesis: operands, and what XLA says besides
+    root: bool  # whether it is what its computation yields
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of what it works on; of a parameter its number."""
+        listed = self.attributes[: _closing("(" + self.attributes) - 2]
+        return tuple(operand.split()[-1].lstrip("%") for operand in _parts(listed) if operand.strip())
 
     @property
     def source(self) -> str:
@@ -73,6 +82,7 @@ class Module:
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Operation]] = {}
+        self._named: dict[str, dict[str, Operation]] = {}
         self.entry = current = ""
         self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
         listed: dict[int, str] | None = None
@@ -87,7 +97,8 @@ class Module:
                 self.computations[current] = []
                 self.entry = current if header.group(1) else self.entry
             elif current and (instruction := _INSTRUCTION.match(line)):
-                self.computations[current].append(operation(_COMMENT.sub("", instruction.group(2))))
+                root, name, text_of_it = instruction.groups()
+                self.computations[current].append(operation(name, _COMMENT.sub("", text_of_it), root is not None))
         if not self.entry:
             raise ValueError("this text is no HLO module: it has no ENTRY computation")
 
@@ -112,24 +123,48 @@ class Module:
             if op.kind:
                 yield op, loops, conditionals
             elif op.opcode == "while":
-                body, condition = (re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes) for k in ("body", "condition"))
-                assert body and condition, "a while loop has both"
-                turns = (*loops, self._turns(op, condition.group(1)))
-                yield from self.walk(body.group(1), turns, conditionals)
-                yield from self.walk(condition.group(1), turns, conditionals)
+                body, condition, turns = self.loop(op)
+                yield from self.walk(body, (*loops, turns), conditionals)
+                yield from self.walk(condition, (*loops, turns), conditionals)
             elif not op.opcode.endswith(("-done", "-update")):  # those name once more what was started
                 inside = (*conditionals, len(loops)) if op.opcode == "conditional" else conditionals
-                for called in _CALLED.findall(op.attributes):
-                    for computation in re.findall(r"[\w.\-]+", called):
-                        yield from self.walk(computation, loops, inside)
+                for computation in self.called(op):
+                    yield from self.walk(computation, loops, inside)
+
+    def bodies(
+        self, name: str | None = None, loops: tuple[int | None, ...] = ()
+    ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+        """The computations that are sequences of their own, the entry's and each loop's body, with the turns of the loops around them."""
+        name = self.entry if name is None else name
+        yield name, loops
+        for op in self.computations[name]:
+            if op.opcode == "while":
+                body, _, turns = self.loop(op)
+                yield from self.bodies(body, (*loops, turns))
+
+    def loop(self, op: Operation) -> tuple[str, str, int | None]:
+        """Body, condition and turns of a while loop."""
+        body, condition = (re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes) for k in ("body", "condition"))
+        assert body and condition, "a while loop has both"
+        return body.group(1), condition.group(1), self._turns(op, condition.group(1))
+
+    def called(self, op: Operation) -> list[str]:
+        """The computations that an instruction names, a loop's apart."""
+        return [name for one in _CALLED.findall(op.attributes) for name in re.findall(r"[\w.\-]+", one)]
+
+    def named(self, computation: str) -> dict[str, Operation]:
+        """The instructions of a computation by name."""
+        if computation not in self._named:
+            self._named[computation] = {op.name: op for op in self.computations[computation]}
+        return self._named[computation]
 
     def _turns(self, op: Operation, condition: str) -> int | None:
         """As XLA found them, else the one integer that the condition compares with (JAX counts from 0 by 1)."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.attributes):
             return int(known.group(1))
         compared = list(self.computations[condition])
-        for called in {c for o in compared for c in _CALLED.findall(o.attributes)}:
-            compared += self.computations[called.lstrip("%")]
+        for called in {c for o in compared for c in self.called(o)}:
+            compared += self.computations[called]
         limits = [
             int(number.group(1))
             for constant in compared
@@ -140,7 +175,7 @@ class Module:
         return limits[0] if len(limits) == 1 else None
 
 
-def operation(text: str) -> Operation:
+def operation(name: str, text: str, root: bool) -> Operation:
     """From `type opcode(operands), attributes`; a type is one array, or a tuple in parentheses."""
     end = _closing(text) if text.startswith("(") else text.index(" ")
     result, rest = text[:end], text[end:].lstrip()
@@ -150,7 +185,7 @@ def operation(text: str) -> Operation:
     # These start with (operands, results, ...); an all-reduce does so from JAX 0.12 on, with the operands in parentheses.
     if kind and base != opcode and (kind != "all-reduce" or result.startswith("((")):
         result = _second(result)
-    return Operation(opcode, kind, result, attributes)
+    return Operation(name, opcode, kind, result, attributes, root)
 
 
 def _closing(text: str) -> int:
@@ -165,13 +200,18 @@ def _closing(text: str) -> int:
 
 def _second(tuple_type: str) -> str:
     """The second element of a tuple type."""
-    depth, parts, start = 0, [], 1
-    for i, c in enumerate(tuple_type):
+    return _parts(tuple_type[1:-1])[1]
+
+
+def _parts(listed: str) -> list[str]:
+    """What commas divide, but for those inside brackets."""
+    depth, parts, start = 0, [], 0
+    for i, c in enumerate(listed):
         depth += (c in "([{") - (c in ")]}")
-        if (c == "," and depth == 1) or depth == 0:
-            parts.append(tuple_type[start:i])
+        if c == "," and depth == 0:
+            parts.append(listed[start:i])
             start = i + 1
-    return parts[1]
+    return [*parts, listed[start:]]
 
 
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
@@ -228,6 +268,12 @@ def _width(dtype: str) -> float:
     """Bytes of one element: f32 has 4, bf16 2, f8e4m3fn 1, c64 8, and pred 1."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) / 8 if bits else 1
+
+
+def elements(kind: str) -> int:
+    """Elements of the first array of a type."""
+    first = _ARRAY.search(kind)
+    return math.prod(int(i) for i in first.group(2).split(",") if i) if first else 0
 
 
 def dtypes(kind: str) -> str:

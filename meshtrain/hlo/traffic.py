@@ -80,14 +80,14 @@ class Collectives(Shown, list[Collective]):
         return dict(total)
 
 
-def collectives(compiled: str | jax.stages.Compiled, mesh: Mesh, busy: float = 1.0) -> Collectives:
-    """Every collective of a compiled program (or of its HLO text) that ran on `mesh`.
+def collectives(
+    compiled: str | jax.stages.Compiled | Module, mesh: Mesh, busy: float = 1.0, body: str | None = None
+) -> Collectives:
+    """Every collective of a compiled program (or of its HLO text, or its `Module`) that ran on `mesh`, or those of one turn of one loop's body.
 
     `busy` is how often the branches of its conditionals are taken, of all times, that hold collectives.
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    assert text is not None, "this backend keeps no HLO"
-    program = Module(text)
+    program = compiled if isinstance(compiled, Module) else _read(compiled)
     return Collectives(
         Collective(
             kind=op.kind,
@@ -101,9 +101,15 @@ def collectives(compiled: str | jax.stages.Compiled, mesh: Mesh, busy: float = 1
             lines=program.lines(op),
             busy=busy if conditionals else 1.0,
         )
-        for op, loops, conditionals in program.walk()
+        for op, loops, conditionals in program.walk(body)
         for axes, ranks in [_axes(op.attributes, mesh)]
     )
+
+
+def _read(compiled: str | jax.stages.Compiled) -> Module:
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    assert text is not None, "this backend keeps no HLO"
+    return Module(text)
 
 
 def live_bytes(tree: Any, device: jax.Device | None = None) -> int:

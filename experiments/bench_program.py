@@ -1,0 +1,364 @@
+"""What the compiled program of large layouts moves, sends and waits for, beside what it must: compiled for described H100s, never run.
+
+    python experiments/bench_program.py                                  three layouts, one to two minutes each
+    python experiments/bench_program.py 8b --set parallel.remat=full     one, with keys of its config changed
+    python experiments/bench_program.py --json after.json --against before.json    kept, and beside what was kept before
+
+Needs XLA's CUDA compiler (pip install 'meshtrain[compile]') and no GPU. Of each layout:
+
+Outside the layers: bytes that a steady tick reads from memory and writes there outside the loops over layers, in GB (10^9). A tick is
+steady where the program does a forward and a backward; with chunks only some of these have a loss head or an embedding, so the figure is
+the mean over them. Each instruction of the tick counts what it reads and writes (`meshtrain.hlo.work`).
+
+Must: what no program could spare whose matrix products take operands from memory and leave results there, and which does in a tick only
+what the table's row needs (the shares of the ticks with a head and with an embedding are the table's). With s the bytes of a microbatch's
+residual stream on a device, g those of it gathered over tensor, L those of the device's share of its logits in float32, l in the compute
+dtype, W and G those of the device's share of the vocabulary's weight in the compute dtype and in float32, r those of g in float32:
+
+    forward's input          chosen from inbox or embedding                                          2s
+    messages                 sent, received, put into their inboxes; activation and cotangent        2 (2s + 2s)
+    embedding                rows, scattered over tensor, summed over the pipeline                   2g + (g + s) + 2s
+    embedding's gradient     masked, summed, gathered; rows added to                                 2s + 2s + (s + g) + (g + 2r)
+    head                     last output masked, summed, normalised, gathered                        2s + 2s + 2s + (s + g)
+                             logits; their largest, their sum; their cotangent                       (g + W + L) + 2L + (L + l)
+                             the input's cotangent, scattered, of the norm, summed, into the inbox   (l + W + g) + (g + s) + 3s + 2s + 2s
+                             the weight's gradient, added to the sum so far                          g + l + 2G
+
+Not in it, since the loops over layers can do them in passing: residuals written and read, weights of the chunk read, their gradients
+added to the sum so far. The layers' loops are listed beside, by iteration, with the part that computes nothing (fills and copies).
+
+Collectives: how many a steady tick has (the mean) and a step, and how many the table needs: what `meshtrain.plan.traffic` charges for
+as many passes as the table has operations, none of them idle. Of messages the busiest stage's.
+
+Under products: share of the bytes of messages whose start and done stand, in the order of issue, around matrix products of at least the
+message's time. A product takes its FLOPs over 0.7 of the peak, a message its latency and its bytes over its link's rate, both of the
+planner's description of H100s (`meshtrain/plan/cluster/known/h100.yaml`).
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from meshtrain.config import Config, load
+from meshtrain.hlo import collectives
+from meshtrain.hlo.module import Module, Operation, replica_groups
+from meshtrain.hlo.work import Moved, Work
+from meshtrain.mesh import PIPELINE, make_mesh
+from meshtrain.plan import named, shapes
+from meshtrain.plan.cluster.algorithms import PERMUTE
+from meshtrain.plan.compiled import described_devices
+from meshtrain.plan.traffic import Trips, flows
+from meshtrain.schedule.table import B, F
+from meshtrain.step import Program
+
+LLAMA = {"family": "llama", "vocab_size": 128256, "kv_heads": 8}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model": LLAMA | {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336},
+        "mesh": {"tensor": 2, "pipeline": 4},
+        "parallel": {"schedule": "1f1b", "microbatches": 16},
+        "train": {"global_batch_size": 16},
+    },
+    "70b": {
+        "model": LLAMA | {"layers": 80, "d_model": 8192, "heads": 64, "d_ff": 28672},
+        "mesh": {"data": 16, "tensor": 8, "pipeline": 4},
+        "parallel": {"schedule": "interleaved", "virtual_stages": 4, "microbatches": 16},
+        "train": {"global_batch_size": 256},
+    },
+    # Llama 3's, section 3.3.2 of its paper; 126 layers fill 63 of 64 chunks of two
+    "405b": {
+        "model": LLAMA | {"layers": 126, "d_model": 16384, "heads": 128, "d_ff": 53248},
+        "mesh": {"data": 128, "tensor": 8, "pipeline": 16},
+        "parallel": {"schedule": "interleaved", "virtual_stages": 4, "microbatches": 16},
+        "train": {"global_batch_size": 2048},
+    },
+}
+TOKENS = 8192
+REACHED = 0.7  # share of the peak that matrix products reach here
+LARGEST = 5
+
+
+def config_of(layout: str, changes: list[str]) -> Config:
+    given = {**LAYOUTS[layout], "precision": {"compute": "bfloat16"}}
+    given["parallel"] = {"sequence_parallel": True, "remat": "none"} | given["parallel"]
+    given["train"] = {"sequence_length": TOKENS} | given["train"]
+    for change in changes:
+        key, _, value = change.partition("=")
+        section, _, name = key.partition(".")
+        given[section] = {**given.get(section, {}), name: json.loads(value) if re.match(r"[\d\[]|true|false", value) else value}
+    return load(given)
+
+
+def measured(layout: str, changes: list[str], keep: Path | None) -> dict[str, Any]:
+    """All figures of a layout; the program's text is taken from `keep` where it lies there."""
+    config = config_of(layout, changes)
+    mesh = make_mesh(config, described_devices("h100", config.mesh.devices))
+    program = Program(config, mesh)
+    assert program.executor is not None, "a layout has stages"
+    text, facts = compiled(layout, program, keep)
+    module = Module(text)
+    work = Work(module)
+    ticks = steady(module, work)
+    turns = {body: math.prod(n or 1 for n in loops) for body, loops in ticks.items()}
+    must = needed_bytes(program)
+    outside = sum(work.total(body).bytes * n for body, n in turns.items()) / sum(turns.values())
+    return {
+        "outside": outside,
+        "must": sum(must.values()),
+        "ratio": outside / sum(must.values()),
+        "musts": must,
+        "largest": largest(work, turns),
+        "loops": layer_loops(work, list(ticks)),
+        "collectives": sends(config, module, mesh, turns),
+        "under_products": under_products(config, work),
+        **facts,
+    }
+
+
+def compiled(layout: str, program: Program, keep: Path | None) -> tuple[str, dict[str, Any]]:
+    """The text of the compiled step, and what the compiler says of it: bytes, and seconds on the wall and of the processor."""
+    kept = keep / f"{layout}.hlo" if keep else None
+    if kept and kept.exists():
+        return kept.read_text(), json.loads(kept.with_suffix(".json").read_text())
+    clocks = [(time.perf_counter(), time.process_time())]
+    lowered = program.lower()
+    clocks.append((time.perf_counter(), time.process_time()))
+    executable = lowered.compile()
+    clocks.append((time.perf_counter(), time.process_time()))
+    memory, text = executable.memory_analysis(), executable.as_text()
+    assert memory is not None and text is not None, "XLA's GPU compiler tells both"
+    facts = {
+        "temp": memory.temp_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+        "lower_seconds": [b - a for a, b in zip(clocks[0], clocks[1], strict=True)],
+        "compile_seconds": [b - a for a, b in zip(clocks[1], clocks[2], strict=True)],
+    }
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(text)
+        kept.with_suffix(".json").write_text(json.dumps(facts))
+    return text, facts
+
+
+# --- the steady tick
+
+
+def steady(module: Module, work: Work) -> dict[str, tuple[int | None, ...]]:
+    """Bodies of the loops over ticks with a forward and a backward, with the turns of the loops around: they hold loops over layers,
+    and send both activations and cotangents, which is to say up and down the pipeline."""
+    found = {}
+    for body, loops in module.bodies():
+        ops = module.computations[body]
+        ways = {_way(op, module) for op in ops if op.kind == "collective-permute"}
+        if loops and len(ways) == 2 and any(op.opcode == "while" and work.flops(body, op) for op in ops):
+            found[body] = loops
+    if not found:
+        raise SystemExit("No loop of the compiled program has a forward, a backward and loops over layers.")
+    return found
+
+
+def _way(op: Operation, module: Module) -> bool:
+    """Whether a message goes to a device with a larger number, as most of its pairs do: the pipeline's ends may be joined."""
+    pairs = replica_groups(op.attributes, 0)
+    return sum(1 if to > of else -1 for of, to in pairs) > 0
+
+
+def needed_bytes(program: Program) -> dict[str, float]:
+    """The bytes that a steady tick must move outside the layers' loops, by what they are for (see the module's docstring)."""
+    config, executor = program.config, program.executor
+    assert executor is not None
+    size, tokens = shapes.itemsize(config.precision.compute), shapes.tokens(config)
+    rows, width = shapes.held(config).output.whole // config.model.d_model, config.model.d_model
+    s, g, r = shapes.stream(config) * size, tokens * width * size, tokens * width * 4
+    logits, cotangent = tokens * rows * 4, tokens * rows * size
+    weight, gradient = rows * width * size, rows * width * 4
+    when, ticks = executor.table.when(), steady_ticks(executor.segments)
+    share = lambda of: len(ticks & set(of.tolist())) / len(ticks)  # noqa: E731
+    embeds, heads, leaves = share(when[F, 0]), share(when[F, -1]), share(when[B, 0])
+    return {
+        "forward's input": 2 * s,
+        "messages": 2 * (2 * s + 2 * s),
+        "embedding": embeds * (2 * g + (g + s) + 2 * s),
+        "embedding's gradient": leaves * (2 * s + 2 * s + (s + g) + (g + 2 * r)),
+        "head's input": heads * (2 * s + 2 * s + 2 * s + (s + g)),
+        "logits and loss": heads * ((g + weight + logits) + 2 * logits + (logits + cotangent)),
+        "head's cotangent": heads * ((cotangent + weight + g) + (g + s) + 3 * s + 2 * s + 2 * s),
+        "head's gradient": heads * (g + cotangent + 2 * gradient),
+    }
+
+
+def steady_ticks(segments: list[Any]) -> set[int]:
+    """The ticks in which the program does a forward and a backward."""
+    found: set[int] = set()
+    for segment in segments:
+        tick = segment.first
+        for _ in range(segment.repeats):
+            for ticks, work in segment.body:
+                found |= set(range(tick, tick + ticks)) if work.forward and work.backward else set()
+                tick += ticks
+    return found
+
+
+def largest(work: Work, turns: dict[str, int]) -> list[dict[str, Any]]:
+    """What moves most outside the layers' loops in the mean steady tick; instructions alike are taken together."""
+    total: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
+    for body, n in turns.items():
+        for op in work.module.computations[body]:
+            if moved := work.moved(body, op).bytes:
+                total[label(work, op)] += moved * n / sum(turns.values())
+                times[label(work, op)] += n / sum(turns.values())
+    most = sorted(total, key=lambda what: -total[what])[:LARGEST]
+    return [{"what": what, "times": times[what], "bytes": total[what]} for what in most]
+
+
+def label(work: Work, op: Operation) -> str:
+    """What an instruction does, to what, and the line of Python that it came from."""
+    does = re.sub(r"(\.remat\d*|\.clone|[._]?\d+)+$", "", op.name).removesuffix("_fusion").removeprefix("loop_")
+    array = re.search(r"\w+\[[\d,]*\]", op.result)
+    lines = [line for line in work.module.lines(op) if "meshtrain" in line.file]
+    return f"{does} {array.group() if array else ''} {lines[0] if lines else ''}".strip()
+
+
+def layer_loops(work: Work, bodies: list[str]) -> list[dict[str, Any]]:
+    """The loops over layers of the steady ticks: what one iteration moves and multiplies, and how much of it computes nothing."""
+    found = []
+    for body in bodies:
+        for op in work.module.computations[body]:
+            if op.opcode == "while" and work.flops(body, op):
+                inner, _, turns = work.module.loop(op)
+                ops = work.module.computations[inner]
+                idle = sum((work.moved(inner, o) for o in ops if work.only_moves(o)), start=Moved())
+                found.append(
+                    {
+                        "pass": "backward" if "transpose(" in op.source else "forward",
+                        "turns": turns,
+                        "bytes": work.total(inner).bytes,
+                        "idle": idle.bytes,
+                        "flops": work.products(inner),
+                    }
+                )
+    return found
+
+
+# --- what is sent
+
+
+def sends(config: Config, module: Module, mesh: Mesh, turns: dict[str, int]) -> list[dict[str, Any]]:
+    """Collectives by kind and axis: how many in the mean steady tick, in a step, and needed for the table's operations alone."""
+    tick: dict[tuple[str, str], float] = defaultdict(float)
+    step: dict[tuple[str, str], float] = defaultdict(float)
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    for body, n in turns.items():
+        for c in collectives(module, mesh, body=body):
+            tick[c.kind, c.axis] += c.times * n / sum(turns.values())
+    for c in collectives(module, mesh):
+        step[c.kind, c.axis] += c.times
+        sent[c.kind, c.axis] += c.times * c.sent
+    needs: dict[tuple[str, str], float] = defaultdict(float)
+    needs_sent: dict[tuple[str, str], float] = defaultdict(float)
+    for flow in flows(config, needed_trips(config)):
+        # the planner's word for a message is shorter than HLO's
+        kind = "collective-permute" if flow.kind == PERMUTE else flow.kind
+        needs[kind, flow.axis] += flow.count
+        needs_sent[kind, flow.axis] += flow.sent
+    return [
+        {
+            "kind": kind,
+            "axis": axis,
+            "tick": tick[kind, axis],
+            "step": step[kind, axis],
+            "needs": needs[kind, axis],
+            "sent": sent[kind, axis],
+            "needs_sent": needs_sent[kind, axis],
+        }
+        for kind, axis in sorted(set(step) | set(needs), key=lambda key: (key[1], key[0]))
+        if axis != "none"
+    ]
+
+
+def needed_trips(config: Config) -> Trips:
+    """Passes of a device through chunks, head and embedding with no idle tick among them."""
+    m = config.parallel.microbatches
+    passes = m * config.parallel.virtual_stages
+    return Trips(passes, m, passes, embedding=m, unembedding=m, down=passes, up=passes)
+
+
+def under_products(config: Config, work: Work) -> float:
+    """Share of the bytes of messages that travel under matrix products of at least their time."""
+    cluster = named("h100", config.mesh.devices)
+    link, peak = cluster.axis(PIPELINE, config.mesh), cluster.accelerator.flops(config.precision.compute)
+    total = hidden = 0.0
+    for message in work.messages():
+        sent = message.bytes * math.prod(n or 1 for n in message.loops)
+        total += sent
+        if message.flops / (REACHED * peak) >= link.latency + message.bytes / link.bytes_per_second:
+            hidden += sent
+    return hidden / total
+
+
+# --- printed
+
+
+def printed(layout: str, now: dict[str, Any], before: dict[str, Any] | None) -> None:
+    both = [before, now] if before else [now]
+
+    def row(what: str, values: list[str]) -> None:
+        print(f"  {what:44}" + "".join(f"{value:>16}" for value in values))
+
+    print(f"\n{layout}")
+    if before:
+        row("", ["before", "after"])
+    row("outside the layers, GB a tick", [f"{r['outside'] / 1e9:.2f}" for r in both])
+    row("must, GB a tick", [f"{r['must'] / 1e9:.2f}" for r in both])
+    row("ratio", [f"{r['ratio']:.2f}" for r in both])
+    for name in ("forward", "backward"):
+        loops = [[loop for loop in r["loops"] if loop["pass"] == name] for r in both]
+        row(f"a layer {name}, GB", [" ".join(sorted({f"{one['bytes'] / 1e9:.2f}" for one in found})) for found in loops])
+        row("  of it fills and copies", [" ".join(sorted({f"{one['idle'] / 1e9:.2f}" for one in found})) for found in loops])
+        row("  TFLOP in products", [" ".join(sorted({f"{one['flops'] / 1e12:.2f}" for one in found})) for found in loops])
+    row("messages under products", [f"{r['under_products']:.0%}" for r in both])
+    row("temporaries, GiB", [f"{r['temp'] / 2**30:.2f}" for r in both])
+    row("arguments, GiB", [f"{r['arguments'] / 2**30:.2f}" for r in both])
+    row("seconds to lower, of a processor", [f"{r['lower_seconds'][0]:.1f}, {r['lower_seconds'][1]:.1f}" for r in both])
+    row("seconds to compile, of a processor", [f"{r['compile_seconds'][0]:.1f}, {r['compile_seconds'][1]:.1f}" for r in both])
+    print(f"  {'collectives':44}" + "  a tick, a step, needed".rjust(16 * len(both)))
+    keys = list(dict.fromkeys((c["axis"], c["kind"]) for r in both for c in r["collectives"]))
+    for axis, kind in keys:
+        cells = []
+        for r in both:
+            one = next((c for c in r["collectives"] if (c["axis"], c["kind"]) == (axis, kind)), None)
+            cells.append(f"{one['tick']:.1f}, {one['step']:.0f}, {one['needs']:.0f}" if one else "none")
+        print(f"  {axis + ' ' + kind:44}" + "".join(f"{cell:>24}" for cell in cells))
+    print("  what moves most outside the layers, GB a tick")
+    for item in now["largest"]:
+        print(f"    {item['bytes'] / 1e9:7.2f}  {item['times']:.3g} x {item['what']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}; all, if none is given")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of every layout's config")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keeps the figures, with those that the file has of other layouts")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="prints the figures kept there beside")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keeps the compiled programs, and takes those that lie there")
+    options = parser.parse_args()
+    against = json.loads(options.against.read_text()) if options.against else {}
+    found = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    for layout in options.layouts or LAYOUTS:
+        found[layout] = measured(layout, options.set, options.keep)
+        printed(layout, found[layout], against.get(layout))
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
