@@ -25,7 +25,8 @@ dtype, W and G those of the device's share of the vocabulary's weight in the com
                              the weight's gradient, added to the sum so far                          g + l + 2G
 
 Not in it, since the loops over layers can do them in passing: residuals written and read, weights of the chunk read, their gradients
-added to the sum so far. The layers' loops are listed beside, by iteration, with the part that computes nothing (fills and copies).
+added to the sum so far. The layers' loops are listed beside, by iteration: bytes, the part of them that computes nothing (fills and
+copies), and FLOPs of matrix products, which are more than needed where XLA computes again what it would not keep.
 
 Collectives: how many a steady tick has (the mean) and a step, and how many the table needs: what `meshtrain.plan.traffic` charges for
 as many passes as the table has operations, none of them idle. Of messages the busiest stage's.
@@ -36,7 +37,6 @@ planner's description of H100s (`meshtrain/plan/cluster/known/h100.yaml`).
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import re
@@ -90,11 +90,7 @@ def config_of(layout: str, changes: list[str]) -> Config:
     given = {**LAYOUTS[layout], "precision": {"compute": "bfloat16"}}
     given["parallel"] = {"sequence_parallel": True, "remat": "none"} | given["parallel"]
     given["train"] = {"sequence_length": TOKENS} | given["train"]
-    for change in changes:
-        key, _, value = change.partition("=")
-        section, _, name = key.partition(".")
-        given[section] = {**given.get(section, {}), name: json.loads(value) if re.match(r"[\d\[]|true|false", value) else value}
-    return load(given)
+    return load(given, changes)
 
 
 def measured(layout: str, changes: list[str], keep: Path | None) -> dict[str, Any]:
@@ -117,6 +113,7 @@ def measured(layout: str, changes: list[str], keep: Path | None) -> dict[str, An
         "musts": must,
         "largest": largest(work, turns),
         "loops": layer_loops(work, list(ticks)),
+        "needs_flops": needed_flops(config),
         "collectives": sends(config, module, mesh, turns),
         "under_products": under_products(config, work),
         **facts,
@@ -249,6 +246,15 @@ def layer_loops(work: Work, bodies: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def needed_flops(config: Config) -> dict[str, float]:
+    """FLOPs of the matrix products of one layer on a device, of attention the half that a causal mask leaves: two a weight and token
+    forward and four backward; of attention two products forward and five backward, one of them the scores once more."""
+    tokens, model = shapes.tokens(config), config.model
+    weights = 2.0 * tokens * shapes.held(config).block.whole
+    scores = 2.0 * tokens * config.train.sequence_length * model.head_dim * model.heads / config.mesh.tensor / 2
+    return {"forward": weights + 2 * scores, "backward": 2 * weights + 5 * scores}
+
+
 # --- what is sent
 
 
@@ -322,14 +328,18 @@ def printed(layout: str, now: dict[str, Any], before: dict[str, Any] | None) -> 
     row("ratio", [f"{r['ratio']:.2f}" for r in both])
     for name in ("forward", "backward"):
         loops = [[loop for loop in r["loops"] if loop["pass"] == name] for r in both]
-        row(f"a layer {name}, GB", [" ".join(sorted({f"{one['bytes'] / 1e9:.2f}" for one in found})) for found in loops])
-        row("  of it fills and copies", [" ".join(sorted({f"{one['idle'] / 1e9:.2f}" for one in found})) for found in loops])
-        row("  TFLOP in products", [" ".join(sorted({f"{one['flops'] / 1e12:.2f}" for one in found})) for found in loops])
+        row(f"a layer {name}, GB", [several(found, "bytes", 1e9) for found in loops])
+        row("  of it fills and copies", [several(found, "idle", 1e9) for found in loops])
+        row("  TFLOP in products", [several(found, "flops", 1e12) for found in loops])
+        row("  TFLOP needed", [f"{r['needs_flops'][name] / 1e12:.2f}" for r in both])
     row("messages under products", [f"{r['under_products']:.0%}" for r in both])
     row("temporaries, GiB", [f"{r['temp'] / 2**30:.2f}" for r in both])
     row("arguments, GiB", [f"{r['arguments'] / 2**30:.2f}" for r in both])
     row("seconds to lower, of a processor", [f"{r['lower_seconds'][0]:.1f}, {r['lower_seconds'][1]:.1f}" for r in both])
-    row("seconds to compile, of a processor", [f"{r['compile_seconds'][0]:.1f}, {r['compile_seconds'][1]:.1f}" for r in both])
+    row(
+        "seconds to compile, of a processor",
+        [f"{r['compile_seconds'][0]:.1f}, {r['compile_seconds'][1]:.1f}" for r in both],
+    )
     print(f"  {'collectives':44}" + "  a tick, a step, needed".rjust(16 * len(both)))
     keys = list(dict.fromkeys((c["axis"], c["kind"]) for r in both for c in r["collectives"]))
     for axis, kind in keys:
@@ -343,13 +353,24 @@ def printed(layout: str, now: dict[str, Any], before: dict[str, Any] | None) -> 
         print(f"    {item['bytes'] / 1e9:7.2f}  {item['times']:.3g} x {item['what']}")
 
 
+def several(loops: list[dict[str, Any]], figure: str, unit: float) -> str:
+    """A figure of loops that differ little: each value once."""
+    return " ".join(sorted({f"{loop[figure] / unit:.2f}" for loop in loops}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}; all, if none is given")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of every layout's config")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keeps the figures, with those that the file has of other layouts")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of every layout's config"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keeps the figures, with those that the file has of other layouts"
+    )
     parser.add_argument("--against", type=Path, metavar="FILE", help="prints the figures kept there beside")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keeps the compiled programs, and takes those that lie there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keeps the compiled programs, and takes those that lie there"
+    )
     options = parser.parse_args()
     against = json.loads(options.against.read_text()) if options.against else {}
     found = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}

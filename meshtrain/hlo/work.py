@@ -11,7 +11,7 @@ So the bytes of a program are those of its top-level instructions (the model of 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtrain.hlo.module import Module, Operation, byte_count, elements
@@ -28,6 +28,7 @@ _MOVES = {
 }  # fmt: skip
 _INDICES = 64  # elements: results as small as that are places and predicates
 _SLICES = ("slice", "dynamic-slice", "gather")
+_UPDATES = ("dynamic-update-slice", "scatter")
 _CALLS = ("call", "conditional", "async-start")
 
 
@@ -144,11 +145,12 @@ class Work:
     def _attention(self, computation: str, op: Operation) -> float:
         """Of cuDNN's fused attention (backward: five products in place of two); half of them where it skips what a mask hides."""
         scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes)
-        if "__cudnn$fmha" not in op.attributes or not scores:
+        target = re.search(r'custom_call_target="(__cudnn\$fmha\w*)"', op.attributes)
+        if not target or not scores:
             return 0.0
         *batch, queries, keys = map(int, re.findall(r"\d+", scores.group(1)))
         width = elements(self.module.named(computation)[op.operands[0]].result) / (math.prod(batch) * queries)
-        products = 5 if "Backward" in op.attributes.split("custom_call_target=", 1)[1][:40] else 2
+        products = 5 if "Backward" in target.group(1) else 2
         return products * 2.0 * math.prod(batch) * queries * keys * width / (2 if "CAUSAL" in op.attributes else 1)
 
     def _fusion(self, computation: str) -> tuple[dict[int, float], float]:
@@ -161,11 +163,10 @@ class Work:
         ops, known = self.module.computations[computation], self.module.named(computation)
         root = next(op for op in ops if op.root)
         outputs = [known[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        kept = {op.name for op in map(self._behind(known), outputs) if self._in_place(computation, op)}
-        written = 0.0
-        for op in outputs:
-            behind = self._behind(known)(op)
-            written += byte_count(known[behind.operands[_update(behind)]].result) if behind.name in kept else byte_count(op.result)
+        behind = [_behind(known, op) for op in outputs]
+        kept = {op.name for op in behind if self._in_place(computation, op)}
+        put = [known[op.operands[_update(op)]] if op.name in kept else op for op in behind]
+        written = sum(byte_count(op.result) for op in put)
         # How much of each value is needed, from what is yielded back to the parameters.
         share: dict[str, float] = defaultdict(float, {op.name: 1.0 for op in outputs})
         reads: dict[int, float] = {}
@@ -187,33 +188,32 @@ class Work:
             return self._fusion(*self.module.called(op))[0].get(i, 0.0)
         if op.opcode in _SLICES and i == 0:
             return min(1.0, elements(op.result) / max(size, 1))
-        if op.opcode in ("dynamic-update-slice", "scatter") and i == 0:
-            update = elements(known[op.operands[_update(op)]].result) / max(size, 1)
-            adds = op.opcode == "scatter"
-            return min(1.0, update * adds if kept else 1.0 - update * (not adds))
+        if op.opcode in _UPDATES and i == 0:
+            put_in = min(1.0, elements(known[op.operands[_update(op)]].result) / max(size, 1))
+            if op.opcode == "scatter":
+                return put_in if kept else 1.0
+            return 0.0 if kept else 1.0 - put_in
         return 1.0
 
     def _in_place(self, computation: str, op: Operation) -> bool:
         """Whether an update that a fusion yields is written into the buffer that it came in, as XLA's GPU compiler does: where the
         buffer is a parameter, and read, if at all, at the very place that is written."""
-        if op.opcode not in ("dynamic-update-slice", "scatter"):
+        if op.opcode not in _UPDATES:
             return False
         known = self.module.named(computation)
-        buffer = self._behind(known)(known[op.operands[0]])
+        buffer = _behind(known, known[op.operands[0]])
         if buffer.opcode != "parameter":
             return False
-        names = {name for name in known if self._behind(known)(known[name]).name == buffer.name}
+        names = {name for name in known if _behind(known, known[name]).name == buffer.name}
         users = [u for u in known.values() if u.name not in names and u.name != op.name and names & set(u.operands)]
         return all(u.opcode == "dynamic-slice" and u.operands[1:] == op.operands[2:] for u in users)
 
-    @staticmethod
-    def _behind(known: dict[str, Operation]) -> Callable[[Operation], Operation]:
-        def behind(op: Operation) -> Operation:
-            while op.opcode == "bitcast":
-                op = known[op.operands[0]]
-            return op
 
-        return behind
+def _behind(known: dict[str, Operation], op: Operation) -> Operation:
+    """What an instruction only gives another shape."""
+    while op.opcode == "bitcast":
+        op = known[op.operands[0]]
+    return op
 
 
 def _update(op: Operation) -> int:

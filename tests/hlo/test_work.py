@@ -136,10 +136,14 @@ def test_what_fills_copies_or_masks_computes_nothing():
     # the place may be computed
     moved = "  %n = s32[] add(%i, %i)\n  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%r, %v, %n, %zero)"
     assert only_moves(moved)
-    assert not only_moves(moved.replace("%v, %n", "%w, %n").replace("  ROOT", "  %w = f32[1,100]{1,0} negate(%v)\n  ROOT"))
+    assert not only_moves(
+        moved.replace("%v, %n", "%w, %n").replace("  ROOT", "  %w = f32[1,100]{1,0} negate(%v)\n  ROOT")
+    )
 
 
-PRODUCTS = HEAD + """
+PRODUCTS = """
+HloModule jit_step, is_scheduled=true
+
 %gemm (a: bf16[100,30], b: bf16[30,20]) -> bf16[100,20] {
   %a = bf16[100,30]{1,0} parameter(0)
   %b = bf16[30,20]{1,0} parameter(1)
@@ -180,7 +184,7 @@ ENTRY %main (p: bf16[100,30]) -> bf16[100,30] {
   %att = (bf16[2,16,512,64]{3,1,2,0}, f32[2,16,512]{2,1,0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxTARGET", backend_config={"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "16", "512", "512"]}, "mask_type": "MASK"}
   ROOT %r = bf16[100,30]{1,0} copy(%p)
 }
-"""  # noqa: E501
+"""
 ONE = 2 * 100 * 30 * 20
 SCORES = 2 * (2 * 16 * 512 * 512) * 64
 
