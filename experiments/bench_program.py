@@ -32,8 +32,8 @@ Collectives: how many a steady tick has (the mean) and a step, and how many the 
 as many passes as the table has operations, none of them idle. Of messages the busiest stage's.
 
 Under products: share of the bytes of messages whose start and done stand, in the order of issue, around matrix products of at least the
-message's time. A product takes its FLOPs over 0.7 of the peak, a message its latency and its bytes over its link's rate, both of the
-planner's description of H100s (`meshtrain/plan/cluster/known/h100.yaml`).
+message's time; likewise of the gathers and scatters of sequence parallelism in the layers' loops. A product takes its FLOPs over 0.7 of
+the peak, a message or a collective what the planner takes it for (`meshtrain.plan.cluster`, h100).
 """
 
 import argparse
@@ -50,10 +50,10 @@ from jax.sharding import Mesh
 from meshtrain.config import Config, load
 from meshtrain.hlo import collectives
 from meshtrain.hlo.module import Module, Operation, replica_groups
-from meshtrain.hlo.work import Moved, Work
-from meshtrain.mesh import PIPELINE, make_mesh
+from meshtrain.hlo.work import Moved, Transfer, Work
+from meshtrain.mesh import PIPELINE, TENSOR, make_mesh
 from meshtrain.plan import named, shapes
-from meshtrain.plan.cluster.algorithms import PERMUTE
+from meshtrain.plan.cluster.algorithms import ALL_GATHER, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.plan.compiled import described_devices
 from meshtrain.plan.traffic import Trips, flows
 from meshtrain.schedule.table import B, F
@@ -236,6 +236,7 @@ def layer_loops(work: Work, bodies: list[str]) -> list[dict[str, Any]]:
                 idle = sum((work.moved(inner, o) for o in ops if work.only_moves(o)), start=Moved())
                 found.append(
                     {
+                        "body": inner,
                         "pass": "backward" if "transpose(" in op.source else "forward",
                         "turns": turns,
                         "bytes": work.total(inner).bytes,
@@ -298,17 +299,27 @@ def needed_trips(config: Config) -> Trips:
     return Trips(passes, m, passes, embedding=m, unembedding=m, down=passes, up=passes)
 
 
-def under_products(config: Config, work: Work) -> float:
-    """Share of the bytes of messages that travel under matrix products of at least their time."""
+def under_products(config: Config, work: Work) -> dict[str, float]:
+    """Shares of the bytes of messages, and of the gathers and scatters in the steady ticks' loops over layers, that travel under
+    matrix products of at least their time."""
     cluster = named("h100", config.mesh.devices)
-    link, peak = cluster.axis(PIPELINE, config.mesh), cluster.accelerator.flops(config.precision.compute)
-    total = hidden = 0.0
-    for message in work.messages():
-        sent = message.bytes * math.prod(n or 1 for n in message.loops)
-        total += sent
-        if message.flops / (REACHED * peak) >= link.latency + message.bytes / link.bytes_per_second:
-            hidden += sent
-    return hidden / total
+    rate = REACHED * cluster.accelerator.flops(config.precision.compute)
+    inside = {loop["body"] for loop in layer_loops(work, list(steady(work.module, work)))}
+
+    def share(axis: str, moved: list[tuple[str, Transfer]]) -> float:
+        group = cluster.axis(axis, config.mesh)
+        total = hidden = 0.0
+        for kind, one in moved:
+            # of the whole array: a scatter yields a part of it
+            whole = one.bytes * (group.size if kind == REDUCE_SCATTER else 1)
+            total += whole * math.prod(n or 1 for n in one.loops)
+            if one.flops / rate >= best(kind, group, whole).seconds:
+                hidden += whole * math.prod(n or 1 for n in one.loops)
+        return hidden / total
+
+    messages = [(PERMUTE, one) for one in work.transfers("collective-permute")]
+    layers = [(kind, t) for kind in (ALL_GATHER, REDUCE_SCATTER) for t in work.transfers(kind) if t.body in inside]
+    return {"messages": share(PIPELINE, messages), "layers": share(TENSOR, layers)}
 
 
 # --- printed
@@ -332,7 +343,8 @@ def printed(layout: str, now: dict[str, Any], before: dict[str, Any] | None) -> 
         row("  of it fills and copies", [several(found, "idle", 1e9) for found in loops])
         row("  TFLOP in products", [several(found, "flops", 1e12) for found in loops])
         row("  TFLOP needed", [f"{r['needs_flops'][name] / 1e12:.2f}" for r in both])
-    row("messages under products", [f"{r['under_products']:.0%}" for r in both])
+    row("messages under products", [f"{r['under_products']['messages']:.0%}" for r in both])
+    row("layers' gathers and scatters under them", [f"{r['under_products']['layers']:.0%}" for r in both])
     row("temporaries, GiB", [f"{r['temp'] / 2**30:.2f}" for r in both])
     row("arguments, GiB", [f"{r['arguments'] / 2**30:.2f}" for r in both])
     row("seconds to lower, of a processor", [f"{r['lower_seconds'][0]:.1f}, {r['lower_seconds'][1]:.1f}" for r in both])

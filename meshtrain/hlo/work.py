@@ -2,7 +2,7 @@
 
     instruction ──► bytes read and written          a slice reads what it yields; an update in place writes the update, not the buffer
                 └─► FLOPs of matrix products
-    message     ──► FLOPs between its start and its done, in the order in which the program is issued
+    collective  ──► FLOPs between its start and its done, in the order in which the program is issued
 
 An instruction outside fusions reads its operands from memory and writes its results there; inside a fusion values stay in registers.
 So the bytes of a program are those of its top-level instructions (the model of XLA's own HloCostAnalysis).
@@ -48,12 +48,12 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Message:
-    """A collective-permute at one place of the program, and what is done between its start and its done."""
+class Transfer:
+    """A collective at one place of the program, and what is done between its start and its done."""
 
     op: Operation
     body: str  # the computation that it stands in
-    bytes: int
+    bytes: int  # of what it yields on a device
     loops: tuple[int | None, ...]  # turns of the loops around it, outermost first
     flops: float  # of the matrix products that it travels under, those of whole loops included; 0 where it is waited for at once
 
@@ -126,16 +126,16 @@ class Work:
             self._flops[computation] = sum(self.flops(computation, op) for op in ops)
         return self._flops[computation]
 
-    def messages(self) -> Iterator[Message]:
-        """Every collective-permute, and what it travels under."""
+    def transfers(self, kind: str) -> Iterator[Transfer]:
+        """Every collective of a kind (of `module.KINDS`), and what it travels under."""
         for body, loops in self.module.bodies():
             ops = self.module.computations[body]
-            done = {op.operands[0]: i for i, op in enumerate(ops) if op.opcode == "collective-permute-done"}
+            done = {op.operands[0]: i for i, op in enumerate(ops) if op.opcode == f"{kind}-done"}
             for i, op in enumerate(ops):
-                if op.kind == "collective-permute":
+                if op.kind == kind:
                     between = ops[i + 1 : done.get(op.name, i)]
                     flops = sum(self.flops(body, other) for other in between)
-                    yield Message(op, body, byte_count(op.result), loops, flops)
+                    yield Transfer(op, body, byte_count(op.result), loops, flops)
 
     def _product(self, computation: str, op: Operation, contracted: list[str]) -> float:
         left = self.module.named(computation)[op.operands[0]].result
