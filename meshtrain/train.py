@@ -26,7 +26,7 @@ from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
 from meshtrain.compat import meet
-from meshtrain.config import Config, ConfigError, load, notes, to_yaml
+from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
 from meshtrain.data import Loader, TextBatches, open_data
 from meshtrain.errors import say
 from meshtrain.given import a_config
@@ -298,6 +298,7 @@ def opening(program: Program, data: TextBatches, start: int) -> list[str]:
         f"pipeline {mesh.pipeline} ({program.mesh.devices.size} {platform(program.mesh)} devices), "
         f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
         data.describe(),
+        *chosen(config),
         *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
     ]
     if start >= config.train.steps:

@@ -54,7 +54,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "more virtual stages than layers": (
         GOOD, ["mesh.pipeline=4", "parallel.schedule=interleaved", "parallel.virtual_stages=2"], ["virtual_stages 2", "8 stages", "model.layers 4"]
     ),
-    "chunks for a schedule that has none": (GOOD, ["mesh.pipeline=2", "parallel.virtual_stages=2"], ["virtual_stages is 2", "1f1b always has 1", "interleaved"]),
+    "chunks for a schedule that has none": (GOOD, ["mesh.pipeline=2", "parallel.schedule=1f1b", "parallel.virtual_stages=2"], ["virtual_stages is 2", "1f1b always has 1", "interleaved"]),
     "a layer split of another sum": (GOOD, ["mesh.pipeline=2", "parallel.layer_split=[1, 2]"], ["[1, 2]", "sum to 3", "layers 4"]),
     "positions that gpt2 has not learned": (
         GOOD, ["model.family=gpt2", "model.max_positions=16"], ["sequence_length 32", "max_positions 16"]

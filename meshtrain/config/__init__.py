@@ -10,12 +10,12 @@ has changed. Everything else reads that line. A mistake is one sentence: where, 
 - `meshtrain.config.load`: `load`, of a file, dicts or another config, and overrides; `to_yaml`.
 - `meshtrain.config.tree`, `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type.
 - `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed.
-- `meshtrain.config.check`: which keys contradict each other; `notes` on what is legal but costs something.
+- `meshtrain.config.check`: which keys contradict each other; `notes` on what is legal but costs something; what was `chosen`.
 
 Tried (`python -m experiments.faults`, room `config`): of 116 odd configs none is met by silence or a traceback.
 """
 
-from meshtrain.config.check import check, notes
+from meshtrain.config.check import check, chosen, notes
 from meshtrain.config.follow import replaced, resolve
 from meshtrain.config.load import load, to_yaml
 from meshtrain.config.schema import (
@@ -37,6 +37,6 @@ from meshtrain.errors import ConfigError, refusal, short
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "ParallelConfig", "PrecisionConfig", "RunConfig", "SurviveConfig", "TrainConfig", "check", "load", "notes", "refusal", "replaced", "resolve", "short",
+    "ParallelConfig", "PrecisionConfig", "RunConfig", "SurviveConfig", "TrainConfig", "check", "chosen", "load", "notes", "refusal", "replaced", "resolve", "short",
     "to_yaml",
 ]  # fmt: skip

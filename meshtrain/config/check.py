@@ -5,8 +5,9 @@ import math
 import os
 from pathlib import Path
 
+from meshtrain.config.follow import followed
 from meshtrain.config.rows import filled_rows, pieces
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import AUTO, Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
@@ -17,6 +18,7 @@ from meshtrain.survive.inject import requests
 from meshtrain.text import nearest_file
 
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
+WORTH_SAYING = 1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
 PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
 
@@ -155,12 +157,12 @@ def _check_pipeline(config: Config) -> None:
     layers, stages, parallel = config.model.layers, config.mesh.pipeline, config.parallel
     schedule, chunks = parallel.schedule, parallel.virtual_stages
     if schedule.endswith(".csv"):
-        if not os.path.isfile(schedule):
+        if not os.path.isfile(os.path.expanduser(schedule)):
             raise ConfigError(f"parallel.schedule names the table {short(schedule)}, but {_no_table(schedule)}")
-    elif schedule not in SCHEDULES:
+    elif schedule not in SCHEDULES and schedule != AUTO:
         raise ConfigError(
-            f"parallel.schedule is {short(repr(schedule))}; it must be one of {', '.join(SCHEDULES)}, or the path of a .csv table"
-            + (nearest(schedule, SCHEDULES) or ".")
+            f"parallel.schedule is {short(repr(schedule))}; it must be one of {', '.join([AUTO, *SCHEDULES])}, or the path of a .csv table"
+            + (nearest(schedule, [AUTO, *SCHEDULES]) or ".")
         )
     # Without stages no table is run: neither chunks nor a split of the layers have a use (see `notes`).
     if stages == 1:
@@ -199,7 +201,7 @@ def _check_pipeline(config: Config) -> None:
 
 def _no_table(schedule: str) -> str:
     """How the sentence on a table that is not there goes on: where it was looked for, and the nearest name there."""
-    path, start = Path(schedule), ""
+    path, start = Path(os.path.expanduser(schedule)), ""
     # The working directory itself may be gone.
     with contextlib.suppress(OSError):
         if not path.is_absolute():
@@ -218,6 +220,8 @@ def notes(config: Config) -> list[str]:
         )
     if mesh.pipeline > 1 and parallel.microbatches < mesh.pipeline:
         found.append(_few_microbatches(config))
+    if mesh.pipeline > 1:
+        found += _held_up(config)
     if config.optimizer.warmup_steps > config.train.steps:
         found.append(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
@@ -232,6 +236,31 @@ def notes(config: Config) -> list[str]:
     if mesh.pipeline == 1 and parallel.layer_split is not None:
         found.append("parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage.")
     return found
+
+
+def chosen(config: Config) -> list[str]:
+    """What parallel.schedule: auto stands for in a resolved config with stages, a sentence where that is what it has."""
+    if config.mesh.pipeline == 1 or not followed(config, "parallel.schedule"):
+        return []
+    schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
+    return [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]
+
+
+def _held_up(config: Config) -> list[str]:
+    """What one program for all stages costs a table of one's own; the named schedules are made for it."""
+    parallel, stages = config.parallel, config.mesh.pipeline
+    entry = SCHEDULES.get(parallel.schedule)
+    if entry and entry.formulas:
+        return []
+    table = make_table(parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages)
+    here, alone = (simulate(table, clock=clock).makespan for clock in ("lockstep", "asynchronous"))
+    if here < WORTH_SAYING * alone:
+        return []
+    return [
+        f"parallel.schedule {short(parallel.schedule)} takes {here / alone:.2f} times as long here as if every stage ran on its own "
+        f"({here / table.chunks:.4g} against {alone / table.chunks:.4g} forwards of a stage): a tick costs what any stage does in it, "
+        "so let all do the same in a tick."
+    ]
 
 
 def _few_microbatches(config: Config) -> str:

@@ -10,7 +10,7 @@ from meshtrain.config.key import Resume, key
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.families import FAMILIES
 from meshtrain.optimizers import OPTIMIZERS
-from meshtrain.schedule.generators import SCHEDULES, legal_chunks
+from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, legal_chunks
 from meshtrain.shown import Shown
 
 FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Resume.TOKENS
@@ -34,8 +34,30 @@ def _zero_hold(config: "Config") -> bool:
     return config.parallel.zero_stage == 2 and (config.parallel.microbatches > 1 or config.mesh.pipeline > 1)
 
 
+AUTO, CHUNKED, PLAIN = "auto", "interleaved", "1f1b"  # what auto stands for: with several chunks a stage, with one
+
+
+def _chosen(config: "Config") -> int:
+    """Chunks a stage where nothing is said of them: those that parallel.layer_split is for, or the best number."""
+    parallel, stages = config.parallel, config.mesh.pipeline
+    if parallel.layer_split is not None and stages > 1:
+        return max(1, len(parallel.layer_split) // stages)
+    return chosen_chunks(config.model.layers, stages, parallel.microbatches)
+
+
 def _virtual_stages(config: "Config") -> int:
-    return legal_chunks(config.parallel.schedule) or 1
+    schedule, chunks = config.parallel.schedule, _chosen(config)
+    if schedule == AUTO or (schedule, config.parallel.virtual_stages) == (CHUNKED, chunks):
+        return chunks
+    return legal_chunks(schedule) or 1
+
+
+def _schedule(config: "Config") -> str:
+    """It stays open on one stage, which runs none. One chunk where more are the choice is of a schedule that was named."""
+    chunks = config.parallel.virtual_stages
+    if config.mesh.pipeline == 1 or chunks == 1 < _chosen(config):
+        return AUTO
+    return CHUNKED if chunks > 1 else PLAIN
 
 
 # A key keeps together what it says.
@@ -127,16 +149,20 @@ class ParallelConfig:
     )
     remat_offload: tuple[str, ...] = key((), "remat: names keeps these activations in host memory")
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
-    schedule: str = key(
-        "1f1b",
-        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table, from the working directory"
-    )
     microbatches: int = key(
         1, "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1", least=1
     )
+    # Follows before the schedule, which follows from it.
     virtual_stages: int = key(
-        1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has",
+        1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has, under auto the most that divide the "
+        "layers of a stage, up to 8",
         least=1, follows=_virtual_stages
+    )
+    schedule: str = key(
+        AUTO,
+        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table, from the working directory; auto: interleaved, and "
+        "1f1b where a stage has one chunk",
+        follows=_schedule, counts=lambda c: c.mesh.pipeline > 1
     )
     layer_split: tuple[int, ...] | None = key(
         None, "layers of each virtual stage in model order; null: as even as can be", least=0

@@ -13,17 +13,17 @@ from pathlib import Path
 from rich.console import Console
 
 from meshtrain.cli import Parser, command, whole_number
-from meshtrain.config import Config, ConfigError, load, notes, refusal, short, to_yaml
+from meshtrain.config import Config, ConfigError, chosen, load, notes, refusal, short, to_yaml
 from meshtrain.errors import say
 from meshtrain.files import write_atomically
 from meshtrain.parallel import placement
-from meshtrain.plan import advice, page, report, scaling
+from meshtrain.plan import advice, page, report, scaling, ticks
 from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.plan.compiled import Compiled, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough, usual_cluster
 from meshtrain.plan.failures import faults
 from meshtrain.plan.search import Found, search
-from meshtrain.schedule import Timeline, draw
+from meshtrain.schedule import Table, Timeline, draw
 
 DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
 
@@ -58,6 +58,9 @@ def _parser() -> Parser:
     parser.add_argument("--devices", type=whole_number, metavar="N", help="devices to search layouts for; default: all of the cluster's, else the mesh's")  # fmt: skip
     parser.add_argument("--write", metavar="FILE", help="where --search writes the best layout's config; default: CONFIG-best.yaml")  # fmt: skip
     parser.add_argument("--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text")
+    parser.add_argument(
+        "--csv", metavar="FILE", help="writes the schedule's table as a start for one's own; - prints it"
+    )
     parser.add_argument("--html", metavar="FILE", help="writes the whole report as one page with pictures")
     parser.add_argument("--compile", metavar="TARGET[xN]", help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares")  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
@@ -66,15 +69,24 @@ def _parser() -> Parser:
 
 def _check_targets(config: Config, options: argparse.Namespace) -> None:
     """Refuses at once what else would be found to be no place for a picture or a file when all is planned."""
-    if options.gantt and not options.search and config.mesh.pipeline == 1:
-        raise ConfigError("--gantt draws a pipeline's schedule, but mesh.pipeline is 1; give it at least 2 stages.")
+    for flag, does in (("gantt", "draws"), ("csv", "writes")):
+        if getattr(options, flag) and not options.search and config.mesh.pipeline == 1:
+            raise ConfigError(
+                f"--{flag} {does} a pipeline's schedule, but mesh.pipeline is 1; give it at least 2 stages."
+            )
     gantt = None if options.gantt == "-" else options.gantt
     if gantt and Path(gantt).suffix.lower() not in ("", ".svg"):
         meant = short(Path(gantt).with_suffix(".svg"))
         raise ConfigError(
             f"--gantt {short(gantt)}: the picture is SVG, so that its name must end in .svg; did you mean {meant}?"
         )
-    for path in (gantt, options.html, options.write):
+    table = None if options.csv == "-" else options.csv
+    if table and Path(table).suffix.lower() not in ("", ".csv"):
+        meant = short(Path(table).with_suffix(".csv"))
+        raise ConfigError(
+            f"--csv {short(table)}: parallel.schedule takes a name that ends in .csv; did you mean {meant}?"
+        )
+    for path in (gantt, table, options.html, options.write):
         if path:
             _check_target(path)
 
@@ -119,6 +131,8 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         _print(planned, compiled)
     if options.gantt and planned.timeline:
         _gantt(planned.timeline, options.gantt)
+    if options.csv:
+        _csv(ticks.table(config), options.csv)
     if options.html:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
         _write(options.html, page.page(planned, *points, _notes(config)))
@@ -137,8 +151,9 @@ def _print(planned: Plan, compiled: Compiled | None) -> None:
 
 
 def _notes(config: Config) -> list[str]:
-    """What a run of this config would log before its first step: what is padded, replicated or cannot be sharded, and its cost."""
-    return [*notes(config), *placement.notes(config)]
+    """What a run of this config would log before its first step: its schedule where that was left open; what is padded, replicated or
+    cannot be sharded, and its cost."""
+    return [*chosen(config), *notes(config), *placement.notes(config)]
 
 
 def _gantt(timeline: Timeline, target: str) -> None:
@@ -146,6 +161,13 @@ def _gantt(timeline: Timeline, target: str) -> None:
         print(draw.gantt_text(timeline))
     else:
         _write(target, draw.gantt_svg(timeline))
+
+
+def _csv(table: Table, target: str) -> None:
+    if target == "-":
+        print(table.to_csv(), end="")
+    else:
+        _write(target, table.to_csv())
 
 
 def _write(path: str, text: str) -> None:

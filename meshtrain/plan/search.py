@@ -15,16 +15,15 @@ from typing import NamedTuple
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import put
 from meshtrain.config.rows import sequences
-from meshtrain.config.schema import ParallelConfig
+from meshtrain.config.schema import AUTO, PLAIN
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import memory, ticks
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import Pieces, pieces_of
-from meshtrain.schedule.generators import SCHEDULES
+from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
 
-MOST_CHUNKS = 8
 REMAT = ("none", "dots", "full")
 
 
@@ -137,19 +136,19 @@ def divisors(n: int) -> tuple[int, ...]:
 def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
     """Every (schedule, virtual stages) for a number of stages."""
     if stages == 1:
-        return [(ParallelConfig().schedule, 1)]
+        return [(AUTO, 1)]
     any_number = range(2, MOST_CHUNKS + 1)
     chunks = [(s.name, v) for s in SCHEDULES.values() for v in ([s.chunks] if s.chunks else any_number)]
     return [(name, v) for name, v in chunks if v * stages <= layers]
 
 
 def near_schedule(config: Config, stages: int) -> tuple[str, int]:
-    """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else those of the default."""
-    default, layers = (ParallelConfig().schedule, 1), config.model.layers
+    """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else 1F1B."""
+    default, layers = (PLAIN, 1), config.model.layers
     entry = SCHEDULES.get(config.parallel.schedule)
     if stages == 1 or entry is None:
         return default
-    chunks = entry.chunks or min(config.parallel.virtual_stages, layers // stages)
+    chunks = entry.chunks or chosen_chunks(layers, stages, config.parallel.microbatches, config.parallel.virtual_stages)
     return (entry.name, chunks) if chunks * stages <= layers else default
 
 

@@ -41,8 +41,10 @@ from meshtrain.schedule import closed_form
 from meshtrain.schedule.closed_form import Formulas, NotExact, whole_stage
 from meshtrain.schedule.facts import Facts, facts
 from meshtrain.schedule.simulate import CLOCKS, Durations
-from meshtrain.schedule.table import IllegalTable, Table, read_csv
+from meshtrain.schedule.table import MOST_WORK, IllegalTable, Table, read_csv
 from meshtrain.schedule.validate import validate
+
+MOST_CHUNKS = 8  # that a search tries and `chosen_chunks` takes: an eighth of the idle time of one chunk is left
 
 # Ticks of F, of B and, where B is split into I and W, of W: each int [virtual stage, microbatch].
 Ticks = tuple[np.ndarray, ...]
@@ -128,10 +130,24 @@ def legal_chunks(schedule: str) -> int | None:
     return entry.chunks if entry else None
 
 
+def chosen_chunks(layers: int, stages: int, microbatches: int, most: int = MOST_CHUNKS) -> int:
+    """How many chunks, at most `most`, a stage has under `parallel.schedule: auto`: interleaved with them, or 1f1b where there is one.
+
+    In lockstep v chunks leave 1/v of 1F1B's idle time (of fewer microbatches than stages a larger share, but never more than all) and
+    hold at most ((v+1) p - 1)/v microbatches where it holds 2p - 1. So the most that divide a stage's layers.
+    One microbatch gains nothing, and layers that the virtual stages do not divide must need no more padding than without chunks.
+    """
+    longest = -(-layers // stages)
+    most = min(most, layers // stages, (MOST_WORK // stages - stages) // microbatches)
+    if stages == 1 or microbatches == 1:
+        return 1
+    return max((v for v in range(2, most + 1) if longest % v == 0), default=1)
+
+
 def _stamp(schedule: str) -> tuple[int, int] | None:
     """Of a file, changed when the file is."""
     try:
-        found = os.stat(schedule) if schedule.endswith(".csv") else None
+        found = os.stat(os.path.expanduser(schedule)) if schedule.endswith(".csv") else None
     except OSError:  # told when it is read
         return None
     return found and (found.st_mtime_ns, found.st_size)

@@ -224,6 +224,7 @@ _MOST_BYTES = 32 * MOST_WORK
 def read_csv(path: str | Path) -> Table:
     """Reads what `Table.to_csv` wrote or a person edited. Raises IllegalTable naming file, row, column and what is legal."""
     takes = "parallel.schedule takes a CSV file"
+    path = os.path.expanduser(path)
     return parse_csv(read_text(path, "schedule's table", takes, (".csv",), _MOST_BYTES), source=short(path))
 
 

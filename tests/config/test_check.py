@@ -94,7 +94,7 @@ def test_a_warm_up_that_outlasts_the_run_is_noted():
     ("parallel", "says"),
     [
         (
-            {"microbatches": 2},
+            {"microbatches": 2, "schedule": "1f1b"},
             ["microbatches 2", "mesh.pipeline 4", "idles 60% of the step", "16 would bring that to 16%."],
         ),
         # of 9 turns of a chunk, 5 without work: the ring is partly empty in the second round too
@@ -107,7 +107,7 @@ def test_a_warm_up_that_outlasts_the_run_is_noted():
 def test_fewer_microbatches_than_stages_are_noted_with_their_cost(parallel, says):
     (note,) = notes(configuration(mesh={"pipeline": 4}, parallel=parallel, model={"layers": 8}))
     assert all(part in note for part in says), note
-    table = make_table(parallel.get("schedule", "1f1b"), 4, 2, parallel.get("virtual_stages", 1))
+    table = make_table(parallel["schedule"], 4, 2, parallel.get("virtual_stages", 1))
     assert f"{simulate(table, Durations()).bubble_fraction:.0%}" in note
 
 

@@ -138,7 +138,7 @@ ON_CPU = [
     ((1, 1, 1), {"microbatches": 4, "remat": "full"}),
     ((4, 1, 1), {"microbatches": 2, "zero_stage": 3, "remat": "full"}),
     ((2, 2, 1), {"microbatches": 4, "remat": "dots", "sequence_parallel": True}),
-    ((2, 2, 2), {"microbatches": 4}),
+    ((2, 2, 2), {"microbatches": 4, "schedule": "1f1b"}),
     ((2, 1, 4), {"microbatches": 8, "schedule": "zb_h1"}),
 ]
 

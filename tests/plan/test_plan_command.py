@@ -13,7 +13,7 @@ CONFIG = {
     "run": {"fake_devices": 8},
     "model": {"layers": 4, "d_model": 128, "heads": 4, "kv_heads": 2, "d_ff": 352, "vocab_size": 260},
     "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
-    "parallel": {"microbatches": 4, "sequence_parallel": True},
+    "parallel": {"microbatches": 4, "sequence_parallel": True, "schedule": "1f1b"},
     "train": {"global_batch_size": 16, "sequence_length": 128},
 }
 
