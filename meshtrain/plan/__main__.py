@@ -119,7 +119,7 @@ def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
 
 def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     planned = estimate(config, cluster)
-    changes = [] if planned.fits else advice.cheapest(planned)
+    changes = advice.changes(planned)
     found = planned.as_json() | {"faults": report.faults_json(faults(planned))}
     found["changes"] = [list(change.settings) for change in changes]
     compiled = compile_step(config, options.compile) if options.compile else None
@@ -135,7 +135,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         _csv(ticks.table(config), options.csv)
     if options.html:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
-        _write(options.html, page.page(planned, *points, _notes(config)))
+        _write(options.html, page.page(planned, *points, _notes(planned)))
     if not planned.fits:
         say(advice.sentence(planned, changes))
     return 0
@@ -146,14 +146,16 @@ def _print(planned: Plan, compiled: Compiled | None) -> None:
     console.print(report.render(planned))
     if compiled:
         console.print(report.compared(planned, compiled))
-    for note in _notes(planned.config):
+    for note in _notes(planned):
         console.print(f"note: {note}", style="yellow")
 
 
-def _notes(config: Config) -> list[str]:
-    """What a run of this config would log before its first step: its schedule where that was left open; what is padded, replicated or
-    cannot be sharded, and its cost."""
-    return [*chosen(config), *notes(config), *placement.notes(config)]
+def _notes(planned: Plan) -> list[str]:
+    """What a run of the config would log before its first step (its schedule where that was left open; what is padded, replicated or
+    cannot be sharded, and its cost), and what its schedule costs by the plan.
+    """
+    config = planned.config
+    return [*chosen(config), *notes(config), *placement.notes(config), *advice.notes(planned)]
 
 
 def _gantt(timeline: Timeline, target: str) -> None:

@@ -1,11 +1,21 @@
-"""What to change in a layout that does not fit: the cheapest changes of a key or two, by step time."""
+"""What to change in a layout: the best schedule; and where it does not fit the cheapest changes of a key or two, by step time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtrain.config import Config, ConfigError, check, replaced
+from meshtrain.config.follow import put
+from meshtrain.config.schema import CHUNKED, PLAIN
+from meshtrain.parallel.placement import stages
+from meshtrain.plan import memory, ticks
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan, estimate
+from meshtrain.plan.search import schedules
+from meshtrain.plan.seconds import pieces_of
+from meshtrain.schedule.generators import legal_chunks
+
+WORTH_SAYING = 0.97  # times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median
+HEAVY = 1.1  # times the bytes, at least, that a schedule holds of what the plain one would
 
 
 @dataclass(frozen=True)
@@ -18,13 +28,15 @@ class Change:
 
 
 def cheapest(over: Plan, count: int = 3) -> list[Change]:
-    """Up to `count` changes that make `over` fit on the same devices, fastest first: of one step, and if those are too few of more."""
+    """Up to `count` changes that make `over` fit on the same devices: of one step, and if those are too few of more. A schedule that
+    makes it fit alone comes first, the others by step time.
+    """
     frontier: dict[tuple[str, ...], Config] = {(): over.config}
     found: dict[tuple[str, ...], Change] = {}
     for _ in range(3):
         following: dict[tuple[str, ...], Config] = {}
         for settings, config in frontier.items():
-            for more, changed in _neighbours(config):
+            for more, changed in _neighbours(config, over.cluster):
                 path = tuple(sorted({**_by_key(settings), **_by_key(more)}.values()))
                 if path in following or path in found:
                     continue
@@ -38,7 +50,60 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
         if len(found) >= count:
             break
         frontier = following
-    return sorted(found.values(), key=lambda c: c.seconds)[:count]
+    return sorted(found.values(), key=lambda c: (set(_by_key(c.settings)) != _SCHEDULE, c.seconds))[:count]
+
+
+def changes(planned: Plan) -> list[Change]:
+    """What to change: the cheapest ways to make it fit; where it does, the best schedule, if it has another."""
+    if not planned.fits:
+        return cheapest(planned)
+    best = best_schedule(planned)
+    return [best] if best else []
+
+
+def best_schedule(planned: Plan) -> Change | None:
+    """The schedule that takes least time on the same mesh with the same microbatches, of those that fit; None where it would gain
+    little or nothing. By formula, and simulated to be sure.
+    """
+    fastest = _fastest_schedule(planned.config, planned.cluster)
+    if fastest is None:
+        return None
+    settings, config = fastest
+    found = estimate(config, planned.cluster)
+    gains = found.fits and found.seconds < WORTH_SAYING * planned.seconds
+    return Change(settings, found.bytes, found.seconds) if gains else None
+
+
+def notes(planned: Plan) -> list[str]:
+    """What the schedule costs beside others, a sentence each, if it does."""
+    found = []
+    if planned.fits and (best := best_schedule(planned)):
+        found.append(
+            f"{', '.join(best.settings)} would take {best.seconds / planned.seconds:.2f} of the step's time and hold "
+            f"{best.nbytes / 2**30:.3g} GiB a device in place of {planned.bytes / 2**30:.3g}."
+        )
+    return found + _heavy(planned)
+
+
+def _heavy(planned: Plan) -> list[str]:
+    """1F1B is taken for what it saves in memory, and other schedules for less idle time or still less memory: by the plan they may not."""
+    config, chunks = planned.config, stages(planned.config).chunks
+    schedule = config.parallel.schedule
+    plain = (PLAIN, 1) if legal_chunks(schedule) or chunks == 1 else (CHUNKED, chunks)
+    if config.mesh.pipeline == 1 or (schedule, chunks) == plain or config.parallel.layer_split is not None:
+        return []
+    other = estimate(put(config, parallel={"schedule": plain[0], "virtual_stages": plain[1]}), planned.cluster)
+    if planned.bytes < HEAVY * other.bytes:
+        return []
+    waits = ""
+    if ticks.facts(config).split:
+        recomputed = config.parallel.remat != "none"
+        what = f"what remat: {config.parallel.remat} computes again waits" if recomputed else "cotangents wait"
+        waits = f", since {what} for the weight gradients"
+    return [
+        f"{schedule} holds {planned.bytes / 2**30:.3g} GiB a device{waits}, where {plain[0]} would hold {other.bytes / 2**30:.3g} and "
+        f"take {other.seconds / planned.seconds:.2f} of the step's time."
+    ]
 
 
 def sentence(over: Plan, changes: list[Change]) -> str:
@@ -69,7 +134,34 @@ def _planned(config: Config, cluster: Cluster) -> Plan | None:
         return None
 
 
-def _neighbours(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
+_SCHEDULE = {"parallel.schedule", "parallel.virtual_stages"}
+
+
+def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...], Config] | None:
+    """Of the other schedules the one that is fastest by formula, with its settings: of those that fit, or if none does hold less."""
+    now, split = (config.parallel.schedule, config.parallel.virtual_stages), config.parallel.layer_split
+    if config.mesh.pipeline == 1:
+        return None
+    ranked = []
+    for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
+        # A split of the layers is for one number of chunks.
+        if split is None or chunks == now[1]:
+            other = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
+            facts = ticks.facts(other)
+            nbytes = memory.total(memory.items(other, facts, cluster.accelerator.platform))
+            seconds = ticks.quick(other, facts, pieces_of(other, cluster))
+            fits = nbytes <= cluster.accelerator.usable_bytes
+            ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
+    if not ranked:
+        return None
+    fastest = min(ranked, key=lambda r: r[:3])[-1].parallel
+    if (fastest.schedule, fastest.virtual_stages) == now:
+        return None
+    settings = f"parallel.schedule={fastest.schedule}", f"parallel.virtual_stages={fastest.virtual_stages}"
+    return settings, put(config, parallel=vars(fastest))
+
+
+def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], Config]]:
     """Configs one step away that tend to hold less, with the settings that lead there."""
     parallel, mesh = config.parallel, config.mesh
 
@@ -77,6 +169,8 @@ def _neighbours(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
         settings = tuple(f"{section}.{k}={_text(v)}" for k, v in keys.items())
         return settings, replaced(config, **{section: keys})
 
+    if fastest := _fastest_schedule(config, cluster):
+        yield fastest
     if mesh.data > 1:
         for stage in range(parallel.zero_stage + 1, 4):
             yield one("parallel", zero_stage=stage)
