@@ -24,7 +24,7 @@ mt.fake_devices(8)
 settings = {
     "model": {"layers": 8, "d_model": 64, "heads": 8, "d_ff": 128, "vocab_size": 264},
     "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
-    "parallel": {"microbatches": 4},
+    "parallel": {"schedule": "1f1b", "microbatches": 4},
     "data": {"source": "synthetic"},
     "train": {"steps": 6, "global_batch_size": 32, "sequence_length": 32},
     "optimizer": {"warmup_steps": 2},

@@ -33,7 +33,7 @@ Path("text.txt").write_text("the mesh is a placement, the schedule is a table, t
 Path("tiny.yaml").write_text("""
 model:      {layers: 4, d_model: 32, heads: 4, d_ff: 64, vocab_size: 260}
 mesh:       {data: 2, tensor: 2, pipeline: 2}
-parallel:   {zero_stage: 1, microbatches: 2}
+parallel:   {zero_stage: 1, schedule: 1f1b, microbatches: 2}
 data:       {source: text.txt, validation: 0.0}
 train:      {steps: 24, global_batch_size: 8, sequence_length: 32}
 optimizer:  {learning_rate: 3.0e-3, warmup_steps: 4}

@@ -156,7 +156,7 @@ class ParallelConfig:
     virtual_stages: int = key(
         1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has, under auto the most that divide the "
         "layers of a stage, up to 8",
-        least=1, follows=_virtual_stages
+        least=1, follows=_virtual_stages, counts=lambda c: c.mesh.pipeline > 1
     )
     schedule: str = key(
         AUTO,

@@ -14,7 +14,9 @@ from meshtrain.plan.search import schedules
 from meshtrain.plan.seconds import pieces_of
 from meshtrain.schedule.generators import legal_chunks
 
-WORTH_SAYING = 0.97  # times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median
+WORTH_SAYING = (
+    0.97  # times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median
+)
 HEAVY = 1.1  # times the bytes, at least, that a schedule holds of what the plain one would
 
 

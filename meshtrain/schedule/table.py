@@ -185,7 +185,11 @@ class Table(Shown):
             B0,F1 B1
             B1,
 
-        `read_csv` takes it back.
+        The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no), `placement` (loop) and
+        `schedule`, its name, may be left out. A cell is empty where the stage is idle in that tick; else it has one op of each kind at
+        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk. What is sent in a tick can be
+        read from the next on; the last virtual stage may do B in the tick of its F. `read_csv` takes it back, with the line ends, quotes,
+        spaces and byte order mark that a spreadsheet or an editor leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]

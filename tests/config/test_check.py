@@ -1,9 +1,11 @@
 """Legal combinations pass, whatever else they cost; what costs something is noted. (What is refused: tests/test_config.py.)"""
 
 import pytest
+import yaml
 
-from meshtrain.config import Config, ConfigError, load, notes
-from meshtrain.schedule.generators import make_table
+from meshtrain.config import Config, ConfigError, chosen, load, notes, replaced, to_yaml
+from meshtrain.config.check import WORTH_SAYING
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 
 
@@ -153,3 +155,76 @@ def test_a_table_that_is_not_there_is_told_where_it_was_looked_for(named, says, 
     with pytest.raises(ConfigError) as refused:
         configuration(parallel={"schedule": named.format(here=tmp_path)})
     assert str(refused.value).partition(", but ")[2] == says.format(here=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "runs", "says"),
+    [
+        (8, {}, ("interleaved", 4), ["schedule: auto -> interleaved, 4 virtual stages"]),
+        (2, {}, ("1f1b", 1), ["schedule: auto -> 1f1b"]),
+        (8, {"microbatches": 1}, ("1f1b", 1), ["schedule: auto -> 1f1b"]),
+        # what is given wins
+        (8, {"virtual_stages": 2}, ("interleaved", 2), ["schedule: auto -> interleaved, 2 virtual stages"]),
+        (6, {"layer_split": [1, 2, 2, 1]}, ("interleaved", 2), ["schedule: auto -> interleaved, 2 virtual stages"]),
+        (5, {"layer_split": [1, 4]}, ("1f1b", 1), ["schedule: auto -> 1f1b"]),
+        # a schedule that is named is unchanged
+        (8, {"schedule": "1f1b"}, ("1f1b", 1), []),
+        (8, {"schedule": "interleaved"}, ("interleaved", 1), []),
+        (8, {"schedule": "zb_h1"}, ("zb_h1", 1), []),
+        (8, {"schedule": "v_1f1b"}, ("v_1f1b", 2), []),
+    ],
+)
+def test_an_open_schedule_is_chosen_once_and_said(layers, parallel, runs, says):
+    sections = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 4} | parallel, "model": {"layers": layers}}
+    config = configuration(**sections)
+    assert (config.parallel.schedule, config.parallel.virtual_stages) == runs
+    assert chosen(config) == says
+    assert load(config) == load(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_an_open_schedule_follows_the_mesh_and_a_named_one_does_not():
+    config = configuration(parallel={"microbatches": 4}, model={"layers": 8})
+    assert (config.parallel.schedule, config.parallel.virtual_stages, chosen(config)) == ("auto", 1, [])
+    found = [replaced(config, mesh={"pipeline": p}).parallel for p in (4, 2, 8)]
+    assert [(p.schedule, p.virtual_stages) for p in found] == [("interleaved", 2), ("interleaved", 4), ("1f1b", 1)]
+    named = configuration(parallel={"microbatches": 4, "schedule": "1f1b"}, model={"layers": 8})
+    assert replaced(named, mesh={"pipeline": 4}).parallel.schedule == "1f1b"
+
+
+# Forwards and backwards take turns: in each tick one stage goes forward while the other goes backward.
+ALTERNATE = """# schedule=alternate stages=2 microbatches=4
+stage 0,stage 1
+F0,
+F1,F0
+,B0
+B0,F1
+F2,B1
+B1,F2
+F3,B2
+B2,F3
+,B3
+B3,
+"""
+
+
+def test_a_table_of_ones_own_that_lockstep_holds_up_is_noted_with_both_costs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.csv").write_text(ALTERNATE)
+    sections = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 4, "schedule": "~/mine.csv"}}
+    (note,) = notes(configuration(**sections))
+    here, alone = (
+        simulate(make_table("~/mine.csv", 2, 4), clock=clock).makespan for clock in ("lockstep", "asynchronous")
+    )
+    assert f"~/mine.csv takes {here / alone:.2f} times as long here" in note and here > 1.25 * alone
+    assert f"({here:.4g} against {alone:.4g} forwards of a stage)" in note
+    (tmp_path / "mine.csv").write_text(make_table("zb_h1", 2, 4).to_csv())
+    assert notes(configuration(**sections)) == []
+
+
+def test_no_schedule_of_our_own_is_held_up_so_much():
+    """Which is why they are not looked at."""
+    for name in SCHEDULES:
+        for stages, microbatches in ((4, 2), (8, 8), (16, 16), (16, 24)):
+            table = make_table(name, stages, microbatches, legal_chunks(name) or 4)
+            here, alone = (simulate(table, clock=clock).makespan for clock in ("lockstep", "asynchronous"))
+            assert here < WORTH_SAYING * alone, (name, stages, microbatches)

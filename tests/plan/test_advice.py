@@ -1,6 +1,10 @@
-"""What is advised for a plan that does not fit, is what a run then does."""
+"""What is advised is what a run then does: another schedule, or what makes a plan fit."""
 
-from meshtrain.config import load, to_yaml
+import re
+
+import pytest
+
+from meshtrain.config import load, replaced, to_yaml
 from meshtrain.plan import advice, named, plan
 
 
@@ -16,3 +20,57 @@ def test_to_keep_less_of_what_is_named_is_advised_in_settings_that_a_run_takes(l
     assert {"parallel.remat_keep=[]", "parallel.remat_keep=[mlp_hidden]"} <= values
     for change in found:
         assert plan(load(path, list(change.settings)), over.cluster).bytes == change.nbytes
+
+
+def test_the_best_schedule_is_the_first_advice(llama_8b):
+    """1F1B does not fit here; of the schedules that do, none is faster than what is advised first."""
+    mesh = {"data": 8, "tensor": 2, "pipeline": 4}
+    over = plan(
+        llama_8b(mesh, {"global_batch_size": 128}, schedule="1f1b", sequence_parallel=True), named("a100-40", 64)
+    )
+    first, *others = advice.cheapest(over)
+    assert {setting.partition("=")[0] for setting in first.settings} == {"parallel.schedule", "parallel.virtual_stages"}
+    found = plan(load(over.config, list(first.settings)), over.cluster)
+    assert (found.bytes, found.seconds, found.fits) == (first.nbytes, first.seconds, True)
+    assert others and not over.fits
+    for schedule, chunks in (
+        ("interleaved", 4),
+        ("interleaved", 8),
+        ("zb_interleaved", 4),
+        ("v_1f1b", 2),
+        ("zb_h1", 1),
+    ):
+        other = plan(replaced(over.config, parallel={"schedule": schedule, "virtual_stages": chunks}), over.cluster)
+        assert not other.fits or other.seconds >= first.seconds
+
+
+def test_where_all_fits_a_better_schedule_is_noted_with_its_time_and_bytes(llama_8b):
+    fits = plan(llama_8b(schedule="1f1b"), named("h200", 16))
+    (best,) = advice.changes(fits)
+    (note,) = advice.notes(fits)
+    assert note.startswith(f"{best.settings[0]}, {best.settings[1]} would take {best.seconds / fits.seconds:.2f} of")
+    assert f"{best.nbytes / 2**30:.3g} GiB a device in place of {fits.bytes / 2**30:.3g}." in note
+    chosen = plan(llama_8b(), named("h200", 16))
+    assert (chosen.config.parallel.schedule, advice.changes(chosen), advice.notes(chosen)) == ("interleaved", [], [])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "plain"), [("zb_h1", 1, "1f1b"), ("zb_interleaved", 4, "interleaved"), ("v_1f1b", 2, "1f1b")]
+)
+def test_what_a_schedule_holds_beside_a_plain_one_is_said_before_a_device_is_paid_for(
+    llama_8b, schedule, chunks, plain
+):
+    config = llama_8b(schedule=schedule, virtual_stages=chunks, remat="full")
+    cluster = named("h100", 16)
+    heavy = plan(config, cluster)
+    light = plan(
+        replaced(config, parallel={"schedule": plain, "virtual_stages": chunks if plain == "interleaved" else 1}),
+        cluster,
+    )
+    note = advice.notes(heavy)[-1]
+    assert heavy.bytes > advice.HEAVY * light.bytes
+    assert note.startswith(f"{schedule} holds {heavy.bytes / 2**30:.3g} GiB a device")
+    waits = "since what remat: full computes again waits for the weight gradients"
+    assert (waits in note) == schedule.startswith("zb")
+    assert f"where {plain} would hold {light.bytes / 2**30:.3g} and take {light.seconds / heavy.seconds:.2f} of" in note
+    assert not [n for n in advice.notes(light) if re.match(rf"{plain} holds", n)]

@@ -8,6 +8,7 @@ import yaml
 
 from meshtrain.plan.__main__ import main
 from meshtrain.schedule.generators import make_table
+from meshtrain.schedule.table import read_csv
 
 CONFIG = {
     "run": {"fake_devices": 8},
@@ -73,6 +74,9 @@ BAD = {
         "mine.png",
     ): "--gantt mine.png: the picture is SVG, so that its name must end in .svg; did you mean mine.svg?",
     ("--gantt", "all.svg", "--html", "/nowhere/at/all.html"): "/nowhere/at/all.html cannot be written: there is no",
+    ("--set", "mesh.pipeline=1", "--csv", "x.csv"): "--csv writes a pipeline's schedule, but mesh.pipeline is 1",
+    ("--csv", "mine.txt"): "--csv mine.txt: parallel.schedule takes a name that ends in .csv; did you mean mine.csv?",
+    ("--csv", "/nowhere/at/all.csv"): "/nowhere/at/all.csv cannot be written: there is no directory /nowhere/at.",
     ("--html", "."): ". cannot be written: is a directory",
     ("--html", "/dev/null/all.html"): "/dev/null/all.html cannot be written: not a directory",
     ("--search", "--write", "/nowhere/at/all.yaml"): "/nowhere/at/all.yaml cannot be written: there is no directory",
@@ -274,3 +278,22 @@ def test_what_zero_pads_is_said_with_its_cost_as_in_the_log_of_a_run(config, cap
     )
     said = " ".join(capsys.readouterr().out.split())
     assert "note: embedding.tokens (260, 128) is padded to (260, 133) so that data 7 divides it: 3.9% more." in said
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb_interleaved", 2), ("v_1f1b", 2)])
+def test_the_table_is_written_as_a_start_for_ones_own(schedule, chunks, config, tmp_path, capsys):
+    keys = ["--set", f"parallel.schedule={schedule}", "--set", f"parallel.virtual_stages={chunks}"]
+    assert main(["--config", str(config), *keys, "--csv", str(tmp_path / "mine.csv")]) == 0
+    assert f"wrote {tmp_path / 'mine.csv'}" in capsys.readouterr().err
+    table = read_csv(tmp_path / "mine.csv")
+    assert table == make_table(schedule, 2, 4, chunks)
+    before = planned(capsys, "--config", config, *keys, "--json")
+    keys[1] = f"parallel.schedule={tmp_path / 'mine.csv'}"
+    assert planned(capsys, "--config", config, *keys, "--json")["pipeline"] == before["pipeline"]
+    assert main(["--config", str(config), *keys, "--csv", "-"]) == 0
+    assert capsys.readouterr().out.endswith(table.to_csv())
+
+
+def test_an_open_schedule_is_said(config, capsys):
+    assert main(["--config", str(config), "--set", "parallel.schedule=auto"]) == 0
+    assert "note: schedule: auto -> interleaved, 2 virtual stages" in " ".join(capsys.readouterr().out.split())

@@ -3,7 +3,7 @@ import pytest
 
 from meshtrain.errors import ConfigError
 from meshtrain.schedule.buffers import allocate
-from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks, facts_of, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import B, F, IllegalTable, W
 from meshtrain.schedule.validate import validate
@@ -166,3 +166,35 @@ def test_an_illegal_csv_file_is_refused(tmp_path):
         IllegalTable, match=r"mine.csv: schedule 1f1b: tick 1 \(CSV row 4\), stage 0, cell 'F1 B0': B0 is too"
     ):
         make_table(str(path), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "microbatches", "chunks"),
+    [
+        (32, 4, 8, 8),
+        (80, 8, 8, 5),  # 10 layers a stage: 10 chunks are more than are taken
+        (126, 16, 32, 4),  # 8 layers on the longest stage: 8 chunks would leave virtual stages without any
+        (7, 2, 4, 2),  # 4 and 3 layers: 2, 2, 2 and 1
+        (9, 2, 4, 1),  # 5 and 4 layers: 5 chunks would leave virtual stages without any
+        (8, 8, 8, 1),  # a layer a stage
+        (8, 2, 1, 1),  # one microbatch gains nothing
+        (8, 1, 4, 1),
+    ],
+)
+def test_chunks_are_chosen_that_divide_the_layers_of_a_stage(layers, stages, microbatches, chunks):
+    assert chosen_chunks(layers, stages, microbatches) == chunks
+
+
+def test_chosen_chunks_are_fewer_where_a_table_would_be_too_large():
+    assert [chosen_chunks(8, 2, m) for m in (2**16, 2**17, 2**18, 2**19)] == [4, 2, 1, 1]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8, 16])
+def test_chosen_chunks_cost_neither_time_nor_memory_in_lockstep(stages):
+    """Also where the microbatches are fewer than the stages, or no multiple of them."""
+    for microbatches in range(2, 3 * stages + 2):
+        v = chosen_chunks(MOST_CHUNKS * stages, stages, microbatches)
+        assert v == MOST_CHUNKS
+        plain, chunked = facts_of("1f1b", stages, microbatches), facts_of("interleaved", stages, microbatches, v)
+        assert chunked.seconds(Durations(1 / v, 1 / v, 1 / v)) < plain.seconds(Durations())
+        assert chunked.depths.stash / v <= plain.depths.stash

@@ -1,9 +1,11 @@
 import dataclasses
+import inspect
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from documented import README
 
 from meshtrain.config import ConfigError
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
@@ -38,6 +40,20 @@ def test_v_runs_odd_chunks_backwards_over_the_stages():
 def test_virtual_is_the_inverse_of_stage_and_chunk(placement):
     table, k = empty(chunks=3, placement=placement), np.arange(12)
     assert (table.virtual(table.stage_of(k), table.chunk_of(k)) == k).all()
+
+
+def test_the_format_is_shown_to_people_as_it_is():
+    assert f"```\n{ONE_F_ONE_B}```\n" in README
+    assert inspect.cleandoc(ONE_F_ONE_B) in inspect.cleandoc(Table.to_csv.__doc__).replace("\n    ", "\n")
+
+
+def test_a_file_may_be_named_from_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.csv").write_text(ONE_F_ONE_B)
+    assert read_csv("~/mine.csv") == make_table("~/mine.csv", 2, 2) == make_table("1f1b", 2, 2)
+    # What has changed is read again.
+    (tmp_path / "mine.csv").write_text(ONE_F_ONE_B.replace("schedule=1f1b", "schedule=another"))
+    assert make_table("~/mine.csv", 2, 2).name == "another"
 
 
 def test_csv_is_what_a_person_would_write():
