@@ -30,7 +30,7 @@ def configuration(mesh: tuple[int, int, int], family: str = "llama", **parallel:
         {
             "model": {**model, "family": family},
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-            "parallel": parallel,
+            "parallel": {"schedule": "1f1b"} | parallel,
             "train": {"global_batch_size": 8, "sequence_length": 64},
         }
     )

@@ -13,8 +13,10 @@ the forward, the backward, its input half and its weight half of one microbatch 
     zb_interleaved   v        (v+1) p - 1                (p-1)(F+I-W)/v            (p-1)(F+I)/v
     v_1f1b           2        2p                         (p-1) max(F,B)            (p-1)(F+B)
 
-In lockstep no table with v chunks is idle less than zb_interleaved: the last stage cannot begin before tick p - 1, so there
-are at least m v + p - 1 ticks with an F, as many with an I, and m v with a W. v_1f1b holds least: half of what 1f1b holds.
+In lockstep no table with v chunks is idle less than zb_interleaved: the last stage cannot begin before tick p - 1, and the last
+microbatch not before tick m - 1, so there are at least m v + p - 1 and v p + m - 1 ticks with an F, as many with an I, and m v with
+a W. So ZB-V and V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), which beat it where each stage runs on its
+own, cannot here: their stages go forward while others go backward, and a tick costs both. v_1f1b holds least: half of what 1f1b holds.
 
 The figures are for p dividing m; the conditions under which each idle time is exact, and what holds otherwise, stand in
 `closed_form`. Every schedule is legal for all p, m, v >= 1.

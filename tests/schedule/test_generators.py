@@ -198,3 +198,16 @@ def test_chosen_chunks_cost_neither_time_nor_memory_in_lockstep(stages):
         plain, chunked = facts_of("1f1b", stages, microbatches), facts_of("interleaved", stages, microbatches, v)
         assert chunked.seconds(Durations(1 / v, 1 / v, 1 / v)) < plain.seconds(Durations())
         assert chunked.depths.stash / v <= plain.depths.stash
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_interleaved", 4)]
+)
+def test_no_table_has_fewer_ticks_with_a_forward_or_a_backward(schedule, chunks, stages):
+    """The last stage cannot begin before tick p - 1, the last microbatch not before tick m - 1."""
+    for microbatches in range(1, 3 * stages):
+        least = max(microbatches * chunks + stages - 1, stages * chunks + microbatches - 1)
+        used = (make_table(schedule, stages, microbatches, chunks).cells[..., 0] >= 0).any(axis=1)
+        assert used[:, F].sum() == used[:, B].sum() == least
+        assert used[:, W].sum() == (microbatches * chunks if schedule in SPLIT else 0)
