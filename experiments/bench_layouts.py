@@ -27,7 +27,7 @@ def config(mesh: tuple[int, ...], parallel: dict, batch: int, length: int) -> Co
         {
             "model": MODEL,
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-            "parallel": parallel,
+            "parallel": {"schedule": "1f1b"} | parallel,
             "train": {"global_batch_size": batch, "sequence_length": length},
         }
     )

@@ -134,7 +134,7 @@ def config_of(row: tuple) -> dict:
     found: dict = {
         "model": dict(MODELS[model]),
         "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
-        "parallel": {"microbatches": microbatches},
+        "parallel": {"schedule": "1f1b", "microbatches": microbatches},
         "precision": {"compute": "bfloat16"},
         "data": {},
         "train": {"global_batch_size": batch, "sequence_length": length},

@@ -243,7 +243,8 @@ def idle(p: Place) -> None:
         done(ended)
         return next((line for line in ended.out.splitlines() if "idles" in line), "")
 
-    plain, chunked = sentence(), sentence("parallel.schedule=interleaved", "parallel.virtual_stages=2")
+    plain = sentence("parallel.schedule=1f1b")
+    chunked = sentence("parallel.schedule=interleaved", "parallel.virtual_stages=2")
     if "60%" in plain and "60%" in chunked:
         raise Silent(f"the same with two chunks: {chunked}")
 

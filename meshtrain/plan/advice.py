@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from meshtrain.config import Config, ConfigError, check, replaced
 from meshtrain.config.follow import put
 from meshtrain.config.schema import CHUNKED, PLAIN
+from meshtrain.errors import short
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import memory, ticks
 from meshtrain.plan.cluster.cluster import Cluster
@@ -14,15 +15,14 @@ from meshtrain.plan.search import schedules
 from meshtrain.plan.seconds import pieces_of
 from meshtrain.schedule.generators import legal_chunks
 
-WORTH_SAYING = (
-    0.97  # times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median
-)
+# Times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median.
+WORTH_SAYING = 0.97
 HEAVY = 1.1  # times the bytes, at least, that a schedule holds of what the plain one would
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that make a layout fit, and what they cost."""
+    """Settings that make a layout fit, or faster, and what it then holds and takes."""
 
     settings: tuple[str, ...]  # as for --set
     nbytes: float
@@ -103,7 +103,7 @@ def _heavy(planned: Plan) -> list[str]:
         what = f"what remat: {config.parallel.remat} computes again waits" if recomputed else "cotangents wait"
         waits = f", since {what} for the weight gradients"
     return [
-        f"{schedule} holds {planned.bytes / 2**30:.3g} GiB a device{waits}, where {plain[0]} would hold {other.bytes / 2**30:.3g} and "
+        f"{short(schedule)} holds {planned.bytes / 2**30:.3g} GiB a device{waits}, where {plain[0]} would hold {other.bytes / 2**30:.3g} and "
         f"take {other.seconds / planned.seconds:.2f} of the step's time."
     ]
 
@@ -111,9 +111,9 @@ def _heavy(planned: Plan) -> list[str]:
 def sentence(over: Plan, changes: list[Change]) -> str:
     """By how much a plan does not fit, and what would help, in one sentence."""
     device = over.cluster.accelerator
-    short = over.bytes - device.usable_bytes
+    missing = over.bytes - device.usable_bytes
     start = (
-        f"the layout needs {over.bytes / 2**30:.1f} GiB a device, {short / 2**30:.1f} GiB more than the {device.usable_bytes / 2**30:.1f} GiB "
+        f"the layout needs {over.bytes / 2**30:.1f} GiB a device, {missing / 2**30:.1f} GiB more than the {device.usable_bytes / 2**30:.1f} GiB "
         f"that {device.name} has for it"
     )
     if not changes:
@@ -126,6 +126,14 @@ def sentence(over: Plan, changes: list[Change]) -> str:
 
 def _by_key(settings: tuple[str, ...]) -> dict[str, str]:
     return {setting.partition("=")[0]: setting for setting in settings}
+
+
+def _is_legal(config: Config) -> bool:
+    try:
+        check(config)
+    except ConfigError:
+        return False
+    return True
 
 
 def _planned(config: Config, cluster: Cluster) -> Plan | None:
@@ -141,14 +149,12 @@ _SCHEDULE = {"parallel.schedule", "parallel.virtual_stages"}
 
 def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...], Config] | None:
     """Of the other schedules the one that is fastest by formula, with its settings: of those that fit, or if none does hold less."""
-    now, split = (config.parallel.schedule, config.parallel.virtual_stages), config.parallel.layer_split
     if config.mesh.pipeline == 1:
         return None
     ranked = []
     for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
-        # A split of the layers is for one number of chunks.
-        if split is None or chunks == now[1]:
-            other = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
+        other = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
+        if _is_legal(other):
             facts = ticks.facts(other)
             nbytes = memory.total(memory.items(other, facts, cluster.accelerator.platform))
             seconds = ticks.quick(other, facts, pieces_of(other, cluster))
@@ -156,11 +162,11 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
             ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
     if not ranked:
         return None
-    fastest = min(ranked, key=lambda r: r[:3])[-1].parallel
-    if (fastest.schedule, fastest.virtual_stages) == now:
+    fastest = min(ranked, key=lambda r: r[:3])[-1]
+    if fastest == config:
         return None
-    settings = f"parallel.schedule={fastest.schedule}", f"parallel.virtual_stages={fastest.virtual_stages}"
-    return settings, put(config, parallel=vars(fastest))
+    parallel = fastest.parallel
+    return (f"parallel.schedule={parallel.schedule}", f"parallel.virtual_stages={parallel.virtual_stages}"), fastest
 
 
 def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], Config]]:
