@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 Tree = Any
@@ -17,6 +19,11 @@ def varying(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)
     return frozenset(manual.varying if manual is not None else kind.vma)
+
+
+def struct_like(shape: tuple[int, ...], dtype: Any, x: jax.Array) -> jax.ShapeDtypeStruct:
+    """A shape and dtype whose value varies over the same manual mesh axes as that of `x`."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def vary(tree: Tree, axes: Iterable[str]) -> Tree:
@@ -100,3 +107,49 @@ def meet(name: str, seconds: float) -> None:
 
     if global_state.client is not None:
         global_state.client.wait_at_barrier(name, timeout_in_ms=int(1000 * seconds))
+
+
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cuDNN's causal attention of [B, T, H, K] and [B, T, G, K]: output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    scale, causal = q.shape[-1] ** -0.5, cudnn.MaskType.CAUSAL
+    return cudnn.dot_product_attention(q, k, v, scale=scale, mask_type=causal, return_residual=True)
+
+
+def cudnn_attention_backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the output."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    none = jnp.zeros(0, q.dtype)
+    params = dict(
+        scale=q.shape[-1] ** -0.5, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=cudnn.MaskType.CAUSAL,
+        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=None,
+    )  # fmt: skip
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # from 0.12 on
+        params["score_mod"] = None
+    call = cudnn._dot_product_attention_bwd_p_wrapper
+    return tuple(call.bind(q, k, v, *[none] * 7, log_sum, out, d_out, **params))
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """What is called in here has no types of manual mesh axes: for kernels that declare none. The caller types what comes out."""
+    from jax._src import config
+
+    with config._check_vma(False):
+        yield
+
+
+def splash_backward(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, out: jax.Array, log_sum: jax.Array, d_out: jax.Array) -> Any:  # fmt: skip
+    """Cotangents of q, k and v of a splash attention kernel that returned `out` and `log_sum`; it offers only a rule that keeps both."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    names = (
+        "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap",
+        "interpret",
+    )  # fmt: skip
+    kept = (q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return splash._splash_attention_bwd(*[kernel.kwargs[name] for name in names], kept, d_out)[3:6]

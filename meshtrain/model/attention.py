@@ -1,24 +1,30 @@
-"""Causal attention: cuDNN's flash attention on GPUs, a blockwise one elsewhere that never touches the masked half of the scores."""
+"""Causal attention: a kernel of the accelerator where there is one for the case, elsewhere blocks that never touch the masked half.
+
+`model.kernels` tells which. All of them keep one copy of their output, as the rows that the output projection keeps too, and the
+log of each query's sum; under remat both go by the name `attention`, so that whoever keeps them runs no forward again.
+"""
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.compat import cudnn_attention, cudnn_attention_backward, vary, varying
+from meshtrain.model import fused, splash
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.dropout import NO_DROPOUT, Dropout
-from meshtrain.model.kernels import attention_kernel, block_size
+from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
+from meshtrain.model.kernels import Kernel, attention_kernel, block_size
 
 MASKED = -1e30
 
 
 class Kept(NamedTuple):
-    """What the blockwise backward needs: [B, G, R, T, K] queries (scaled) for R heads a group, keys and values [B, G, T, K]."""
+    """What the backward needs: of a kernel q, k, v as they were given and log_sum [B, H, T], of blocks these shapes."""
 
-    q: jax.Array
-    k: jax.Array
+    q: jax.Array  # [B, G, R, T, K] queries (scaled) for R heads a group
+    k: jax.Array  # [B, G, T, K]
     v: jax.Array
     out: jax.Array  # [B T, H K]
     log_sum: jax.Array  # [B, G, R, T] log of each query's softmax denominator, float32
@@ -28,9 +34,7 @@ class Given(NamedTuple):
     """What has no gradient."""
 
     segments: jax.Array | None
-    key: jax.Array | None  # of the dropout
-    rows: jax.Array | None
-    first_head: jax.Array | int
+    words: jax.Array | None  # of the dropout, see `dropout.kept`
 
 
 def attend(
@@ -45,17 +49,54 @@ def attend(
 
     Returns [B T, H K] in q's dtype, the rows of the output projection; the softmax is in float32.
     """
-    batch, length, heads, width = q_BTHK.shape
-    packed, drops = segments_BT is not None, dropout.rate > 0
-    kernel = attention_kernel(collectives.platform, q_BTHK.dtype.name, width, packed, drops)
-    if kernel != "blocks":
-        mask = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
-        cudnn: Literal["cudnn"] | None = "cudnn" if kernel == "cudnn" else None
-        out = jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation=cudnn)
-        return checkpoint_name(out, "attention").reshape(batch * length, heads * width)
-    first = collectives.first_head(heads) if drops else 0
-    key, rows = (dropout.key, dropout.rows) if drops else (None, None)
-    return blockwise(dropout.rate, q_BTHK, k_BTGK, v_BTGK, Given(segments_BT, key, rows, first))
+    _, length, heads, width = q_BTHK.shape
+    drops = dropout.rate > 0
+    words = dropout.words(collectives.first_head(heads), heads) if drops else None
+    given = Given(segments_BT, words)
+    kernel = attention_kernel(
+        collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops
+    )
+    if kernel == "blocks":
+        return blockwise(dropout.rate, q_BTHK, k_BTGK, v_BTGK, given)
+    return by_kernel(kernel, dropout.rate, q_BTHK, k_BTGK, v_BTGK, vary(given, varying(q_BTHK)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def by_kernel(
+    kernel: Kernel, rate: float, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
+) -> jax.Array:
+    """Attention by one of an accelerator's kernels."""
+    return _kernel_forward(kernel, rate, q_BTHK, k_BTGK, v_BTGK, given)[0]
+
+
+def _kernel_forward(
+    kernel: Kernel, rate: float, q: jax.Array, k: jax.Array, v: jax.Array, given: Given
+) -> tuple[jax.Array, tuple[Kept, Given]]:
+    if kernel == "cudnn":
+        out, log_sum = cudnn_attention(q, k, v)
+    elif kernel == "splash":
+        out, log_sum = splash.forward(q, k, v, given.segments)
+    else:
+        out, log_sum = fused.forward(rate, q, k, v, given.segments, given.words)
+    rows = out.reshape(q.shape[0] * q.shape[1], -1)
+    rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
+    return rows, (Kept(q, k, v, rows, log_sum), given)
+
+
+def _kernel_backward(
+    kernel: Kernel, rate: float, kept: tuple[Kept, Given], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    (q, k, v, out, log_sum), given = kept
+    out, cotangent = out.reshape(q.shape), cotangent.reshape(q.shape)
+    if kernel == "cudnn":
+        return *cudnn_attention_backward(q, k, v, out, log_sum, cotangent), None
+    if kernel == "splash":
+        return *splash.backward(q, k, v, given.segments, out, log_sum, cotangent), None
+    rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
+    return *fused.backward(rate, q, k, v, given.segments, given.words, log_sum, rows, cotangent), None
+
+
+by_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,8 +182,7 @@ def _scores(start: int, q: jax.Array, k: jax.Array, given: Given) -> jax.Array:
 
 def _drop(start: int, rate: float, p: jax.Array, given: Given) -> jax.Array:
     """Dropout on [B, G, R, Q, S] of queries from `start` on; linear, so it serves probabilities and their cotangents alike."""
-    if not rate:
+    if given.words is None:
         return p
     by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
-    dropout = Dropout(rate, given.key, given.rows).at(start)
-    return dropout.attention(by_head, given.first_head).reshape(p.shape)
+    return drop(rate, given.words, by_head, start).reshape(p.shape)

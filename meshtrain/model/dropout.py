@@ -32,16 +32,54 @@ class Dropout:
         return jnp.where(keep(self.rows, positions), x_BTD / (1 - self.rate), 0).astype(x_BTD.dtype)
 
     def attention(self, p_BHQK: jax.Array, first_head: jax.Array | int) -> jax.Array:
-        """Drops attention probabilities of heads that start at `first_head`."""
+        """Drops attention probabilities of heads that start at `first_head`, of all queries and all keys."""
         if self.rate == 0.0:
             return p_BHQK
-        heads = first_head + jnp.arange(p_BHQK.shape[1])
-        keep = jax.vmap(jax.vmap(lambda row, head: self._keep((row, head), p_BHQK.shape[2:]), (None, 0)), (0, None))
-        return jnp.where(keep(self.rows, heads), p_BHQK / (1 - self.rate), 0).astype(p_BHQK.dtype)
+        return drop(self.rate, self.words(first_head, p_BHQK.shape[1]), p_BHQK, 0)
+
+    def words(self, first_head: jax.Array | int, heads: int) -> jax.Array:
+        """uint32 [B, heads, 2] from which `kept` draws for heads that start at `first_head`."""
+        of_head = jax.vmap(lambda row, head: jax.random.bits(self._key_of(row, head), (2,)), (None, 0))
+        return jax.vmap(of_head, (0, None))(self.rows, first_head + jnp.arange(heads))
 
     def _keep(self, path: tuple[jax.Array, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(self.key, path[0]), path[1])
-        return jax.random.bernoulli(key, 1 - self.rate, shape)
+        return jax.random.bernoulli(self._key_of(*path), 1 - self.rate, shape)
+
+    def _key_of(self, row: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(self.key, row), place)
 
 
 NO_DROPOUT = Dropout(0.0, None, None)
+
+# Of Threefry-2x32: how far each of eight rounds rotates, and the constant that goes into its key (Salmon et al. 2011, section 3.3).
+ROTATIONS, PARITY = (13, 15, 26, 6, 17, 29, 16, 24), 0x1BD11BDA
+
+
+def drop(rate: float, words_BH2: jax.Array, p_BHQK: jax.Array, first_query: int) -> jax.Array:
+    """Dropout on the scores of queries from `first_query` on and all keys; linear, so it serves cotangents too."""
+    queries, keys = (jnp.arange(n) for n in p_BHQK.shape[2:])
+    words = words_BH2[..., None, None]
+    keep = kept(rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], keys)
+    return jnp.where(keep, p_BHQK / (1 - rate), 0).astype(p_BHQK.dtype)
+
+
+def kept(rate: float, word: jax.Array, other: jax.Array, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Whether the scores of `queries` and `keys`, positions in a sequence, stay: of arrays that broadcast to one shape.
+
+    Each score is drawn for itself, from a head's two words and its place, by Threefry-2x32 with 20 rounds: whatever blocks a
+    kernel makes of the scores, it drops the same ones. Plain arithmetic, since inside a kernel there is no jax.random.
+    """
+    third = word ^ other ^ jnp.uint32(PARITY)
+
+    # A loop, since Triton's compiler takes minutes and gigabytes for the rounds as one expression.
+    def turn(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        x, y, a, b, c = carry
+        for even, odd in zip(ROTATIONS[:4], ROTATIONS[4:], strict=True):
+            by = (even + (n & 1) * (odd - even)).astype(jnp.uint32)
+            x = x + y
+            y = x ^ (y << by | y >> (jnp.uint32(32) - by))
+        return x + b, y + c + (n + 1).astype(jnp.uint32), b, c, a
+
+    start = (queries.astype(jnp.uint32) + word, keys.astype(jnp.uint32) + other)
+    x, y, *_ = jax.lax.fori_loop(0, 5, turn, (*jnp.broadcast_arrays(*start), word, other, third))
+    return (x ^ y) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -2,21 +2,35 @@
 
 from typing import Literal
 
-Kernel = Literal["cudnn", "scores", "blocks"]
+Kernel = Literal["cudnn", "fused", "splash", "blocks"]
 
 # Blocks of BLOCK queries, or larger ones where those would be more than BLOCKS: code grows with their number.
 BLOCK, BLOCKS = 128, 8
 
+# The widest head of the fused kernel: wider ones leave no room for blocks.
+FUSED_WIDTH = 256
 
-def attention_kernel(platform: str, dtype: str, head_dim: int, packed: bool, dropout: bool) -> Kernel:
-    """How attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in a sequence and with `dropout`.
+# Splash attention's blocks are whole lanes of a TPU's vector registers; larger ones are faster.
+SPLASH_BLOCKS = (512, 256, 128)
 
-    cudnn: one kernel, which keeps no scores. scores: XLA's products, with all scores between. blocks: `attention.blockwise`.
+
+def attention_kernel(platform: str, dtype: str, head_dim: int, length: int, packed: bool, dropout: bool) -> Kernel:
+    """How attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences and with `dropout`.
+
+    Only `blocks` ever has scores in memory; the others keep q, k, v, their output and a log of sums.
+
+    cudnn: cuDNN's flash attention (cuDNN 9 on Ampere and later). 16 bits, head widths in eights up to 128, neither packed nor
+        dropped: its dropout would depend on the mesh, and see `model.fused` for its packed sequences.
+    fused: `model.fused`, for all else on GPUs.
+    splash: JAX's kernel for TPUs, packed or not. Sequences in blocks of 128, head widths in 64; no dropout.
+    blocks: `attention.blockwise`, on CPUs and where no other kernel is.
     """
-    if platform != "gpu" or dropout:
-        return "blocks"
-    fast = dtype in ("bfloat16", "float16") and head_dim % 8 == 0 and not packed
-    return "cudnn" if fast else "scores"
+    if platform == "gpu" and head_dim <= FUSED_WIDTH:
+        plain = dtype in ("bfloat16", "float16") and not packed and not dropout
+        return "cudnn" if plain and head_dim % 8 == 0 and head_dim <= 128 else "fused"
+    if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not dropout:
+        return "splash"
+    return "blocks"
 
 
 def block_size(length: int) -> int:

@@ -37,7 +37,8 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
 def kernel(config: Config, platform: str) -> Kernel:
     """How the program computes attention on a platform."""
     model = config.model
-    return attention_kernel(platform, config.precision.compute, model.head_dim, _packed(config), model.dropout > 0)
+    length, packed = config.train.sequence_length, _packed(config)
+    return attention_kernel(platform, config.precision.compute, model.head_dim, length, packed, model.dropout > 0)
 
 
 def _packed(config: Config) -> bool:
@@ -45,36 +46,32 @@ def _packed(config: Config) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
-def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int, length: int, attention: Kernel, packed: bool) -> float:  # fmt: skip
+def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int) -> float:  # fmt: skip
     """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides weights.
 
     Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those that
-    remat: names keeps, `size` is of an element, `length` of a sequence, in which documents may be `packed`.
+    remat: names keeps, `size` is of an element.
     """
     w = widths(model, tensor, sequence_parallel)
     if remat == "full":
         return size * w.stream
     if remat == "names":
-        return size * w.stream + sum(named(w, name, size, attention) for name in names)
+        return size * w.stream + sum(named(w, name, size) for name in names)
     if remat == "dots":  # layer input, attention's output; up (and gate); q, k, v
         return size * (w.stream + w.whole + w.matrices * w.hidden + w.query + 2 * w.key)
     # twice: input, normalised, and scaled (gathered) as the products' input
     stream = size * (4 * w.stream + 2 * w.whole)
-    # where the scores are not kept, in float32 and with a mask that shows documents, the log of each query's sum is
-    scores = (8 + packed) * w.heads * length if attention == "scores" else 4 * w.heads
-    # as the kernel made it, and as the rows of the product that follows
-    outputs = 2 if attention == "cudnn" else 1
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
-    return stream + size * ((1 + w.matrices) * w.hidden + (1 + outputs) * w.query + 2 * w.key) + scores + dropped
+    # and of each query the log of its sum, in float32
+    return stream + size * ((1 + w.matrices) * w.hidden + 2 * w.query + 2 * w.key) + 4 * w.heads + dropped
 
 
-def named(w: Widths, name: str, size: int, attention: Kernel) -> float:
+def named(w: Widths, name: str, size: int) -> float:
     """Bytes a token of an activation that remat: names can keep (see `model.layers`). Nothing of the backward reads mlp_out."""
-    sums = 4 * w.heads if attention == "blocks" else 0
     return {
         "qkv": size * (w.query + 2 * w.key),
-        "attention": size * w.query + sums,
+        "attention": size * w.query + 4 * w.heads,
         "attention_out": size * w.stream,
         "mlp_hidden": size * w.hidden,
         "mlp_out": 0,
@@ -93,9 +90,9 @@ def offloaded(config: Config, platform: str) -> float:
 
 
 def _bytes(config: Config, remat: str, names: tuple[str, ...], platform: str) -> float:
-    tensor, split, length = config.mesh.tensor, config.parallel.sequence_parallel, config.train.sequence_length
+    tensor, split = config.mesh.tensor, config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
-    return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size, length, kernel(config, platform), _packed(config))  # fmt: skip
+    return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size)
 
 
 def left(config: Config, recomputed: bool) -> float:
@@ -128,6 +125,4 @@ def work(config: Config, platform: str) -> float:
         if config.parallel.remat == "none":
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.whole)
         mlp += size * w.matrices * w.hidden + (10 if config.model.dropout else 3) * block
-    elif how == "scores":
-        mlp += (2 * 4 + size) * w.heads * length
     return shapes.tokens(config) * mlp

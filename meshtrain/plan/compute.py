@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from meshtrain.config import Config, ModelConfig
 from meshtrain.families import FAMILIES
-from meshtrain.model.kernels import Kernel
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import shapes
 from meshtrain.plan.cluster.accelerators import Accelerator
@@ -83,9 +82,9 @@ class Layer:
 @functools.lru_cache(maxsize=65536)
 def layer(
     model: ModelConfig, accelerator: Accelerator, dtype: str, sequences: int, length: int, tensor: int, sequence_parallel: bool,
-    kernel: Kernel, practice: Practice = OURS,
+    practice: Practice = OURS,
 ) -> Layer:  # fmt: skip
-    """One layer forward on one device, for sequences of `length` tokens, attention computed by a kernel."""
+    """One layer forward on one device, for sequences of `length` tokens."""
     n, size = sequences * length, shapes.itemsize(dtype)
     d, k, f = model.d_model, model.head_dim, -(-model.d_ff // tensor)
     heads, groups = model.heads // tensor, model.kv_heads
@@ -105,7 +104,7 @@ def layer(
     return Layer(
         norms=passes(4 * stream),
         qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
-        attention=attention(accelerator, dtype, k, sequences * heads * length * length, kernel, practice),
+        attention=attention(accelerator, dtype, k, sequences * heads * length * length, practice),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         products=products(*[(n, d, f)] * (1 + gated)),
@@ -114,13 +113,13 @@ def layer(
     )
 
 
-def attention(accelerator: Accelerator, dtype: str, width: int, scores: float, kernel: Kernel, practice: Practice) -> Seconds:  # fmt: skip
+def attention(accelerator: Accelerator, dtype: str, width: int, scores: float, practice: Practice) -> Seconds:
     """Attention forward over `scores` elements of the whole square."""
     flops, efficiency, size = accelerator.flops(dtype), accelerator.efficiency, shapes.itemsize(dtype)
-    if practice.flash and kernel != "scores":
+    if practice.flash:
         return Seconds(attention=4 * width * scores / 2 / (flops * efficiency.attention))
-    # Both products in full; scores written, scaled, masked, normalised and read again: in float32 by XLA.
-    moved = scores * (12 + 2 * size if practice.flash else 4 * size + 1)
+    # Both products in full; scores written, scaled, masked, normalised and read again.
+    moved = scores * (4 * size + 1)
     spent = 4 * width * scores / (flops * efficiency.matmul)
     return Seconds(attention=spent, memory=moved / (accelerator.bandwidth * 1e9 * efficiency.memory))
 
@@ -130,7 +129,7 @@ def layer_backward(forward: Seconds, flash: bool = True) -> Seconds:
     return Seconds(2 * forward.matmul, (2.5 if flash else 2.0) * forward.attention, 2 * forward.memory)
 
 
-def recomputed(config: Config, layer: Layer, kernel: Kernel, practice: Practice = OURS) -> Seconds:
+def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Seconds:
     """What the backward computes again of a layer's forward: what it reads and was not kept."""
     if practice.recomputes is not None:
         products, attention, memory = practice.recomputes
@@ -144,8 +143,6 @@ def recomputed(config: Config, layer: Layer, kernel: Kernel, practice: Practice 
     if parallel.remat == "dots":
         return Seconds(0.0, layer.forward.attention, layer.forward.memory)
     kept = {*parallel.remat_keep, *parallel.remat_offload}
-    if kernel != "blocks":  # the backward reads more of these kernels than what they return
-        kept.discard("attention")
     parts = {name: getattr(layer, name) for name in ("qkv", "attention", "attention_out", "mlp_hidden")}
     again = layer.norms + layer.residual + layer.products
     return sum((part for name, part in parts.items() if name not in kept), again)

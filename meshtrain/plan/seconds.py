@@ -59,9 +59,9 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
     """What one microbatch costs on one device of a cluster."""
     device, mesh, parallel = cluster.accelerator, config.mesh, config.parallel
     dtype, stage = config.precision.compute, stages(config)
-    kernel, length = activations.kernel(config, device.platform), config.train.sequence_length
-    layer = compute.layer(config.model, device, dtype, shapes.sequences(config), length, mesh.tensor, parallel.sequence_parallel, kernel, practice)  # fmt: skip
-    again = compute.recomputed(config, layer, kernel, practice)
+    length = config.train.sequence_length
+    layer = compute.layer(config.model, device, dtype, shapes.sequences(config), length, mesh.tensor, parallel.sequence_parallel, practice)  # fmt: skip
+    again = compute.recomputed(config, layer, practice)
     copy = activations.offloaded(config, device.platform) / (cluster.host_bandwidth * 1e9)
     tensor = cluster.axis("tensor", mesh)
     hidden = device.efficiency.exposed if practice.overlap_tensor else 1.0

@@ -1,0 +1,229 @@
+"""Attention as one kernel on GPUs, for what cuDNN does not take: documents packed in a sequence, dropout, float32.
+
+Flash attention (Dao et al. 2022; the backward in two kernels as in Dao 2023, section 3.2) in Pallas, for Triton:
+
+               keys →                a row of blocks is one program of the forward and of the queries' gradient, a column
+    queries  ■                       one of the keys' and values'; nothing of the size of the scores meets memory. Documents
+       ↓     ■ ■                     are the ids in `segments`: a block is read only between the first and the last that
+             · ■ ■   · = not read    may hold one of its ids. Which scores are dropped follows from `model.dropout` alone.
+             · · ■ ■
+
+Why not cuDNN's own packed layout (`q_offsets`, JAX 0.10 to 0.12): it wants Hopper, a bound on the documents in a sequence, of which
+data has none, and a log of sums [T] for each of them; and until jax 0.12 it reads the wrong keys where heads share them
+(jax-ml/jax pull request 39521). Its dropout depends on how heads and sequences lie on the mesh. JAX's Pallas kernel
+(`jax.experimental.pallas.ops.gpu.attention`) has neither shared heads nor dropout, reads what it then masks, and goes away
+after 0.12. JAX calls Pallas' Triton backend deprecated from 0.12 on, without a date.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from meshtrain.compat import struct_like
+from meshtrain.model.dropout import kept
+
+MASKED = -1e30
+# Positions of a block, and bytes of its queries or of its keys: with more, accumulators leave the registers.
+LARGEST, BYTES = 64, 2**14
+
+
+class Masks(NamedTuple):
+    """What is not seen of the scores besides later keys."""
+
+    segments: jax.Array | None  # [B, T]
+    first: jax.Array | None  # [B, T / block], of a block of queries the first block of keys that it may see
+    last: jax.Array | None  # the same, of a block of keys the last block of queries
+    words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
+
+
+def forward(
+    rate: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    batch, length, heads, width = q.shape
+    block, (q, k, v) = _padded(q * width**-0.5, k, v)
+    masks = _masks(block, length, segments, words)
+    padded, wide = q.shape[1], q.shape[3]
+    repeats = heads // k.shape[2]
+    rows = pl.BlockSpec((None, block, None, wide), lambda i, h, b: (b, i, h, 0))
+    whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
+    sums = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
+    out, log_sum = _call(
+        partial(_forward_kernel, rate),
+        (padded // block, heads, batch),
+        [rows, whole, whole, *_specs(masks, lambda i, h, b: (b, h))],
+        [rows, sums],
+        [struct_like(q.shape, q.dtype, q), struct_like((batch, heads, padded), jnp.float32, q)],
+    )(q, k, v, *masks)
+    return out[:, :length, :, :width], log_sum[:, :, :length]
+
+
+def backward(
+    rate: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None,
+    log_sum: jax.Array, rows: jax.Array, d_out: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Cotangents of `forward`'s q, k and v. `rows` [B, H, T] are the sums of out x its cotangent over the width."""
+    batch, length, heads, width = q.shape
+    scale = width**-0.5
+    size, (q, k, v, d_out) = _padded(q * scale, k, v, d_out)
+    masks = _masks(size, length, segments, words)
+    padded, wide = q.shape[1], q.shape[3]
+    log_sum, rows = (jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows))
+    groups = k.shape[2]
+    repeats = heads // groups
+    block = pl.BlockSpec((None, size, None, wide), lambda i, h, b: (b, i, h, 0))
+    whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
+    sums = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i))
+    dq = _call(
+        partial(_query_kernel, rate),
+        (padded // size, heads, batch),
+        [block, whole, whole, *_specs(masks, lambda i, h, b: (b, h)), sums, sums, block],
+        block,
+        struct_like(q.shape, q.dtype, q),
+    )(q, k, v, *masks, log_sum, rows, d_out)
+    of_group = pl.BlockSpec((None, padded, repeats, wide), lambda j, g, b: (b, 0, g, 0))
+    sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
+    dk, dv = _call(
+        partial(_key_kernel, rate, repeats),
+        (padded // size, groups, batch),
+        [of_group, block, block, *_specs(masks, lambda j, g, b: (b, g), repeats), sums, sums, of_group],
+        [block, block],
+        [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],
+    )(q, k, v, *masks, log_sum, rows, d_out)
+    dq, dk, dv = (a[:, :length, :, :width] for a in (dq, dk, dv))
+    return dq * scale, dk, dv
+
+
+def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
+    """A block's positions, and arrays [B, T, ., K] with whole blocks for T and for K a power of two, as Triton's products want
+    it: behind are zeros that nothing sees.
+    """
+    _, length, _, width = arrays[0].shape
+    wide = max(16, pl.next_power_of_2(width))
+    block = max(16, min(LARGEST, BYTES // (wide * arrays[0].dtype.itemsize)))
+    behind = (0, -length % block), (0, wide - width)
+    return block, [jnp.pad(a, ((0, 0), behind[0], (0, 0), behind[1])) for a in arrays]
+
+
+def _masks(block: int, length: int, segments: jax.Array | None, words: jax.Array | None) -> Masks:
+    """A block may see another where the ranges of their ids meet: of ids in any order that is never too little."""
+    if segments is None:
+        return Masks(None, None, None, words)
+    segments = jnp.pad(segments, ((0, 0), (0, -length % block)), mode="edge")
+    blocks = segments.reshape(len(segments), -1, block)
+    low, high = jnp.min(blocks, axis=2), jnp.max(blocks, axis=2)
+    meets = (low[:, :, None] <= high[:, None, :]) & (high[:, :, None] >= low[:, None, :])  # symmetric
+    first = jnp.argmax(meets, axis=2).astype(jnp.int32)
+    last = meets.shape[2] - 1 - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
+    return Masks(segments, first, last, words)
+
+
+def _forward_kernel(rate, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
+    i, block = pl.program_id(0), q_ref.shape[0]
+    q = q_ref[...]
+
+    def step(j, carry):  # type: ignore[no-untyped-def]
+        out, top, total = carry
+        at = pl.ds(j * block, block)
+        scores = _scores(q, k_ref[at, :], segments, i, j)
+        higher = jnp.maximum(top, jnp.max(scores, axis=1))
+        p, correction = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
+        dropped = _dropout(rate, words, 0, i, j, block)(p).astype(v_ref.dtype)
+        out = out * correction[:, None] + triton.dot(dropped, v_ref[at, :])
+        return out, higher, total * correction + jnp.sum(p, axis=1)
+
+    none = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full(q.shape[:1], MASKED, jnp.float32),
+        jnp.zeros(q.shape[:1], jnp.float32),
+    )
+    out, top, total = jax.lax.fori_loop(0 if first is None else first[i], i + 1, step, none)
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    log_sum_ref[...] = top + jnp.log(total)
+
+
+def _query_kernel(rate, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref) -> None:  # type: ignore[no-untyped-def]
+    i, block = pl.program_id(0), q_ref.shape[0]
+    q, d = q_ref[...], d_out[...]
+
+    def step(j, dq):  # type: ignore[no-untyped-def]
+        at = pl.ds(j * block, block)
+        k = k_ref[at, :]
+        p = jnp.exp(_scores(q, k, segments, i, j) - log_sum[...][:, None])
+        dp = _dropout(rate, words, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
+        return dq + triton.dot((p * (dp - rows[...][:, None])).astype(k.dtype), k)
+
+    start = 0 if first is None else first[i]
+    dq_ref[...] = jax.lax.fori_loop(start, i + 1, step, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
+
+
+def _key_kernel(
+    rate, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
+) -> None:  # type: ignore[no-untyped-def]
+    j, block = pl.program_id(0), k_ref.shape[0]
+    k, v = k_ref[...], v_ref[...]
+    stop = q_ref.shape[0] // block if last is None else last[j] + 1
+    blocks = stop - j
+
+    def step(n, carry):  # type: ignore[no-untyped-def]
+        dk, dv = carry
+        head, i = jax.lax.div(n, blocks), j + jax.lax.rem(n, blocks)
+        at = pl.ds(i * block, block)
+        q, d = q_ref[at, head, :], d_out[at, head, :]
+        p = jnp.exp(_scores(q, k, segments, i, j) - log_sum[head, at][:, None])
+        drop = _dropout(rate, words, head, i, j, block)
+        dv += triton.dot(drop(p).astype(d.dtype).T, d)
+        ds = (p * (drop(triton.dot(d, v.T)) - rows[head, at][:, None])).astype(q.dtype)
+        return dk + triton.dot(ds.T, q), dv
+
+    none = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = jax.lax.fori_loop(0, repeats * blocks, step, (none, none))
+    dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
+
+
+def _positions(i: Any, block: int) -> jax.Array:
+    return i * block + jnp.arange(block)
+
+
+def _scores(q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
+    """Scores of query block i and key block j, float32."""
+    block = len(q)
+    visible = _positions(i, block)[:, None] >= _positions(j, block)[None, :]
+    if segments is not None:
+        of_queries, of_keys = (segments[pl.ds(n * block, block)] for n in (i, j))
+        visible = visible & (of_queries[:, None] == of_keys[None, :])
+    return jnp.where(visible, triton.dot(q, k.T), MASKED)
+
+
+def _dropout(rate: float, words: Any, head: Any, i: Any, j: Any, block: int) -> Callable[[jax.Array], jax.Array]:
+    """Dropout on the scores of query block i and key block j; linear."""
+    if not rate:
+        return lambda p: p
+    keep = kept(rate, words[head, 0], words[head, 1], _positions(i, block)[:, None], _positions(j, block)[None, :])
+    return lambda p: jnp.where(keep, p / (1 - rate), 0.0)
+
+
+def _specs(masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1) -> list[pl.BlockSpec | None]:
+    """The parts of `masks` that a program reads: all of its sequence, and of `heads` at a `place` (sequence, heads)."""
+    specs: list[pl.BlockSpec | None] = [
+        None if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0)) for a in masks[:3]
+    ]
+    words = None if masks.words is None else pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0))
+    return [*specs, words]
+
+
+def _call(kernel: Callable, grid: tuple[int, ...], in_specs: list, out_specs: Any, out_shape: Any) -> Callable:
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        name=kernel.func.__name__.strip("_"),
+    )
