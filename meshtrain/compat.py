@@ -143,7 +143,9 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-def splash_backward(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, out: jax.Array, log_sum: jax.Array, d_out: jax.Array) -> Any:  # fmt: skip
+def splash_backward(
+    kernel: Any, segments: Any, log_sum: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, d_out: jax.Array
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Cotangents of q, k and v of a splash attention kernel that returned `out` and `log_sum`; it offers only a rule that keeps both."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -152,4 +154,5 @@ def splash_backward(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segme
         "interpret",
     )  # fmt: skip
     kept = (q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
-    return splash._splash_attention_bwd(*[kernel.kwargs[name] for name in names], kept, d_out)[3:6]
+    rule: Any = splash._splash_attention_bwd
+    return rule(*[kernel.kwargs[name] for name in names], kept, d_out)[3:6]

@@ -41,6 +41,8 @@ class Masks(NamedTuple):
     words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
 
 
+# jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps its output
+@partial(jax.jit, static_argnums=0)
 def forward(
     rate: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -217,7 +219,7 @@ def _specs(masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1) 
     return [*specs, words]
 
 
-def _call(kernel: Callable, grid: tuple[int, ...], in_specs: list, out_specs: Any, out_shape: Any) -> Callable:
+def _call(kernel: partial, grid: tuple[int, ...], in_specs: list, out_specs: Any, out_shape: Any) -> Callable:
     return pl.pallas_call(
         kernel,
         grid=grid,

@@ -4,6 +4,8 @@ It takes documents packed in a sequence and heads that share keys. Its forward a
 custom_vjp would keep the output once more than the model does (see `model.attention`).
 """
 
+from typing import Any
+
 import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import BlockSizes, CausalMask, SegmentIds, make_splash_mha
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
@@ -16,12 +18,12 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
     kernel, axes = _kernel(q), varying(q)
 
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        out, (log_sum,) = kernel(q, k, v, None if ids is None else SegmentIds(ids, ids))
+    def one(ids: jax.Array | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, (log_sum,) = kernel(*given, None if ids is None else SegmentIds(ids, ids))
         return out, log_sum
 
     with unchecked():
-        out, log_sum = jax.vmap(one)(*_by_head(q * q.shape[-1] ** -0.5, k, v), segments)
+        out, log_sum = jax.vmap(one)(segments, *_by_head(q * q.shape[-1] ** -0.5, k, v))
     return vary(_by_head(out)[0], axes), vary(log_sum, axes)
 
 
@@ -31,23 +33,25 @@ def backward(
     """Cotangents of `forward`'s q, k and v."""
     kernel, axes, scale = _kernel(q), varying(q), q.shape[-1] ** -0.5
 
-    def one(q, k, v, out, d_out, log_sum, ids):  # type: ignore[no-untyped-def]
-        return splash_backward(kernel, q, k, v, None if ids is None else SegmentIds(ids, ids), out, log_sum, d_out)
+    def one(ids: jax.Array | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        return splash_backward(kernel, None if ids is None else SegmentIds(ids, ids), log_sum, *given)
 
     with unchecked():
-        cotangents = jax.vmap(one)(*_by_head(q * scale, k, v, out, d_out), log_sum, segments)
+        cotangents = jax.vmap(one)(segments, log_sum, *_by_head(q * scale, k, v, out, d_out))
     d_q, d_k, d_v = vary(_by_head(*cotangents), axes)
     return d_q * scale, d_k, d_v
 
 
-def _kernel(q: jax.Array):  # type: ignore[no-untyped-def]
+def _kernel(q: jax.Array) -> Any:
     _, length, heads, _ = q.shape
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
-    sizes = BlockSizes(*[block] * 8)
+    sizes = BlockSizes(
+        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+    )
     mask = MultiHeadMask([CausalMask((length, length))] * heads)
     return make_splash_mha(mask, block_sizes=sizes, save_residuals=True, head_shards=1, q_seq_shards=1)
 
 
-def _by_head(*arrays: jax.Array) -> list[jax.Array]:
+def _by_head(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """[B, T, H, K] to [B, H, T, K] and back."""
-    return [a.transpose(0, 2, 1, 3) for a in arrays]
+    return tuple(a.transpose(0, 2, 1, 3) for a in arrays)

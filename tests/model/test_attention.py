@@ -1,16 +1,22 @@
-"""Blockwise attention computes the whole square's softmax, for every length, grouping and packing."""
+"""Every way to attention computes the whole square's softmax, for every length, grouping and packing."""
 
+import re
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
+from jax.sharding import PartitionSpec as P
 
-from meshtrain.model import attention
+from meshtrain.compat import residuals
+from meshtrain.model import attention, fused
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.kernels import BLOCK, BLOCKS, attention_kernel
+from meshtrain.model.layers import linear
 
 
 def attend(q: jax.Array, *others: Any) -> jax.Array:
@@ -108,16 +114,147 @@ def test_dropped_probabilities_still_sum_to_one_on_average():
 
 
 @pytest.mark.parametrize(
-    "platform, dtype, width, packed, dropout, kernel",
+    "platform, dtype, width, length, packed, dropout, kernel",
     [
-        ("gpu", "bfloat16", 64, False, False, "cudnn"),
-        ("gpu", "float16", 60, False, False, "scores"),
-        ("gpu", "float32", 64, False, False, "scores"),
-        ("gpu", "bfloat16", 64, True, False, "scores"),
-        ("gpu", "bfloat16", 64, False, True, "blocks"),
-        ("tpu", "bfloat16", 64, False, False, "blocks"),
-        ("cpu", "float32", 64, True, True, "blocks"),
+        ("gpu", "bfloat16", 64, 100, False, False, "cudnn"),
+        ("gpu", "float16", 60, 100, False, False, "fused"),
+        ("gpu", "bfloat16", 256, 100, False, False, "fused"),
+        ("gpu", "float32", 64, 100, False, False, "fused"),
+        ("gpu", "bfloat16", 64, 100, True, False, "fused"),
+        ("gpu", "bfloat16", 64, 100, False, True, "fused"),
+        ("gpu", "bfloat16", 320, 100, False, False, "blocks"),
+        ("tpu", "bfloat16", 64, 384, True, False, "splash"),
+        ("tpu", "bfloat16", 64, 100, False, False, "blocks"),
+        ("tpu", "bfloat16", 80, 384, False, False, "blocks"),
+        ("tpu", "bfloat16", 64, 384, False, True, "blocks"),
+        ("cpu", "float32", 64, 384, True, True, "blocks"),
     ],
 )
-def test_the_kernel_follows_from_platform_dtype_packing_and_dropout(platform, dtype, width, packed, dropout, kernel):
-    assert attention_kernel(platform, dtype, width, packed, dropout) == kernel
+def test_the_kernel_follows_from_platform_dtype_shape_packing_and_dropout(
+    platform, dtype, width, length, packed, dropout, kernel
+):
+    assert attention_kernel(platform, dtype, width, length, packed, dropout) == kernel
+
+
+class On(Collectives):
+    """One of two tensor ranks on an accelerator."""
+
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+
+    def first_head(self, heads: int) -> jax.Array:
+        return jax.lax.axis_index("tensor") * heads
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Pallas kernels as plain JAX, on any device."""
+    call = pallas.pallas_call
+    monkeypatch.setattr(pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True}))
+
+
+def on_mesh(platform, segments, dropout_rate, q, k, v, cotangent):
+    """Output and gradients of attention whose sequences are shared over `data`, its heads over `tensor`."""
+
+    def local(q, k, v, cotangent, segments, rows):
+        dropout = Dropout(dropout_rate, jax.random.key(3), rows)
+        run = lambda q, k, v: attention.attend(q, k, v, segments, On(platform), dropout).reshape(q.shape)  # noqa: E731
+        out, vjp = jax.vjp(run, q, k, v)
+        return out, *vjp(cotangent)
+
+    heads, rows = P("data", None, "tensor"), jnp.arange(2)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    of_rows = (None if segments is None else P("data"), P("data"))
+    mapped = partial(jax.shard_map, local, mesh=mesh, in_specs=(heads,) * 4 + of_rows, out_specs=heads)
+    given = (q, k, v, cotangent, segments, rows)
+    jax.eval_shape(mapped(check_vma=True), *given)
+    # Pallas' interpreter has no types of mesh axes for what a kernel computes its places from.
+    return jax.jit(mapped(check_vma=False))(*given)
+
+
+@pytest.mark.parametrize(
+    "platform, length, heads, groups, width, dtype, documents, dropout",
+    [
+        ("gpu", 131, 4, 2, 24, "float32", 3, 0.0),
+        ("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3),
+        ("gpu", 64, 6, 2, 16, "float32", 40, 0.3),
+        ("tpu", 128, 4, 2, 64, "float32", 3, 0.0),
+        ("tpu", 256, 2, 2, 64, "float32", 0, 0.0),
+    ],
+)
+def test_kernels_of_accelerators_compute_what_blocks_do(
+    interpreted, platform, length, heads, groups, width, dtype, documents, dropout
+):
+    """Inside a mesh, where types are right too; and dropout drops the same."""
+    given = [a.astype(dtype) for a in numbers(length, heads, groups, width)]
+    segments = None
+    if documents:  # ids in no order, of which one returns
+        ids = np.random.default_rng(1).permutation(documents)
+        lengths = np.sort(np.random.default_rng(2).integers(0, documents, (2, length)), axis=1)
+        segments = jnp.asarray(np.where(np.arange(length) < length - 3, ids[lengths], ids[0]), jnp.int32)
+    for found, right in zip(*(on_mesh(p, segments, dropout, *given) for p in (platform, "cpu")), strict=True):
+        assert found.dtype == right.dtype
+        np.testing.assert_allclose(
+            *(np.asarray(a, np.float32) for a in (found, right)), atol=1e-5 if dtype == "float32" else 0.06
+        )
+
+
+def on_accelerator(platform, drops):
+    """A layer's attention and the product after it, of heads [1, 256, 4, 64] and two groups, packed where it does not drop."""
+    q, k, v, _ = (a[:1].astype(jnp.bfloat16) for a in numbers(256, 4, 2, 64))
+    segments = None if drops or platform == "gpu" else jnp.zeros((1, 256), jnp.int32)
+    dropout = Dropout(0.1, jax.random.key(0), jnp.arange(1)) if drops else Dropout(0.0, None, None)
+    collectives = Collectives()
+    collectives.platform = platform
+
+    def run(q, k, v, weight):
+        return linear(attention.attend(q, k, v, segments, collectives, dropout), weight)
+
+    return run, (q, k, v, jnp.ones((256, 256), jnp.bfloat16))
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """cuDNN as the planner describes it."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 90800)
+
+
+KERNELS = [("gpu", False), ("gpu", True), ("tpu", False)]
+
+
+@pytest.mark.parametrize("platform, drops", KERNELS)
+def test_output_is_kept_once(described, platform, drops):
+    run, given = on_accelerator(platform, drops)
+    kept: list[jax.Array] = []
+    jax.eval_shape(lambda *given: kept.extend(residuals(jax.vjp(run, *given)[1])), *given)
+    # besides what it is given: the output as the next product keeps it, and a log of sums (and what dropout is drawn from)
+    assert [a.shape for a in kept if a.size >= given[0].size] == [(256, 256)]
+    assert [a.shape for a in kept if a.dtype == jnp.float32] == [(1, 4, 256)]
+
+
+@pytest.mark.parametrize("platform, drops", KERNELS)
+def test_who_keeps_the_output_runs_no_forward_again(described, platform, drops):
+    """In the program as it is lowered for the platform, where nothing is of the size of the scores either."""
+    run, given = on_accelerator(platform, drops)
+
+    def lowered(*names):
+        policy = jax.checkpoint_policies.save_only_these_names("qkv", *names)
+
+        def step(cotangent, *given):
+            out, vjp = jax.vjp(jax.checkpoint(run, policy=policy), *given)
+            return out, *vjp(cotangent)
+
+        to = ("cuda" if platform == "gpu" else platform,)
+        return jax.jit(step).trace(given[3], *given).lower(lowering_platforms=to).as_text()
+
+    calls = [len(re.findall(r"custom_call @(?!Sharding)", lowered(*names))) for names in ((), ("attention",))]
+    assert calls[0] - calls[1] == 1
+    assert "256x256xf32" not in lowered()
+
+
+def test_a_block_reads_only_what_may_hold_its_documents():
+    """Blocks of 4: documents of ids 1, 1 | 2, 2 | 1, 3."""
+    segments = jnp.asarray([[1] * 6 + [2] * 6 + [1] * 4 + [3] * 6])
+    masks = fused._masks(4, 22, segments, None)
+    assert masks.first.tolist() == [[0, 0, 1, 0, 4, 4]]
+    assert masks.last.tolist() == [[3, 3, 2, 3, 5, 5]]
