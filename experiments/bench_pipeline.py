@@ -93,7 +93,7 @@ def batch_of(program: Program) -> dict[str, jax.Array]:
 
 
 def entries_held(program: Program) -> list[int]:
-    """Slots of each stage's stash that one step has written: each holds a stage input, which is not zero."""
+    """Places of each stage's stash that one step has written: each holds a layer's input, which is not zero."""
     assert program.executor is not None
     run = program.executor.run
 
@@ -118,9 +118,10 @@ def memory(schedules: list[str]) -> None:
             table = programs[0].layout.table
             assert table is not None
             simulated = simulate(table, Durations()).peak_in_flight.tolist()
+            # Masked, idle slots write into places that are free.
+            held = "" if masked else f"{entries_held(programs[0])} {simulated}"
             print(
-                f"{schedule:16}{'masked' if masked else 'skipped':>8}{few / 1e3:9.0f}{many / 1e3:9.0f}{many / few:7.3f}   "
-                f"{entries_held(programs[0])} {simulated}",
+                f"{schedule:16}{'masked' if masked else 'skipped':>8}{few / 1e3:9.0f}{many / 1e3:9.0f}{many / few:7.3f}   {held}",
                 flush=True,
             )
     print("\n1f1b, 16 microbatches: temp kB by parallel.remat")
