@@ -140,9 +140,10 @@ class ParallelConfig:
     sequence_parallel: bool = key(
         False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)"
     )
-    remat: Literal["none", "full", "dots", "names"] = key(
+    remat: Literal["none", "selective", "full", "dots", "names"] = key(
         "none",
-        "what the backward pass recomputes: nothing, all of a layer, all but matmul outputs, or all but the names in remat_keep"
+        "what the backward pass recomputes: nothing, attention's inner part, all of a layer, all but matmul outputs, or all but the names in "
+        "remat_keep"
     )
     remat_keep: tuple[str, ...] = key(
         (), "remat: names keeps these activations on the device: qkv, attention, attention_out, mlp_hidden, mlp_out"

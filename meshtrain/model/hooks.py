@@ -117,6 +117,7 @@ class Parts:
         self.vocabulary = Vocabulary(config.model.vocab_size, collectives)
         train = config.train
         built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
+        self._selective = config.parallel.remat == "selective"
         self._block = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss = hooks.loss or built_in
         if hooks.loss is not None:
@@ -131,7 +132,8 @@ class Parts:
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout) -> jax.Array:  # fmt: skip
         hook = self.hooks.attention or attend
-        out = hook(q, k, v, segments, collectives, dropout)
+        run = lambda q, k, v: hook(q, k, v, segments, collectives, dropout)  # noqa: E731
+        out = (jax.checkpoint(run, prevent_cse=False) if self._selective else run)(q, k, v)
         wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
         _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")
         return out

@@ -1,10 +1,11 @@
 """What the backward pass recomputes (activation checkpointing, Chen et al. 2016): parallel.remat as policies of jax.checkpoint.
 
-    none     nothing                          but what was gathered is gathered again, under any policy: weights at use (ZeRO-3),
-                                              and with sequence parallelism the products' inputs (Korthikanti et al. 2022, section 4.2.2)
-    dots     all but products with weights    attention too
-    names    all but parallel.remat_keep, which stays on the device, and parallel.remat_offload, which waits on the host
-    full     all of a layer
+    none        nothing; but what was gathered is gathered again: weights at use (ZeRO-3), and with sequence parallelism the inputs
+                of products (Korthikanti et al. 2022, section 4.2.2)
+    selective   attention's inner part: scores and softmax, where its function keeps them (section 5 there; built-in ones do not)
+    dots        all but products with weights: attention too
+    names       all but parallel.remat_keep, which stays on the device, and parallel.remat_offload, which waits on the host
+    full        all of a layer
 
 The names are given where the values are made, in `model.layers` and `model.attention`; `config.check.ACTIVATIONS` lists them.
 """
@@ -20,10 +21,11 @@ from meshtrain.parallel.offload import HOST
 
 def checkpointed(layer: Callable, parallel: ParallelConfig, remat: str, gathers: bool) -> Callable:
     """`layer` under the policy of `remat`; `gathers`: it gathers weights or activations, which are never among what is kept."""
-    if remat == "none" and not gathers:
+    keeps_all = remat in ("none", "selective")
+    if keeps_all and not gathers:
         return layer
     # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is computed again.
-    return jax.checkpoint(layer, policy=_all_but_gathered if remat == "none" else _policy(parallel), prevent_cse=False)
+    return jax.checkpoint(layer, policy=_all_but_gathered if keeps_all else _policy(parallel), prevent_cse=False)
 
 
 def _policy(parallel: ParallelConfig) -> Callable | None:

@@ -189,6 +189,7 @@ CHOSEN = [
     Cell("looped_bfs", (1, 1, 4), 2, 6, vocab="edge", family="gpt2"),
     Cell("zb_h1", (1, 2, 4), 1, 9, vocab="edge", remat="full", layers="uneven"),
     Cell("zb_h1", (2, 1, 2), 1, 4, masked=True, zero=3, remat="dots"),
+    Cell("zb_h1", (1, 2, 2), 1, 4, masked=True, remat="selective", sequence_parallel=True),
     Cell("zb_interleaved", (2, 1, 2), 2, 4, zero=2, family="gpt2"),
     Cell("zb_interleaved", (1, 1, 8), 2, 8, masked=True),
     Cell("v_1f1b", (2, 1, 4), 2, 4, masked=True, layers="uneven", zero=0),
