@@ -384,6 +384,8 @@ def main() -> None:
         "--keep", type=Path, metavar="DIR", help="keeps the compiled programs, and takes those that lie there"
     )
     options = parser.parse_args()
+    if unknown := set(options.layouts) - set(LAYOUTS):
+        parser.error(f"there is no layout {', '.join(sorted(unknown))}; legal are {', '.join(LAYOUTS)}.")
     against = json.loads(options.against.read_text()) if options.against else {}
     found = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for layout in options.layouts or LAYOUTS:

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain import hlo
-from meshtrain.hlo import Collective, collectives, live_bytes, short_path
+from meshtrain.hlo import Collective, Module, collectives, live_bytes, short_path
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,15 @@ def test_traffic_sums_what_is_sent_by_axis_as_often_as_it_is_executed(mesh):
     found = collectives(NESTED, mesh)
     assert found.traffic == {"tensor": 55 * 32, "pipeline": 11 * 32, "data": 16}
     assert collectives(NESTED, mesh, busy=0.5).traffic == {"tensor": 55 * 32 / 2, "pipeline": 11 * 32, "data": 16}
+
+
+def test_of_one_loop_those_of_one_turn_are_told(mesh):
+    module = Module(NESTED)
+    assert list(module.bodies()) == [("main", ()), ("outer_body", (11,))], (
+        "what is in branches is no sequence of its own"
+    )
+    found = collectives(module, mesh, body="outer_body")
+    assert {(c.kind, c.trips) for c in found} == {("all-reduce", 5), ("collective-permute", 1)}
 
 
 def test_a_loop_of_unknown_length_is_no_number(mesh):
