@@ -154,7 +154,7 @@ def steady(module: Module, work: Work) -> dict[str, tuple[int | None, ...]]:
     found = {}
     for body, loops in module.bodies():
         ops = module.computations[body]
-        ways = {_way(op, module) for op in ops if op.kind == "collective-permute"}
+        ways = {_way(op) for op in ops if op.kind == "collective-permute"}
         if loops and len(ways) == 2 and any(op.opcode == "while" and work.flops(body, op) for op in ops):
             found[body] = loops
     if not found:
@@ -162,7 +162,7 @@ def steady(module: Module, work: Work) -> dict[str, tuple[int | None, ...]]:
     return found
 
 
-def _way(op: Operation, module: Module) -> bool:
+def _way(op: Operation) -> bool:
     """Whether a message goes to a device with a larger number, as most of its pairs do: the pipeline's ends may be joined."""
     pairs = replica_groups(op.attributes, 0)
     return sum(1 if to > of else -1 for of, to in pairs) > 0
@@ -381,7 +381,10 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path, metavar="FILE", help="prints the figures kept there beside")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keeps the compiled programs, and takes those that lie there"
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keeps the compiled programs, and takes those that lie there: empty it when anything has changed",
     )
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(LAYOUTS):
