@@ -1,19 +1,30 @@
-"""The program that XLA's CUDA compiler makes for 8 described GPUs: nothing waits for a predicate, and messages travel under compute.
+"""The program that XLA's CUDA compiler makes for 8 described GPUs: nothing waits for a predicate, messages travel under matrix products,
+rings are worked on where they lie, and the stages are summed over only where the table needs it.
 
-The sizes are those of a real model, since the compiler weighs what it overlaps; nothing is allocated. It needs the compiler (pip install 'meshtrain[compile]'), though no GPU and no driver. It runs in a process of its own, because
-tests have started JAX on CPU.
+The sizes are those of a real model, since the compiler weighs what it overlaps; nothing is allocated. It needs the compiler
+(pip install 'meshtrain[compile]'), though no GPU and no driver. It runs in a process of its own, because tests have started JAX on CPU.
 """
 
 import importlib.util
-import math
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
+import jax
 import pytest
+
+from meshtrain.config import Config, load
+from meshtrain.hlo import Module, collectives
+from meshtrain.hlo.work import Transfer, Work
+from meshtrain.mesh import PIPELINE, make_mesh
+from meshtrain.plan import named
+from meshtrain.plan.cluster.algorithms import PERMUTE, best
+from meshtrain.schedule import make_table
+from meshtrain.schedule.buffers import allocate
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
@@ -21,93 +32,122 @@ pytestmark = pytest.mark.skipif(
 )
 
 COMPILE = """
+import json
 import sys
-from meshtrain.config import load
+from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.plan.compiled import described_devices
 from meshtrain.step import Program
 
-schedule, chunks, *mesh = sys.argv[1:]
-data, tensor, pipeline = map(int, mesh)
-config = load({
-    "model": {"layers": 2 * pipeline * int(chunks), "d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 32768},
-    "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
-    "parallel": {"schedule": schedule, "virtual_stages": int(chunks), "microbatches": 16},
-    "precision": {"compute": "bfloat16"},
-    "train": {"global_batch_size": 16 * data, "sequence_length": 4096},
-})
+config = load(json.loads(sys.argv[1]))
 print(Program(config, make_mesh(config, described_devices("h100", 8))).lower().compile().as_text())
 """
-LAYOUTS = [
-    ("1f1b", 1, (1, 2, 4)),
-    ("zb_interleaved", 2, (2, 1, 4)),
-]  # messages beside collectives of the layers, and alone
+MICROBATCHES = 16
+SMALL = {"d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 32768}
+LLAMA_8B = {"d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+LAYOUTS = {  # messages beside the layers' collectives of each sort, and alone: (model, layers of a chunk, tokens, parallel's keys, mesh)
+    "tensor": (SMALL, 2, 2048, {"schedule": "1f1b"}, {"tensor": 2, "pipeline": 4}),
+    # as full as a device gets: short of memory the compiler starts messages late
+    "sequence": (LLAMA_8B, 8, 8192, {"schedule": "1f1b", "sequence_parallel": True}, {"tensor": 2, "pipeline": 4}),
+    "remat": (
+        SMALL, 2, 2048, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"},
+        {"tensor": 2, "pipeline": 4},
+    ),
+    "zero bubble": (SMALL, 2, 2048, {"schedule": "zb_interleaved", "virtual_stages": 2}, {"data": 2, "pipeline": 4}),
+}  # fmt: skip
+REACHED = 0.7  # share of the peak that a matrix product reaches
+
+
+def given(layout: str) -> dict[str, Any]:
+    model, layers, tokens, parallel, mesh = LAYOUTS[layout]
+    return {
+        "model": {**model, "layers": layers * mesh["pipeline"] * parallel.get("virtual_stages", 1)},
+        "mesh": mesh,
+        "parallel": {"microbatches": MICROBATCHES, "remat": "none", **parallel},
+        "precision": {"compute": "bfloat16"},
+        "train": {"global_batch_size": MICROBATCHES * mesh.get("data", 1), "sequence_length": tokens},
+    }
+
+
+def stream(config: Config) -> int:
+    """Bytes of a microbatch's residual stream on a device, which is a message."""
+    parts = config.mesh.tensor if config.parallel.sequence_parallel else 1
+    return config.train.sequence_length * config.model.d_model * 2 // parts
 
 
 @cache
-def computations(schedule: str, chunks: int, mesh: tuple[int, int, int]) -> dict[str, list[str]]:
-    """The instructions of each computation of the compiled step, in the order in which they are issued."""
-    command = [sys.executable, "-c", COMPILE, schedule, str(chunks), *map(str, mesh)]
+def program(layout: str) -> Work:
+    """The compiled step, its instructions in the order in which they are issued."""
+    command = [sys.executable, "-c", COMPILE, json.dumps(given(layout))]
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "is_scheduled=true" in done.stdout.split("\n", 1)[0]
-    found: dict[str, list[str]] = {}
-    current = ""
-    for line in done.stdout.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$", line):
-            current = header[1]
-            found[current] = []
-        elif line.startswith("  "):
-            found[current].append(line.strip().removeprefix("ROOT "))
+    return Work(Module(done.stdout))
+
+
+def steady(work: Work) -> dict[str, list[Transfer]]:
+    """Bodies of the loops over ticks in which there is a forward and a backward: they send activations and cotangents."""
+    by_body: dict[str, list[Transfer]] = {}
+    for message in work.transfers("collective-permute"):
+        by_body.setdefault(message.body, []).append(message)
+    found = {body: messages for body, messages in by_body.items() if len(messages) == 2 and messages[0].loops}
+    assert found
     return found
 
 
-def opcode(instruction: str) -> str:
-    named = re.search(r" = (?:\(.*?\)|\S+) ([\w\-]+)\(", instruction)
-    return named[1] if named else ""
+def arrays(kind: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", kind)]
 
 
-def multiplies(instruction: str, program: dict[str, list[str]]) -> bool:
-    """Whether it is or calls a matrix product: of cuBLAS or cuDNN, or a fusion or a loop with one in it."""
-    if re.search(r' dot\(|custom_call_target="(__cublas|__cudnn)', instruction):
-        return True
-    called = re.findall(r"(?:calls|body)=%?([\w.\-]+)", instruction)
-    return any(multiplies(inner, program) for name in called for inner in program[name])
+def squeezed(array: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in array if n > 1)
 
 
-def size(instruction: str) -> int:
-    """Elements of the largest array that it yields."""
-    result = re.split(r" [\w\-]+\(", instruction.split(" = ", 1)[1], maxsplit=1)[0]
-    return max((math.prod(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", result)), default=1)
-
-
-def messages(body: list[str]) -> Iterator[tuple[int, int]]:
-    """Places of each message's start and of its done."""
-    for i, instruction in enumerate(body):
-        if opcode(instruction) == "collective-permute-start":
-            waits = f"collective-permute-done({instruction.split(' = ')[0]})"
-            yield i, next(j for j, other in enumerate(body) if waits in other)
-
-
-def steady(program: dict[str, list[str]]) -> list[list[str]]:
-    """Bodies of the loops over ticks in which there is a forward and a backward: they send activations and cotangents."""
-    return [body for body in program.values() if len(list(messages(body))) == 2]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_stage_work_stands_under_a_conditional(layout):
-    assert not [i for body in computations(*layout).values() for i in body if opcode(i) == "conditional"]
+    assert not [op for ops in program(layout).module.computations.values() for op in ops if op.opcode == "conditional"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_messages_of_the_steady_segment_travel_while_the_device_computes(layout):
-    program = computations(*layout)
-    bodies = steady(program)
-    assert bodies
-    for body in bodies:
-        under = [body[start + 1 : done] for start, done in messages(body)]
-        for (start, _), between in zip(messages(body), under, strict=True):
-            fusions = [i for i in between if opcode(i) == "fusion" and size(i) >= size(body[start])]
-            assert fusions or any(multiplies(i, program) for i in between), body[start]
-        assert any(multiplies(i, program) for between in under for i in between)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_messages_of_the_steady_ticks_travel_under_matrix_products_of_at_least_their_time(layout):
+    config = load(given(layout))
+    cluster = named("h100", config.mesh.devices)
+    link, rate = cluster.axis(PIPELINE, config.mesh), REACHED * cluster.accelerator.flops("bfloat16")
+    for messages in steady(program(layout)).values():
+        for message in messages:
+            assert message.bytes == stream(config)
+            needed = best(PERMUTE, link, message.bytes).seconds
+            assert message.flops / rate >= needed, f"{message.op.name} is waited for"
+
+
+# with all recomputed a stage's input alone is kept
+@pytest.mark.parametrize("layout", [name for name, (*_, parallel, _) in LAYOUTS.items() if "remat" not in parallel])
+def test_a_steady_tick_neither_copies_nor_fills_what_the_layers_leave_for_the_backward(layout):
+    """Residuals lie in rings [slots, layers, ...]: a tick's loops over layers write and read them there, and nothing else does."""
+    work, config, layers = program(layout), load(given(layout)), LAYOUTS[layout][1]
+    table = make_table(config.parallel.schedule, config.mesh.pipeline, MICROBATCHES, config.parallel.virtual_stages)
+    depth = allocate(table).depths.stash
+    for body in steady(work):
+        ops = work.module.computations[body]
+        carried = next(op for op in ops if op.opcode == "parameter")
+        rings = {a for a in arrays(carried.result) if a[:2] == (depth, layers) and len(a) > 3}
+        assert rings
+        slots_and_rings = {squeezed(a) for ring in rings for a in (ring, ring[1:])}
+        moves = [op for op in ops if work.only_moves(op) and work.moved(body, op).bytes]
+        found = [op.name for op in moves if slots_and_rings & set(map(squeezed, arrays(op.result)))]
+        assert not found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_stages_are_summed_over_as_often_as_the_table_needs(layout):
+    """Of each microbatch the embedding and its cotangent, and what goes into the loss head and its cotangent."""
+    config = load(given(layout))
+    mesh = make_mesh(config, jax.devices()[:8])
+    summed = [
+        c
+        for c in collectives(program(layout).module, mesh)
+        if c.kind == "all-reduce" and PIPELINE in c.axes and c.dtype == "bf16"
+    ]
+    # XLA may sum two arrays in one go
+    assert sum(c.times * c.bytes for c in summed) / stream(config) == 4 * MICROBATCHES
