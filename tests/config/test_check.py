@@ -187,6 +187,8 @@ def test_an_open_schedule_follows_the_mesh_and_a_named_one_does_not():
     assert (config.parallel.schedule, config.parallel.virtual_stages, chosen(config)) == ("auto", 1, [])
     found = [replaced(config, mesh={"pipeline": p}).parallel for p in (4, 2, 8)]
     assert [(p.schedule, p.virtual_stages) for p in found] == [("interleaved", 2), ("interleaved", 4), ("1f1b", 1)]
+    chunked = replaced(config, mesh={"pipeline": 2})
+    assert replaced(chunked, mesh={"pipeline": 4}).parallel.virtual_stages == 2
     named = configuration(parallel={"microbatches": 4, "schedule": "1f1b"}, model={"layers": 8})
     assert replaced(named, mesh={"pipeline": 4}).parallel.schedule == "1f1b"
 
