@@ -409,5 +409,5 @@ assert said.startswith("the gradient norm of") and np.isclose(metrics["loss"], n
 #   bfloat16 masters learn (Gupta et al. 2015).
 # - `global_batch_size` 64 in `base`: four times the tokens, and in the picture of the errors the left slope moves right by about 2. The
 #   wall stays where it is, since a weight's gradient is a sum over all tokens.
-# - `mt.plan(mt.load("../configs/llama3_8b.yaml", ["precision.compute=float32"]), "h100")`, and with bfloat16: far more than twice the
-#   memory, since attention's fast kernels exist for 16 bits alone, and others keep the scores.
+# - `mt.plan(mt.load("../configs/llama3_8b.yaml", ["precision.compute=float32"]), "h100")`, and with bfloat16: 1.8 times the
+#   memory, since masters and moments are float32 in both, and twice the time, since TensorFloat-32 has half the rate.

@@ -5,6 +5,7 @@ log of each query's sum; under remat both go by the name `attention`, so that wh
 """
 
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import cudnn_attention, cudnn_attention_backward, vary, varying
-from meshtrain.model import fused, splash
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
@@ -75,9 +75,9 @@ def _kernel_forward(
     if kernel == "cudnn":
         out, log_sum = cudnn_attention(q, k, v)
     elif kernel == "splash":
-        out, log_sum = splash.forward(q, k, v, given.segments)
+        out, log_sum = _splash().forward(q, k, v, given.segments)
     else:
-        out, log_sum = fused.forward(rate, q, k, v, given.segments, given.words)
+        out, log_sum = _fused().forward(rate, q, k, v, given.segments, given.words)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
     return rows, (Kept(q, k, v, rows, log_sum), given)
@@ -91,12 +91,25 @@ def _kernel_backward(
     if kernel == "cudnn":
         return *cudnn_attention_backward(q, k, v, out, log_sum, cotangent), None
     if kernel == "splash":
-        return *splash.backward(q, k, v, given.segments, out, log_sum, cotangent), None
+        return *_splash().backward(q, k, v, given.segments, out, log_sum, cotangent), None
     rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
-    return *fused.backward(rate, q, k, v, given.segments, given.words, log_sum, rows, cotangent), None
+    return *_fused().backward(rate, q, k, v, given.segments, given.words, log_sum, rows, cotangent), None
 
 
 by_kernel.defvjp(_kernel_forward, _kernel_backward)
+
+
+# Imported where they are used: Pallas for GPUs takes a fifth of JAX's own time to import.
+def _fused() -> ModuleType:
+    from meshtrain.model import fused
+
+    return fused
+
+
+def _splash() -> ModuleType:
+    from meshtrain.model import splash
+
+    return splash
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,8 +11,8 @@ Flash attention (Dao et al. 2022; the backward in two kernels as in Dao 2023, se
 Why not cuDNN's own packed layout (`q_offsets`, JAX 0.10 to 0.12): it wants Hopper, a bound on the documents in a sequence, of which
 data has none, and a log of sums [T] for each of them; and until jax 0.12 it reads the wrong keys where heads share them
 (jax-ml/jax pull request 39521). Its dropout depends on how heads and sequences lie on the mesh. JAX's Pallas kernel
-(`jax.experimental.pallas.ops.gpu.attention`) has neither shared heads nor dropout, reads what it then masks, and goes away
-after 0.12. JAX calls Pallas' Triton backend deprecated from 0.12 on, without a date.
+(`jax.experimental.pallas.ops.gpu.attention`) has neither shared heads nor dropout, reads what it then masks, and is deprecated
+in 0.12. So is, without a date, Pallas' Triton backend, which all of them need but cuDNN.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Masks(NamedTuple):
     words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
 
 
-# jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps its output
+# jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
 def forward(
     rate: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
@@ -65,6 +65,7 @@ def forward(
     return out[:, :length, :, :width], log_sum[:, :, :length]
 
 
+@partial(jax.jit, static_argnums=0)
 def backward(
     rate: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None,
     log_sum: jax.Array, rows: jax.Array, d_out: jax.Array,
