@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -70,15 +71,20 @@ def lines_as_they_are() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def describe_cudnn(version: tuple[int, int, int]) -> None:
+def describe_gpu(cudnn: tuple[int, int, int]) -> None:
     """Has JAX take cuDNN to be of a version, instead of asking the installed one before it writes a call to it.
 
-    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB.
+    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB. Of the GPU, JAX wants to know one thing
+    before it writes a Triton kernel: what Hopper can, which it took for granted before 0.12.
     """
     from jax._src.cudnn import fused_attention_stablehlo
 
-    major, minor, patch = version
+    major, minor, patch = cudnn
     fused_attention_stablehlo.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
+    with contextlib.suppress(ImportError):  # before 0.12
+        gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
+        hopper = gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H100)
+        gpu_info.get_gpu_info = lambda: hopper
 
 
 def joined_processes() -> int:

@@ -133,10 +133,10 @@ def described_devices(name: str, devices: int) -> Sequence[Any]:
     import jax
     from jax.experimental import topologies
 
-    from meshtrain.compat import describe_cudnn
+    from meshtrain.compat import describe_gpu
 
     jax.config.update("jax_platforms", "cpu,cuda")
-    describe_cudnn(CUDNN)
+    describe_gpu(CUDNN)
     shape = f"1x{-(-devices // 8)}x{min(8, devices)}"
     try:
         described = topologies.get_topology_desc(platform="cuda", target_config=target_config(name), topology=shape)

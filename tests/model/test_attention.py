@@ -1,5 +1,7 @@
 """Every way to attention computes the whole square's softmax, for every length, grouping and packing."""
 
+import contextlib
+import importlib
 import re
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.compat import residuals
+from meshtrain.compat import describe_gpu, residuals
 from meshtrain.model import attention, fused
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
@@ -215,8 +217,15 @@ def on_accelerator(platform, drops):
 
 @pytest.fixture
 def described(monkeypatch):
-    """cuDNN as the planner describes it."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 90800)
+    """A GPU as the planner describes it."""
+    for module, name in (
+        ("cudnn.fused_attention_stablehlo", "check_cudnn_version"),
+        ("pallas.triton.gpu_info", "get_gpu_info"),
+    ):
+        with contextlib.suppress(ImportError):  # the second is not there before 0.12
+            module = importlib.import_module(f"jax._src.{module}")
+            monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
+    describe_gpu((9, 8, 0))
 
 
 KERNELS = [("gpu", False), ("gpu", True), ("tpu", False)]
