@@ -59,8 +59,8 @@ def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: s
         return size * w.stream + sum(named(w, name, size) for name in names)
     if remat == "dots":  # layer input, attention's output; up (and gate); q, k, v
         return size * (w.stream + w.whole + w.matrices * w.hidden + w.query + 2 * w.key)
-    # twice: input, normalised, and scaled (gathered) as the products' input
-    stream = size * (4 * w.stream + 2 * w.whole)
+    # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather again
+    stream = size * 4 * w.stream
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
     # and of each query the log of its sum, in float32

@@ -138,8 +138,6 @@ def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Secon
     parallel = config.parallel
     if parallel.remat == "none":
         return Seconds()
-    if parallel.remat == "full" and config.mesh.pipeline > 1:  # a stage as a whole
-        return layer.forward
     if parallel.remat == "dots":
         return Seconds(0.0, layer.forward.attention, layer.forward.memory)
     kept = {*parallel.remat_keep, *parallel.remat_offload}

@@ -42,7 +42,7 @@ def items(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
 
 def fullest(config: Config, facts: Facts, platform: str = "gpu") -> tuple[str, list[Item]]:
     """The moment of a step at which a device holds most, and what it holds then."""
-    always = [*state(config), *kept(config, facts.depths, platform)]
+    always = [*state(config), *kept(config, facts, platform)]
     moments = {
         name: [i for i in [*always, *found] if i.nbytes] for name, found in passing(config, facts, platform).items()
     }
@@ -100,17 +100,18 @@ def _sums(config: Config) -> list[Item]:
     return [Item("float32 gradient sums", "gradients", 4 * held.whole)]
 
 
-def kept(config: Config, depths: Depths, platform: str = "gpu") -> list[Item]:
+def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
     """What the microbatches in flight keep for their backward, and what waits between stages."""
     stage, parallel = stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer = activations.kept(config, parallel.remat, platform)
     if config.mesh.pipeline == 1:
         return [Item("activations kept for the backward", "activations", stage.on_device * layer)]
-    entry = stage.longest * layer if parallel.remat != "full" else 0.0
+    places = [a + (b if platform != "cpu" else 0) for a, b in zip(facts.depths, facts.spare, strict=True)]
+    depths = Depths(*places)
     waiting = depths.cot * stage.longest * activations.left(config, parallel.remat != "none")
     return [
-        Item("activations kept for the backward", "activations", depths.stash * (stream + entry)),
+        Item("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
         Item("what weight gradients wait for", "activations", waiting),
         Item("activations waiting between stages", "activations", (depths.f_inbox + depths.b_inbox) * stream),
     ]
@@ -160,45 +161,24 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
 def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[Item]]:
     """Moments of a tick: a chunk goes forward, another backward, and the loss head between them.
 
-    A stashed microbatch is made as a whole and read as a whole, and XLA reads one before the other is written: two beside the stash.
+    Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is there twice.
     """
-    size, parallel, stage = _itemsize(config), config.parallel, stages(config)
+    size, stage = _itemsize(config), stages(config)
     gathers, scatters = gathers_at_use(config), scatters_at_use(config)
     held = shapes.held(config)
     block = held.block
-    cpu = platform == "cpu"
-    # On CPU idle work is skipped by conditionals, whose branches share nothing and which leave the weights where they are.
-    # Elsewhere ticks that are compiled alone, or beside another in one turn of a loop, hold what they make beside the rest.
-    alone, beside = (0, 0) if cpu else (facts.alone, facts.beside)
-    chunk = size * block.whole * stage.longest
-    full, names = parallel.remat == "full", parallel.remat == "names"
-    entry = 0.0 if full else stage.longest * activations.kept(config, parallel.remat, platform)
-    # With remat: names a tick that is compiled alone copies too, but what is made again adds nothing to the work of its layer.
-    copied = 1 if cpu else 2 + beside + facts.turns + alone * names
-    left = 0.0  # by I for W: one whole that W reads, and what I makes besides that which it computed again
-    if facts.split:
-        made = 0 if cpu else (1 + alone) * activations.left(config, False)
-        left = stage.longest * (activations.left(config, parallel.remat != "none") + made)
-    again = stage.longest * activations.kept(config, "none", platform) * (1 + alone + beside) if full else 0.0
-    layer = activations.kept(config, "none", platform) if parallel.remat == "dots" else 0.0
-    weights = 0 if gathers or cpu else 2 * (1 + beside) * (stage.chunks > 1) + alone
     always = [
-        Item("copies of a chunk's weights", "parameters", chunk * weights),
-        Item("new gradients of the layers", "gradients", _new_gradients(config) * (1 + alone + beside)),
-        Item("new gradients of the vocabulary", "gradients", size * held.tokens.whole),
+        Item("new gradients of the vocabulary", "gradients", 4 * held.tokens.whole),
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
     ]
-    logits = Item("logits", "activations", _logits(config))
-    waiting = [logits] if config.mesh.tensor == 1 else []  # for the gradient of the head, see _of_one_stage
+    # Its cotangent waits for the gradient of the head, which XLA makes at the end, see _of_one_stage.
+    head = [
+        Item("logits", "activations", _logits(config)),
+        Item("hidden states at the head", "activations", size * shapes.tokens(config) * config.model.d_model),
+    ]
     work = Item("work of one layer", "activations", activations.work(config, platform))
-    copies = "copies of a microbatch's activations"
-    recomputed = Item("activations computed again", "activations", again + layer)
-    return {
-        "forward": [*always, Item(copies, "activations", copied * entry + left), work],
-        "loss head": [*always, Item(copies, "activations", (1 + beside) * entry + left), recomputed, logits],
-        "backward": [*always, Item(copies, "activations", (1 + beside) * entry + left), recomputed, work, *waiting],
-    }
+    return {"loss head": [*always, *head], "backward": [*always, *head, work]}
 
 
 def _itemsize(config: Config) -> int:

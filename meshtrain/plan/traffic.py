@@ -1,8 +1,8 @@
 """What a device sends in a step: every collective with its axis, kind, size and count.
 
     axis       what is sent                                                              how often
-    tensor     sums of partial activations of each layer (Shoeybi et al. 2019)           4 a layer and pass, 1 or 2 more if recomputed
-               or gathers and scatters of the sequence (Korthikanti et al. 2022)         8 a layer and pass
+    tensor     sums of partial activations of each layer (Shoeybi et al. 2019)           4 a layer and pass, 1 more if recomputed
+               or gathers and scatters of the sequence (Korthikanti et al. 2022)        10 a layer and pass, 1 more if recomputed
     data       weights gathered, gradients scattered or summed (ZeRO, section 7)         once a step, or a pass if not held
     pipeline   activations down, cotangents up                                           a tick
                sums over the stages that share the vocabulary                            a tick, or a head
@@ -90,11 +90,8 @@ def layer_flows(config: Config) -> list[Moment]:
     """Collectives over tensor of a chunk's layers, in one pass."""
     parallel, ranks, whole = config.parallel, config.mesh.tensor, _whole(config)
     layers = stages(config).longest
-    # Where several layers are recomputed together each also sums what it passes to the next; one alone does not need that.
-    again = 0 if parallel.remat == "none" else 2 if whole_stage(config) and layers > 1 else 1
-    gathered = 2 * (again > 0)
-    if "attention_out" in (*parallel.remat_keep, *parallel.remat_offload):
-        again = 0
+    kept = parallel.remat == "none" or "attention_out" in (*parallel.remat_keep, *parallel.remat_offload)
+    again = 0 if kept else 1  # of the layer's own output the backward has no use
 
     def over(moment: str, kind: str, what: str, count: int) -> Moment:
         return moment, Flow("tensor", kind, what, whole, count * layers, ranks)
@@ -103,7 +100,7 @@ def layer_flows(config: Config) -> list[Moment]:
         return [
             over("forward", ALL_GATHER, "layer inputs gathered", 2),
             over("forward", REDUCE_SCATTER, "layer outputs scattered", 2),
-            over("backward", ALL_GATHER, "layer inputs gathered again", gathered),
+            over("backward", ALL_GATHER, "layer inputs gathered again", 2),
             over("backward", REDUCE_SCATTER, "layer outputs scattered again", again),
             over("backward", ALL_GATHER, "output cotangents gathered", 2),
             over("backward", REDUCE_SCATTER, "input cotangents scattered", 2),
@@ -113,11 +110,6 @@ def layer_flows(config: Config) -> list[Moment]:
         over("backward", ALL_REDUCE, "layer outputs summed again", again),
         over("backward", ALL_REDUCE, "input cotangents summed", 2),
     ]
-
-
-def whole_stage(config: Config) -> bool:
-    """Whether the backward computes a stage's layers again all at once, as the pipeline does with remat: full."""
-    return config.parallel.remat == "full" and config.mesh.pipeline > 1
 
 
 def edge_flows(config: Config) -> Iterator[Moment]:
@@ -165,8 +157,7 @@ def _data(config: Config, trips: Trips) -> list[Flow]:
     found: list[Flow] = []
     elements: float
     if gathers_at_use(config):
-        # A stage that is computed again as a whole is gathered for that, and once more layer by layer.
-        passes = stage.longest * (trips.forward + (1 + whole_stage(config)) * trips.backward)
+        passes = stage.longest * (trips.forward + trips.backward)
         found.append(Flow("data", ALL_GATHER, "weights of a layer gathered", layers * weight, passes, ranks))
         for moment, elements in edge_uses(config):
             times = trips.of(moment)

@@ -13,7 +13,8 @@ Where that counts was found by compiling the named schedules for described GPUs 
 import itertools
 from typing import NamedTuple
 
-from meshtrain.schedule.buffers import Depths, depths
+from meshtrain.schedule.buffers import Depths, allocate
+from meshtrain.schedule.executed import unmasked
 from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
 from meshtrain.schedule.simulate import Durations
 from meshtrain.schedule.table import Table
@@ -29,6 +30,7 @@ class Facts(NamedTuple):
     together: int  # with both a forward and a backward
     depths: Depths
     split: bool  # the backward, into I and W
+    spare: Depths = Depths(0)  # places more, where idle slots are computed too (see `executed`)
     alone: int = 0  # ticks with a backward that stand alone after the last steady segment
     beside: int = 0  # ticks with a backward beside another in one turn of a segment
     turns: bool = False  # forwards become backwards in one tick that stands alone: no segment is steady
@@ -55,7 +57,10 @@ def facts(table: Table) -> Facts:
         beside, turns = max(map(_beside, found)), False
     else:
         alone, beside, turns = 0, _in_a_row(found), _turns(found)
-    return Facts(forward, head, backward, weight, together, depths(table), table.split, alone, beside, turns)
+    buffers = allocate(table)
+    more = unmasked(table, buffers, work).depths
+    spare = Depths(*(with_idle - without for with_idle, without in zip(more, buffers.depths, strict=True)))
+    return Facts(forward, head, backward, weight, together, buffers.depths, table.split, spare, alone, beside, turns)
 
 
 def _is_tick(segment: Segment) -> bool:
