@@ -95,18 +95,26 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...], platform: str) ->
     return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size)
 
 
-def left(config: Config, recomputed: bool) -> float:
-    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`): cotangents
-    of what the products and norms give, and where the layer was `recomputed` what these were given too.
+def left(config: Config) -> float:
+    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`).
+
+    Cotangents of what the products give, and where the layer was computed again what these were given too. Of a norm, in float32, its
+    input and the cotangent of its output: their product summed is the scale's gradient. Biases are summed from cotangents of their own.
     """
-    model, tensor = config.model, config.mesh.tensor
-    w = widths(model, tensor, config.parallel.sequence_parallel)
-    key = model.kv_heads / tensor * model.head_dim
-    stream = 2 * w.whole + 2 * w.stream
-    width = stream + w.matrices * w.hidden + w.query + 2 * key
-    if recomputed:
-        width += stream + w.hidden + w.query
-    return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
+    model, tensor, parallel = config.model, config.mesh.tensor, config.parallel
+    w = widths(model, tensor, parallel.sequence_parallel)
+    key, size = model.kv_heads / tensor * model.head_dim, shapes.itemsize(config.precision.compute)
+    width = 2 * w.whole + w.matrices * w.hidden + w.query + 2 * key
+    family = FAMILIES[model.family]
+    if family.centred_norms:
+        width += 2 * w.stream
+    if family.biases:
+        width += 2 * w.whole + w.query + 2 * key + (parallel.remat == "dots") * w.hidden
+    if parallel.remat == "dots":
+        width += w.stream + w.query
+    elif parallel.remat != "none":
+        width += 2 * w.whole + w.matrices * w.hidden + ("attention" not in parallel.remat_keep) * w.query
+    return shapes.tokens(config) * (size * width + 2 * 2 * 4 * w.stream)
 
 
 def work(config: Config, platform: str) -> float:

@@ -109,7 +109,7 @@ def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
         return [Item("activations kept for the backward", "activations", stage.on_device * layer)]
     places = [a + (b if platform != "cpu" else 0) for a, b in zip(facts.depths, facts.spare, strict=True)]
     depths = Depths(*places)
-    waiting = depths.cot * stage.longest * activations.left(config, parallel.remat != "none")
+    waiting = depths.cot * stage.longest * activations.left(config)
     return [
         Item("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
         Item("what weight gradients wait for", "activations", waiting),

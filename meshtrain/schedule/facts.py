@@ -13,8 +13,8 @@ Where that counts was found by compiling the named schedules for described GPUs 
 import itertools
 from typing import NamedTuple
 
-from meshtrain.schedule.buffers import Depths, allocate
-from meshtrain.schedule.executed import unmasked
+from meshtrain.schedule.buffers import Depths, depths
+from meshtrain.schedule.executed import executed
 from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
 from meshtrain.schedule.simulate import Durations
 from meshtrain.schedule.table import Table
@@ -57,10 +57,9 @@ def facts(table: Table) -> Facts:
         beside, turns = max(map(_beside, found)), False
     else:
         alone, beside, turns = 0, _in_a_row(found), _turns(found)
-    buffers = allocate(table)
-    more = unmasked(table, buffers, work).depths
-    spare = Depths(*(with_idle - without for with_idle, without in zip(more, buffers.depths, strict=True)))
-    return Facts(forward, head, backward, weight, together, buffers.depths, table.split, spare, alone, beside, turns)
+    held = depths(table)
+    spare = Depths(*(more - least for more, least in zip(executed(table, work).depths, held, strict=True)))
+    return Facts(forward, head, backward, weight, together, held, table.split, spare, alone, beside, turns)
 
 
 def _is_tick(segment: Segment) -> bool:

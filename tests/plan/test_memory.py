@@ -14,6 +14,7 @@ from meshtrain.config import load
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.plan import activations, memory, named, plan, shapes, ticks
 from meshtrain.plan.memory import zero_state
 from meshtrain.schedule.facts import ONE_STAGE
@@ -104,15 +105,16 @@ NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
 KEPT = [(), *((name,) for name in NAMES), ("qkv", "attention"), NAMES]
 
 
-def layer(family, tensor=2, dropout=0.0, **parallel):
+def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, **parallel):
     """A model of odd sizes; with one block of queries, so that the blockwise attention of CPUs keeps the scores as one array."""
-    sizes = {"layers": 7, "d_model": 96, "heads": 8, "kv_heads": 4, "d_ff": 320, "vocab_size": 64}
+    sizes = {"layers": layers, "d_model": 96, "heads": 8, "kv_heads": 4, "d_ff": 320, "vocab_size": 64}
     return load(
         {
             "model": {"family": family, "dropout": dropout} | sizes,
-            "mesh": {"tensor": tensor},
+            "mesh": {"tensor": tensor, "pipeline": stages},
+            "precision": {"compute": "bfloat16"},
             "parallel": parallel,
-            "train": {"global_batch_size": 3, "sequence_length": 60},
+            "train": {"global_batch_size": 6, "sequence_length": 60},
         }
     )
 
@@ -128,6 +130,40 @@ def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
     config = layer(family, dropout=dropout, sequence_parallel=split, **keys)
     planned = activations.kept(config, config.parallel.remat, "cpu") / shapes.tokens(config)
     assert planned == pytest.approx(traced_residuals(config), rel=0.03)
+
+
+def traced_stage(config) -> tuple[float, float]:
+    """Bytes that one layer of one microbatch has in a stage's stash, and that the input gradient leaves of it, from the traced halves."""
+    program = Program(config, make_mesh(config))
+    found: list[float] = []
+
+    def local(masters, tokens):
+        batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(math.prod(tokens.shape[:2])).reshape(tokens.shape[:2])}
+        key = jax.random.key(0) if config.model.dropout else None
+        stage = Stage(program.forward, 1, program.zero.open(masters), batch, key)
+        found.extend(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in stage.stashed(split=True))
+        return vary(jnp.zeros(1), AXES)
+
+    shape = (config.parallel.microbatches, shapes.sequences(config), config.train.sequence_length)
+    mapped = jax.shard_map(
+        local, mesh=program.mesh, in_specs=(program.layout.shards, PartitionSpec()), out_specs=PartitionSpec(AXES)
+    )
+    jax.eval_shape(mapped, program.layout.masters, jax.ShapeDtypeStruct(shape, jnp.int32))
+    return found[0], found[1]
+
+
+# Of each stage: family, what is kept, sequence parallelism.
+STAGES = list(itertools.product(("llama", "gpt2"), ("none", "dots", "full", (), ("attention",)), (False, True)))
+
+
+@pytest.mark.parametrize("cell", thorough_but(STAGES, covering(STAGES).__contains__), ids=str)
+def test_a_stage_keeps_and_leaves_for_w_what_its_traced_halves_do(cell):
+    family, remat, split = cell
+    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+    pipeline = {"schedule": "zb_h1", "microbatches": 2, "sequence_parallel": split}
+    config = layer(family, stages=2, layers=8, **pipeline, **keys)
+    planned = activations.kept(config, config.parallel.remat, "cpu"), activations.left(config)
+    assert planned == pytest.approx(traced_stage(config), rel=0.03)
 
 
 SMALL = {
