@@ -114,6 +114,8 @@ def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
         Item("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
         Item("what weight gradients wait for", "activations", waiting),
         Item("activations waiting between stages", "activations", (depths.f_inbox + depths.b_inbox) * stream),
+        # what the last F and B made and the embedding that the next F takes
+        Item("activations on their way", "activations", 3 * stream),
     ]
 
 
@@ -168,7 +170,8 @@ def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[It
     held = shapes.held(config)
     block = held.block
     always = [
-        Item("new gradients of the vocabulary", "gradients", 4 * held.tokens.whole),
+        # where they are summed up: in the ticks, and once after the last
+        Item("new gradients of the vocabulary", "gradients", 2 * 4 * held.tokens.whole),
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
     ]

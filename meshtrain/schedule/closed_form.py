@@ -57,7 +57,7 @@ def _all_forward_first(p: int, m: int, v: int) -> Facts:
     waits = max(m, p) - p + 1  # ticks that a microbatch which came around the ring waits for its next chunk
     inbox = waits if v > 1 else int(p > 1)
     ticks = v * m + _rounds(p, m, v)
-    return Facts(ticks, m, ticks, 0, 1, Depths(v * m, inbox, m), split=False, spare=Depths(1), turns=m > 2)
+    return Facts(ticks, m, ticks, 0, 1, Depths(v * m, inbox, m), split=False, spare=Depths(1))
 
 
 def _all_forward_first_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: float) -> float:
@@ -84,15 +84,7 @@ def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False) -> Fa
         depths=Depths(stash, f_inbox, b_inbox, min(p, m) if split else 0),
         split=split,
         spare=Depths(int(m <= 2 * (p - 1)), cot=int(split and m < p)),
-        alone=_alone(p, m, v, split),
     )
-
-
-def _alone(p: int, m: int, v: int, split: bool) -> int:
-    """Two stages drain in one tick. W begins p - 1 ticks after B: with few microbatches in, or after, a tick of its own."""
-    if p == 2:
-        return int(v == 1 and m > 1 + split)
-    return int(split and m > 1 and (m in (p, p - 2) or (v == 2 and m == p - 1)))
 
 
 def _one_forward_one_backward_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: float) -> float:
@@ -114,8 +106,7 @@ def _zero_bubble_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: f
 
 def _in_v(p: int, m: int, v: int) -> Facts:
     ticks, depths = 2 * m + 2 * (p - 1), Depths(min(2 * m, 2 * p), 1, 1)
-    alone, beside = (1, 1) if m > 2 else (0, 2 * (m - 1))
-    return Facts(ticks, m, ticks, 0, 2 * m - 1, depths, split=False, spare=Depths(int(m < p)), alone=alone, beside=beside)
+    return Facts(ticks, m, ticks, 0, 2 * m - 1, depths, split=False, spare=Depths(int(m < p)))
 
 
 def _in_v_idle(p: int, m: int, v: int, f: float, i: float, w: float, c: float) -> float:

@@ -25,27 +25,6 @@ def test_seconds_are_those_of_the_simulator(schedule):
         assert facts(table).seconds(durations) == pytest.approx(simulate(table, durations).makespan)
 
 
-@pytest.mark.parametrize(
-    "schedule, sizes, expected",
-    [  # (alone, beside, turns), as found by compiling for described GPUs
-        ("1f1b", (2, 8, 1), (1, 0, False)),
-        ("interleaved", (2, 8, 1), (1, 0, False)),
-        ("zb_h1", (2, 4, 1), (1, 0, False)),
-        ("v_1f1b", (4, 16, 2), (1, 1, False)),
-        ("v_1f1b", (4, 2, 2), (0, 2, False)),
-        ("gpipe", (4, 8, 1), (0, 0, True)),
-        ("looped_bfs", (4, 8, 2), (0, 0, True)),
-        ("gpipe", (4, 1, 1), (0, 0, False)),
-        ("1f1b", (4, 8, 1), (0, 0, False)),
-        ("zb_h1", (4, 4, 1), (1, 0, False)),
-        ("zb_interleaved", (8, 16, 2), (0, 0, False)),
-    ],
-)
-def test_ticks_that_the_compiler_sees_alone(schedule, sizes, expected):
-    found = facts(make_table(schedule, *sizes))
-    assert (found.alone, found.beside, found.turns) == expected
-
-
 def test_a_name_changes_nothing_and_idle_ticks_only_what_they_cost():
     table = make_table("zb_h1", 3, 9)
     assert facts(dataclasses.replace(table, name="mine")) == facts(table)
