@@ -5,7 +5,8 @@ a microbatch's activations (its sequence split over tensor between the blocks, w
 
     data      ZeRO 0, 1, 2: 2Ψ; ZeRO 3: 3Ψ (Rajbhandari et al. 2020, section 7), but for embedding and head: their weights are gathered
               once, since the one's backward pass needs none and the other's follows at once
-    tensor    4 all-reduces of b·s·h a layer (Shoeybi et al. 2019) or as many gather-scatter pairs (Korthikanti et al. 2022)
+    tensor    4 all-reduces of b·s·h a layer (Shoeybi et al. 2019) or as many gather-scatter pairs, and 2 gathers of what the products
+              were given, which the backward pass gathers again (Korthikanti et al. 2022, section 4.2.2)
     pipeline  2 messages of b·s·h a boundary and microbatch; and as many in each tick in which a stage has nothing to send
 """
 
@@ -58,7 +59,7 @@ def theory(program: Program) -> dict[str, float]:
     vocabulary = tensor * (stages if parallel.vocab == "spread" else 1)
     others = vocabulary // tensor  # stages that share the vocabulary
 
-    layer = 8 * passed(tensor) * bsh if split else 4 * reduced(tensor) * bsh
+    layer = 10 * passed(tensor) * bsh if split else 4 * reduced(tensor) * bsh
     if split:  # embedding out and its cotangent in; last output in and its cotangent out
         edges = 4 * passed(tensor) * bsh + 4 * reduced(others) * stream
     else:  # each of the two summed over the vocabulary once, and broadcast from its stage once

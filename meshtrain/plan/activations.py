@@ -127,7 +127,9 @@ def work(config: Config, platform: str) -> float:
         config.train.sequence_length,
     )
     size, how = shapes.itemsize(config.precision.compute), kernel(config, platform)
-    mlp = size * (2 * w.matrices * w.hidden + 4 * w.whole + 3 * w.stream + 3 * w.query)
+    # what is gathered is also copied, from [rank, sequence] to [sequence]
+    whole = 6 if config.parallel.sequence_parallel else 4
+    mlp = size * (2 * w.matrices * w.hidden + whole * w.whole + 3 * w.stream + 3 * w.query)
     if how == "blocks":
         block = 4 * w.heads * min(length, block_size(length))
         if config.parallel.remat == "none":

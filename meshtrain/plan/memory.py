@@ -4,6 +4,7 @@ State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5). 
 has those of a layer.
 """
 
+import operator
 from dataclasses import dataclass
 
 from meshtrain.config import Config
@@ -107,13 +108,15 @@ def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
     layer = activations.kept(config, parallel.remat, platform)
     if config.mesh.pipeline == 1:
         return [Item("activations kept for the backward", "activations", stage.on_device * layer)]
-    places = [a + (b if platform != "cpu" else 0) for a, b in zip(facts.depths, facts.spare, strict=True)]
-    depths = Depths(*places)
+    cpu = platform == "cpu"
+    # On CPU idle slots are skipped, and all is carried through all ticks. Elsewhere what only forwards take is gone in backwards after them.
+    depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, facts.spare))
+    f_inbox = depths.f_inbox if cpu or facts.together > 1 else 0
     waiting = depths.cot * stage.longest * activations.left(config)
     return [
         Item("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
         Item("what weight gradients wait for", "activations", waiting),
-        Item("activations waiting between stages", "activations", (depths.f_inbox + depths.b_inbox) * stream),
+        Item("activations waiting between stages", "activations", (f_inbox + depths.b_inbox) * stream),
         # what the last F and B made and the embedding that the next F takes
         Item("activations on their way", "activations", 3 * stream),
     ]
@@ -165,13 +168,12 @@ def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[It
 
     Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is there twice.
     """
-    size, stage = _itemsize(config), stages(config)
-    gathers, scatters = gathers_at_use(config), scatters_at_use(config)
+    size, gathers, scatters = _itemsize(config), gathers_at_use(config), scatters_at_use(config)
     held = shapes.held(config)
     block = held.block
+    # XLA has zeros ready, in float32, to add an embedding's gradient to: in the ticks, where F stand beside B, and after the last.
     always = [
-        # where they are summed up: in the ticks, and once after the last
-        Item("new gradients of the vocabulary", "gradients", 2 * 4 * held.tokens.whole),
+        Item("new gradients of the vocabulary", "gradients", 4 * held.tokens.whole * (1 + (facts.together > 1))),
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
     ]

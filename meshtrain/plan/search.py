@@ -206,7 +206,7 @@ def _scheduled(
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
         facts = ticks.facts(scheduled)
-        held = memory.total(memory.kept(scheduled, facts.depths, cluster.accelerator.platform))
+        held = memory.total(memory.kept(scheduled, facts, cluster.accelerator.platform))
         seconds, passing = math.inf, dict[tuple[bool, bool], float]()
         for zero in outside[stage.on_device]:
             nbytes = held + zero.nbytes

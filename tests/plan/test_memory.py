@@ -138,10 +138,16 @@ def traced_stage(config) -> tuple[float, float]:
     found: list[float] = []
 
     def local(masters, tokens):
-        batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(math.prod(tokens.shape[:2])).reshape(tokens.shape[:2])}
+        batch = {
+            "tokens": tokens,
+            "labels": tokens,
+            "rows": jnp.arange(math.prod(tokens.shape[:2])).reshape(tokens.shape[:2]),
+        }
         key = jax.random.key(0) if config.model.dropout else None
         stage = Stage(program.forward, 1, program.zero.open(masters), batch, key)
-        found.extend(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in stage.stashed(split=True))
+        found.extend(
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in stage.stashed(split=True)
+        )
         return vary(jnp.zeros(1), AXES)
 
     shape = (config.parallel.microbatches, shapes.sequences(config), config.train.sequence_length)
@@ -216,7 +222,8 @@ def test_more_microbatches_hold_more_with_gpipe_and_no_more_with_1f1b(llama_8b):
         return next(i.nbytes for i in plan(config, cluster).memory if i.name.startswith("activations kept"))
 
     assert kept("1f1b", 64) == kept("1f1b", 8)
-    assert kept("gpipe", 64) == 8 * kept("gpipe", 8)
+    # one place more is where idle stages write
+    assert kept("gpipe", 64) / 65 == pytest.approx(kept("gpipe", 8) / 9)
 
 
 def test_the_fullest_moment_is_what_counts(llama_8b):
