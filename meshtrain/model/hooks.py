@@ -33,7 +33,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
-from meshtrain.model.layers import Block, Sequence
+from meshtrain.model.layers import Block, Sequence, keeping_arguments
 from meshtrain.model.loss import Vocabulary, cross_entropy
 
 
@@ -133,7 +133,7 @@ class Parts:
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout) -> jax.Array:  # fmt: skip
         hook = self.hooks.attention or attend
         run = lambda q, k, v: hook(q, k, v, segments, collectives, dropout)  # noqa: E731
-        out = (jax.checkpoint(run, prevent_cse=False) if self._selective else run)(q, k, v)
+        out = (keeping_arguments(run) if self._selective else run)(q, k, v)
         wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
         _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")
         return out

@@ -64,7 +64,8 @@ def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: s
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
     # and of each query the log of its sum, in float32
-    return stream + size * ((1 + w.matrices) * w.hidden + 2 * w.query + 2 * w.key) + 4 * w.heads + dropped
+    sums = 0 if remat == "selective" else 4 * w.heads
+    return stream + size * ((1 + w.matrices) * w.hidden + 2 * w.query + 2 * w.key) + sums + dropped
 
 
 def named(w: Widths, name: str, size: int) -> float:
@@ -112,7 +113,7 @@ def left(config: Config) -> float:
         width += 2 * w.whole + w.query + 2 * key + (parallel.remat == "dots") * w.hidden
     if parallel.remat == "dots":
         width += w.stream + w.query
-    elif parallel.remat != "none":
+    elif parallel.remat not in ("none", "selective"):
         width += 2 * w.whole + w.matrices * w.hidden + ("attention" not in parallel.remat_keep) * w.query
     return shapes.tokens(config) * (size * width + 2 * 2 * 4 * w.stream)
 

@@ -138,6 +138,8 @@ def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Secon
     parallel = config.parallel
     if parallel.remat == "none":
         return Seconds()
+    if parallel.remat == "selective":
+        return Seconds(attention=layer.forward.attention)
     if parallel.remat == "dots":
         return Seconds(0.0, layer.forward.attention, layer.forward.memory)
     kept = {*parallel.remat_keep, *parallel.remat_offload}
