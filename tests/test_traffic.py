@@ -15,6 +15,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from counted import before_or_after_the_ticks
 
 from meshtrain.config import Config, load
 from meshtrain.hlo import Collective, collectives
@@ -124,7 +125,8 @@ def measured(program: Program) -> dict[str, float]:
     config = program.config
     found: dict[str, float] = defaultdict(float)
     for c in collectives(program.lower().compile(), program.mesh, program.busy):
-        found[name(c, config)] += c.sent * c.times
+        if not before_or_after_the_ticks(c.source):
+            found[name(c, config)] += c.sent * c.times
     found.pop("nothing: one device", None)
     if "messages" in found:
         found["messages in idle ticks"] = found["messages"] * (1 - program.busy)
