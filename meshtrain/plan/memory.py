@@ -146,7 +146,14 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
         Item("hidden states at the head", "activations", _hidden(config)),
     ]
     gradients = [Item("new gradients of the layers", "gradients", _new_gradients(config))]
-    made = [Item("new gradients of the vocabulary", "gradients", 0 if waits else size * vocabulary.whole)]
+    # the output head's, and in float32 those of the embedding
+    made = [
+        Item(
+            "new gradients of the vocabulary",
+            "gradients",
+            0 if waits else size * vocabulary.largest + 4 * held.tokens.whole,
+        )
+    ]
     early = several and not (config.parallel.remat in ("dots", "names") and tensor == 1)  # set to zero before the head
     largest = [
         Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0),
