@@ -41,7 +41,7 @@ def configuration(schedule: str):
 
 
 def test_without_its_entry_it_is_refused():
-    with pytest.raises(ConfigError, match=r"parallel.schedule is 'lazy'; it must be one of gpipe, 1f1b"):
+    with pytest.raises(ConfigError, match=r"parallel.schedule is 'lazy'; it must be one of auto, gpipe, 1f1b"):
         load(None, ["parallel.schedule=lazy"])
 
 
