@@ -120,7 +120,9 @@ def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, **parallel):
 
 
 # Of each layer: family, what is kept, sequence parallelism, dropout.
-LAYERS = list(itertools.product(("llama", "gpt2"), ("none", "selective", "dots", "full", *KEPT), (False, True), (0.0, 0.1)))
+LAYERS = list(
+    itertools.product(("llama", "gpt2"), ("none", "selective", "dots", "full", *KEPT), (False, True), (0.0, 0.1))
+)
 
 
 @pytest.mark.parametrize("cell", thorough_but(LAYERS, covering(LAYERS).__contains__), ids=str)
@@ -159,7 +161,9 @@ def traced_stage(config) -> tuple[float, float]:
 
 
 # Of each stage: family, what is kept, sequence parallelism.
-STAGES = list(itertools.product(("llama", "gpt2"), ("none", "selective", "dots", "full", (), ("attention",)), (False, True)))
+STAGES = list(
+    itertools.product(("llama", "gpt2"), ("none", "selective", "dots", "full", (), ("attention",)), (False, True))
+)
 
 
 @pytest.mark.parametrize("cell", thorough_but(STAGES, covering(STAGES).__contains__), ids=str)
