@@ -327,12 +327,13 @@ def _refuse_state(params: Tree) -> None:
 def compiler_options(mesh: Mesh) -> dict[str, int]:
     """What XLA should be told besides: on GPUs, that a message between stages may be under way during a layer's own collectives.
 
-    By default one collective is under way at a time, so that no message could travel during a layer with tensor parallelism.
+    By default one collective is under way at a time, so that no message could travel during a layer with tensor parallelism, whose
+    backward alone may have three: a cotangent's and two gathers that only the weights' gradients need.
     """
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     if platform(mesh) != "gpu" or mesh.shape[PIPELINE] == 1 or limit in os.environ.get("XLA_FLAGS", ""):
         return {}
-    return {limit: 2}
+    return {limit: 4}
 
 
 def _sum_everywhere(loss: jax.Array) -> jax.Array:

@@ -97,25 +97,17 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...], platform: str) ->
 
 
 def left(config: Config) -> float:
-    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`).
-
-    Cotangents of what the products give, and where the layer was computed again what these were given too. Of a norm, in float32, its
-    input and the cotangent of its output: their product summed is the scale's gradient. Biases are summed from cotangents of their own.
+    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`):
+    cotangents of what the products give, and where the layer was computed again what these were given too.
     """
     model, tensor, parallel = config.model, config.mesh.tensor, config.parallel
     w = widths(model, tensor, parallel.sequence_parallel)
-    key, size = model.kv_heads / tensor * model.head_dim, shapes.itemsize(config.precision.compute)
-    width = 2 * w.whole + w.matrices * w.hidden + w.query + 2 * key
-    family = FAMILIES[model.family]
-    if family.centred_norms:
-        width += 2 * w.stream
-    if family.biases:
-        width += 2 * w.whole + w.query + 2 * key + (parallel.remat == "dots") * w.hidden
+    width = 2 * w.whole + w.matrices * w.hidden + w.query + 2 * model.kv_heads / tensor * model.head_dim
     if parallel.remat == "dots":
-        width += w.stream + w.query
+        width += w.stream + w.query + FAMILIES[model.family].biases * w.hidden
     elif parallel.remat not in ("none", "selective"):
         width += 2 * w.whole + w.matrices * w.hidden + ("attention" not in parallel.remat_keep) * w.query
-    return shapes.tokens(config) * (size * width + 2 * 2 * 4 * w.stream)
+    return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
 
 
 def work(config: Config, platform: str) -> float:

@@ -171,10 +171,12 @@ class _Step:
                 carry = self.do_head(carry, row, y)
         if does_b:
             carry = carry._replace(b_inbox=self.keep(carry.b_inbox, arriving_b, row))
-            carry = self.do_backward(carry, row)
+            carry, gx = self.do_backward(carry, row)
             if does_f:
-                gx, arriving_f = lax.optimization_barrier((carry.gx, arriving_f))
-                carry = carry._replace(gx=gx)
+                # With nothing between B's loop and this, or what comes would be sent after the loop: the scheduler takes any work for enough.
+                gx, arriving_f = lax.optimization_barrier((gx, arriving_f))
+            # What was sent last is what leaves next, however long that takes.
+            carry = carry._replace(gx=gx if self.skips else jnp.where(row["b_active"], gx, carry.gx))
         if does_w:
             carry = self.do_weight(carry, row)
         if does_f:
@@ -209,7 +211,7 @@ class _Step:
         loss, edge, b_inbox = self.when(exits, run, lambda *same: same, carry.loss, carry.edge, carry.b_inbox)
         return carry._replace(loss=loss, edge=edge, b_inbox=b_inbox)
 
-    def do_backward(self, carry: Carry, row: Row) -> Carry:
+    def do_backward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         cotangent, work = read(carry.b_inbox, row["b_in"]), of_row(row, "b")
 
         def run(blocks: Tree, left: Tree) -> tuple[jax.Array, Tree, Tree]:
@@ -218,12 +220,9 @@ class _Step:
                 return gx, blocks, left
             return *self.stage.backward(carry.stash, cotangent, blocks, work), left
 
-        # What was sent last is what leaves next, however long that takes.
         idle = lambda *same: (carry.gx, *same)  # noqa: E731
         gx, blocks, left = self.if_active(work.active, run, idle, carry.blocks, carry.left)
-        if not self.skips:
-            gx = jnp.where(work.active, gx, carry.gx)
-        return carry._replace(gx=gx, blocks=blocks, left=left)
+        return carry._replace(blocks=blocks, left=left), gx
 
     def do_weight(self, carry: Carry, row: Row) -> Carry:
         work = of_row(row, "w")

@@ -9,7 +9,7 @@ It works on the traced program of a layer, so it knows nothing of the model: I i
 A loop in it is taken whole.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -90,16 +90,12 @@ class _Parts:
         self.jaxpr, self.wanted = jaxpr, list(wanted)
         needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
         others = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)}
-        in_first: list[JaxprEqn] = []
-        in_second: list[JaxprEqn] = []
-        for eqn in reversed(jaxpr.eqns):
-            if any(v in needed for v in eqn.outvars):
-                in_first.append(eqn)
-                needed |= _variables(eqn.invars)
-            elif any(v in others for v in eqn.outvars):
-                in_second.append(eqn)
-                others |= _variables(eqn.invars)
-        self.in_first, self.in_second = in_first[::-1], in_second[::-1]
+        # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than what it is made of.
+        given = _outs(_made_by(jaxpr, needed))
+        needed |= {v for v in others if not any(map(_is_product, _made_by(jaxpr, {v}, given)))}
+        self.in_first = _made_by(jaxpr, needed)
+        self.in_second = _made_by(jaxpr, others, _outs(self.in_first))
+        others |= {v for eqn in self.in_second for v in _variables(eqn.invars)}
         # What is lost is there for `second` only if it is stashed.
         made = [v for v, gone in zip(jaxpr.invars, lost, strict=True) if gone]
         made += [v for eqn in self.in_first for v in eqn.outvars]
@@ -118,6 +114,24 @@ class _Parts:
         for eqn in self.in_second:
             _run(eqn, env)
         return [_read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if not w]
+
+
+def _made_by(jaxpr: Jaxpr, wanted: set[Var], given: Set[Var] = frozenset()) -> list[JaxprEqn]:
+    """The equations that `wanted` take, but for those that lead to what is `given`."""
+    wanted, found = wanted - given, []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in wanted for v in eqn.outvars):
+            found.append(eqn)
+            wanted |= _variables(eqn.invars) - given
+    return found[::-1]
+
+
+def _outs(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    return {v for eqn in eqns for v in eqn.outvars}
+
+
+def _is_product(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "dot_general"
 
 
 def _variables(atoms: Sequence[Any]) -> set[Var]:
