@@ -52,9 +52,7 @@ def test_where_all_fits_a_better_schedule_is_noted_with_its_time_and_bytes(llama
     assert (chosen.config.parallel.schedule, advice.changes(chosen), advice.notes(chosen)) == ("interleaved", [], [])
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "plain"), [("zb_h1", 1, "1f1b"), ("zb_interleaved", 4, "interleaved"), ("v_1f1b", 2, "1f1b")]
-)
+@pytest.mark.parametrize(("schedule", "chunks", "plain"), [("zb_h1", 1, "1f1b"), ("zb_interleaved", 4, "interleaved")])
 def test_what_a_schedule_holds_beside_a_plain_one_is_said_before_a_device_is_paid_for(
     llama_8b, schedule, chunks, plain
 ):
@@ -69,8 +67,8 @@ def test_what_a_schedule_holds_beside_a_plain_one_is_said_before_a_device_is_pai
     assert heavy.bytes > advice.HEAVY * light.bytes
     assert note.startswith(f"{schedule} holds {heavy.bytes / 2**30:.3g} GiB a device")
     waits = "since what remat: full computes again waits for the weight gradients"
-    assert (waits in note) == schedule.startswith("zb")
+    assert waits in note
     assert f"where {plain} would hold {light.bytes / 2**30:.3g} and take {light.seconds / heavy.seconds:.2f} of" in note
-    # It holds less than 1F1B where nothing is computed again, and then nothing is said.
-    frugal = plan(llama_8b(schedule="v_1f1b"), cluster)
+    # One that holds less than 1F1B: then nothing is said.
+    frugal = plan(llama_8b(schedule="v_1f1b", remat="full"), cluster)
     assert not [found for found in advice.notes(frugal) if "v_1f1b holds" in found]

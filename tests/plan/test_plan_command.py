@@ -172,7 +172,7 @@ def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
         "--set",
         "model.d_ff=28672",
         "--set",
-        "model.layers=16",
+        "model.layers=24",
     ]
     big += [
         "--set",
