@@ -79,18 +79,18 @@ def named(w: Widths, name: str, size: int) -> float:
     }[name]
 
 
-def kept(config: Config, remat: str, platform: str) -> float:
+def kept(config: Config, remat: str) -> float:
     """Bytes that one layer keeps of one microbatch on the device, under a remat mode."""
-    return _bytes(config, remat, config.parallel.remat_keep, platform)
+    return _bytes(config, remat, config.parallel.remat_keep)
 
 
-def offloaded(config: Config, platform: str) -> float:
+def offloaded(config: Config) -> float:
     """Bytes that one layer sends to the host of one microbatch, and has back for its backward."""
     names = config.parallel.remat_offload
-    return _bytes(config, "names", names, platform) - _bytes(config, "names", (), platform) if names else 0.0
+    return _bytes(config, "names", names) - _bytes(config, "names", ()) if names else 0.0
 
 
-def _bytes(config: Config, remat: str, names: tuple[str, ...], platform: str) -> float:
+def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     tensor, split = config.mesh.tensor, config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
     return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size)

@@ -105,7 +105,7 @@ def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
     """What the microbatches in flight keep for their backward, and what waits between stages."""
     stage, parallel = stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    layer = activations.kept(config, parallel.remat, platform)
+    layer = activations.kept(config, parallel.remat)
     if config.mesh.pipeline == 1:
         return [Item("activations kept for the backward", "activations", stage.on_device * layer)]
     cpu = platform == "cpu"

@@ -130,7 +130,7 @@ def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
     family, remat, split, dropout = cell
     keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
     config = layer(family, dropout=dropout, sequence_parallel=split, **keys)
-    planned = activations.kept(config, config.parallel.remat, "cpu") / shapes.tokens(config)
+    planned = activations.kept(config, config.parallel.remat) / shapes.tokens(config)
     assert planned == pytest.approx(traced_residuals(config), rel=0.03)
 
 
@@ -172,7 +172,7 @@ def test_a_stage_keeps_and_leaves_for_w_what_its_traced_halves_do(cell):
     keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
     pipeline = {"schedule": "zb_h1", "microbatches": 2, "sequence_parallel": split}
     config = layer(family, stages=2, layers=8, **pipeline, **keys)
-    planned = activations.kept(config, config.parallel.remat, "cpu"), activations.left(config)
+    planned = activations.kept(config, config.parallel.remat), activations.left(config)
     assert planned == pytest.approx(traced_stage(config), rel=0.03)
 
 
@@ -235,7 +235,4 @@ def test_the_fullest_moment_is_what_counts(llama_8b):
     name, held = memory.fullest(config, ONE_STAGE)
     passing = {moment: memory.total(items) for moment, items in memory.passing(config, ONE_STAGE).items()}
     assert passing[name] == max(passing.values())
-    assert (
-        memory.total(held)
-        == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE.depths)]) + passing[name]
-    )
+    assert memory.total(held) == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE)]) + passing[name]

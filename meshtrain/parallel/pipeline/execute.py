@@ -194,7 +194,7 @@ class _Step:
             return self.stage.forward(x, stash, work)
 
         y, stash = self.if_active(work.active, run, lambda stash: (self.stage.zeros(), stash), carry.stash)
-        return carry._replace(stash=stash), y
+        return carry._replace(stash=self.settled(stash)), y
 
     def do_head(self, carry: Carry, row: Row, y: jax.Array) -> Carry:
         exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
@@ -222,7 +222,7 @@ class _Step:
 
         idle = lambda *same: (carry.gx, *same)  # noqa: E731
         gx, blocks, left = self.if_active(work.active, run, idle, carry.blocks, carry.left)
-        return carry._replace(blocks=blocks, left=left), gx
+        return carry._replace(blocks=blocks, left=self.settled(left)), gx
 
     def do_weight(self, carry: Carry, row: Row) -> Carry:
         work = of_row(row, "w")
@@ -278,6 +278,11 @@ class _Step:
     def if_active(self, active: jax.Array, run: Callable, idle: Callable, *operands: Tree) -> Any:
         """`run(*operands)`, on CPU only where active: elsewhere an idle stage computes what nobody reads (see `schedule.executed`)."""
         return lax.cond(active, run, idle, *operands) if self.skips else run(*operands)
+
+    def settled(self, buffers: Tree) -> Tree:
+        """Written before the next slot reads: of a chunk of one layer, which is no loop, XLA would have both read what was there before,
+        and copy the buffer for that."""
+        return buffers if self.skips else jax.tree.map(lax.optimization_barrier, buffers)
 
     def when(self, active: jax.Array, run: Callable, idle: Callable, *operands: Tree) -> Any:
         """`run(*operands)` where active, else `idle(*operands)`: skipped on CPU, selected elsewhere."""
