@@ -121,8 +121,7 @@ def test_messages_of_the_steady_ticks_travel_under_matrix_products_of_at_least_t
             assert message.flops / rate >= needed, f"{message.op.name} is waited for"
 
 
-# with all recomputed a stage's input alone is kept
-@pytest.mark.parametrize("layout", [name for name, (*_, parallel, _) in LAYOUTS.items() if "remat" not in parallel])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_steady_tick_neither_copies_nor_fills_what_the_layers_leave_for_the_backward(layout):
     """Residuals lie in rings [slots, layers, ...]: a tick's loops over layers write and read them there, and nothing else does."""
     work, config, layers = program(layout), load(given(layout)), LAYOUTS[layout][1]
