@@ -252,7 +252,7 @@ sequence_parallel
 #
 # | | tensor parallel | + sequence parallel |
 # | --- | --- | --- |
-# | `enter` (twice) | nothing / all-reduce | all-gather / reduce-scatter |
+# | `enter` (twice) | nothing / all-reduce | all-gather / reduce-scatter, and all-gather again |
 # | `leave` (twice) | all-reduce / nothing | reduce-scatter / all-gather |
 
 # %%
@@ -292,23 +292,23 @@ assert all(abs(a - b) < 1e-5 for of in losses.values() for a, b in zip(of, losse
 
 # %% [markdown]
 # What does a layer send? The layers are one loop in the compiled step, so what stands in a loop belongs to them. By the table that
-# is, forward and backward together, 4 all-reduces a layer, or 4 all-gathers and 4 reduce-scatters.
+# is, forward and backward together, 4 all-reduces a layer, or 6 all-gathers and 4 reduce-scatters.
 
 # %%
 layers = programs["one device"].config.model.layers
 sends = {name: collectives(step, programs[name].mesh) for name, step in steps.items()}
 of_layers = {name: Collectives(c for c in found if c.loops) for name, found in sends.items()}
-for name, kinds in {"tensor 4": ["all-reduce"], "sequence parallel": ["all-gather", "reduce-scatter"]}.items():
+for name, times in {"tensor 4": {"all-reduce": 4}, "sequence parallel": {"all-gather": 6, "reduce-scatter": 4}}.items():
     counted = {kind: sum(c.times for c in of_layers[name] if c.kind == kind) / layers for kind in KINDS}
-    assert counted == {kind: 4 * (kind in kinds) for kind in KINDS}
+    assert counted == {kind: times.get(kind, 0) for kind in KINDS}
     print(f"{name}, a layer:", ", ".join(f"{times:.0f} × {kind}" for kind, times in counted.items() if times))
 assert not any(c.sent for c in sends["one device"])
 of_layers["sequence parallel"]
 
 # %% [markdown]
-# The bytes of the whole step are again the same with and without, and follow from the shapes: a stream of $b$ bytes at 4 places in
-# each of $L$ layers, and at 2 more (the embedding forward, the head backward), each with $2\,\frac{n-1}{n}\,b$. What is left is
-# small: the loss, norms, gradients of norms' scales.
+# The bytes of the whole step follow from the shapes: a stream of $b$ bytes at 4 places in each of $L$ layers, and at 2 more (the
+# embedding forward, the head backward), each with $2\,\frac{n-1}{n}\,b$. With sequence parallelism that is the same but for what is gathered
+# again, twice a layer $\frac{n-1}{n}\,b$. What is left is small: the loss, norms, gradients of norms' scales.
 
 # %%
 model, train = programs["tensor 4"].config.model, programs["tensor 4"].config.train
@@ -316,9 +316,10 @@ tokens = train.global_batch_size * train.sequence_length
 stream = 4 * tokens * model.d_model
 formula = (4 * layers + 2) * 2 * (n - 1) / n * stream
 total = {name: found.traffic["tensor"] for name, found in sends.items() if name != "one device"}
-assert total["tensor 4"] == total["sequence parallel"]
+again = 2 * layers * (n - 1) / n * stream
+assert total["sequence parallel"] == total["tensor 4"] + again
 assert formula < total["tensor 4"] < 1.01 * formula
-print(f"{total['tensor 4']:,.0f} bytes, of them {formula:,.0f} by the formula")
+print(f"{total['tensor 4']:,.0f} bytes, of them {formula:,.0f} by the formula; gathered again {again:,.0f}")
 
 # %% [markdown]
 # ## What sequence parallelism is for
@@ -342,8 +343,8 @@ assert seen["sequence parallel"] == (train.global_batch_size, train.sequence_len
 
 # %% [markdown]
 # Of each layer four arrays like $x$ are kept for the backward (the input of attention and of the MLP, each also normalised), and
-# shrink to $1/n$. The planner counts on it, and XLA's own account of the compiled step agrees. (Korthikanti et al. go one step
-# further: they keep only a share of what `enter` gathers, and gather it once more in the backward. meshtrain keeps it whole.)
+# shrink to $1/n$: of what `enter` gathers only the share is kept, and gathered once more in the backward (Korthikanti et al. 2022,
+# section 4.2.2). The planner counts on it, and XLA's own account of the compiled step agrees.
 
 # %% tags=["varies"]
 kept = {

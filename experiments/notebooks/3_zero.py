@@ -187,21 +187,19 @@ for stage, found in enumerate(sent):
 
 # %% [markdown]
 # Stages 0 to 2 are as in the paper, but for a hundredth of a percent: sums for the norm of sharded gradients. Stage 3 sends *less* than $3\Psi$:
-# only the matrices of the layers are gathered again. The embedding's backward needs no weight, the head's follows at once on its forward, and the
-# scale of a layer's norm, a single row, is kept.
+# only the layers' weights are gathered again. The embedding's backward needs no weight, and the head's follows at once on its forward.
 
 # %%
 weights = stages[0][0].layout.flat
 of_layers = [w for w in weights if w.stacked]
-of_matrices = [w for w in of_layers if len(w.shape) > 2]
-layers, matrices = (sum(np.prod(w.shape) for w in found) for found in (of_layers, of_matrices))
-expected = [2, 2, 2, 2 + matrices / psi]
+layers = sum(np.prod(w.shape) for w in of_layers)
+expected = [2, 2, 2, 2 + layers / psi]
 for stage, found in enumerate(sent):
     assert abs(sum(by_kind(found).values()) / expected[stage] - 1) < 5e-4
 print(f"stage 3 by formula: {expected[3]:.4f}")
 
 # %% [markdown]
-# Where does it happen? In stage 3 in `zero.py`, in the loop over the layers: each matrix is gathered once a layer in the forward and once in the
+# Where does it happen? In stage 3 in `zero.py`, in the loop over the layers: each weight is gathered once a layer in the forward and once in the
 # backward, and its gradient is scattered. The largest ones, with their lines:
 
 # %%
@@ -210,7 +208,7 @@ Collectives(c for c in sent[3] if c.bytes >= 40_000)
 # %%
 expected = {
     ("all-gather", False): len(of_layers),
-    ("all-gather", True): len(of_matrices),
+    ("all-gather", True): len(of_layers),
     ("reduce-scatter", True): len(of_layers),
 }
 for (kind, backward), arrays in expected.items():
@@ -242,7 +240,7 @@ np.testing.assert_allclose(losses, np.broadcast_to(losses[0], (4, 3)), rtol=1e-6
 
 # %%
 m = 4
-gathered = 2 * m * matrices + m * (layers - matrices) + (psi - layers)
+gathered = 2 * m * layers + (psi - layers)
 formulas = {(1, False): 2, (2, False): 1 + m, (2, True): 2, (3, False): gathered / psi + m, (3, True): 2}
 temporaries = {}
 print("stage  hold   sent: formula  compiled program   temporaries, bytes a parameter")

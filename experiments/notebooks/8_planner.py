@@ -238,7 +238,13 @@ rows = []
 print("tensor  data   over tensor:  GiB     s   GB/s    over data: GiB     s    step")
 for tensor in (2, 4, 8, 16, 32):
     data = 128 // tensor
-    settings = [f"mesh.data={data}", f"mesh.tensor={tensor}", "mesh.pipeline=4", "parallel.remat=dots"]
+    settings = [
+        f"mesh.data={data}",
+        f"mesh.tensor={tensor}",
+        "mesh.pipeline=4",
+        "parallel.schedule=1f1b",
+        "parallel.remat=dots",
+    ]
     settings.append(f"parallel.microbatches={512 // data}")
     p = mt.plan(mt.load(large, settings), "h100")
     sent = traffic.by_axis(p.flows)

@@ -10,13 +10,13 @@ for its ticks, and memory, bubble, plan, picture and execution come with it. The
     generators ─┐                 ┌─► validate    proof that it can be run
     CSV file ───┴─► table.Table ──┼─► buffers     where each value waits, and how deep that is
                                   ├─► simulate ──► draw     when everything happens, and a picture of it
-                                  └─► segments ──► meshtrain.parallel.pipeline.execute
+                                  └─► segments, executed ──► meshtrain.parallel.pipeline.execute
 
 - `meshtrain.schedule.table`: what a table is, and its CSV; with a drawing of 1F1B.
 - `meshtrain.schedule.generators`: the named schedules with their papers, and how to add one.
 - `meshtrain.schedule.closed_form`, `meshtrain.schedule.facts`: the same without a table, for searches over thousands.
 - `meshtrain.schedule.validate`: what legal means.
-- `meshtrain.schedule.buffers`, `meshtrain.schedule.segments`: for the executor.
+- `meshtrain.schedule.buffers`, `meshtrain.schedule.segments`, `meshtrain.schedule.executed`: for the executor.
 - `meshtrain.schedule.simulate`: the two clocks; `meshtrain.schedule.draw`.
 
 Compared by simulation, with no device: `experiments/pipeline_schedules.py`. That the executor holds what is said here is measured by
