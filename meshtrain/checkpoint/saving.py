@@ -227,29 +227,38 @@ class Saver:
 
 def _written(response: Response, directory: Path, published: Path) -> None:
     """Waits until Orbax has written. _Elsewhere once another process has removed the directory: Orbax itself would wait for five minutes."""
-    ours = _identity(directory)
-    while True:
-        began = time.monotonic()
-        try:
-            return response.result(LOOK_EVERY)
-        except TimeoutError:
-            # One of Orbax's own, which comes whenever it is asked.
-            if time.monotonic() - began < LOOK_EVERY / 2:
-                raise
-        now = _identity(directory)
-        ours = ours or now
-        # Another one of that name is what this process's own Orbax made, writing on into what was there no more.
-        if (now is None or now != ours) and not published.exists():
-            raise _Elsewhere(ELSEWHERE)
+    with contextlib.ExitStack() as stack:
+        ours: int | None = None
+        while True:
+            began = time.monotonic()
+            if ours is None:
+                ours = _held(directory, stack)
+            try:
+                return response.result(LOOK_EVERY)
+            except TimeoutError:
+                # One of Orbax's own, which comes whenever it is asked.
+                if time.monotonic() - began < LOOK_EVERY / 2:
+                    raise
+            if not _is_there(directory, ours) and not published.exists():
+                raise _Elsewhere(ELSEWHERE)
 
 
-def _identity(directory: Path) -> tuple[int, int] | None:
-    """Of what stands there, whatever its name; None for nothing."""
+def _held(directory: Path, stack: contextlib.ExitStack) -> int | None:
+    """The directory, open: as long as it is, no other one is given its number. None where it cannot be seen yet."""
     try:
-        found = directory.stat()
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    stack.callback(os.close, opened)
+    return opened
+
+
+def _is_there(directory: Path, ours: int | None) -> bool:
+    """Whether it is the one that was opened: another of its name is what this process's own Orbax made, writing on into what was removed."""
+    try:
+        return directory.exists() if ours is None else os.path.samestat(os.fstat(ours), os.stat(directory))
+    except OSError:
+        return False
 
 
 def _reason(error: BaseException) -> str:
