@@ -132,8 +132,13 @@ class Parts:
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout) -> jax.Array:  # fmt: skip
         hook = self.hooks.attention or attend
-        run = lambda q, k, v: hook(q, k, v, segments, collectives, dropout)  # noqa: E731
-        out = (keeping_arguments(run) if self._selective else run)(q, k, v)
+
+        # All that is traced goes in as an argument: the backward runs where what it closed over is no more.
+        def run(q, k, v, segments, key, rows):  # type: ignore[no-untyped-def]
+            return hook(q, k, v, segments, collectives, Dropout(dropout.rate, key, rows))
+
+        given = q, k, v, segments, dropout.key, dropout.rows
+        out = (keeping_arguments(run) if self._selective else run)(*given)
         wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
         _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")
         return out

@@ -28,8 +28,7 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.mesh import AXES, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
-from meshtrain.parallel.pipeline.stage import Stage
-from meshtrain.parallel.pipeline.stage import Work as StageWork
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.pipeline.storage import empty, read, write
 from meshtrain.parallel.zero import Weights
 from meshtrain.schedule.executed import executed
@@ -186,14 +185,14 @@ class _Step:
     def do_forward(self, carry: Carry, row: Row, trains: bool) -> tuple[Carry, jax.Array]:
         x = read(carry.f_inbox, row["f_in"])
         x = jnp.where(row["first"], carry.entering, x)
-        work = of_row(row, "f")
+        slot = of_row(row, "f")
 
         def run(stash: Tree) -> tuple[jax.Array, Tree]:
             if not trains:
-                return self.stage.run(x, work.microbatch, work.chunk), stash
-            return self.stage.forward(x, stash, work)
+                return self.stage.run(x, slot.microbatch, slot.chunk), stash
+            return self.stage.forward(x, stash, slot)
 
-        y, stash = self.if_active(work.active, run, lambda stash: (self.stage.zeros(), stash), carry.stash)
+        y, stash = self.if_active(slot.active, run, lambda stash: (self.stage.zeros(), stash), carry.stash)
         return carry._replace(stash=self.settled(stash)), y
 
     def do_head(self, carry: Carry, row: Row, y: jax.Array) -> Carry:
@@ -212,25 +211,25 @@ class _Step:
         return carry._replace(loss=loss, edge=edge, b_inbox=b_inbox)
 
     def do_backward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
-        cotangent, work = read(carry.b_inbox, row["b_in"]), of_row(row, "b")
+        cotangent, slot = read(carry.b_inbox, row["b_in"]), of_row(row, "b")
 
         def run(blocks: Tree, left: Tree) -> tuple[jax.Array, Tree, Tree]:
             if self.table.split:
-                gx, left = self.stage.input_gradient(carry.stash, cotangent, left, row["b_cot"], work)
+                gx, left = self.stage.input_gradient(carry.stash, cotangent, left, row["b_cot"], slot)
                 return gx, blocks, left
-            return *self.stage.backward(carry.stash, cotangent, blocks, work), left
+            return *self.stage.backward(carry.stash, cotangent, blocks, slot), left
 
         idle = lambda *same: (carry.gx, *same)  # noqa: E731
-        gx, blocks, left = self.if_active(work.active, run, idle, carry.blocks, carry.left)
+        gx, blocks, left = self.if_active(slot.active, run, idle, carry.blocks, carry.left)
         return carry._replace(blocks=blocks, left=self.settled(left)), gx
 
     def do_weight(self, carry: Carry, row: Row) -> Carry:
-        work = of_row(row, "w")
+        slot = of_row(row, "w")
 
         def run(blocks: Tree) -> Tree:
-            return self.stage.weight_gradient(carry.stash, carry.left, blocks, row["w_cot"], work)
+            return self.stage.weight_gradient(carry.stash, carry.left, blocks, row["w_cot"], slot)
 
-        return carry._replace(blocks=self.if_active(work.active, run, lambda same: same, carry.blocks))
+        return carry._replace(blocks=self.if_active(slot.active, run, lambda same: same, carry.blocks))
 
     # --- the vocabulary's other end
 
@@ -291,9 +290,9 @@ class _Step:
         return jax.tree.map(lambda a, b: jnp.where(active, a, b), run(*operands), idle(*operands))
 
 
-def of_row(row: Row, slot: str) -> StageWork:
+def of_row(row: Row, letter: str) -> Slot:
     """What a slot (f, b, w) of this tick does."""
-    return StageWork(*(row[f"{slot}_{name}"] for name in ("active", "microbatch", "chunk", "stash")))
+    return Slot(*(row[f"{letter}_{name}"] for name in ("active", "microbatch", "chunk", "stash")))
 
 
 def _scan(step: _Step, work: Work, carry: Carry, rows: Row) -> Carry:

@@ -23,8 +23,8 @@ from meshtrain.parallel.zero import Weights
 Tree = Any
 
 
-class Work(NamedTuple):
-    """One slot of a tick: traced numbers, so that one program serves all."""
+class Slot(NamedTuple):
+    """What one slot of a tick is for: traced numbers, so that one program serves all."""
 
     active: jax.Array
     microbatch: jax.Array
@@ -67,50 +67,50 @@ class Stage:
         layer = self._layer(microbatch)
         return self._over_layers(chunk, x, lambda x, at, _: layer(self._weights(at), self.layer_at[at], x))
 
-    def forward(self, x: jax.Array, stash: Tree, work: Work) -> tuple[jax.Array, Tree]:
-        """The chunk's output, and the stash with what its backward needs at the work's place."""
-        layer = self._layer(work.microbatch)
+    def forward(self, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
+        """The chunk's output, and the stash with what its backward needs at the slot's place."""
+        layer = self._layer(slot.microbatch)
 
         def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             x, stash = carry
             y, kept = self._kept(layer, at, x)
-            return y, write(stash, (x, kept), work.place, i)
+            return y, write(stash, (x, kept), slot.place, i)
 
-        return self._over_layers(work.chunk, (x, stash), one)
+        return self._over_layers(slot.chunk, (x, stash), one)
 
-    def backward(self, stash: Tree, cotangent: jax.Array, gradients: Tree, work: Work) -> tuple[jax.Array, Tree]:
-        """The input gradient, and `gradients` with the weights' gradient added where the work is active."""
-        layer = self._layer(work.microbatch)
+    def backward(self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
+        """The input gradient, and `gradients` with the weights' gradient added where the slot is active."""
+        layer = self._layer(slot.microbatch)
 
         def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             cotangent, gradients = carry
-            gradient, gx = self._vjp(layer, at, *read(stash, work.place, i))(cotangent)
-            return gx, add(gradients, gradient, at, active=work.active)
+            gradient, gx = self._vjp(layer, at, *read(stash, slot.place, i))(cotangent)
+            return gx, add(gradients, gradient, at, active=slot.active)
 
-        return self._over_layers(work.chunk, (cotangent, gradients), one, reverse=True)
+        return self._over_layers(slot.chunk, (cotangent, gradients), one, reverse=True)
 
-    def input_gradient(self, stash: Tree, cotangent: jax.Array, left: Tree, place: jax.Array, work: Work) -> tuple[jax.Array, Tree]:  # fmt: skip
+    def input_gradient(self, stash: Tree, cotangent: jax.Array, left: Tree, place: jax.Array, slot: Slot) -> tuple[jax.Array, Tree]:  # fmt: skip
         """I: the input gradient, and at `place` of `left` what the weight gradient needs of it."""
-        layer = self._layer(work.microbatch)
+        layer = self._layer(slot.microbatch)
 
         def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             cotangent, left = carry
-            x, kept = read(stash, work.place, i)
+            x, kept = read(stash, slot.place, i)
             (gx,), more = self._halves(layer, at, x, kept).first(x, kept, cotangent)
             return gx, write(left, more, place, i)
 
-        return self._over_layers(work.chunk, (cotangent, left), one, reverse=True)
+        return self._over_layers(slot.chunk, (cotangent, left), one, reverse=True)
 
-    def weight_gradient(self, stash: Tree, left: Tree, gradients: Tree, place: jax.Array, work: Work) -> Tree:
+    def weight_gradient(self, stash: Tree, left: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:
         """W: `gradients` with the weights' gradient added, of what I left at `place`."""
-        layer, tree = self._layer(work.microbatch), jax.tree.structure(self.blocks.differentiated)
+        layer, tree = self._layer(slot.microbatch), jax.tree.structure(self.blocks.differentiated)
 
         def one(gradients: Tree, at: jax.Array, i: jax.Array) -> Tree:
-            x, kept = read(stash, work.place, i)
+            x, kept = read(stash, slot.place, i)
             leaves = self._halves(layer, at, x, kept).second(read(left, place, i), x, kept, None)
-            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=work.active)
+            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active)
 
-        return self._over_layers(work.chunk, gradients, one, reverse=True)
+        return self._over_layers(slot.chunk, gradients, one, reverse=True)
 
     def stashed(self, split: bool) -> tuple[Tree, Tree]:
         """Shapes of what a layer has in the stash, and of what I leaves of it where the backward is `split`."""

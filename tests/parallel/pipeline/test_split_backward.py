@@ -16,7 +16,7 @@ from meshtrain.compat import vary
 from meshtrain.config import load
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
-from meshtrain.parallel.pipeline.stage import Stage, Work
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.pipeline.storage import empty
 from meshtrain.step import Program
 
@@ -158,7 +158,7 @@ def slots_products(**parallel: Any) -> list[Counter]:
         batches, _ = program.microbatches(batch)
         stage = Stage(program.forward, 1, program.zero.open(masters), batches, None)
         zero, x = jnp.int32(0), stage.zeros()
-        work = Work(jnp.array(True), zero, zero, zero)
+        work = Slot(jnp.array(True), zero, zero, zero)
         stash, left = (empty((1, stage.layers), of) for of in stage.stashed(split=True))
         sums = vary(jax.tree.map(lambda w: jnp.zeros(w.shape), stage.blocks.differentiated), AXES)
         for function, *given in (
