@@ -103,7 +103,7 @@ class Program(Shown):
         optimizer = jax.eval_shape(self.optimizer.init, params)
         shardings = self._optimizer_shardings
         if self.config.parallel.offload_optimizer:
-            shardings = offload.on_host(shardings)
+            shardings = offload.on_host(optimizer, shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
         scale = jax.eval_shape(lambda: initial_scale(self.config.precision))
         return State(

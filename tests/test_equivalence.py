@@ -1,32 +1,56 @@
 """A mesh is only a placement: every layout gives the losses and gradients of one device (tests/helpers/reference.py).
 
-The product has 10 meshes x 4 ZeRO stages x sequence parallelism x remat x 2 schedules x 2 families x 2 sizes = 1280 cells. 256 of
+The product has 10 meshes x 4 ZeRO stages x sequence parallelism x remat x 2 schedules x 2 families x 2 sizes = 1280 layouts. 256 of
 them the config must refuse (6 heads over tensor 4 or 8, 5 layers over pipeline 8); the other 1024 must all pass, and are 448
-programs, since a key does nothing where its axis has one rank. `pytest` takes a pairwise covering of the programs, `pytest -m slow`
-all cells.
+programs, since a key does nothing where its axis has one rank. Each of these may further compute in float16, pack documents, drop out
+and keep its optimizer state on the host: 7168 programs. `pytest` takes a pairwise covering of both, `pytest -m slow` all layouts.
 """
 
+import random
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from covering import Cell, covering, pairs, thorough_but
-from short_runs import canonical_numbers, first_moment, token_batches, train
+from covering import covering, pairs, thorough_but
+from short_runs import canonical_numbers, first_moment, packed_batch, token_batches, train
 
 from meshtrain.config import Config, ConfigError, check, load, replaced
 from meshtrain.mesh import AXES, make_mesh
+from meshtrain.model.decoder import EMBEDDING_SITE
+from meshtrain.model.dropout import Dropout
+from meshtrain.parallel import offload
 from meshtrain.parallel.layout import Layout
-from meshtrain.step import Program
+from meshtrain.step import Program, State
 
 STEPS = 10
 CLIP = 0.5  # below the first gradients' norm, so that clipping is at work
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 1e-5
+# Of the first loss, the others, and the first gradient. What float16 rounds away in a step grows in those after it.
+TOLERANCES = {"float32": (2e-5, 2e-5, 1e-5), "float16": (1e-4, 2e-2, 2e-2)}
 
 MESHES = [(d, t, 8 // d // t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t <= 8]
+
+
+class Cell(NamedTuple):
+    """A layout, and what is run in it."""
+
+    mesh: tuple[int, int, int]
+    zero: int | None
+    sequence_parallel: bool | None
+    remat: str
+    schedule: str | None
+    family: str
+    size: str
+    compute: str = "float32"
+    packed: bool = False
+    dropout: float = 0.0
+    offload: bool = False
+
+
 FACTORS: dict[str, list[Any]] = {
     "mesh": MESHES,
     "zero": [0, 1, 2, 3],
@@ -36,7 +60,13 @@ FACTORS: dict[str, list[Any]] = {
     "family": ["llama", "gpt2"],
     "size": ["round", "odd"],
 }
-CELLS = list(product(*FACTORS.values()))
+RUNS: dict[str, list[Any]] = {
+    "compute": ["float32", "float16"],
+    "packed": [False, True],
+    "dropout": [0.0, 0.2],
+    "offload": [False, True],
+}
+CELLS = [Cell(*levels) for levels in product(*FACTORS.values())]
 
 SIZES: dict[str, dict[str, Any]] = {
     "round": {
@@ -49,18 +79,19 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 SIZES["other head"] = SIZES["odd"]  # tied where the family's is not, and the other way round
+SCALE = 1024.0  # of the loss in float16
 MICROBATCHES = {8: 1, 4: 2, 2: 4, 1: 4}  # by data ranks: 8 sequences a step
 
 
 @cache
-def one_device(family: str, size: str) -> Config:
-    """The run on one device, that all cells of a family and size are placements of."""
+def one_device(family: str, size: str, dropout: float = 0.0) -> Config:
+    """The run on one device, that all cells of a family, a size and a dropout are placements of."""
     model, training = SIZES[size]["model"], SIZES[size]["train"]
     if size == "other head":
         model = {**model, "tied_head": family == "llama"}
     return load(
         {
-            "model": {**model, "family": family},
+            "model": {**model, "family": family, "dropout": dropout},
             "train": {"global_batch_size": 8, "steps": STEPS, **training},
             "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "grad_clip": CLIP},
         }
@@ -69,80 +100,132 @@ def one_device(family: str, size: str) -> Config:
 
 def configuration(cell: Cell, **others: Any) -> Config:
     """The checked config of a cell; `others` are more keys of the section parallel."""
-    mesh, zero, sequence_parallel, remat, schedule, family, size = cell
-    config = one_device(family, size)
     keys = {
-        "zero_stage": zero,
-        "sequence_parallel": sequence_parallel,
-        "remat": remat,
-        "schedule": schedule,
-        "microbatches": MICROBATCHES[mesh[0]],
+        "zero_stage": cell.zero,
+        "sequence_parallel": cell.sequence_parallel,
+        "remat": cell.remat,
+        "schedule": cell.schedule,
+        "microbatches": MICROBATCHES[cell.mesh[0]],
+        "offload_optimizer": cell.offload,
     }
     chosen = {name: value for name, value in keys.items() if value is not None}
-    sizes = dict(zip(AXES, mesh, strict=True))
-    config = replaced(config, mesh=sizes, parallel=chosen | others)
+    sizes = dict(zip(AXES, cell.mesh, strict=True))
+    precision = {"compute": cell.compute} | ({"loss_scale": SCALE} if cell.compute == "float16" else {})
+    config = one_device(cell.family, cell.size, cell.dropout)
+    config = replaced(config, mesh=sizes, parallel=chosen | others, precision=precision)
     check(config)
     return config
 
 
 def fits(cell: Cell) -> bool:
     """Whether the sizes can be divided so at all."""
-    (_, tensor, pipeline), size = cell[0], cell[-1]
-    model = SIZES[size]["model"]
+    (_, tensor, pipeline), model = cell.mesh, SIZES[cell.size]["model"]
     return model["heads"] % tensor == 0 and model["layers"] >= pipeline
 
 
 def acting(cell: Cell) -> Cell:
     """The cell with None in place of each key whose axis has one rank."""
-    mesh, zero, sequence_parallel, remat, schedule, family, size = cell
-    data, tensor, pipeline = mesh
-    kept = (
-        zero if data > 1 else None,
-        sequence_parallel if tensor > 1 else None,
-        remat,
-        schedule if pipeline > 1 else None,
+    data, tensor, pipeline = cell.mesh
+    return cell._replace(
+        zero=cell.zero if data > 1 else None,
+        sequence_parallel=cell.sequence_parallel if tensor > 1 else None,
+        schedule=cell.schedule if pipeline > 1 else None,
     )
-    return (mesh, *kept, family, size)
+
+
+def runs(cells: list[Cell]) -> list[Cell]:
+    """Each cell with every level of RUNS."""
+    return [
+        cell._replace(**dict(zip(RUNS, levels, strict=True))) for cell in cells for levels in product(*RUNS.values())
+    ]
 
 
 LEGAL = [cell for cell in CELLS if fits(cell)]
 PROGRAMS = list(dict.fromkeys(map(acting, LEGAL)))
+RUN_PROGRAMS = runs(PROGRAMS)
 COVERING = covering(PROGRAMS)
+RUN_COVERING = covering(RUN_PROGRAMS, beside=COVERING)
 
 
 def name(cell: Cell) -> str:
-    mesh, zero, sequence_parallel, *others = cell
-    split = {None: [], True: ["sp"], False: ["tp"]}[sequence_parallel]
-    parts = [*([] if zero is None else [f"zero{zero}"]), *split, *(o for o in others if o is not None)]
-    return "-".join(["x".join(map(str, mesh)), *parts])
+    parts = ["x".join(map(str, cell.mesh)), *([] if cell.zero is None else [f"zero{cell.zero}"])]
+    parts += {None: [], True: ["sp"], False: ["tp"]}[cell.sequence_parallel]
+    parts += [part for part in (cell.remat, cell.schedule, cell.family, cell.size) if part]
+    parts += [cell.compute] if cell.compute != "float32" else []
+    return "-".join(parts + [key for key in ("packed", "dropout", "offload") if getattr(cell, key)])
+
+
+# --- the reference's run
 
 
 @cache
-def expected(family: str, size: str) -> tuple[Any, list[float], Any]:
+def expected(family: str, size: str, packed: bool = False, dropout: float = 0.0) -> tuple[Any, list[float], Any]:
     """Canonical parameters, and the reference's losses and first gradient."""
-    config = one_device(family, size)
+    config = one_device(family, size, dropout)
     parameters = canonical_numbers(Layout(config, make_mesh(config)))
     model = reference.Model(family, **{k: v for k, v in SIZES[size]["train"].items() if k != "sequence_length"})
     recipe = reference.Recipe(0.01, 2, STEPS, clip=CLIP)
-    return parameters, *reference.train(model, recipe, parameters, token_batches(config, STEPS))
+    batches = [batch(config, step, *texts, packed) for step, texts in enumerate(token_batches(config, STEPS))]
+    return parameters, *reference.train(model, recipe, parameters, batches)
 
 
-def assert_equal(config: Config, family: str, size: str) -> None:
-    parameters, losses, gradient = expected(family, size)
-    metrics, program, (after_one, _) = train(config, STEPS, parameters)
-    np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=LOSS_TOLERANCE, atol=0)
+def batch(config: Config, step: int, tokens: np.ndarray, labels: np.ndarray, packed: bool) -> dict[str, Any]:
+    """All that a run can have, so that the runs of a family and a size are one program: one document and no dropout leave ones."""
+    whole = {
+        "positions": np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape),
+        "segments": np.zeros_like(tokens),
+        "weights": np.ones(tokens.shape, np.float32),
+    }
+    documents = packed_batch(tokens, labels) if packed else {"tokens": tokens, "labels": labels} | whole
+    return documents | {"drops": drops(config, step)}
+
+
+def drops(config: Config, step: int) -> dict[str, jax.Array]:
+    """What dropout multiplies with in a step's whole batch: ones that went through it, at the places that `reference` knows."""
+    m, t = config.model, config.train
+    rows, length = t.global_batch_size, t.sequence_length
+    stream, scores = jnp.ones((rows, length, m.d_model)), jnp.ones((rows, m.heads, length, length))
+    key = jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
+    dropout = Dropout(m.dropout, key, jnp.arange(rows))
+
+    def of_layer(layer: jax.Array) -> dict[str, jax.Array]:
+        here = dropout.at(layer)
+        attention, mlp = (here.at(site).stream(stream, 0) for site in (1, 2))
+        return {"scores": here.at(0).attention(scores, 0), "attention": attention, "mlp": mlp}
+
+    layers = jax.vmap(of_layer, out_axes=1)(jnp.arange(m.layers))
+    return layers | {"embedding": dropout.at(EMBEDDING_SITE).stream(stream, 0)}
+
+
+def assert_equal(config: Config, cell: Cell) -> None:
+    parameters, losses, gradient = expected(cell.family, cell.size, cell.packed, cell.dropout)
+    metrics, program, (after_one, _) = train(config, STEPS, parameters, cell.packed)
+    assert_run(cell, metrics, program.state_shapes)
+    first, others, tolerance = TOLERANCES[cell.compute]
+    np.testing.assert_allclose(metrics[0]["loss"], losses[0], rtol=first, atol=0)
+    np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=others, atol=0)
     clipping = min(1.0, CLIP / metrics[0]["grad_norm"])  # Adam's first moment is now (1 - β1) x the clipped gradient
     seen = jax.tree.map(lambda m: m / (0.1 * clipping), program.layout.canonical(first_moment(after_one)))
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(gradient)))
-    np.testing.assert_allclose(metrics[0]["grad_norm"], norm, rtol=GRADIENT_TOLERANCE)
-    program.layout.map(lambda leaf, g, right: assert_leaf(leaf.name, np.asarray(g), right, norm), seen, gradient)
+    np.testing.assert_allclose(metrics[0]["grad_norm"], norm, rtol=tolerance)
+    program.layout.map(
+        lambda leaf, g, right: assert_leaf(leaf.name, np.asarray(g), right, norm, tolerance), seen, gradient
+    )
 
 
-def assert_leaf(name: str, seen: np.ndarray, right: np.ndarray, norm: float) -> None:
+def assert_run(cell: Cell, metrics: list[dict[str, float]], state: State) -> None:
+    """What numbers near the reference's would not tell: that the loss was scaled, and where the optimizer state lies."""
+    if cell.compute == "float16":
+        assert {m["loss_scale"] for m in metrics} == {SCALE} and {m["skipped"] for m in metrics} == {0}
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.optimizer) if x.ndim}
+    assert kinds == {offload.HOST if cell.offload else "device"}
+
+
+def assert_leaf(name: str, seen: np.ndarray, right: np.ndarray, norm: float, tolerance: float) -> None:
     """Within the tolerance of the leaf's own norm; a key's bias has no gradient in theory (softmax), so only noise is allowed there."""
     own = norm if name.endswith("k_bias") else np.linalg.norm(right)
     error = np.linalg.norm(seen - right) / own
-    assert error <= GRADIENT_TOLERANCE, f"{name}: gradient off by {error:.1e}"
+    assert error <= tolerance, f"{name}: gradient off by {error:.1e}"
 
 
 # --- the matrix
@@ -155,12 +238,13 @@ def test_config_refuses_just_the_cells_whose_sizes_cannot_be_divided():
         else:
             with pytest.raises(ConfigError, match=r"mesh\.(tensor|pipeline)"):
                 configuration(cell)
-    assert (len(CELLS), len(LEGAL), len(PROGRAMS)) == (1280, 1024, 448)
+    assert (len(CELLS), len(LEGAL), len(PROGRAMS), len(RUN_PROGRAMS)) == (1280, 1024, 448, 7168)
 
 
 def test_covering_has_every_pair_of_levels_that_is_legal():
     assert set().union(*map(pairs, COVERING)) == set().union(*map(pairs, PROGRAMS))
-    assert len(COVERING) < 40
+    assert set().union(*map(pairs, COVERING + RUN_COVERING)) == set().union(*map(pairs, RUN_PROGRAMS))
+    assert len(COVERING) < 40 and len(RUN_COVERING) < 30
 
 
 @pytest.mark.parametrize(
@@ -172,21 +256,27 @@ def test_covering_has_every_pair_of_levels_that_is_legal():
     ],
 )
 def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, one, other):
-    cell = (mesh, 1, False, "none", "1f1b", "llama", "odd")
+    cell = Cell(mesh, 1, False, "none", "1f1b", "llama", "odd")
     configs = [configuration(cell, **keys) for keys in (one, other)]
     first, second = (Program(config, make_mesh(config)).lower().as_text() for config in configs)
     assert first == second
 
 
-@pytest.mark.parametrize("cell", COVERING, ids=name)
+@pytest.mark.parametrize("cell", COVERING + RUN_COVERING, ids=name)
 def test_layout_computes_the_reference_run(cell):
-    assert_equal(configuration(cell), *cell[-2:])
+    assert_equal(configuration(cell), cell)
+
+
+def drawn(cells: list[Cell]) -> list[Cell]:
+    """Each cell run in some other way than plain."""
+    draw = random.Random(0)
+    return [draw.choice(runs([cell])[1:]) for cell in cells]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", LEGAL, ids=name)
+@pytest.mark.parametrize("cell", LEGAL + drawn(LEGAL), ids=name)
 def test_layout_computes_the_reference_run_in_the_whole_product(cell):
-    assert_equal(configuration(cell), *cell[-2:])
+    assert_equal(configuration(cell), cell)
 
 
 # --- keys beside the matrix
@@ -216,5 +306,5 @@ NOW = ("zero2-scattering-at-use", "zero3-held", "vocabulary-on-edges", "tied-lla
 @pytest.mark.parametrize("case", thorough_but(OTHERS, NOW.__contains__))
 def test_other_keys_compute_the_reference_run_too(case):
     mesh, family, size, parallel = OTHERS[case]
-    cell = (mesh, 1, False, "none", "1f1b", family, size)
-    assert_equal(configuration(cell, **parallel), family, size)
+    cell = Cell(mesh, 1, False, "none", "1f1b", family, size)
+    assert_equal(configuration(cell, **parallel), cell)

@@ -4,6 +4,7 @@ And numbers that are none: a loss scale that stays one, steps that are skipped, 
 """
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -62,6 +63,15 @@ def test_gradients_are_scattered_over_data_in_the_dtype_asked_for(reduce, stage)
     assert kinds and all(("bf16" in kind) == (reduce == "bfloat16") for kind in kinds), kinds
     gathered = {line.split("->")[-1].strip() for line in operations(text, "all_gather")}
     assert gathered and all("bf16" in kind for kind in gathered), "weights travel in the compute dtype"
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_no_product_takes_float32_of_which_a_gpu_does_half_as_many_a_second(compute):
+    config = configuration(precision={"compute": compute})
+    lines = operations(Program(config, make_mesh(config)).lower().as_text(), "dot_general")
+    kind = "bf16" if compute == "bfloat16" else "f16"
+    operands = [re.findall(r"x(b?f\d+)>", line.rpartition(" : ")[2].partition("->")[0]) for line in lines]
+    assert len(operands) > 10 and all(taken == [kind, kind] for taken in operands), operands
 
 
 def operations(text: str, name: str) -> list[str]:

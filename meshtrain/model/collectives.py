@@ -16,6 +16,7 @@ class Collectives:
 
     platform: str = "cpu"
     vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first
+    vocabulary_ranks: int = 1  # how many they share it between
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""

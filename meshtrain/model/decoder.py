@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout
-from meshtrain.model.layers import Block, Norm, Sequence, make_parameters, rotary
+from meshtrain.model.layers import Block, Norm, Sequence, linear_float32, make_parameters, rotary
 
 EMBEDDING_SITE = 1 << 20  # a dropout site that no layer has
 
@@ -29,16 +30,34 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout = NO_DROPOUT
     ) -> jax.Array:
-        rows = self.tokens.shape[0]
-        local = tokens_BT - collectives.first_token_id(rows)
-        here = (local >= 0) & (local < rows)
+        """The residual stream [B, T, D] (this rank's part of it)."""
+        table = self.tokens[...]
+        local, here = _own(tokens_BT, table, collectives)
         # In float32, and so its transpose: in bfloat16 the sum of a frequent token's gradients would stand still after some hundred.
-        table = self.tokens[...].astype(jnp.float32)
-        x = jnp.where(here[..., None], table[jnp.where(here, local, 0)], 0).astype(self.tokens.dtype)
+        x = jnp.where(here[..., None], table.astype(jnp.float32)[local], 0).astype(table.dtype)
+        return self.stream(x, positions, collectives, dropout)
+
+    def stream(self, x_BTD: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout) -> jax.Array:
+        """The same of what this rank has looked up: the rows of its tokens, zero for those of other ranks."""
+        x = x_BTD
         if self.positions is not None:
             x = x + collectives.share_embedding(self.positions[...])[positions]
         x = collectives.leave_embedding(x)
         return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
+
+
+def add_rows(total_VD: jax.Array, tokens_BT: jax.Array, g_BTD: jax.Array, collectives: Collectives) -> jax.Array:
+    """The gradient of the table, added: `total_VD` with the cotangent of what was looked up in it, each token's in its row."""
+    local, here = _own(tokens_BT, total_VD, collectives)
+    return total_VD.at[local].add(jnp.where(here[..., None], g_BTD, 0).astype(total_VD.dtype))
+
+
+def _own(tokens_BT: jax.Array, table_VD: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+    """Of each token its row in this rank's table, and whether it has one there: 0 where it has none."""
+    rows = table_VD.shape[0]
+    local = tokens_BT - collectives.first_token_id(rows)
+    here = (local >= 0) & (local < rows)
+    return jnp.where(here, local, 0), here
 
 
 class Head(nnx.Module):
@@ -52,10 +71,9 @@ class Head(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives) -> jax.Array:
         """This device's share of the logits, [B, T, V share], float32."""
-        h = collectives.enter_head(self.norm(x_BTD))
         weight = tied_VD.T if self.weight is None else self.weight[...]  # type: ignore[union-attr]
-        logits = jnp.matmul(h.reshape(-1, h.shape[-1]), weight, preferred_element_type=jnp.float32)
-        return logits.reshape(*h.shape[:2], -1)
+        h = vary(collectives.enter_head(self.norm(x_BTD)), varying(weight))
+        return linear_float32(h.reshape(-1, h.shape[-1]), weight).reshape(*h.shape[:2], -1)
 
 
 class Decoder(nnx.Module):

@@ -186,8 +186,8 @@ def _check_result(
 class _Shares(Collectives):
     """Every share of the vocabulary on one device, where the mesh axes `vocabulary` are axes of vmap."""
 
-    def __init__(self, vocabulary: tuple[str, ...]) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: tuple[str, ...], ranks: int) -> None:
+        self.vocabulary, self.vocabulary_ranks = vocabulary, ranks
 
     def first_token_id(self, rows: int) -> jax.Array:
         return jax.lax.axis_index(self.vocabulary) * rows
@@ -217,7 +217,8 @@ def _check_shares(hook: LossHook, config: Config, axes: tuple[str, ...]) -> None
     in_one = logits.reshape(*(1 for _ in axes), *logits.shape)
 
     def losses(logits: jax.Array) -> jax.Array:
-        of_share = lambda share: hook(share, jnp.asarray(labels), Vocabulary(size, _Shares(axes)))  # noqa: E731
+        ranks = math.prod(logits.shape[: len(axes)])
+        of_share = lambda share: hook(share, jnp.asarray(labels), Vocabulary(size, _Shares(axes, ranks)))  # noqa: E731
         for axis in reversed(axes):
             of_share = jax.vmap(of_share, axis_name=axis)
         return of_share(logits).reshape(-1, *labels.shape)

@@ -68,6 +68,18 @@ def _linear_backward(kept: tuple[jax.Array, jax.Array], g_NF: jax.Array) -> tupl
 linear.defvjp(lambda x, weight: (_product(x, weight), (x, weight)), _linear_backward)
 
 
+@jax.custom_vjp
+def linear_float32(x_ND: jax.Array, weight_DV: jax.Array) -> jax.Array:
+    """x W in float32, of operands as they are; its cotangent is rounded to theirs, or both products of the backward were float32's."""
+    return jnp.matmul(x_ND, weight_DV, preferred_element_type=jnp.float32)
+
+
+linear_float32.defvjp(
+    lambda x, weight: (linear_float32(x, weight), (x, weight)),
+    lambda kept, g_NV: _linear_backward(kept, g_NV.astype(kept[0].dtype)),
+)
+
+
 def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`function` with nothing but its arguments kept for the backward pass, which computes the rest again: for cheap functions.
 

@@ -30,9 +30,16 @@ class Vocabulary:
         """The maximum over all shares; it carries no gradient."""
         return self._collectives.vocabulary_max(x)
 
+    def no_padding(self, logits_BTV: jax.Array, instead: float) -> jax.Array:
+        """float32 logits, or what is laid out as they are, with `instead` in place of the padding."""
+        x = logits_BTV.astype(jnp.float32)
+        # Where there is none, nothing is chosen from: a compiler would write the chosen logits out beside the logits themselves.
+        padded = x.shape[-1] * self._collectives.vocabulary_ranks > self.size
+        return jnp.where(self.ids(x) < self.size, x, instead) if padded else x
+
     def log_sum_exp(self, logits_BTV: jax.Array) -> jax.Array:
         """log Z = log of the sum of exp(logit) over the whole vocabulary, [B, T]."""
-        logits = jnp.where(self.ids(logits_BTV) < self.size, logits_BTV.astype(jnp.float32), MASKED)
+        logits = self.no_padding(logits_BTV, MASKED)
         top = self.max(jnp.max(logits, axis=-1))
         return top + jnp.log(self.sum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)))
 
@@ -56,19 +63,36 @@ def cross_entropy(
     """Negative log-likelihood per token, [B, T] in float32, from this device's share of the logits (Megatron-LM, section 3).
 
     `label_smoothing` spreads that share of the target evenly over the vocabulary (Szegedy et al. 2016); `z_loss` adds
-    z_loss * log(Z)² (PaLM, section 5). All sums travel together, in one all-reduce.
+    z_loss * log(Z)² (PaLM, section 5). All sums travel together, in one all-reduce. The gradient is that of the formula,
+    p (1 + 2 z_loss log Z) - target: from the logits and log Z, so that nothing else of the logits' size is ever written.
     """
-    ids = vocabulary.ids(logits_BTV)
-    real = ids < vocabulary.size
-    logits = jnp.where(real, logits_BTV.astype(jnp.float32), MASKED)
-    top = vocabulary.max(jnp.max(logits, axis=-1))
-    shifted = logits - top[..., None]
-    sums = [jnp.sum(jnp.exp(shifted), axis=-1), jnp.sum(jnp.where(ids == labels_BT[..., None], shifted, 0.0), axis=-1)]
-    if label_smoothing:
-        sums.append(jnp.sum(jnp.where(real, shifted, 0.0), axis=-1))
-    total, target, *everything = vocabulary.sum(jnp.stack(sums))
-    log_z = jnp.log(total)
-    loss = log_z - target
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - everything[0] / vocabulary.size)
-    return loss + z_loss * (log_z + top) ** 2 if z_loss else loss
+    ids, even = vocabulary.ids(logits_BTV), label_smoothing / vocabulary.size
+
+    def forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x = vocabulary.no_padding(logits, MASKED)
+        top = vocabulary.max(jnp.max(x, axis=-1))
+        shifted = x - top[..., None]
+        label = jnp.where(ids == labels[..., None], shifted, 0.0)
+        sums = [jnp.sum(jnp.exp(shifted), axis=-1), jnp.sum(label, axis=-1)]
+        if label_smoothing:
+            sums.append(jnp.sum(vocabulary.no_padding(shifted, 0.0), axis=-1))
+        total, target, *everything = vocabulary.sum(jnp.stack(sums))
+        log_z = jnp.log(total)
+        loss = log_z - target
+        if label_smoothing:
+            loss = (1 - label_smoothing) * loss + label_smoothing * log_z - even * everything[0]
+        log_z = log_z + top
+        return loss + z_loss * log_z**2 if z_loss else loss, (logits, labels, log_z)
+
+    def backward(kept: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, None]:
+        logits, labels, log_z = kept
+        p = jnp.exp(vocabulary.no_padding(logits, MASKED) - log_z[..., None])
+        target = jnp.where(ids == labels[..., None], 1 - label_smoothing, 0.0)
+        if label_smoothing:
+            target = target + vocabulary.no_padding(jnp.full_like(p, even), 0.0)
+        gradient = p * (1 + 2 * z_loss * log_z)[..., None] - target if z_loss else p - target
+        return (g[..., None] * gradient).astype(logits.dtype), None
+
+    losses = jax.custom_vjp(lambda logits, labels: forward(logits, labels)[0])
+    losses.defvjp(forward, backward)
+    return losses(logits_BTV, labels_BT)

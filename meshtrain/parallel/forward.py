@@ -10,8 +10,8 @@ from jax import lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
-from meshtrain.mesh import DATA, PIPELINE
-from meshtrain.model.decoder import Decoder, rotary_table
+from meshtrain.mesh import AXES, DATA, PIPELINE
+from meshtrain.model.decoder import Decoder, Embedding, add_rows, rotary_table
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.hooks import Hooks, Parts
 from meshtrain.model.layers import Sequence
@@ -47,15 +47,35 @@ class Forward:
 
     def embed(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
         """Tokens [b, T] to the residual stream [b, T, D] (T / tensor of it with sequence parallelism)."""
-        positions = batch.get("positions", jnp.arange(batch["tokens"].shape[-1]))
-        embedding = nnx.merge(self.embedding_graph, self.zero.use("embedding", weights.part("embedding")))
-        x = embedding(batch["tokens"], positions, self.collectives, self._dropout(key, batch))
+        embedding = self._embedding(weights.part("embedding"))
+        x = embedding(batch["tokens"], _positions(batch), self.collectives, self._dropout(key, batch))
         return vary(x.astype(self.zero.compute), self.stream_axes)
+
+    def add_embedding_gradient(
+        self, total: Tree, weights: Weights, batch: Batch, key: jax.Array | None, gx: jax.Array
+    ) -> Tree:
+        """`total` with the gradient of `embed`'s weights added, where its output's cotangent is `gx`: rows go straight to their places."""
+        part, tokens = weights.part("embedding"), batch["tokens"]
+        rows = vary(jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute), AXES)
+
+        def stream(rows: jax.Array, others: Tree) -> jax.Array:
+            embedding = self._embedding(part._replace(differentiated={**part.differentiated, **others}))
+            x = embedding.stream(rows, _positions(batch), self.collectives, self._dropout(key, batch))
+            return vary(x.astype(self.zero.compute), self.stream_axes)
+
+        others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
+        gradient, more = jax.vjp(stream, rows, others)[1](gx)
+        table = self.layout.weights["embedding"]["tokens"]
+        add = lambda total: add_rows(total, tokens, gradient, self.collectives)  # noqa: E731
+        added = {name: total[name] + g.astype(jnp.float32) for name, g in more.items()}
+        return {**added, "tokens": self.zero.accumulated(table, total["tokens"], add)}
+
+    def _embedding(self, weights: Weights) -> Embedding:
+        return nnx.merge(self.embedding_graph, self.zero.use("embedding", weights))
 
     def layer(self, batch: Batch, key: jax.Array | None, remat: str) -> Callable:
         """The function (weights of a layer, its index, x) -> x; where stages have fewer layers than others, index -1 changes nothing."""
-        positions = batch.get("positions", jnp.arange(batch["tokens"].shape[-1]))
-        sequence = Sequence(rotary_table(self.config.model, positions), batch.get("segments"))
+        sequence = Sequence(rotary_table(self.config.model, _positions(batch)), batch.get("segments"))
         dropout = self._dropout(key, batch)
 
         def layer(weights: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
@@ -93,3 +113,7 @@ class Forward:
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])
+
+
+def _positions(batch: Batch) -> jax.Array:
+    return batch.get("positions", jnp.arange(batch["tokens"].shape[-1]))

@@ -25,9 +25,9 @@ def check_memory(config: Config, mesh: Mesh) -> None:
         raise ConfigError(f"parallel.{asked[0]} needs {HOST} memory, but these devices have only {', '.join(kinds)}.")
 
 
-def on_host(shardings: Tree) -> Tree:
-    """The same shardings in host memory; scalars stay (they cost nothing)."""
-    return jax.tree.map(lambda s: s.with_memory_kind(HOST) if any(s.spec) else s, shardings)
+def on_host(shapes: Tree, shardings: Tree) -> Tree:
+    """The shardings of arrays of such shapes, in host memory; scalars stay (they cost nothing)."""
+    return jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if x.ndim else s, shapes, shardings)
 
 
 def move(tree: Tree, shardings: Tree) -> Tree:

@@ -13,6 +13,7 @@ Between steps every stage from 1 on holds one shard of the float32 masters and o
 `use` a weight where the model needs it, `close` the accumulated gradients into shards.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +84,14 @@ class Zero:
         return (
             lax.psum(shard.astype(jnp.float32), weight.replicated) if weight.replicated else shard.astype(jnp.float32)
         )
+
+    def accumulated(self, weight: Placed, total: jax.Array, add: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """float32 `total` of a weight's gradient with what `add` puts into a whole gradient: straight into it, or summed and scattered."""
+        if not (self.scatters_at_use and weight.zero_dim is not None):
+            return add(total)
+        shape = [n // ways for n, ways in zip(weight.whole, weight.ways, strict=True)]
+        g = add(vary(jnp.zeros(shape, jnp.float32), AXES))
+        return total + self._scatter(weight, g)
 
     def _gather_at_use(self, weight: Placed, shard: jax.Array) -> jax.Array:
         if weight.zero_dim is None:

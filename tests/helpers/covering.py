@@ -15,12 +15,16 @@ def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
     return {(i, cell[i], j, cell[j]) for i, j in combinations(range(len(cell)), 2)}
 
 
-def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """Some of `cells` in which every pair of levels that meets in any of them meets; greedy, the same on every machine."""
+def covering(cells: Sequence[Cell], beside: Sequence[Cell] = ()) -> list[Cell]:
+    """Some of `cells` in which, with those `beside` them, every pair of levels meets that meets in any of them.
+
+    Greedy, the same on every machine.
+    """
     cells = random.Random(0).sample(cells, len(cells))  # so that levels which no pair asks for any more still vary
     number = {pair: bit for bit, pair in enumerate(sorted(set().union(*map(pairs, cells)), key=repr))}
     masks = [sum(1 << number[pair] for pair in pairs(cell)) for cell in cells]
-    missing, chosen = (1 << len(number)) - 1, []
+    met = set().union(*map(pairs, beside))
+    missing, chosen = sum(1 << bit for pair, bit in number.items() if pair not in met), []
     while missing:
         best = max(range(len(cells)), key=lambda i: (masks[i] & missing).bit_count())
         missing &= ~masks[best]

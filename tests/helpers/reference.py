@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 Tree = Any
+DROPPED = ("scores", "attention", "mlp")  # in each layer: [L, heads, T, T], [L, T, D], [L, T, D]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,9 @@ def rotate(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([z.real, z.imag], -1)
 
 
-def attention(model: Model, p: Tree, x: jax.Array, positions: jax.Array, segments: jax.Array | None) -> jax.Array:
+def attention(
+    model: Model, p: Tree, x: jax.Array, positions: jax.Array, segments: jax.Array | None, drop: Tree
+) -> jax.Array:
     q, k, v = (jnp.einsum("td,dhk->thk", x, p[n]) + p.get(f"{n}_bias", 0.0) for n in ("q", "k", "v"))
     if model.family == "llama":
         q, k = rotate(model, q, positions), rotate(model, k, positions)
@@ -84,7 +87,7 @@ def attention(model: Model, p: Tree, x: jax.Array, positions: jax.Array, segment
     if segments is not None:
         allowed = allowed & (segments[:, None] == segments[None, :])
     scores = jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(width)
-    weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
+    weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1) * drop["scores"]
     return jnp.einsum("hqs,shk,hkd->qd", weights, v, p["out"]) + p.get("out_bias", 0.0)
 
 
@@ -104,25 +107,35 @@ def logits(
     tokens: jax.Array,
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
+    drops: Tree | None = None,
 ) -> jax.Array:
-    """[T, V] for one sequence [T]; of packed documents with their positions and their segments' numbers."""
+    """[T, V] for one sequence [T]; of packed documents with their positions and their segments' numbers.
+
+    `drops` holds what dropout multiplies with, 0 or 1 / (1 - rate): of the embedding, and of each layer's scores, attention and MLP.
+    """
     positions = jnp.arange(len(tokens)) if positions is None else positions
+    if drops is None:
+        drops = {"embedding": 1.0} | dict.fromkeys(DROPPED, jnp.ones(len(parameters["blocks"]["attention"]["q"])))
     x = parameters["embedding"]["tokens"][tokens]
     if model.family == "gpt2":
         x = x + parameters["embedding"]["positions"][positions]
+    x = x * drops["embedding"]
+    of_layers = {name: drops[name] for name in DROPPED}
 
-    def block(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
-        x = x + attention(model, p["attention"], norm(model, p["attention_norm"], x), positions, segments)
-        return x + mlp(model, p["mlp"], norm(model, p["mlp_norm"], x)), None
+    def block(x: jax.Array, of_layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
+        p, drop = of_layer
+        a = attention(model, p["attention"], norm(model, p["attention_norm"], x), positions, segments, drop)
+        x = x + a * drop["attention"]
+        return x + mlp(model, p["mlp"], norm(model, p["mlp_norm"], x)) * drop["mlp"], None
 
-    x = norm(model, parameters["head"]["norm"], jax.lax.scan(block, x, parameters["blocks"])[0])
+    x = norm(model, parameters["head"]["norm"], jax.lax.scan(block, x, (parameters["blocks"], of_layers))[0])
     return x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T)
 
 
-def loss(model: Model, parameters: Tree, tokens: jax.Array, labels: jax.Array, **packed: jax.Array) -> jax.Array:
-    """Mean loss per token of a batch [B, T]; `packed` may hold positions, segments and the tokens' weights."""
-    weights = packed.pop("weights", jnp.ones(tokens.shape))
-    z = jax.vmap(lambda t, more: logits(model, parameters, t, **more))(tokens, packed)
+def loss(model: Model, parameters: Tree, tokens: jax.Array, labels: jax.Array, **more: Tree) -> jax.Array:
+    """Mean loss per token of a batch [B, T]; `more` may hold positions, segments, drops, and the tokens' weights."""
+    weights = more.pop("weights", jnp.ones(tokens.shape))
+    z = jax.vmap(lambda t, more: logits(model, parameters, t, **more))(tokens, more)
     log_p = jax.nn.log_softmax(z)
     target = jax.nn.one_hot(labels, z.shape[-1])
     target = (1 - model.label_smoothing) * target + model.label_smoothing / z.shape[-1]
@@ -135,20 +148,20 @@ def loss(model: Model, parameters: Tree, tokens: jax.Array, labels: jax.Array, *
 
 
 def train(
-    model: Model, recipe: Recipe, parameters: Tree, batches: Sequence[tuple[np.ndarray, np.ndarray]]
+    model: Model, recipe: Recipe, parameters: Tree, batches: Sequence[dict[str, Tree]]
 ) -> tuple[list[float], Tree]:
-    """The loss of each step, and the gradient of the first (before clipping)."""
+    """The loss of each step, and the gradient of the first (before clipping). Batches have what `loss` takes."""
     optimizer = recipe.optimizer(parameters)
 
     @jax.jit
-    def step(parameters: Tree, state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, Tree, jax.Array, Tree]:
-        value, gradient = jax.value_and_grad(lambda p: loss(model, p, tokens, labels))(parameters)
+    def step(parameters: Tree, state: Tree, batch: dict[str, Tree]) -> tuple[Tree, Tree, jax.Array, Tree]:
+        value, gradient = jax.value_and_grad(lambda p: loss(model, p, **batch))(parameters)
         updates, state = optimizer.update(gradient, state, parameters)
         return optax.apply_updates(parameters, updates), state, value, gradient
 
     state, losses, first = optimizer.init(parameters), [], None
-    for tokens, labels in batches:
-        parameters, state, value, gradient = step(parameters, state, tokens, labels)
+    for batch in batches:
+        parameters, state, value, gradient = step(parameters, state, batch)
         losses.append(float(value))
         first = jax.tree.map(np.asarray, gradient) if first is None else first
     return losses, first

@@ -50,6 +50,27 @@ def token_batches(config: Config, steps: int, seed: int = 1) -> list[tuple[np.nd
     return [(t[:, :-1], t[:, 1:]) for t in text]
 
 
+def packed_batch(tokens: np.ndarray, labels: np.ndarray, seed: int = 2) -> dict[str, np.ndarray]:
+    """The same tokens [B, T] as two or three documents in each sequence, positions counted within each.
+
+    Labels across a seam, and some others, weigh nothing.
+    """
+    random, (rows, length) = np.random.default_rng(seed), tokens.shape
+    starts = np.zeros(tokens.shape, bool)
+    for row in range(rows):
+        starts[row, random.choice(np.arange(1, length), 1 + row % 2, replace=False)] = True
+    at = np.broadcast_to(np.arange(length), tokens.shape)
+    first = np.maximum.accumulate(np.where(starts, at, 0), axis=1)
+    seams = np.roll(starts, -1, axis=1)
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": (at - first).astype(np.int32),
+        "segments": np.cumsum(starts, axis=1).astype(np.int32),
+        "weights": np.where(seams | (at % 5 == 4), 0, 1).astype(np.float32),
+    }
+
+
 def start(program: Program, canonical: Tree) -> State:
     """The state before the first step with the given parameters; an optimizer state starts at zero (as Adam's does)."""
     zeros = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes)
@@ -64,15 +85,16 @@ def start(program: Program, canonical: Tree) -> State:
 
 
 def train(
-    config: Config, steps: int, canonical: Tree | None = None
+    config: Config, steps: int, canonical: Tree | None = None, packed: bool = False
 ) -> tuple[list[dict[str, float]], Program, list[State]]:
     """Metrics of each step of a run on the config's mesh, its program, and the states after the first and the last step."""
     program = Program(config, make_mesh(config))
     state = start(program, canonical_numbers(program.layout) if canonical is None else canonical)
-    compiled = program.lower().compile()
+    batches = [dict(zip(("tokens", "labels"), batch, strict=True)) for batch in token_batches(config, steps)]
+    batches = [packed_batch(**batch) for batch in batches] if packed else batches
+    compiled = program.lower(program.batch_shapes(batches[0])).compile()
     metrics, kept = [], []
-    for i, (tokens, labels) in enumerate(token_batches(config, steps)):
-        batch = {"tokens": tokens, "labels": labels}
+    for i, batch in enumerate(batches):
         state, measured = compiled(state, jax.device_put(batch, program.batch_sharding))
         metrics.append({name: float(value) for name, value in measured.items()})
         if i in (0, steps - 1):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from short_runs import canonical_numbers, place, token_batches, train
+from short_runs import canonical_numbers, packed_batch, place, token_batches, train
 
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
@@ -118,17 +118,6 @@ def test_dropout_drops_the_same_values_on_every_mesh(where, dropped):
 # --- evaluation, and batches of packed documents
 
 
-def packed_batch(config: Config) -> dict[str, np.ndarray]:
-    """Two documents a sequence, positions counted within each; the labels across the seam, and some others, weigh nothing."""
-    tokens, labels = token_batches(config, 1)[0]
-    length, cuts = tokens.shape[1], np.array([3, 7, 11, 17])[:, None]
-    at = np.arange(length)[None]
-    segments = (at >= cuts).astype(np.int32)
-    weights = np.where((at == cuts - 1) | (at % 5 == 4), 0, 1).astype(np.float32)
-    positions = np.where(segments, at - cuts, at).astype(np.int32)
-    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions, "weights": weights}
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("where", "family"), [("tensor", "gpt2"), ("data", "llama"), ("all", "llama")])
 def test_evaluation_computes_the_references_loss(where, family, packed):
@@ -136,7 +125,7 @@ def test_evaluation_computes_the_references_loss(where, family, packed):
     config = configuration(family, mesh, parallel=parallel, model={"dropout": 0.5})  # which evaluation leaves out
     program = Program(config, make_mesh(config))
     parameters = canonical_numbers(program.layout)
-    batch = packed_batch(config)
+    batch = packed_batch(*token_batches(config, 1)[0])
     batch = batch if packed else {name: batch[name] for name in ("tokens", "labels")}
     loss = program.eval_step(place(program.layout, parameters), jax.device_put(batch, program.batch_sharding))
     right = jax.jit(lambda p, b: reference.loss(reference.Model(family), p, **b))(parameters, batch)
@@ -148,7 +137,7 @@ def test_gradient_of_packed_documents_is_the_references(family):
     mesh, parallel = PLACES["all"]
     config = configuration(family, mesh, parallel=parallel)
     program = Program(config, make_mesh(config))
-    parameters, batch = canonical_numbers(program.layout), packed_batch(config)
+    parameters, batch = canonical_numbers(program.layout), packed_batch(*token_batches(config, 1)[0])
     placed = jax.device_put(batch, program.batch_sharding)
     step, scale = jnp.zeros((), jnp.int32), jnp.ones(())
     _, gradient = jax.jit(program.gradients)(place(program.layout, parameters), placed, step, scale)

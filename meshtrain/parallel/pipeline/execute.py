@@ -244,9 +244,8 @@ class _Step:
         leaves = microbatch >= 0
 
         def embedding_gradient(edge: Tree) -> Tree:
-            _, vjp = jax.vjp(lambda w: self.stage.embed(w, microbatch), self.stage.edge)
             here = leaves & (lax.axis_index(PIPELINE) == 0)
-            return _add(edge, vjp(jnp.where(here, carry.gx, 0))[0])
+            return self.stage.add_embedding_gradient(edge, microbatch, jnp.where(here, carry.gx, 0))
 
         edge = self.if_active(self.at_first_stage(leaves), embedding_gradient, lambda edge: edge, carry.edge)
         return carry._replace(edge=edge)

@@ -56,6 +56,11 @@ class Stage:
     def embed(self, edge: Tree, microbatch: jax.Array) -> jax.Array:
         return self.model.embed(Weights(edge, self.constant), self._batch(microbatch), self.key)
 
+    def add_embedding_gradient(self, edge: Tree, microbatch: jax.Array, gx: jax.Array) -> Tree:
+        """The gradients of the edge's weights with the embedding's added, from the cotangent of what `embed` gave."""
+        weights, batch = Weights(self.edge, self.constant), self._batch(microbatch)
+        return edge | {"embedding": self.model.add_embedding_gradient(edge["embedding"], weights, batch, self.key, gx)}
+
     def loss(self, edge: Tree, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> jax.Array:
         """Loss of what left the last stage, on the stages that share the vocabulary; zero but where `here`."""
         return self.model.loss(Weights(edge, self.constant), y, self._batch(microbatch), here)
