@@ -13,6 +13,7 @@ from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.facts import ONE_STAGE, Facts
 from meshtrain.schedule.generators import facts_of, make_table
 from meshtrain.schedule.segments import segments, work_per_tick
+from meshtrain.schedule.shifted import one_later
 from meshtrain.schedule.simulate import Durations, PerChunk, Timeline, simulate
 from meshtrain.schedule.table import B, F, Table
 
@@ -54,13 +55,14 @@ def _trips(table: Table) -> Trips:
     alone = np.zeros(table.ticks, bool)
     alone[[segment.first for segment in found if segment.repeats * segment.period == 1]] = True
 
-    def messages(slot: int, ticks: np.ndarray, late: int) -> int:
-        """In `ticks`, every way that the table uses at all. A cotangent travels `late`, in the next of the ticks."""
+    def messages(slot: int, ticks: np.ndarray) -> int:
+        """In `ticks`, every way that the table uses at all. A cotangent travels in the next of them."""
         sent = 0
         for arrival in buffers.arrivals:
             if arrival.slot == slot and arrival.shift:
-                needed = np.insert(arrival.active[ticks].any(axis=1), 0, [False] * late)[: len(ticks)]
-                sent += int((~alone[ticks] | needed).sum())
+                needed = np.asarray(arrival.active.any(axis=1))
+                needed = one_later(needed, ticks, False) if slot == B else needed
+                sent += int((~alone | needed)[ticks].sum())
         return sent
 
     goes, comes = np.flatnonzero(work[:, 0]), np.flatnonzero(work[:, 2])
@@ -71,8 +73,8 @@ def _trips(table: Table) -> Trips:
         # The first before all ticks, the last after them.
         embedding=1 + enter,
         unembedding=leave + 1,
-        down=messages(F, goes, late=0),
-        up=messages(B, comes, late=1),
+        down=messages(F, goes),
+        up=messages(B, comes),
     )
 
 

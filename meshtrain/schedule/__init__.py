@@ -16,7 +16,8 @@ for its ticks, and memory, bubble, plan, picture and execution come with it. The
 - `meshtrain.schedule.generators`: the named schedules with their papers, and how to add one.
 - `meshtrain.schedule.closed_form`, `meshtrain.schedule.facts`: the same without a table, for searches over thousands.
 - `meshtrain.schedule.validate`: what legal means.
-- `meshtrain.schedule.buffers`, `meshtrain.schedule.segments`, `meshtrain.schedule.executed`: for the executor.
+- `meshtrain.schedule.buffers`, `meshtrain.schedule.segments`, `meshtrain.schedule.executed` (by `meshtrain.schedule.shifted`): for the
+  executor.
 - `meshtrain.schedule.simulate`: the two clocks; `meshtrain.schedule.draw`.
 
 Compared by simulation, with no device: `experiments/pipeline_schedules.py`. That the executor holds what is said here is measured by

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshtrain.schedule.buffers import BACKWARD, FORWARD, Arrival, Buffers, Life, allocate, lives
+from meshtrain.schedule.shifted import one_earlier, one_later
 from meshtrain.schedule.table import B, F, Table
 
 
@@ -35,9 +36,7 @@ def executed(table: Table, work: np.ndarray | None = None) -> Executed:
     `segments.work_per_tick`); None where idle slots are skipped."""
     buffers = allocate(table)
     forward, backward = (np.flatnonzero((table.cells[:, :, slot, 0] >= 0).any(axis=1)) for slot in (F, B))
-    entering, leaving = np.full(table.ticks, -1, np.int32), np.full(table.ticks, -1, np.int32)
-    entering[forward[:-1]] = buffers.enter[forward[1:]]
-    leaving[backward[1:]] = buffers.leave[backward[:-1]]
+    entering, leaving = one_earlier(buffers.enter, forward, -1), one_later(buffers.leave, backward, -1)
     late = replace(buffers, arrivals=tuple(_late(arrival, backward) for arrival in buffers.arrivals))
     first, last = int(buffers.enter[forward[0]]), int(buffers.leave[backward[-1]])
     found = Executed(
@@ -50,13 +49,9 @@ def _late(arrival: Arrival, backward: np.ndarray) -> Arrival:
     """A cotangent is kept by the next of the ticks with a B."""
     if arrival.slot == F:
         return arrival
-
-    def late(array: np.ndarray) -> np.ndarray:
-        later = np.zeros_like(array)
-        later[backward[1:]] = array[backward[:-1]]
-        return later
-
-    return replace(arrival, active=late(arrival.active), place=late(arrival.place))
+    return replace(
+        arrival, active=one_later(arrival.active, backward, False), place=one_later(arrival.place, backward, 0)
+    )
 
 
 def unmasked(table: Table, buffers: Executed, work: np.ndarray) -> Executed:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.schedule.shifted import one_earlier, one_later
 from meshtrain.schedule.table import B, F, Table, W
 
 
@@ -76,8 +77,8 @@ def needed(table: Table) -> np.ndarray:
         return found
 
     forward, backward = np.flatnonzero(used[:, F]), np.flatnonzero(used[:, B])
-    enter = at(forward[:-1][at(when[F, 0])[forward[1:]]])
-    leave = at(backward[1:][at(when[B, 0])[backward[:-1]]])
+    enter = one_earlier(at(when[F, 0]), forward, False)
+    leave = one_later(at(when[B, 0]), backward, False)
     return np.stack([used[:, F], at(when[F, -1]), used[:, B], used[:, W], enter, leave], axis=1)
 
 
