@@ -141,31 +141,31 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
     held = shapes.held(config)
     block, vocabulary = held.block, held.vocabulary
     waits = gathers or not several
+    logits = Item("logits", "activations", _logits(config, 4))
     head = [
-        Item("logits", "activations", _logits(config)),
+        Item("cotangent of the logits", "activations", _logits(config, size)),
         Item("hidden states at the head", "activations", _hidden(config)),
     ]
     gradients = [Item("new gradients of the layers", "gradients", _new_gradients(config))]
-    # the output head's, and in float32 those of the embedding
+    # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait.
+    embedding = 4 * held.tokens.whole if gathers != several else 0
     made = [
-        Item(
-            "new gradients of the vocabulary",
-            "gradients",
-            0 if waits else size * vocabulary.largest + 4 * held.tokens.whole,
-        )
+        Item("new gradients of the vocabulary", "gradients", embedding + (0 if waits else size * vocabulary.largest))
     ]
-    early = several and not (config.parallel.remat in ("dots", "names") and tensor == 1)  # set to zero before the head
-    largest = [
-        Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0),
-        Item("gradient of the output head", "gradients", (size + 4 * scatters) * vocabulary.largest),
-    ]
+    remat = config.parallel.remat
+    early = (
+        remat == "full" or several and not (remat in ("dots", "names") and tensor == 1)
+    )  # set to zero before the head
+    gathered = Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0)
+    largest = Item("gradient of the output head", "gradients", (size + 4 * scatters) * vocabulary.largest)
     layer = [
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("work of one layer", "activations", activations.work(config, platform)),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
     ]
     return {
-        "loss head": [*head, *(made if several and not waits else largest), *(gradients if early else [])],
+        "loss": [logits, *head, gathered, *(gradients if early else [])],
+        "loss head": [*head, gathered, *(made if several and not waits else [largest]), *(gradients if early else [])],
         "backward": [*gradients, *made, *layer, *(head if waits else [])],
     }
 
@@ -178,27 +178,30 @@ def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[It
     size, gathers, scatters = _itemsize(config), gathers_at_use(config), scatters_at_use(config)
     held = shapes.held(config)
     block = held.block
-    # XLA has zeros ready, in float32, to add an embedding's gradient to: in the ticks, where F stand beside B, and after the last.
     always = [
-        Item("new gradients of the vocabulary", "gradients", 4 * held.tokens.whole * (1 + (facts.together > 1))),
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
     ]
-    # Its cotangent waits for the gradient of the head, which XLA makes at the end, see _of_one_stage.
+    # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _of_one_stage.
+    logits = Item("logits", "activations", _logits(config, 4))
     head = [
-        Item("logits", "activations", _logits(config)),
+        Item("cotangent of the logits", "activations", _logits(config, size)),
         Item("hidden states at the head", "activations", size * shapes.tokens(config) * config.model.d_model),
     ]
     work = Item("work of one layer", "activations", activations.work(config, platform))
-    return {"loss head": [*always, *head], "backward": [*always, *head, work]}
+    # All buffers of the ticks are there already when the last weight has been gathered, and lies there a second time, in another order.
+    ways = zero_ways(config)
+    weight = size * block.largest * stages(config).on_device if ways > 1 and not gathers else 0
+    gathering = Item("a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / ways))
+    return {"gathering": [gathering], "loss": [*always, logits, *head], "backward": [*always, *head, work]}
 
 
 def _itemsize(config: Config) -> int:
     return shapes.itemsize(config.precision.compute)
 
 
-def _logits(config: Config) -> float:
-    return 4 * shapes.tokens(config) * shapes.vocabulary_rows(config)
+def _logits(config: Config, size: int) -> float:
+    return size * shapes.tokens(config) * shapes.vocabulary_rows(config)
 
 
 def _hidden(config: Config) -> float:
