@@ -4,7 +4,7 @@
     python experiments/bench_layouts.py --layouts '1,1,1 zero_stage=0; 2,2,2 schedule=1f1b microbatches=8'
 
 Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the layout adds none.
-`ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine better.
+`ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine better; the rest is what a step took.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main() -> None:
     compiled = reference.lower(reference_state, tokens, labels).compile()
     plain = Stepping(compiled, reference_state, tokens, labels)
     print(f"reference temp {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB", flush=True)
-    print(f"{'data,tensor,pipeline':22} {'options':44} {HEADER} {'temp MB':>8}")
+    print(f"{'data,tensor,pipeline':22} {'options':44} {'temp MB':>8} {HEADER}")
     for mesh, parallel in layouts:
         program = Program(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
         state = program.init()
@@ -85,7 +85,7 @@ def main() -> None:
         found = compare(plain, Stepping(step, state, batch), options.rounds)
         text = " ".join(f"{k}={v}" for k, v in parallel.items())
         temp = step.memory_analysis().temp_size_in_bytes / 1e6
-        print(f"{','.join(map(str, mesh)):22} {text:44} {found} {temp:8.0f}", flush=True)
+        print(f"{','.join(map(str, mesh)):22} {text:44} {temp:8.0f} {found}", flush=True)
 
 
 if __name__ == "__main__":

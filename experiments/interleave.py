@@ -1,5 +1,11 @@
-"""Times a step against the reference in the same minutes, since machines are shared and noisy."""
+"""Times a step against the reference in the same minutes, since machines are shared and noisy.
 
+Wall-clock tells how long one waits; where other work has the cores too, the processor's seconds bear it better: those that the program
+computes (user), and those that the kernel does for it (system: mostly zeroing memory that is touched for the first time, so page faults
+are counted beside). A step's own figures come with those of the reference, so that what grows on another machine is seen.
+"""
+
+import resource
 import time
 from collections.abc import Callable
 from statistics import median
@@ -8,18 +14,37 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Ratios(NamedTuple):
-    """Of each round: wall-clock and processor seconds of the step over those of the reference, and the step's own seconds."""
+class Spent(NamedTuple):
+    """What a step took: seconds on the wall, of the processor in the program and in the kernel, and page faults."""
 
-    wall: list[float]
-    cpu: list[float]
-    seconds: list[float]
+    wall: float
+    user: float
+    system: float
+    faults: float
+
+    @property
+    def processor(self) -> float:
+        return self.user + self.system
 
     def __str__(self) -> str:
-        return f"{median(self.wall):6.2f} ({min(self.wall):.2f}-{max(self.wall):.2f}) {median(self.cpu):5.2f} {median(self.seconds):7.2f}"
+        return f"{self.wall:6.2f} {self.user:6.2f} {self.system:5.2f} {self.faults / 1e3:6.0f}"
 
 
-HEADER = f"{'ratio':>6} {'(min-max)':>11} {'CPU':>5} {'step s':>7}"
+class Compared(NamedTuple):
+    """What the step and the reference took, round by round."""
+
+    step: list[Spent]
+    reference: list[Spent]
+
+    def __str__(self) -> str:
+        rounds = list(zip(*self, strict=True))
+        wall = [step.wall / reference.wall for step, reference in rounds]
+        processor = median(step.processor / reference.processor for step, reference in rounds)
+        return f"{median(wall):6.2f} ({min(wall):.2f}-{max(wall):.2f}) {processor:5.2f} {_typical(self.step)} | {_typical(self.reference)}"
+
+
+_SPENT = f"{'wall':>6} {'user':>6} {'sys':>5} {'faults':>6}"
+HEADER = f"{'ratio':>6} {'(min-max)':>11} {'CPU':>5} {_SPENT} | {_SPENT} of the reference; s, thousands"
 
 
 class Stepping:
@@ -33,20 +58,25 @@ class Stepping:
         jax.block_until_ready((self.state, found))
 
 
-def compare(reference: Stepping, step: Stepping, rounds: int) -> Ratios:
+def compare(reference: Stepping, step: Stepping, rounds: int) -> Compared:
     """Each round runs one, then the other, twice, and times the second time: a run's steps follow each other, and find memory
     and caches as the step before left them."""
-    found = Ratios([], [], [])
+    found = Compared([], [])
     for _ in range(rounds):
-        (before, before_cpu), (after, after_cpu) = _second(reference), _second(step)
-        found.wall.append(after / before)
-        found.cpu.append(after_cpu / before_cpu)
-        found.seconds.append(after)
+        found.reference.append(_second(reference))
+        found.step.append(_second(step))
     return found
 
 
-def _second(run: Stepping) -> tuple[float, float]:
+def _typical(spent: list[Spent]) -> Spent:
+    return Spent(*(median(column) for column in zip(*spent, strict=True)))
+
+
+def _second(run: Stepping) -> Spent:
     run()
-    began, began_cpu = time.perf_counter(), time.process_time()
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     run()
-    return time.perf_counter() - began, time.process_time() - began_cpu
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    return Spent(
+        wall, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, after.ru_minflt - before.ru_minflt
+    )

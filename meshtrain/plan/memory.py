@@ -153,9 +153,8 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
         Item("new gradients of the vocabulary", "gradients", embedding + (0 if waits else size * vocabulary.largest))
     ]
     remat = config.parallel.remat
-    early = (
-        remat == "full" or several and not (remat in ("dots", "names") and tensor == 1)
-    )  # set to zero before the head
+    # They are set to zero before the head.
+    early = remat == "full" or (several and (tensor > 1 or remat not in ("dots", "names")))
     gathered = Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0)
     largest = Item("gradient of the output head", "gradients", (size + 4 * scatters) * vocabulary.largest)
     layer = [
