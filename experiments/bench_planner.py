@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshtrain.config import load, to_yaml
-from meshtrain.config.check import ACTIVATIONS
+from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.plan import named
 from meshtrain.plan.fit import calibrate
 from meshtrain.plan.fit.published import FITTED, HELD_OUT

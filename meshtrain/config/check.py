@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshtrain.config.follow import followed
 from meshtrain.config.rows import filled_rows, pieces
-from meshtrain.config.schema import AUTO, Config
+from meshtrain.config.schema import ACTIVATIONS, AUTO, Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
@@ -20,7 +20,6 @@ from meshtrain.text import nearest_file
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 WORTH_SAYING = 1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
 PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide
-ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")  # what remat: names may keep or offload
 
 
 def check(config: Config) -> None:

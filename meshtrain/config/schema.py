@@ -127,6 +127,11 @@ class MeshConfig:
         return self.data * self.tensor * self.pipeline
 
 
+# What remat: names may keep or offload, in the order in which a layer makes it; and what remat: selective keeps of it.
+ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
+SELECTIVE = ("qkv", "attention", "attention_out", "mlp_in")
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     zero_stage: Literal[0, 1, 2, 3] = key(
@@ -142,11 +147,11 @@ class ParallelConfig:
     )
     remat: Literal["none", "selective", "full", "dots", "names"] = key(
         "none",
-        "what the backward pass recomputes: nothing, attention's inner part, all of a layer, all but matmul outputs, or all but the names in "
-        "remat_keep"
+        "what the backward pass recomputes: nothing, only what is cheap (norms, activations, scores of an attention hook), all of a layer, all "
+        "but matmul outputs, or all but the names in remat_keep"
     )
     remat_keep: tuple[str, ...] = key(
-        (), "remat: names keeps these activations on the device: qkv, attention, attention_out, mlp_hidden, mlp_out"
+        (), f"remat: names keeps these activations on the device: {', '.join(ACTIVATIONS)}"
     )
     remat_offload: tuple[str, ...] = key((), "remat: names keeps these activations in host memory")
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
@@ -172,6 +177,11 @@ class ParallelConfig:
         "spread",
         "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage"
     )
+
+    @property
+    def names_kept(self) -> tuple[str, ...]:
+        """The activations that remat: names or selective keeps on the device."""
+        return SELECTIVE if self.remat == "selective" else self.remat_keep
 
 
 # Where Megatron-LM begins. One token's share of a batch of 4 M still gets 2^10 times its gradient there: more would only take

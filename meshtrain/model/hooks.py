@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError, short
@@ -33,7 +34,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
-from meshtrain.model.layers import Block, Sequence, keeping_arguments
+from meshtrain.model.layers import Block, Sequence
 from meshtrain.model.loss import Vocabulary, cross_entropy
 
 
@@ -117,7 +118,6 @@ class Parts:
         self.vocabulary = Vocabulary(config.model.vocab_size, collectives)
         train = config.train
         built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
-        self._selective = config.parallel.remat == "selective"
         self._block = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss = hooks.loss or built_in
         if hooks.loss is not None:
@@ -132,16 +132,11 @@ class Parts:
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout) -> jax.Array:  # fmt: skip
         hook = self.hooks.attention or attend
-
-        # All that is traced goes in as an argument: the backward runs where what it closed over is no more.
-        def run(q, k, v, segments, key, rows):  # type: ignore[no-untyped-def]
-            return hook(q, k, v, segments, collectives, Dropout(dropout.rate, key, rows))
-
-        given = q, k, v, segments, dropout.key, dropout.rows
-        out = (keeping_arguments(run) if self._selective else run)(*given)
+        out = hook(q, k, v, segments, collectives, dropout)
         wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
         _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")
-        return out
+        # the built-in one names its output itself, where its backward takes it
+        return out if hook is attend else checkpoint_name(out, "attention")
 
     def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
         losses = self._loss(logits_BTV, labels_BT, self.vocabulary)

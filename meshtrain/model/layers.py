@@ -183,7 +183,7 @@ class MLP(nnx.Module):
         if self.up_bias is not None:
             up = up + self.up_bias[...]
         branches = (up,) if self.gate is None else (linear(rows, self.gate[...]), up)
-        h = hidden(self.activation, self.gate is not None)(*branches)
+        h = hidden(self.activation, self.gate is not None)(*(checkpoint_name(b, "mlp_in") for b in branches))
         y = linear(checkpoint_name(h, "mlp_hidden"), self.down[...]).reshape(x_BTD.shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])

@@ -2,12 +2,13 @@
 
     none        nothing; but what was gathered is gathered again: weights at use (ZeRO-3), and with sequence parallelism the inputs
                 of products (Korthikanti et al. 2022, section 4.2.2)
-    selective   attention's inner part: scores and softmax, where its function keeps them (section 5 there; built-in ones do not)
+    selective   what takes neither a product with a weight nor attention's kernel: norms, the MLP's activation, dropout's masks; and of an
+                attention hook its inner part, scores and softmax (section 5 there; built-in ones keep none)
     dots        all but products with weights: attention too
     names       all but parallel.remat_keep, which stays on the device, and parallel.remat_offload, which waits on the host
     full        all of a layer
 
-The names are given where the values are made, in `model.layers` and `model.attention`; `config.check.ACTIVATIONS` lists them.
+The names are given where the values are made, in `model.layers` and `model.attention`; `config.schema.ACTIVATIONS` lists them.
 """
 
 from collections.abc import Callable
@@ -21,11 +22,10 @@ from meshtrain.parallel.offload import HOST
 
 def checkpointed(layer: Callable, parallel: ParallelConfig, remat: str, gathers: bool) -> Callable:
     """`layer` under the policy of `remat`; `gathers`: it gathers weights or activations, which are never among what is kept."""
-    keeps_all = remat in ("none", "selective")
-    if keeps_all and not gathers:
+    if remat == "none" and not gathers:
         return layer
     # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is computed again.
-    return jax.checkpoint(layer, policy=_all_but_gathered if keeps_all else _policy(parallel), prevent_cse=False)
+    return jax.checkpoint(layer, policy=_all_but_gathered if remat == "none" else _policy(parallel), prevent_cse=False)
 
 
 def _policy(parallel: ParallelConfig) -> Callable | None:
@@ -33,9 +33,9 @@ def _policy(parallel: ParallelConfig) -> Callable | None:
     if parallel.remat == "dots":
         # Products with weights; attention's have batch dimensions.
         return policies.dots_with_no_batch_dims_saveable
-    if parallel.remat == "names":
+    if parallel.remat in ("names", "selective"):
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(parallel.remat_keep),
+            names_which_can_be_saved=list(parallel.names_kept),
             names_which_can_be_offloaded=list(parallel.remat_offload),
             offload_src="device",
             offload_dst=HOST,

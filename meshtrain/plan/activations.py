@@ -55,7 +55,7 @@ def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: s
     w = widths(model, tensor, sequence_parallel)
     if remat == "full":
         return size * w.stream
-    if remat == "names":
+    if remat in ("names", "selective"):
         return size * w.stream + sum(named(w, name, size) for name in names)
     if remat == "dots":  # layer input, attention's output; up (and gate); q, k, v
         return size * (w.stream + w.whole + w.matrices * w.hidden + w.query + 2 * w.key)
@@ -64,7 +64,7 @@ def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: s
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
     # and of each query the log of its sum, in float32
-    sums = 0 if remat == "selective" else 4 * w.heads
+    sums = 4 * w.heads
     return stream + size * ((1 + w.matrices) * w.hidden + 2 * w.query + 2 * w.key) + sums + dropped
 
 
@@ -74,6 +74,7 @@ def named(w: Widths, name: str, size: int) -> float:
         "qkv": size * (w.query + 2 * w.key),
         "attention": size * w.query + 4 * w.heads,
         "attention_out": size * w.stream,
+        "mlp_in": size * w.matrices * w.hidden,
         "mlp_hidden": size * w.hidden,
         "mlp_out": 0,
     }[name]
@@ -81,7 +82,7 @@ def named(w: Widths, name: str, size: int) -> float:
 
 def kept(config: Config, remat: str) -> float:
     """Bytes that one layer keeps of one microbatch on the device, under a remat mode."""
-    return _bytes(config, remat, config.parallel.remat_keep)
+    return _bytes(config, remat, config.parallel.names_kept)
 
 
 def offloaded(config: Config) -> float:
@@ -105,8 +106,11 @@ def left(config: Config) -> float:
     width = 2 * w.whole + w.matrices * w.hidden + w.query + 2 * model.kv_heads / tensor * model.head_dim
     if parallel.remat == "dots":
         width += w.stream + w.query + FAMILIES[model.family].biases * w.hidden
-    elif parallel.remat not in ("none", "selective"):
-        width += 2 * w.whole + w.matrices * w.hidden + ("attention" not in parallel.remat_keep) * w.query
+    elif parallel.remat != "none":
+        names = parallel.names_kept
+        width += ("qkv" not in names) * w.whole + (w.stream if "mlp_in" in names else w.whole)
+        width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
+        width += ("attention" not in names) * w.query
     return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
 
 

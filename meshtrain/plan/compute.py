@@ -69,7 +69,7 @@ class Layer:
     attention: Seconds
     attention_out: Seconds  # the product
     residual: Seconds  # the sum with attention's output
-    products: Seconds  # into the MLP
+    mlp_in: Seconds  # the products into the MLP
     mlp_hidden: Seconds  # its activation alone
     mlp_out: Seconds  # product and sum, which no backward needs
 
@@ -107,7 +107,7 @@ def layer(
         attention=attention(accelerator, dtype, k, sequences * heads * length * length, practice),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
-        products=products(*[(n, d, f)] * (1 + gated)),
+        mlp_in=products(*[(n, d, f)] * (1 + gated)),
         mlp_hidden=passes((3 if gated else 2) * f * inner),
         mlp_out=products((n, f, d)) + passes(3 * stream),
     )
@@ -138,13 +138,11 @@ def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Secon
     parallel = config.parallel
     if parallel.remat == "none":
         return Seconds()
-    if parallel.remat == "selective":
-        return Seconds(attention=layer.forward.attention)
     if parallel.remat == "dots":
         return Seconds(0.0, layer.forward.attention, layer.forward.memory)
-    kept = {*parallel.remat_keep, *parallel.remat_offload}
-    parts = {name: getattr(layer, name) for name in ("qkv", "attention", "attention_out", "mlp_hidden")}
-    again = layer.norms + layer.residual + layer.products
+    kept = {*parallel.names_kept, *parallel.remat_offload}
+    parts = {name: getattr(layer, name) for name in ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden")}
+    again = layer.norms + layer.residual
     return sum((part for name, part in parts.items() if name not in kept), again)
 
 

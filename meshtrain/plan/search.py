@@ -189,7 +189,9 @@ class _Zero(NamedTuple):
     zero: tuple[int, bool]
     seconds: float  # outside the microbatches
     nbytes: float  # of state
-    at_use: tuple[bool, bool]  # whether weights are gathered, gradients scattered, layer by layer
+    passing: tuple[
+        bool, ...
+    ]  # what decides the bytes that are held for a moment: weights gathered, gradients scattered at use; any at all
 
 
 def _scheduled(
@@ -207,14 +209,14 @@ def _scheduled(
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
         facts = ticks.facts(scheduled)
         held = memory.total(memory.kept(scheduled, facts, cluster.accelerator.platform))
-        seconds, passing = math.inf, dict[tuple[bool, bool], float]()
+        seconds, passing = math.inf, dict[tuple[bool, ...], float]()
         for zero in outside[stage.on_device]:
             nbytes = held + zero.nbytes
             if nbytes <= usable:
-                if zero.at_use not in passing:
+                if zero.passing not in passing:
                     moments = memory.passing(_with_zero(scheduled, zero.zero), facts, cluster.accelerator.platform)
-                    passing[zero.at_use] = max(map(memory.total, moments.values()))
-                nbytes += passing[zero.at_use]
+                    passing[zero.passing] = max(map(memory.total, moments.values()))
+                nbytes += passing[zero.passing]
             if nbytes <= usable and seconds == math.inf:
                 if stage.longest not in pieces:
                     pieces[stage.longest] = pieces_of(scheduled, cluster)
@@ -236,8 +238,8 @@ def _zeros(config: Config, cluster: Cluster) -> Iterator[_Zero]:
     for stage, hold in choices:
         chosen = _with_zero(config, (stage, hold))
         nbytes = sum(item.nbytes for item in memory.state(chosen))
-        at_use = gathers_at_use(chosen), scatters_at_use(chosen)
-        yield _Zero((stage, hold), outside_seconds(chosen, cluster), nbytes, at_use)
+        passing = gathers_at_use(chosen), scatters_at_use(chosen), stage > 0
+        yield _Zero((stage, hold), outside_seconds(chosen, cluster), nbytes, passing)
 
 
 def reason(found: Plan, fastest: Plan) -> str:

@@ -90,7 +90,7 @@ def layer_flows(config: Config) -> list[Moment]:
     """Collectives over tensor of a chunk's layers, in one pass."""
     parallel, ranks, whole = config.parallel, config.mesh.tensor, _whole(config)
     layers = stages(config).longest
-    kept = parallel.remat in ("none", "selective") or "attention_out" in (*parallel.remat_keep, *parallel.remat_offload)
+    kept = parallel.remat == "none" or "attention_out" in (*parallel.names_kept, *parallel.remat_offload)
     again = 0 if kept else 1  # of the layer's own output the backward has no use
 
     def over(moment: str, kind: str, what: str, count: int) -> Moment:

@@ -101,7 +101,7 @@ def traced_residuals(config) -> float:
     return sum(found) / config.model.layers / (shape[0] * shape[1])
 
 
-NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
+NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
 KEPT = [(), *((name,) for name in NAMES), ("qkv", "attention"), NAMES]
 
 
@@ -162,7 +162,11 @@ def traced_stage(config) -> tuple[float, float]:
 
 # Of each stage: family, what is kept, sequence parallelism.
 STAGES = list(
-    itertools.product(("llama", "gpt2"), ("none", "selective", "dots", "full", (), ("attention",)), (False, True))
+    itertools.product(
+        ("llama", "gpt2"),
+        ("none", "selective", "dots", "full", (), ("attention",), ("qkv", "mlp_in"), ("mlp_hidden",)),
+        (False, True),
+    )
 )
 
 

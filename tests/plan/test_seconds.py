@@ -9,7 +9,7 @@ from meshtrain.plan import ACCELERATORS, compute, named, plan, seconds, shapes
 from meshtrain.plan.cluster.accelerators import Efficiency
 from meshtrain.step import Program
 
-NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
+NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
 
 
 def test_the_parts_of_a_step_sum_to_it_and_the_bubble_is_the_simulators(llama_8b):
@@ -55,7 +55,8 @@ def test_what_is_computed_again_is_what_xla_compiles_again(family):
     for kept in [(), *((name,) for name in NAMES), NAMES]:
         config, flops = made(remat="names", remat_keep=kept)
         planned = seconds.pieces_of(config, cluster).again.matmul * cluster.accelerator.flops("float32")
-        assert planned == pytest.approx(flops - none, rel=0.05), kept
+        # besides the products some thousandths of the step's: norms and the like
+        assert planned == pytest.approx(flops - none, rel=0.05, abs=0.003 * none), kept
 
 
 def test_short_sides_make_matrix_products_slow():

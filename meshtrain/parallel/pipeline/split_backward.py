@@ -77,6 +77,9 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Value
             inner = eqn.params[_INLINED[eqn.primitive.name]]
             jaxpr_of, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
             outs = _evaluate(jaxpr_of, consts, values)
+        elif eqn.primitive.name == "name":
+            # what `checkpoint_name` named is the value itself, not another that W would have to be left
+            outs = values
         else:
             outs = bind(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))
