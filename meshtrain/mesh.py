@@ -33,6 +33,7 @@ from meshtrain.config.schema import MOST_FAKE_DEVICES
 from meshtrain.config.schema import PIPELINE as PIPELINE
 from meshtrain.config.schema import TENSOR as TENSOR
 from meshtrain.errors import refusal
+from meshtrain.gpu_memory import ask_for_pool
 
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
 SHUTDOWN_TIMEOUT = 30
@@ -150,6 +151,7 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             # Its share of the mesh, whatever else was asked for: each process is to have a part of it.
             fakes = math.ceil(needed / processes)
         asked = fake_cpu_devices(fakes) if fakes else True
+        ask_for_pool()
         try:
             devices = jax.devices()
         # An assertion where JAX_PLATFORMS names what this machine has not.

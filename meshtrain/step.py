@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
+from meshtrain import gpu_memory
 from meshtrain.compat import lines_as_they_are, varying
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.rows import filled_rows
@@ -325,15 +326,19 @@ def _refuse_state(params: Tree) -> None:
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int]:
-    """What XLA should be told besides: on GPUs, that a message between stages may be under way during a layer's own collectives.
+    """What XLA should be told besides: on GPUs, how much memory there is, and that a message between stages may be under way during a
+    layer's own collectives.
 
     By default one collective is under way at a time, so that no message could travel during a layer with tensor parallelism, whose
     backward alone may have three: a cotangent's and two gathers that only the weights' gradients need.
     """
-    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    if platform(mesh) != "gpu" or mesh.shape[PIPELINE] == 1 or limit in os.environ.get("XLA_FLAGS", ""):
+    if platform(mesh) != "gpu":
         return {}
-    return {limit: 4}
+    options = {"xla_gpu_memory_limit_slop_factor": gpu_memory.slop_factor()}
+    if mesh.shape[PIPELINE] > 1:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+    given = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in given}
 
 
 def _sum_everywhere(loss: jax.Array) -> jax.Array:
