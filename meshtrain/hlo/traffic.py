@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from meshtrain.hlo.module import Line, Module, byte_count, dtypes, replica_groups
+from meshtrain.hlo.module import Line, Module, Operation, byte_count, dtypes, replica_groups
 from meshtrain.shown import Shown
 
 
@@ -102,7 +102,7 @@ def collectives(
             busy=busy if conditionals else 1.0,
         )
         for op, loops, conditionals in program.walk(body)
-        for axes, ranks in [_axes(op.attributes, mesh)]
+        for axes, ranks in [axes_of(op, mesh)]
     )
 
 
@@ -121,12 +121,12 @@ def live_bytes(tree: Any, device: jax.Device | None = None) -> int:
     return held[device] if device is not None else max(held.values(), default=0)
 
 
-def _axes(attributes: str, mesh: Mesh) -> tuple[tuple[str, ...], int]:
+def axes_of(op: Operation, mesh: Mesh) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which a collective's groups extend, and the devices in a group.
 
     HLO counts devices by their place in the mesh (`mesh.devices.flat`), whatever their own ids are.
     """
-    groups = replica_groups(attributes, mesh.size)
+    groups = replica_groups(op.attributes, mesh.size)
     places = np.stack(np.unravel_index(np.arange(mesh.size), mesh.devices.shape), axis=-1)
     along = {a for group in groups for a in np.flatnonzero((places[group] != places[group[0]]).any(axis=0))}
     return tuple(name for i, name in enumerate(mesh.axis_names) if i in along), max(len(g) for g in groups)

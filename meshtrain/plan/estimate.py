@@ -173,16 +173,18 @@ def stage_seconds(config: Config, pieces: Pieces) -> float:
 
 
 def outside_seconds(config: Config, cluster: Cluster, practice: Practice = OURS) -> float:
-    """Seconds of a step outside the microbatches: communication over data, and the optimizer."""
+    """Seconds of a step outside the microbatches: communication over data, the optimizer, and its state's way from the host and back."""
     return sum(_outside(config, cluster, practice))
 
 
-def _outside(config: Config, cluster: Cluster, practice: Practice) -> tuple[float, float]:
+def _outside(config: Config, cluster: Cluster, practice: Practice) -> tuple[float, float, float]:
     stage, device = stages(config), cluster.accelerator
     held = shapes.held(config)
     data = data_seconds(config, cluster.axis("data", config.mesh), practice)
     data *= device.efficiency.exposed if practice.overlap_data else 1.0
-    return data, compute.optimizer(config, device, (held.block * stage.on_device + held.outer).shard)
+    copied = 2 * 4 * shapes.optimizer_state(config, stage.on_device) if config.parallel.offload_optimizer else 0
+    host = copied / (cluster.host_bandwidth * 1e9)
+    return data, compute.optimizer(config, device, (held.block * stage.on_device + held.outer).shard), host
 
 
 def assemble(
@@ -192,7 +194,7 @@ def assemble(
     stage, m = stages(config), config.parallel.microbatches
     layers = m * stage.on_device
     useful = pieces.forward + pieces.backward + pieces.again * -1.0
-    data, optimizer = _outside(config, cluster, practice)
+    data, optimizer, host = _outside(config, cluster, practice)
     return StepTime(
         matmul=layers * useful.matmul,
         attention=layers * useful.attention,
@@ -202,7 +204,7 @@ def assemble(
         tensor=layers * (pieces.forward_sends + pieces.backward_sends) + m * pieces.head_sends,
         pipeline=m * (pieces.vocab_sends + 2 * stage.chunks * pieces.waits),
         data=data,
-        host=layers * (pieces.forward_copies + pieces.backward_copies),
+        host=layers * (pieces.forward_copies + pieces.backward_copies) + host,
         bubble=microbatches - m * stage_seconds(config, pieces),
         optimizer=optimizer,
         checkpoint=0.0,

@@ -10,25 +10,29 @@ import math
 import time as clock
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import put
 from meshtrain.config.rows import sequences
-from meshtrain.config.schema import AUTO, PLAIN
+from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
-from meshtrain.plan import memory, ticks
+from meshtrain.plan import activations, memory, ticks
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import Pieces, pieces_of
 from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
 
-REMAT = ("none", "dots", "full")
+# Kept free of what a program may have: of 79 compiled programs of every kind 95% hold less than this above the formula
+# (`experiments/bench_planner.py --compile`).
+MARGIN = 0.04
+# What remat is looked at saves at least so much of all activations, against the one that saves less.
+STEP = 0.08
 
 
 class Candidate(NamedTuple):
-    """A layout with its predicted seconds and bytes, by formula; `zero` is its (stage, hold).
+    """A layout with its predicted seconds and bytes, by formula; `zero` are its keys of ZeRO.
 
     Where it does not fit the bytes may be only those that show it, and the seconds infinite.
     """
@@ -36,7 +40,7 @@ class Candidate(NamedTuple):
     seconds: float
     nbytes: float
     base: Config
-    zero: tuple[int, bool]
+    zero: "Zero"
 
     @property
     def config(self) -> Config:
@@ -62,7 +66,7 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> Fo
     began = clock.perf_counter()
     legal, fitting = 0, []
     smallest: Candidate | None = None
-    usable = cluster.accelerator.usable_bytes
+    usable = spared(cluster)
     for candidate in candidates(config, cluster, devices):
         legal += 1
         if smallest is None or candidate.nbytes < smallest.nbytes:
@@ -77,8 +81,13 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> Fo
         )
     fitting.sort(key=lambda c: c[:2])
     plans = [estimate(c.config, cluster) for c in _distinct(fitting, 2 * best)]
-    plans = sorted((p for p in plans if p.fits), key=lambda p: (p.seconds, p.bytes))[:best]
+    plans = sorted((p for p in plans if p.bytes <= usable), key=lambda p: (p.seconds, p.bytes))[:best]
     return Found(plans, legal, len(fitting), smallest, clock.perf_counter() - began)
+
+
+def spared(cluster: Cluster) -> float:
+    """The bytes of a device that a search uses."""
+    return cluster.accelerator.usable_bytes * (1 - MARGIN)
 
 
 def _distinct(ranked: list[Candidate], count: int) -> list[Candidate]:
@@ -164,9 +173,11 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
     and split of the sequence, as far as the mesh allows, and with microbatches of its rows, a half, a quarter, ... of them.
     """
     most = sequences(config)
-    base = put(config, parallel={"layer_split": None, "zero_hold": False})
-    if base.parallel.remat == "names":
-        base = put(base, parallel={"remat": "none", "remat_keep": (), "remat_offload": ()})
+    base = put(
+        config,
+        parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
+    )
+    remats: dict[tuple, list[dict[str, Any]]] = {}
     for data, tensor, stages in meshes(base, devices):
         mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
@@ -177,30 +188,75 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
             counts, ways = near_cuts(base, data, most), [near_schedule(base, stages)]
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
-            outside: dict[int, list[_Zero]] = {}
-            for split, remat in itertools.product(splits, REMAT):
-                keys = {"sequence_parallel": split, "remat": remat}
-                yield from _scheduled(put(cut, parallel=keys), cluster, ways, outside)
+            outside: dict[int, list[_Decided]] = {}
+            for split in splits:
+                whole = put(cut, parallel={"sequence_parallel": split})
+                key = tensor, split, stages == 1, sequences(whole)
+                if key not in remats:
+                    remats[key] = _remats(whole, cluster)
+                for keys in remats[key]:
+                    yield from _scheduled(put(whole, parallel=keys), cluster, ways, outside)
 
 
-class _Zero(NamedTuple):
-    """What a ZeRO stage (and hold) decides."""
+def _remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
+    """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one beats in both
+    bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
+    """
+    names = [n for n in ACTIVATIONS if n != "mlp_out"]
+    ways: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
+    for count in range(1, len(names) + 1):
+        ways += [{"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)]
+    if config.mesh.pipeline == 1:
+        ways += [
+            {"remat": "names", "remat_keep": SELECTIVE[:i], "remat_offload": SELECTIVE[i:]}
+            for i in range(len(SELECTIVE))
+        ]
+    costs = []
+    for i, way in enumerate(ways):
+        chosen = put(config, parallel=way)
+        pieces = pieces_of(chosen, cluster)
+        seconds = pieces.backward.total + pieces.backward_sends + pieces.forward_copies + pieces.backward_copies
+        costs.append((activations.kept(chosen, chosen.parallel.remat), seconds, i))
+    step = STEP * max(costs)[0]
+    found: list[dict[str, Any]] = []
+    held, fastest = math.inf, math.inf
+    # from what holds most on: worth looking at if nothing that holds as little is faster
+    for nbytes, _, i in sorted(costs, key=lambda c: (-c[0], c[1], c[2])):
+        seconds = costs[i][1]
+        if any(other <= nbytes and time < seconds for other, time, _ in costs):
+            continue
+        if nbytes <= held - step or seconds < fastest:
+            found.append(ways[i])
+            held, fastest = nbytes, seconds
+    full = {"remat": "full"}
+    return found if full in found else [*found, full]
 
-    zero: tuple[int, bool]
+
+class Zero(NamedTuple):
+    """The ZeRO stage of a layout, and where its state lies."""
+
+    stage: int
+    hold: bool
+    offload: bool = False
+
+
+class _Decided(NamedTuple):
+    """What the keys of ZeRO decide."""
+
+    zero: Zero
     seconds: float  # outside the microbatches
     nbytes: float  # of state
-    passing: tuple[
-        bool, ...
-    ]  # what decides the bytes that are held for a moment: weights gathered, gradients scattered at use; any at all
+    # Weights gathered, gradients scattered at use, anything over data: what decides the bytes that are held for a moment.
+    passing: tuple[bool, ...]
 
 
 def _scheduled(
-    config: Config, cluster: Cluster, ways: list[tuple[str, int]], outside: dict[int, list[_Zero]]
+    config: Config, cluster: Cluster, ways: list[tuple[str, int]], outside: dict[int, list[_Decided]]
 ) -> Iterator[Candidate]:
     """The given schedules and all ZeRO stages of a layout. What follows from the layers of a stage alone is computed once for each number
     of them: the pieces here, what ZeRO decides in `outside`. Time is computed where one of the ZeRO stages fits, since most don't.
     """
-    usable = cluster.accelerator.usable_bytes
+    usable = spared(cluster)
     pieces: dict[int, Pieces] = {}
     for schedule, chunks in ways:
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
@@ -210,7 +266,11 @@ def _scheduled(
         facts = ticks.facts(scheduled)
         held = memory.total(memory.kept(scheduled, facts, cluster.accelerator.platform))
         seconds, passing = math.inf, dict[tuple[bool, ...], float]()
+        fits = False
         for zero in outside[stage.on_device]:
+            # the optimizer's state waits on the host only where it has to: the same stage without comes just before
+            if zero.zero.offload and fits:
+                continue
             nbytes = held + zero.nbytes
             if nbytes <= usable:
                 if zero.passing not in passing:
@@ -221,25 +281,29 @@ def _scheduled(
                 if stage.longest not in pieces:
                     pieces[stage.longest] = pieces_of(scheduled, cluster)
                 seconds = ticks.quick(scheduled, facts, pieces[stage.longest])
+            fits = nbytes <= usable
             yield Candidate(seconds + zero.seconds, nbytes, scheduled, zero.zero)
 
 
-def _with_zero(config: Config, zero: tuple[int, bool]) -> Config:
-    return put(config, parallel={"zero_stage": zero[0], "zero_hold": zero[1]})
+def _with_zero(config: Config, zero: Zero) -> Config:
+    return put(config, parallel={"zero_stage": zero.stage, "zero_hold": zero.hold, "offload_optimizer": zero.offload})
 
 
-def _zeros(config: Config, cluster: Cluster) -> Iterator[_Zero]:
-    """ZeRO stages with and without holding, where that makes a difference: for stages 2 and 3 with several microbatches."""
+def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
+    """ZeRO stages with and without holding, where that makes a difference: for stages 2 and 3 with several microbatches; each with the
+    optimizer's state on the device and, where there are GPUs, on the host.
+    """
     several = config.parallel.microbatches > 1 or config.mesh.pipeline > 1
     holds = (False, True) if several else (False,)
     choices: list[tuple[int, bool]] = [(0, False)]
     if config.mesh.data > 1:
         choices += [(1, False), *itertools.product((2, 3), holds)]
-    for stage, hold in choices:
-        chosen = _with_zero(config, (stage, hold))
+    hosts = (False, True) if cluster.accelerator.platform == "gpu" else (False,)
+    for (stage, hold), host in itertools.product(choices, hosts):
+        chosen = _with_zero(config, zero := Zero(stage, hold, host))
         nbytes = sum(item.nbytes for item in memory.state(chosen))
         passing = gathers_at_use(chosen), scatters_at_use(chosen), stage > 0
-        yield _Zero((stage, hold), outside_seconds(chosen, cluster), nbytes, passing)
+        yield _Decided(zero, outside_seconds(chosen, cluster), nbytes, passing)
 
 
 def reason(found: Plan, fastest: Plan) -> str:

@@ -1,0 +1,147 @@
+"""Seconds of a step from its compiled program: every instruction in the order of issue, with what travels meanwhile.
+
+    instructions  ─ product ─ norm ─ start ─ product ─ product ─ done ─ ...      one after the other, by the planner's rates
+    collectives                        ╰──────── over its axis ────╯             waited for only so long as nothing hides them
+
+The formulas of `plan.seconds` say what a step should take; this says what the program that XLA made of it takes by the same rates: products
+of the shapes that it has, bytes that it moves, collectives that it sends, and what hides what. Loops count by their turns.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jax.sharding import Mesh
+
+from meshtrain.config import Config
+from meshtrain.hlo.module import Module, Operation, byte_count, elements
+from meshtrain.hlo.traffic import axes_of
+from meshtrain.hlo.work import Work
+from meshtrain.mesh import PIPELINE, TENSOR
+from meshtrain.plan import compute
+from meshtrain.plan.cluster import algorithms
+from meshtrain.plan.cluster.cluster import Cluster, Group
+from meshtrain.plan.compute import OURS
+
+KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where HLO has another
+
+
+@dataclass
+class Timed:
+    """Seconds of a device: in all, in matrix products and attention, in memory, and waiting for the collectives of an axis."""
+
+    seconds: float = 0.0
+    products: float = 0.0
+    memory: float = 0.0
+    waits: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Timed", times: float = 1) -> None:
+        self.seconds += times * other.seconds
+        self.products += times * other.products
+        self.memory += times * other.memory
+        self.waits.update({axis: times * spent for axis, spent in other.waits.items()})
+
+
+def timed(module: Module, mesh: Mesh, config: Config, cluster: Cluster) -> Timed:
+    """What a device of the cluster spends on one run of a module that was compiled for a config on `mesh`."""
+    return _Clock(module, mesh, config, cluster).run(module.entry)
+
+
+class _Clock:
+    def __init__(self, module: Module, mesh: Mesh, config: Config, cluster: Cluster) -> None:
+        self.module, self.work, self.mesh, self.config, self.cluster = module, Work(module), mesh, config, cluster
+        self.device = cluster.accelerator
+        self.dtype = config.precision.compute
+        self._known: dict[str, Timed] = {}
+
+    def run(self, computation: str) -> Timed:
+        """One turn of a computation."""
+        if computation in self._known:
+            return self._known[computation]
+        found = Timed()
+        ends: dict[str, tuple[float, str]] = {}
+        free: Counter[str] = Counter()
+        ops = self.module.computations[computation]
+        waited = {op.operands[0] for op in ops if op.opcode.endswith("-done") and op.operands}
+        for op in ops:
+            if op.kind:
+                axis, seconds = self._collective(op)
+                free[axis] = max(found.seconds, free[axis]) + seconds
+                ends[op.name] = free[axis], axis
+                if op.name not in waited:
+                    self._wait(found, *ends[op.name])
+            elif op.opcode.endswith("-done") and op.operands[0] in ends:
+                self._wait(found, *ends[op.operands[0]])
+            elif op.opcode == "while":
+                body, _, turns = self.module.loop(op)
+                found.add(self.run(body), turns or 1)
+            else:
+                found.add(self._instruction(computation, op))
+        self._known[computation] = found
+        return found
+
+    def _wait(self, found: Timed, end: float, axis: str) -> None:
+        if end > found.seconds:
+            found.waits[axis] += end - found.seconds
+            found.seconds = end
+
+    def _collective(self, op: Operation) -> tuple[str, float]:
+        """Its axis, and its seconds where nothing else is under way there."""
+        axes, ranks = axes_of(op, self.mesh)
+        group = self._group(axes)
+        whole = byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1)
+        seconds = algorithms.best(KINDS.get(op.kind, op.kind), group, whole).seconds if group else 0.0
+        return "+".join(axes), seconds
+
+    def _group(self, axes: tuple[str, ...]) -> Group | None:
+        mesh = self.config.mesh
+        if not axes:
+            return None
+        if len(axes) == 1:
+            return self.cluster.axis(axes[0], mesh)
+        if set(axes) == {TENSOR, PIPELINE}:
+            return self.cluster.group(mesh.tensor * mesh.pipeline, 1)
+        size = 1
+        for axis in axes:
+            size *= getattr(mesh, axis)
+        return self.cluster.group(size, 1)
+
+    def _instruction(self, computation: str, op: Operation) -> Timed:
+        moved = self.work.moved(computation, op).bytes
+        memory = moved / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
+        products = sum(
+            compute.product(self.device, dtype, *shape) for dtype, shape in self._products(computation, op)
+        ) + self._attention(computation, op)
+        if products:
+            return Timed(max(products, memory), max(products, memory))
+        return Timed(memory, 0.0, memory)
+
+    def _products(self, computation: str, op: Operation) -> Iterator[tuple[str, tuple[float, float, float]]]:
+        """dtype and (m, k, n) of each matrix product that an instruction is or holds."""
+        if op.opcode == "dot" or (op.opcode == "custom-call" and "__cublas" in op.attributes):
+            known = self.module.named(computation)
+            left, right = (elements(known[name].result) for name in op.operands[:2])
+            depth = self.work.flops(computation, op) / (2.0 * elements(op.result))
+            dtype = {"bf16": "bfloat16", "f16": "float16"}.get(known[op.operands[0]].result.split("[")[0], "float32")
+            yield dtype, (left / depth, depth, right / depth)
+        elif op.opcode != "while":
+            for called in self.module.called(op):
+                for inner in self.module.computations[called]:
+                    yield from self._products(called, inner)
+
+    def _attention(self, computation: str, op: Operation) -> float:
+        """Of a kernel: its share of forward or backward by the planner's rate."""
+        if op.opcode != "custom-call" or "fmha" not in op.attributes:
+            return 0.0
+        backward = "Backward" in op.attributes
+        sizes = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes)
+        assert sizes is not None, "cuDNN's attention tells the shape of its scores"
+        scores = 1.0
+        for n in re.findall(r"\d+", sizes.group(1)):
+            scores *= int(n)
+        model = self.config.model
+        forward = compute.attention(self.device, self.dtype, model.head_dim, scores, OURS)
+        return (compute.layer_backward(forward) if backward else forward).total
+
+
