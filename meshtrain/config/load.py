@@ -128,10 +128,20 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
             section = typing.cast(type, hints[name])
             empty = value_node.tag == NULL
             given[name] = section() if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
+        elif typing.get_origin(hints[name]) is tuple and dataclasses.is_dataclass(typing.get_args(hints[name])[0]):
+            section = typing.get_args(hints[name])[0]
+            given[name] = _sections(section, value_node, f"{prefix}{name}", source, what)
         else:
             where = f"{_at(source, value_node)}: {prefix}{name}"
             given[name] = value(hints[name], keys(kind)[name], value_node, where)
     return kind(**given)
+
+
+def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
+    """Dataclasses from a YAML list of mappings."""
+    if not isinstance(node, yaml.SequenceNode):
+        raise ConfigError(f"{_at(source, node)}: {name} is {shape(node)}; it must be a list of mappings.")
+    return tuple(_section(kind, item, f"{name}[{i}].", source, what) for i, item in enumerate(node.value))
 
 
 def _override(config: Config, text: str) -> Config:

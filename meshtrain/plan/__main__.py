@@ -33,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.kueue and not options.jobs:
+        parser.error("--kueue DIR is for --jobs FILE: it writes what places those jobs")
+    if options.jobs:
+        return _jobs(options)
     if not options.config and not options.measure:
         parser.error("--config FILE is needed: the YAML file of the run")
     return _run(options)
@@ -63,6 +67,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--html", metavar="FILE", help="writes the whole report as one page with pictures")
     parser.add_argument("--compile", metavar="TARGET[xN]", help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares")  # fmt: skip
+    parser.add_argument("--jobs", metavar="FILE", help="places the jobs of a YAML file on the cluster; see configs/jobs")
+    parser.add_argument("--kueue", metavar="DIR", help="with --jobs, writes queues and jobs for Kueue on Kubernetes")
     parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
     return parser
 
@@ -220,6 +226,14 @@ def _found_json(found: Found, devices: int) -> dict:
         for p in found.plans
     ]
     return {"devices": devices, "legal": found.legal, "fitting": found.fitting, "seconds": found.seconds, "best": best}
+
+
+def _jobs(options: argparse.Namespace) -> int:
+    from meshtrain.plan.jobs import command
+
+    if options.html:
+        _check_target(options.html)
+    return command.run(options, _write)
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -1,0 +1,152 @@
+"""The same placement as Kueue is told of it: what there is, who may have how much, which job goes first.
+
+    queues.yaml  ResourceFlavor   the nodes, by a label of theirs, and their topology
+                 Topology         block of links, then the node itself
+                 ClusterQueue     the quota: all devices of the cluster
+                 LocalQueue       where the jobs of a namespace wait
+                 WorkloadPriorityClass  one for each priority
+    NAME.yaml    JobSet           as `python -m meshtrain.launch jobset` writes it, with its queue, its priority and where its pods belong
+
+Kueue (kueue.x-k8s.io/v1beta2, apis/kueue/v1beta2 in kubernetes-sigs/kueue) chooses nodes by itself: it is told what the placement has
+of each job, the nodes and the devices on each, and to keep a job in one block where it can, or must (`together`).
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshtrain.cli import Parser
+from meshtrain.errors import ConfigError, refusal, say, short
+from meshtrain.launch import kubernetes
+from meshtrain.launch.manifest import dumped
+from meshtrain.plan.jobs.listed import Job, Jobs
+from meshtrain.plan.jobs.report import Result
+from meshtrain.plan.jobs.ways import Way, configured, settings
+
+API = "kueue.x-k8s.io/v1beta2"
+GPU = "nvidia.com/gpu"
+HOSTNAME = "kubernetes.io/hostname"
+QUEUES = "queues.yaml"
+
+
+def check(jobs: Jobs, directory: str) -> None:
+    """Refuses at once what would be found missing when all is placed, and makes the directory."""
+    with_config = [job.name for job in jobs.jobs if job.config]
+    for name in ("image", "volume"):
+        if with_config and not getattr(jobs.kueue, name):
+            raise ConfigError(
+                f"--kueue needs kueue.{name} in the file of jobs: job {with_config[0]} has a config, so that a JobSet is written."
+            )
+    if "=" not in jobs.kueue.node_label:
+        raise ConfigError(
+            f"kueue.node_label is {short(repr(jobs.kueue.node_label))}; write a label and its value, as in team=a."
+        )
+    if any(job.name == Path(QUEUES).stem for job in jobs.jobs):
+        raise ConfigError(
+            f"--kueue writes {QUEUES} and a file for each job, so that no job can have the name {Path(QUEUES).stem}."
+        )
+    _check_directories(jobs)
+    try:
+        Path(directory).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--kueue {short(directory)}: no such directory can be made: {refusal(error)}.") from None
+
+
+def _check_directories(jobs: Jobs) -> None:
+    """Two runs in one directory would take each other for itself."""
+    owners: dict[str, str] = {}
+    for job in jobs.jobs:
+        if job.config:
+            directory = configured(job).run.directory
+            other = owners.setdefault(directory, job.name)
+            if other != job.name:
+                raise ConfigError(
+                    f"--kueue: jobs {other} and {job.name} both have run.directory {short(directory)}; give each its own, as in "
+                    f"set: [run.directory=runs/{job.name}]."
+                )
+
+
+def files(result: Result, directory: str) -> dict[str, str]:
+    """Path -> text of the manifests. A job that has no config gets no JobSet, and one that fits nowhere none either."""
+    cluster = result.packing.cluster
+    if cluster.accelerator.platform != "gpu":
+        raise ConfigError(f"--kueue is for NVIDIA GPUs ({GPU}); cluster {cluster.name} has {cluster.accelerator.name}.")
+    found = {str(Path(directory) / QUEUES): dumped(*queues(result))}
+    bare = []
+    for request in result.packing.requests:
+        if not request.job.config:
+            bare.append(request.job.name)
+        elif request.ways:
+            placed = result.placed.get(request.job.name)
+            way = placed.way if placed else request.ways[0]
+            found[str(Path(directory) / f"{request.job.name}.yaml")] = dumped(jobset(request.job, way, result.jobs))
+    if bare:
+        say(
+            f"{', '.join(bare)}: without a config there is no JobSet; give yours the label {_QUEUE}: {result.jobs.kueue.queue}."
+        )
+    return found
+
+
+_QUEUE, _PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+# Of the nodes of a block, or where that is only a wish of one block after the other.
+_REQUIRED, _PREFERRED = "kueue.x-k8s.io/podset-required-topology", "kueue.x-k8s.io/podset-preferred-topology"
+
+
+def queues(result: Result) -> list[dict[str, Any]]:
+    """What there is and who may have it: one flavor, all devices as the quota of one queue."""
+    kueue, cluster = result.jobs.kueue, result.packing.cluster
+    label, _, value = kueue.node_label.partition("=")
+    named = {"name": kueue.queue}
+    levels = [kueue.block_label] if kueue.block_label else []
+    quota = {"name": GPU, "nominalQuota": cluster.devices}
+    group = {"coveredResources": [GPU], "flavors": [{"name": kueue.queue, "resources": [quota]}]}
+    mine = {"matchLabels": {"kubernetes.io/metadata.name": kueue.namespace}}
+    priorities = sorted({job.priority for job in result.jobs.jobs}, reverse=True)
+    return [
+        _object("Topology", named, spec={"levels": [{"nodeLabel": name} for name in (*levels, HOSTNAME)]}),
+        _object("ResourceFlavor", named, spec={"nodeLabels": {label: value}, "topologyName": kueue.queue}),
+        # A job that has no room does not hold up those behind it, as in `meshtrain.plan.jobs.packing`.
+        _object("ClusterQueue", named, spec={"namespaceSelector": mine, "queueingStrategy": "BestEffortFIFO", "resourceGroups": [group]}),
+        _object("LocalQueue", named | {"namespace": kueue.namespace}, spec={"clusterQueue": kueue.queue}),
+        *(_object("WorkloadPriorityClass", {"name": _class(priority)}, value=priority) for priority in priorities),
+    ]  # fmt: skip
+
+
+def _object(kind: str, metadata: dict[str, str], **content: Any) -> dict[str, Any]:
+    return {"apiVersion": API, "kind": kind, "metadata": metadata, **content}
+
+
+def _class(priority: int) -> str:
+    return f"priority-minus-{-priority}" if priority < 0 else f"priority-{priority}"
+
+
+def jobset(job: Job, way: Way, jobs: Jobs) -> dict[str, Any]:
+    """A job's JobSet for the nodes and devices that it was given, which Kueue lets start when there is room."""
+    kueue = jobs.kueue
+    assert way.config is not None
+    overrides = [*job.set, *settings(configured(job), way.config)]
+    if job.steps:
+        overrides.append(f"train.steps={job.steps}")
+    words = [
+        "--config", job.config, "--name", job.name, "--nodes", str(way.nodes), "--gpus-per-node", str(way.each), "--image", kueue.image,
+        "--volume", kueue.volume, "--mount", kueue.mount, "--namespace", kueue.namespace,
+    ]  # fmt: skip
+    for override in overrides:
+        words += ["--set", override]
+    document = yaml.safe_load(kubernetes.jobset(_options(words)))
+    document["metadata"]["labels"] = {_QUEUE: kueue.queue, _PRIORITY: _class(job.priority)}
+    document["spec"]["suspend"] = True
+    (replicated,) = document["spec"]["replicatedJobs"]
+    level = kueue.block_label if kueue.block_label and way.nodes > 1 else HOSTNAME
+    kind = _REQUIRED if way.nodes == 1 or (job.together and kueue.block_label) else _PREFERRED
+    replicated["template"]["spec"]["template"]["metadata"] = {"annotations": {kind: level}}
+    return document
+
+
+def _options(words: list[str]) -> argparse.Namespace:
+    """Options of `python -m meshtrain.launch jobset`."""
+    parser = Parser(prog="python -m meshtrain.launch jobset")
+    kubernetes.add(parser)
+    return parser.parse_args(words)

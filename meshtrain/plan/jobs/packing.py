@@ -1,0 +1,165 @@
+"""Jobs placed one after the other by a rule, over time, and what comes of it.
+
+Those of a higher priority are tried first, those of one priority in their order. When a job ends, all that still wait are tried again:
+one that has no room does not hold up those behind it (backfilling), and nobody who runs is stopped.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+
+from meshtrain.plan.cluster.cluster import Cluster
+from meshtrain.plan.estimate import Plan
+from meshtrain.plan.jobs.rules import RULES, Blocks, blocks_of
+from meshtrain.plan.jobs.ways import Request, Speeds, Way, hours
+
+
+@dataclass(frozen=True)
+class Order:
+    """What decides a packing: the jobs by number, which of its ways each tries first, and the rule."""
+
+    jobs: tuple[int, ...]
+    first: tuple[int, ...]  # by number of the job
+    rule: str
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A job where it lies. Times in hours from now; the end is infinite where nobody knows it."""
+
+    request: Request
+    way: Way
+    devices: tuple[int, ...]  # numbered through all nodes, node by node
+    start: float
+    end: float
+    plan: Plan | None
+
+    def by_node(self, per_node: int) -> dict[int, tuple[int, ...]]:
+        """Devices of each node, numbered in the node."""
+        found: dict[int, tuple[int, ...]] = {}
+        for device in self.devices:
+            found[device // per_node] = (*found.get(device // per_node, ()), device % per_node)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Who lies where, and who nowhere."""
+
+    cluster: Cluster
+    requests: Sequence[Request]
+    placed: tuple[Placed, ...]
+    order: Order = field(repr=False)
+
+    @property
+    def now(self) -> tuple[Placed, ...]:
+        """Those that run at once."""
+        return tuple(placed for placed in self.placed if placed.start == 0)
+
+    @property
+    def free(self) -> list[int]:
+        """Devices that are free now, by node."""
+        per_node = self.cluster.devices_per_node
+        left = [per_node] * self.cluster.nodes
+        for placed in self.now:
+            for device in placed.devices:
+                left[device // per_node] -= 1
+        return left
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the devices that is busy now."""
+        return 1 - sum(self.free) / self.cluster.devices
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest free block / free devices, now. A block is what a job could have without a neighbour on its nodes' devices: the
+        free devices of one node, or all nodes that are free as a whole. 0 where nothing is free."""
+        free, per_node = self.free, self.cluster.devices_per_node
+        return 1 - max(max(free), free.count(per_node) * per_node) / sum(free) if sum(free) else 0.0
+
+    @property
+    def balance(self) -> float:
+        """1 - standard deviation / mean of the nodes' load now; 1 where all are idle. It is below 0 where few nodes have all of it."""
+        load = [self.cluster.devices_per_node - left for left in self.free]
+        return 1 - pstdev(load) / fmean(load) if any(load) else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all that run now and have a config."""
+        return sum(placed.plan.tokens_per_second for placed in self.now if placed.plan)
+
+    @property
+    def ends(self) -> list[float]:
+        """Hours until each job is done that fits the cluster and of which one knows how long it takes; infinite where it waits for one of
+        which nobody knows."""
+        there = {placed.request.job.name for placed in self.placed}
+        waiting = [math.inf for request in self.requests if request.ways and request.job.name not in there]
+        return [placed.end for placed in self.placed if placed.end < math.inf] + waiting
+
+    @property
+    def mean_hours(self) -> float:
+        return fmean(self.ends) if self.ends else math.inf
+
+    @property
+    def last_hours(self) -> float:
+        return max(self.ends, default=math.inf)
+
+
+class Packer:
+    """Packs one list of requests on one cluster, again and again."""
+
+    def __init__(self, cluster: Cluster, requests: Sequence[Request], speeds: Speeds) -> None:
+        self.cluster, self.requests, self.speeds = cluster, requests, speeds
+        self.blocks: Blocks = blocks_of(cluster)
+
+    def by_priority(self) -> tuple[int, ...]:
+        """The jobs that have a way, by priority and then in their order."""
+        fitting = (number for number, request in enumerate(self.requests) if request.ways)
+        return tuple(sorted(fitting, key=lambda number: -self.requests[number].job.priority))
+
+    def usual(self, rule: str) -> Order:
+        return Order(self.by_priority(), (0,) * len(self.requests), rule)
+
+    def pack(self, order: Order, later: bool = True) -> Packing:
+        """Places the jobs in an order; with `later` those too that have to wait for others to end."""
+        per_node = self.cluster.devices_per_node
+        free = [list(range(per_node)) for _ in range(self.cluster.nodes)]
+        waiting, placed = list(order.jobs), list[Placed]()
+        running: list[tuple[float, int]] = []
+        now = 0.0
+        while True:
+            for number in list(waiting):
+                if (found := self._place(number, order, free, now)) is None:
+                    continue
+                waiting.remove(number)
+                if found.end < math.inf:
+                    heapq.heappush(running, (found.end, len(placed)))
+                placed.append(found)
+            if not (later and waiting and running):
+                return Packing(self.cluster, self.requests, tuple(placed), order)
+            now = running[0][0]
+            # All that end together leave before somebody is let in.
+            while running and running[0][0] == now:
+                for device in placed[heapq.heappop(running)[1]].devices:
+                    free[device // per_node].append(device % per_node)
+            for left in free:
+                left.sort()
+
+    def _place(self, number: int, order: Order, free: list[list[int]], now: float) -> Placed | None:
+        request, first = self.requests[number], order.first[number]
+        counts = [len(left) for left in free]
+        rule = RULES[order.rule]
+        for way in (request.ways[first], *request.ways[:first], *request.ways[first + 1 :]):
+            nodes = rule(way, counts, self.blocks, request.job.together)
+            if nodes is None:
+                continue
+            per_node = self.cluster.devices_per_node
+            devices = tuple(node * per_node + device for node in nodes for device in free[node][: way.each])
+            for node in nodes:
+                del free[node][: way.each]
+            plan = self.speeds.at(way, devices)
+            return Placed(request, way, devices, now, now + hours(request.job, plan), plan)
+        return None
