@@ -72,6 +72,7 @@ SAYS = {
     "meshtrain.survive stats": r"goodput \d",
     "meshtrain.survive inject": r"(?m)^ 6 kill ",
     "meshtrain.train": r"step 2/2  loss \d\.\d{4}  [\d,]+ tokens/s",
+    "--jobs": r"(?m)^search +100\.0%",
     "--measure": r"(?m)^accelerator:\n  name: cpu\n",
     "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",
     "meshtrain.data prepare": r"tokens \(uint16\) in 1 shards",

@@ -1,5 +1,6 @@
 """A packing as one self-contained page: a row a node, a cell a device, a colour and a letter a job. No script, nothing fetched."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
@@ -7,8 +8,10 @@ from itertools import groupby
 from meshtrain.plan import report as planned
 from meshtrain.plan.jobs import report
 from meshtrain.plan.jobs.report import Result
+from meshtrain.plan.jobs.ways import Request
 from meshtrain.plan.page import STYLE, WIDTH
 
+FREE = "#eef0f4"
 ROW, LABEL = 26, 64  # units of the picture: a node's height, the width of its name
 
 
@@ -19,10 +22,10 @@ def page(result: Result, reasons: Sequence[str]) -> str:
         f"<h1>{escape(title)}</h1>",
         _tiles(result),
         *[f'<p class="note">{escape(reason)}</p>' for reason in reasons],
-        "<h2>Where each job lies now</h2>",
+        "<h2>The devices of each node now</h2>",
         picture(result),
         "<h2>The jobs</h2>",
-        f'<div class="wide">{_jobs(result)}</div>',
+        _jobs(result),
         *[f"<p>{escape(line)}.</p>" for request in result.packing.requests if (line := report.choices(request))],
         "<h2>The strategies</h2>",
         f'<div class="wide">{_strategies(result)}</div>',
@@ -40,9 +43,9 @@ def picture(result: Result) -> str:
         y, x = place * ROW, float(LABEL)
         body.append(f'<text x="{LABEL - 8}" y="{y + 17}" text-anchor="end" font-size="12">{escape(nodes)}</text>')
         for number, group in groupby(row):
-            size = len(list(group)) * width
-            body += _box(x, y, size, number, result)
-            x += size
+            count = len(list(group))
+            body += _box(x, y, width, count, number, result)
+            x += count * width
     label = "devices of each node by job"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {len(rows) * ROW}" role="img" aria-label="{label}" '
@@ -50,16 +53,20 @@ def picture(result: Result) -> str:
     )
 
 
-def _box(x: float, y: float, size: float, number: int | None, result: Result) -> list[str]:
+def _box(x: float, y: float, width: float, count: int, number: int | None, result: Result) -> list[str]:
+    """`count` devices side by side with the job's letter, and its name where there is room."""
+    colour = FREE if number is None else _colour(number)
+    cells = [
+        f'<rect x="{x + i * width + 0.5:.1f}" y="{y + 2}" width="{width - 1:.1f}" height="{ROW - 4}" rx="2" fill="{colour}"/>'
+        for i in range(count)
+    ]
     if number is None:
-        return [f'<rect x="{x + 1:.1f}" y="{y + 2}" width="{size - 2:.1f}" height="{ROW - 4}" rx="3" fill="#f3f5f8"/>']
+        return cells
     name = result.packing.requests[number].job.name
     # A letter takes about 7 units.
-    shown = name if len(name) * 7 < size - 22 else ""
-    return [
-        f'<rect x="{x + 1:.1f}" y="{y + 2}" width="{size - 2:.1f}" height="{ROW - 4}" rx="3" fill="{_colour(number)}"><title>{escape(name)}</title></rect>',
-        f'<text x="{x + 7:.1f}" y="{y + 17}" font-size="12"><tspan font-weight="700">{report.letter(number)}</tspan> {escape(shown)}</text>',
-    ]
+    shown = f" {escape(name)}" if len(name) * 7 < count * width - 22 else ""
+    text = f'<tspan font-weight="700">{report.letter(number)}</tspan>{shown}'
+    return [*cells, f'<text x="{x + 6:.1f}" y="{y + 17}" font-size="12">{text}<title>{escape(name)}</title></text>']
 
 
 def _colour(number: int) -> str:
@@ -81,29 +88,41 @@ def _tiles(result: Result) -> str:
 
 
 def _jobs(result: Result) -> str:
-    head = "<tr><th></th><th>job</th><th>devices</th><th>nodes</th><th>mesh</th><th>a step</th><th>starts</th><th>ends</th></tr>"
-    rows, per_node = [], result.packing.cluster.devices_per_node
+    """Four columns, which a phone has room for."""
+    head = "<tr><th>job</th><th>where</th><th>a step</th><th>time</th></tr>"
+    rows = []
     for number, request in enumerate(result.packing.requests):
-        placed = result.placed.get(request.job.name)
-        key = f'<td><span style="background:{_colour(number)};padding:0 5px;border-radius:3px"><b>{report.letter(number)}</b></span></td>'
-        values = [request.job.name]
-        if placed is None:
-            values += ["", "waits" if request.ways else "nowhere", "", "", "", ""]
-        else:
-            values += [
-                str(placed.way.devices), report.place(placed, per_node), report.mesh(placed.way.config), report.step(result, placed),
-                report.when(placed.start), report.when(placed.end),
-            ]  # fmt: skip
-        rows.append(f"<tr>{key}{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>")
+        badge = f'<b style="background:{_colour(number)};padding:0 5px;border-radius:3px">{report.letter(number)}</b>'
+        values = (f"{badge} {escape(request.job.name)}", *_where(result, request))
+        rows.append(f"<tr>{''.join(f'<td>{value}</td>' for value in values)}</tr>")
     return f"<table>{head}{''.join(rows)}</table>"
 
 
+def _where(result: Result, request: Request) -> tuple[str, str, str]:
+    """Where a job lies, what a step takes, and from when to when it runs."""
+    placed = result.placed.get(request.job.name)
+    if placed is None:
+        return ("waits" if request.ways else "nowhere"), "", ""
+    place = report.place(placed, result.packing.cluster.devices_per_node)
+    node = "node" if placed.way.nodes == 1 else "nodes"
+    where = f"{placed.way.devices} × {result.packing.cluster.accelerator.name}, {node} {place}" + (
+        f"<br>{report.mesh(placed.way.config)}" if placed.plan else ""
+    )
+    time = (
+        report.when(placed.start)
+        if math.isinf(placed.end)
+        else f"{report.when(placed.start)} to {report.when(placed.end)}"
+    )
+    return where, report.step(result, placed), time
+
+
 def _strategies(result: Result) -> str:
-    names = ("", "utilisation", "fragmentation", "balance", "tokens/s", "mean until done", "all done")
+    """A column a strategy, the chosen one bold."""
+    columns = dict(report.figures(result))
+    chosen = result.jobs.strategy
+    head = "".join(f'<th class="n">{report.words(name)}{" ✓" if name == chosen else ""}</th>' for name in columns)
     rows = []
-    for name, values in report.figures(result):
-        shown = f"<b>{escape(report.words(name))}</b>" if name == result.jobs.strategy else escape(report.words(name))
+    for what, *values in zip(report.FIGURES, *columns.values(), strict=True):
         cells = "".join(f'<td class="n">{escape(value)}</td>' for value in values)
-        rows.append(f"<tr><td>{shown}</td>{cells}</tr>")
-    head = "".join(f'<th class="n">{name}</th>' if name else "<th></th>" for name in names)
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+        rows.append(f"<tr><td>{what}</td>{cells}</tr>")
+    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"

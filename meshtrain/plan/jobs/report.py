@@ -20,6 +20,7 @@ from meshtrain.plan.jobs.ways import Request, Speeds
 
 LETTERS = ascii_letters[26:] + ascii_letters[:26] + digits
 FREE = "·"
+FIGURES = ("utilisation", "fragmentation", "balance", "tokens/s", "mean until done", "all done")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ def place(placed: Placed, per_node: int) -> str:
     by_node = placed.by_node(per_node)
     parts = []
     for devices, group in groupby(by_node.items(), key=lambda pair: pair[1]):
-        where = "" if len(devices) == per_node else f": devices {spans(devices)}"
+        where = "" if len(devices) == per_node else f": device{'s' * (len(devices) > 1)} {spans(devices)}"
         parts.append(spans([node for node, _ in group]) + where)
     return "; ".join(parts)
 
@@ -202,8 +203,7 @@ def _picture(result: Result) -> Table:
 
 
 def _strategies(result: Result) -> Table:
-    columns = {"": "left", "utilisation": "right", "fragmentation": "right", "balance": "right", "tokens/s": "right", "mean until done": "right", "all done": "right"}  # fmt: skip
-    table = _table("", columns)
+    table = _table("", {"": "left"} | dict.fromkeys(FIGURES, "right"))
     for name, values in figures(result):
         table.add_row(words(name), *values, style="bold" if name == result.jobs.strategy else "")
     return table

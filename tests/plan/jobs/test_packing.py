@@ -1,0 +1,140 @@
+"""What a packing is worth, and that no device is given twice, whatever the jobs."""
+
+import random
+
+import pytest
+
+from meshtrain.plan.jobs.listed import Job, Jobs
+from meshtrain.plan.jobs.packing import Packing
+from meshtrain.plan.jobs.searched import STRATEGIES, score, strategies
+
+
+def names(packing: Packing) -> list[str]:
+    return [placed.request.job.name for placed in packing.now]
+
+
+def test_the_figures_of_a_packing_by_hand(cluster, packer):
+    made = packer(cluster(4, 4, 2), *(Job(name=f"job-{i}", devices=n) for i, n in enumerate((2, 3, 1, 2))))
+    packing = made.pack(made.usual("best_fit"))  # nodes 0 and 1 are full, 2 and 3 free
+    assert packing.free == [0, 0, 4, 4]
+    assert (packing.utilisation, packing.fragmentation, packing.balance) == (0.5, 0.0, 0.0)
+    packing = made.pack(made.usual("balance"))  # loads 2, 3, 1, 2: of 8 free devices 3 at most side by side
+    assert packing.free == [2, 1, 3, 2]
+    assert packing.fragmentation == pytest.approx(1 - 3 / 8)
+    assert packing.balance == pytest.approx(1 - 0.5**0.5 / 2)
+
+
+def test_an_empty_and_a_full_cluster(cluster, packer):
+    empty = packer(cluster(2, 4, 2))
+    packing = empty.pack(empty.usual("first_fit"))
+    assert (packing.utilisation, packing.fragmentation, packing.balance) == (0.0, 0.0, 1.0)
+    full = packer(cluster(2, 4, 2), Job(name="all", devices=8))
+    packing = full.pack(full.usual("first_fit"))
+    assert (packing.utilisation, packing.fragmentation, packing.balance) == (1.0, 0.0, 1.0)
+
+
+def test_the_search_finds_what_first_fit_and_best_fit_miss(cluster, packer):
+    # 1 and 2 on the first node leave no room for the last 2; 1 + 3 and 2 + 2 fill both.
+    made = packer(cluster(2, 4, 2), *(Job(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2))))
+    found = strategies(made, Jobs())
+    busy = {name: packing.utilisation for name, packing in found.items()}
+    assert busy == {"first_fit": 0.75, "best_fit": 0.75, "balance": 1.0, "search": 1.0}
+
+
+def test_a_job_that_ends_makes_room_and_latency_puts_the_short_one_first(cluster, packer):
+    made = packer(cluster(1, 4, 1), Job(name="long", devices=4, hours=10), Job(name="short", devices=4, hours=1))
+    found = strategies(made, Jobs(goal="latency"))
+    assert [(p.start, p.end) for p in found["first_fit"].placed] == [(0, 10), (10, 11)]
+    assert found["first_fit"].mean_hours == 10.5 and found["search"].mean_hours == 6.0
+    assert names(found["search"]) == ["short"] and found["search"].last_hours == 11
+
+
+def test_one_without_room_does_not_hold_up_those_behind_it(cluster, packer):
+    jobs = (
+        Job(name="most", devices=3, hours=2),
+        Job(name="all", devices=4, hours=1),
+        Job(name="one", devices=1, hours=5),
+        Job(name="for-ever", devices=1),
+    )
+    made = packer(cluster(1, 4, 1), *jobs)
+    placed = made.pack(made.usual("first_fit")).placed
+    # `one` is in at once; when `most` ends, three devices are free, which `all` cannot use, and `for-ever` has one of them for good.
+    assert [(p.request.job.name, p.start) for p in placed] == [("most", 0), ("one", 0), ("for-ever", 2)]
+    assert made.pack(made.usual("first_fit")).mean_hours == float("inf")
+
+
+def test_a_higher_priority_goes_first(cluster, packer):
+    jobs = Job(name="low", devices=4), Job(name="high", devices=1, priority=1)
+    made = packer(cluster(1, 4, 1), *jobs)
+    for packing in strategies(made, Jobs()).values():
+        assert names(packing) == ["high"]
+
+
+def test_any_of_several_numbers_takes_the_first_that_has_room(cluster, packer):
+    jobs = Job(name="half", devices=2), Job(name="any", any_of=(4, 2, 1))
+    made = packer(cluster(1, 4, 1), *jobs)
+    for packing in strategies(made, Jobs()).values():
+        assert packing.utilisation == 1.0
+        assert sorted(p.way.devices for p in packing.now) in ([2, 2], [4])
+
+
+def some_jobs(seed: int) -> tuple[tuple[int, int, int], list[Job]]:
+    chance = random.Random(seed)
+    nodes, per_node, block = chance.choice([(4, 4, 2), (6, 8, 3), (5, 4, 2), (3, 8, 3)])
+    jobs = []
+    for number in range(chance.randint(1, 12)):
+        sizes = [*range(1, per_node + 1), *(per_node * k for k in range(2, block + 1))]
+        jobs.append(
+            Job(
+                name=f"job-{number}", devices=chance.choice(sizes), hours=chance.choice((0.0, 1.0, 2.5, 7.0)), together=chance.random() < 0.3,
+                priority=chance.choice((0, 0, 3)) if seed % 2 else 0,
+            )
+        )  # fmt: skip
+    return (nodes, per_node, block), jobs
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_device_is_given_twice_and_the_search_is_never_worse(cluster, packer, seed):
+    shape, jobs = some_jobs(seed)
+    made = packer(cluster(*shape), *jobs)
+    goal = ("utilisation", "throughput", "latency")[seed % 3]
+    found = strategies(made, Jobs(goal=goal, seed=seed))
+    assert tuple(found) == STRATEGIES
+    for packing in found.values():
+        assert len(packing.placed) <= len(jobs)
+        for i, one in enumerate(packing.placed):
+            assert len(set(one.devices)) == one.way.devices == one.request.job.devices
+            assert all(0 <= device < packing.cluster.devices for device in one.devices)
+            assert {len(there) for there in one.by_node(shape[1]).values()} == {one.way.each}
+            if one.request.job.together:
+                assert len({node // shape[2] for node in one.by_node(shape[1])}) == 1
+            for other in packing.placed[:i]:
+                at_once = one.start < other.end and other.start < one.end
+                assert not (at_once and set(one.devices) & set(other.devices))
+        assert score(found["search"], goal) >= score(packing, goal)
+        if goal == "utilisation" and len({job.priority for job in jobs}) == 1:
+            assert found["search"].utilisation >= packing.utilisation
+    again = strategies(made, Jobs(goal=goal, seed=seed))
+    assert [[p.devices for p in packing.placed] for packing in again.values()] == [
+        [p.devices for p in packing.placed] for packing in found.values()
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_few_jobs_are_packed_as_well_as_can_be(cluster, packer, seed):
+    chance = random.Random(seed)
+    sizes = [chance.randint(1, 4) for _ in range(6)]
+    made = packer(cluster(3, 4, 3), *(Job(name=f"job-{i}", devices=n) for i, n in enumerate(sizes)))
+    assert strategies(made, Jobs())["search"].utilisation * 12 == pytest.approx(most_busy(sizes, (4, 4, 4)))
+
+
+def most_busy(sizes: list[int], free: tuple[int, ...]) -> int:
+    """By trying every node for every job, and leaving it out."""
+    if not sizes:
+        return 0
+    first, *rest = sizes
+    found = most_busy(rest, free)
+    for node, left in enumerate(free):
+        if left >= first:
+            found = max(found, first + most_busy(rest, (*free[:node], left - first, *free[node + 1 :])))
+    return found
