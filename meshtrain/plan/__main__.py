@@ -67,7 +67,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--html", metavar="FILE", help="writes the whole report as one page with pictures")
     parser.add_argument("--compile", metavar="TARGET[xN]", help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares")  # fmt: skip
-    parser.add_argument("--jobs", metavar="FILE", help="places the jobs of a YAML file on the cluster; see configs/jobs")
+    parser.add_argument(
+        "--jobs", metavar="FILE", help="places the jobs of a YAML file on the cluster; see configs/jobs"
+    )
     parser.add_argument("--kueue", metavar="DIR", help="with --jobs, writes queues and jobs for Kueue on Kubernetes")
     parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
     return parser

@@ -1,4 +1,4 @@
-"""`python -m meshtrain.plan --jobs FILE`: reads, places, prints, draws."""
+"""What `--jobs` does: reads, places, prints, draws."""
 
 import argparse
 import json

@@ -1,17 +1,18 @@
 """The same placement as Kueue is told of it: what there is, who may have how much, which job goes first.
 
-    queues.yaml  ResourceFlavor   the nodes, by a label of theirs, and their topology
-                 Topology         block of links, then the node itself
-                 ClusterQueue     the quota: all devices of the cluster
-                 LocalQueue       where the jobs of a namespace wait
+    queues.yaml  Topology               block of links, then the node itself
+                 ResourceFlavor         the nodes, by a label of theirs, and their topology
+                 ClusterQueue           the quota: all devices of the cluster
+                 LocalQueue             where the jobs of a namespace wait
                  WorkloadPriorityClass  one for each priority
-    NAME.yaml    JobSet           as `python -m meshtrain.launch jobset` writes it, with its queue, its priority and where its pods belong
+    NAME.yaml    JobSet                 as `meshtrain.launch.kubernetes` writes it, with its queue, its priority and where its pods belong
 
 Kueue (kueue.x-k8s.io/v1beta2, apis/kueue/v1beta2 in kubernetes-sigs/kueue) chooses nodes by itself: it is told what the placement has
 of each job, the nodes and the devices on each, and to keep a job in one block where it can, or must (`together`).
 """
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ API = "kueue.x-k8s.io/v1beta2"
 GPU = "nvidia.com/gpu"
 HOSTNAME = "kubernetes.io/hostname"
 QUEUES = "queues.yaml"
+# As the API takes them.
+NAME = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+LABEL = rf"({NAME}(\.{NAME})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
+MEANT = {
+    "queue": "lower-case letters, digits and - inside are legal",
+    "namespace": "lower-case letters, digits and - inside are legal",
+    "block_label": "write a label's name, as in example.com/block",
+    "node_label": "write a label and its value, as in team=a",
+}
 
 
 def check(jobs: Jobs, directory: str) -> None:
@@ -39,10 +49,15 @@ def check(jobs: Jobs, directory: str) -> None:
             raise ConfigError(
                 f"--kueue needs kueue.{name} in the file of jobs: job {with_config[0]} has a config, so that a JobSet is written."
             )
-    if "=" not in jobs.kueue.node_label:
-        raise ConfigError(
-            f"kueue.node_label is {short(repr(jobs.kueue.node_label))}; write a label and its value, as in team=a."
-        )
+    for name, pattern in (
+        ("queue", NAME),
+        ("namespace", NAME),
+        ("block_label", f"({LABEL})?"),
+        ("node_label", f"{LABEL}=[A-Za-z0-9._-]+"),
+    ):
+        given = getattr(jobs.kueue, name)
+        if not re.fullmatch(pattern, given):
+            raise ConfigError(f"kueue.{name} is {short(repr(given))}; {MEANT[name]}.")
     if any(job.name == Path(QUEUES).stem for job in jobs.jobs):
         raise ConfigError(
             f"--kueue writes {QUEUES} and a file for each job, so that no job can have the name {Path(QUEUES).stem}."
@@ -146,7 +161,7 @@ def jobset(job: Job, way: Way, jobs: Jobs) -> dict[str, Any]:
 
 
 def _options(words: list[str]) -> argparse.Namespace:
-    """Options of `python -m meshtrain.launch jobset`."""
+    """The options of `jobset`, from words as they are typed."""
     parser = Parser(prog="python -m meshtrain.launch jobset")
     kubernetes.add(parser)
     return parser.parse_args(words)

@@ -1,12 +1,14 @@
 """The file of jobs that `--jobs` takes: what runs, on how many devices, and what counts.
 
-strategy: search
-goal: throughput
-nodes: 16
-jobs:
-  - {name: base, config: configs/llama3_8b.yaml, priority: 10, steps: 2000}
-  - {name: short, config: configs/llama3_8b.yaml, any_of: [16, 32], set: [train.sequence_length=2048]}
-  - {name: other, devices: 8, hours: 2}
+    strategy: search
+    goal: throughput
+    nodes: 16
+    jobs:
+      - {name: base, config: configs/llama3_8b.yaml, priority: 10, steps: 2000}
+      - {name: short, config: configs/llama3_8b.yaml, any_of: [16, 32], set: [train.sequence_length=2048]}
+      - {name: other, devices: 8, hours: 2}
+
+A job with a config and no number of devices keeps its mesh; with a number, or several, it has the layout that is fastest there.
 """
 
 import re

@@ -106,7 +106,7 @@ def _where(result: Result, request: Request) -> tuple[str, str, str]:
     place = report.place(placed, result.packing.cluster.devices_per_node)
     node = "node" if placed.way.nodes == 1 else "nodes"
     where = f"{placed.way.devices} × {result.packing.cluster.accelerator.name}, {node} {place}" + (
-        f"<br>{report.mesh(placed.way.config)}" if placed.plan else ""
+        f"<br>{report.MESH}: {report.mesh(placed.way.config)}" if placed.plan else ""
     )
     time = (
         report.when(placed.start)

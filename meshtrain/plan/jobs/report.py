@@ -20,6 +20,7 @@ from meshtrain.plan.jobs.ways import Request, Speeds
 
 LETTERS = ascii_letters[26:] + ascii_letters[:26] + digits
 FREE = "·"
+MESH = "data x tensor x pipeline"
 FIGURES = ("utilisation", "fragmentation", "balance", "tokens/s", "mean until done", "all done")
 
 
@@ -98,9 +99,8 @@ def words(strategy: str) -> str:
 
 
 def mesh(config: Config | None) -> str:
-    if config is None:
-        return "not known"
-    return f"data {config.mesh.data} x tensor {config.mesh.tensor} x pipeline {config.mesh.pipeline}"
+    """Data x tensor x pipeline."""
+    return f"{config.mesh.data} x {config.mesh.tensor} x {config.mesh.pipeline}" if config else ""
 
 
 def place(placed: Placed, per_node: int) -> str:
@@ -169,7 +169,7 @@ def _table(title: str, columns: dict[str, str]) -> Table:
 
 
 def _jobs(result: Result) -> Table:
-    columns = {"": "left", "job": "left", "priority": "right", "devices": "right", "nodes": "left", "mesh": "left", "a step": "right", "tokens/s": "right", "starts": "right", "ends": "right"}  # fmt: skip
+    columns = {"": "left", "job": "left", "priority": "right", "devices": "right", "nodes": "left", MESH: "left", "a step": "right", "tokens/s": "right", "starts": "right", "ends": "right"}  # fmt: skip
     table, per_node = _table("", columns), result.packing.cluster.devices_per_node
     for number, request in enumerate(result.packing.requests):
         job, placed = request.job, result.placed.get(request.job.name)

@@ -132,6 +132,8 @@ def _legal(job: Job, devices: int, cluster: Cluster, block: int) -> tuple[list[W
     if devices > cluster.devices:
         return [], f"it takes {devices} devices, and {cluster.name} has {cluster.devices}"
     shapes = _shapes(devices, cluster)
+    if not shapes:
+        return [], f"{devices} devices do not divide into at most {cluster.nodes} nodes of {cluster.devices_per_node}"
     if job.together:
         least = shapes[0][0]
         most = 1 if devices <= cluster.devices_per_node else block

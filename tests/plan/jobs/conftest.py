@@ -17,6 +17,18 @@ CONFIG = {
 }
 
 
+GOOD = """
+goal: throughput
+nodes: 2
+jobs:
+  - {name: run, config: CONFIG, set: [run.directory=runs/run]}
+  - {name: short, config: CONFIG, any_of: [2, 4], steps: 10, priority: 5}
+  - {name: bare, devices: 2, hours: 1}
+  - {name: large, devices: 64}
+kueue: {queue: training, namespace: team, image: "meshtrain:1", volume: runs, block_label: example.com/block}
+"""
+
+
 @pytest.fixture
 def cluster(tmp_path):
     """A function (nodes, devices in each, nodes of a block, GB/s between blocks) -> an h100 cluster with a slow network between blocks."""
@@ -34,7 +46,13 @@ def cluster(tmp_path):
         path = tmp_path / "cluster.yaml"
         path.write_text(
             yaml.safe_dump(
-                {"name": "small", "nodes": nodes, "devices_per_node": per_node, "accelerator": {"name": "h100"}, "links": links}
+                {
+                    "name": "small",
+                    "nodes": nodes,
+                    "devices_per_node": per_node,
+                    "accelerator": {"name": "h100"},
+                    "links": links,
+                }
             )
         )
         return load_cluster(path)
@@ -56,8 +74,21 @@ def packer():
     def make(cluster: Cluster, *jobs: Job) -> Packer:
         per_node = cluster.devices_per_node
         requests = [
-            Request(job, tuple(Way(max(1, n // per_node), min(n, per_node)) for n in job.any_of or (job.devices,))) for job in jobs
+            Request(job, tuple(Way(max(1, n // per_node), min(n, per_node)) for n in job.any_of or (job.devices,)))
+            for job in jobs
         ]
         return Packer(cluster, requests, Speeds(cluster))
 
     return make
+
+
+@pytest.fixture
+def written(tmp_path, config):
+    """A function (text; default: GOOD) -> a file of jobs; CONFIG in it stands for a config."""
+
+    def write(text: str = GOOD) -> str:
+        path = tmp_path / "jobs.yaml"
+        path.write_text(text.replace("CONFIG", str(config)))
+        return str(path)
+
+    return write

@@ -1,0 +1,149 @@
+"""`python -m meshtrain.plan --jobs`: what it prints, writes and refuses."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+import yaml
+
+from meshtrain.plan.__main__ import main
+from meshtrain.plan.jobs import listed
+
+
+def test_json_has_where_each_job_lies(written, capsys):
+    assert main(["--jobs", written(), "--cluster", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"cluster", "accelerator", "nodes", "devices_per_node", "strategy", "goal", "jobs", "strategies"} <= set(
+        found
+    )
+    assert (found["nodes"], found["devices_per_node"], found["strategy"]) == (2, 8, "search")
+    figures = {
+        "utilisation",
+        "fragmentation",
+        "balance",
+        "tokens_per_second",
+        "mean_seconds_until_done",
+        "seconds_until_all_done",
+    }
+    assert figures <= set(found) and all(set(other) == figures for other in found["strategies"].values())
+    assert list(found["strategies"]) == ["first_fit", "best_fit", "balance", "search"]
+    run, short, bare, large = found["jobs"]
+    assert run["runs_now"] and run["devices"] == 8 and run["mesh"] == {"data": 4, "tensor": 2, "pipeline": 1}
+    assert (
+        run["step_seconds"] > 0
+        and run["slowdown"] >= 1
+        and run["ends_seconds"] == pytest.approx(100 * run["step_seconds"])
+    )
+    taken = [(n["node"], device) for job in (run, short, bare) for n in job["nodes"] for device in n["devices"]]
+    assert len(taken) == len(set(taken)) == 14
+    assert short["devices"] == 4 and [choice["devices"] for choice in short["choices"]] == [2, 4]
+    assert bare["step_seconds"] is None and bare["ends_seconds"] == 3600
+    assert not large["runs_now"] and large["reason"] == "large does not fit: it takes 64 devices, and dgx-h100 has 16."
+    assert found["utilisation"] == 14 / 16
+
+
+def test_a_name_is_as_large_as_all_jobs_need(written, capsys):
+    jobs = written("jobs:\n  - {name: one, devices: 4}\n  - {name: two, devices: 9}")
+    assert main(["--jobs", jobs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["accelerator"], found["nodes"]) == ("h100", 3)
+
+
+def test_the_report_shows_nodes_strategies_and_reasons(written, capsys):
+    jobs = written("nodes: 2\njobs:\n  - {name: one, devices: 16, hours: 2}\n  - {name: two, devices: 8}")
+    assert main(["--jobs", jobs]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "0-1 AAAAAAAA" in out and "first fit 100.0%" in out
+    assert "two waits 2 h: it needs 8 devices; all 16 devices are taken." in out
+
+
+def test_a_job_that_waits_is_told_what_is_free(written, capsys):
+    jobs = written(
+        "nodes: 2\njobs:\n  - {name: one, devices: 5}\n  - {name: two, devices: 5}\n  - {name: more, devices: 4}"
+    )
+    assert main(["--jobs", jobs, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["jobs"][2]["reason"] == (
+        "more waits for others to end, and nobody knows when: it needs 4 devices; 6 of 16 devices are free, at most 3 on one node."
+    )
+
+
+def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path):
+    page = tmp_path / "jobs.html"
+    assert main(["--jobs", written(), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<script" not in text and "src=" not in text and "href=" not in text and 'name="viewport"' in text
+    picture = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    assert len(picture.findall("{*}rect")) == 16 and picture.get("viewBox").startswith("0 0 400 ")
+    assert {title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")} == {"run", "short", "bare"}
+
+
+BAD = {
+    "": "is empty; it needs at least 'jobs: [{name: one, devices: 8}]'",
+    "jobs: []": "there are 0 jobs; at least 1",
+    "jobs: 3": "line 1: jobs is the single value '3'; it must be a list of mappings.",
+    "jobs: [3]": "section 'jobs[0]' must be a mapping",
+    "jobs: [{nme: a}]": "there is no key jobs[0].nme; did you mean name?",
+    "job: [{name: a}]": "there is no key job; did you mean jobs?",
+    "goal: trougput\njobs: [{name: a, devices: 1}]": "goal is 'trougput'; it must be one of utilisation, latency, throughput; did you mean throughput?",
+    "strategy: bestfit\njobs: [{name: a, devices: 1}]": "did you mean best_fit?",
+    "jobs: [{name: a, devices: 1.5}]": "jobs[0].devices is '1.5'; it must be a whole number",
+    "jobs: [{name: a, any_of: [0]}]": "jobs[0].any_of[0] is 0; it must be at least 1",
+    "jobs: [{name: A, devices: 1}]": "jobs[0].name is 'A'; it begins with a letter",
+    "jobs: [{devices: 1}]": "jobs[0].name is ''; it begins with a letter",
+    "jobs: [{name: a, devices: 1}, {name: a, devices: 1}]": "jobs[1].name is a, as that of a job before it",
+    "jobs: [{name: a}]": "job a has no config, devices or any_of; give one of them.",
+    "jobs: [{name: a, devices: 1, any_of: [2]}]": "job a has both devices and any_of",
+    "jobs: [{name: a, config: CONFIG, steps: 1, hours: 1}]": "job a has both steps and hours",
+    "jobs: [{name: a, devices: 1, steps: 1}]": "job a has steps but no config",
+    "jobs: [{name: a, devices: 1, set: [mesh.data=1]}]": "job a has set but no config",
+    "goal: latency\njobs: [{name: a, devices: 1}]": "job a has no hours, which goal: latency needs",
+    "jobs: [{name: a, config: nowhere.yaml}]": "job a: there is no config file nowhere.yaml.",
+    "jobs: [{name: a, config: CONFIG, set: [mesh.dta=2]}]": "job a: --set mesh.dta=2: there is no key mesh.dta; did you mean data?",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_mistakes_are_one_sentence(written, capsys, text):
+    assert main(["--jobs", written(text)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and BAD[text] in said
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--config", "x.yaml"], "--config and --jobs do not go together"),
+        (["--set", "mesh.data=2"], "--set and --jobs do not go together"),
+        (["--search"], "--search and --jobs do not go together"),
+        (["--cluster", "h1000"], "did you mean h100"),
+        (["--html", "/nowhere/at/all.html"], "/nowhere/at/all.html cannot be written: there is no directory"),
+        (
+            ["--kueue", "/nowhere/at/all"],
+            "--kueue /nowhere/at/all: no such directory can be made: no such file or directory.",
+        ),
+        (["--cluster", "tpu-v5p", "--kueue", "out"], "--kueue is for NVIDIA GPUs"),
+    ],
+)
+def test_options_that_do_not_go_together(written, capsys, monkeypatch, tmp_path, more, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--jobs", written("nodes: 1\njobs: [{name: a, devices: 1}]"), *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_kueue_is_for_jobs(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--kueue", "out"])
+    assert ended.value.code == 2 and "--kueue DIR is for --jobs FILE" in capsys.readouterr().err
+
+
+def test_the_example_is_placed_whole_by_the_search_alone(capsys):
+    assert main(["--jobs", "configs/jobs/llama.yaml", "--cluster", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["strategies"]
+    assert found["search"]["utilisation"] == 1.0 > max(found[name]["utilisation"] for name in found if name != "search")
+
+
+def test_the_docstring_shows_a_file_of_jobs(written):
+    text = listed.__doc__
+    given = yaml.safe_load(text[text.index("    strategy") : text.index("\n\nA job")])
+    names = [job.name for job in listed.read(written(yaml.safe_dump(given))).jobs]
+    assert names == ["base", "short", "other"]

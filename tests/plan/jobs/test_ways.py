@@ -1,0 +1,103 @@
+"""The ways to run a job, and what it loses where it lies."""
+
+import dataclasses
+
+import pytest
+
+from meshtrain.config import load
+from meshtrain.plan.cluster.cluster import resized
+from meshtrain.plan.estimate import estimate
+from meshtrain.plan.jobs.listed import Job, Jobs
+from meshtrain.plan.jobs.ways import Speeds, Way, requests, settings
+from meshtrain.plan.search import search
+
+
+@pytest.fixture
+def asked(cluster):
+    """A function (job, goal, cluster) -> its request on 4 nodes of 4 devices, two nodes to a block."""
+
+    def request(job: Job, goal: str = "utilisation", on=None):
+        made = on or cluster(4, 4, 2)
+        (found,) = requests(Jobs(goal=goal, jobs=(job,)), made, Speeds(made))
+        return found
+
+    return request
+
+
+def shapes(request) -> list[tuple[int, int]]:
+    return [(way.nodes, way.each) for way in request.ways]
+
+
+@pytest.mark.parametrize(
+    "devices, expected", [(1, (1, 1)), (3, (1, 3)), (8, (2, 4)), (6, (2, 3)), (10, None), (12, (3, 4)), (13, None)]
+)
+def test_devices_alone_take_the_fewest_nodes_that_share_them(asked, devices, expected):
+    request = asked(Job(name="bare", devices=devices))
+    assert shapes(request) == ([expected] if expected else [])
+    assert bool(request.reason) == (expected is None)
+
+
+def test_a_config_may_be_spread_over_twice_the_nodes_but_tensor_stays_inside_one(asked, config):
+    job = Job(name="run", config=str(config))
+    assert shapes(asked(job)) == [(2, 4), (4, 2)]
+    wide = dataclasses.replace(job, set=("mesh.data=2", "mesh.tensor=4"))
+    assert shapes(asked(wide)) == [(2, 4)]
+    wider = dataclasses.replace(job, set=("mesh.data=2", "mesh.tensor=8"))
+    assert shapes(asked(wider)) == [(4, 4)]
+    for_two = dataclasses.replace(job, set=("survive.wanted=4",))
+    assert shapes(asked(for_two)) == [(4, 2)]
+
+
+@pytest.mark.parametrize(
+    "job, reason",
+    [
+        (Job(name="large", devices=32), "it takes 32 devices, and small has 16"),
+        (Job(name="odd", devices=13), "13 devices do not divide into at most 4 nodes of 4"),
+        (
+            Job(name="near", devices=12, together=True),
+            "together it takes 3 nodes of one block of links, and a block has 2",
+        ),
+    ],
+)
+def test_why_a_job_fits_nowhere(asked, job, reason):
+    assert asked(job).reason == reason
+
+
+def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
+    huge = ("model.layers=64", "model.d_model=8192", "mesh.data=2", "mesh.tensor=1", "parallel.zero_stage=0")
+    request = asked(Job(name="huge", config=str(config), set=huge))
+    assert not request.ways and "more than the 77.6 GiB that h100 has for it" in request.reason
+    fixed = asked(Job(name="huge", config=str(config), set=huge, devices=2))
+    assert not fixed.ways and fixed.reason == "no layout on 2 devices fits into the 77.6 GiB that h100 has for it"
+    few = asked(Job(name="few", config=str(config), set=huge, devices=3))
+    assert not few.ways and "no layout" in few.reason
+
+
+def test_side_by_side_a_job_is_as_fast_as_its_plan_and_slower_across_blocks(cluster, config):
+    made = cluster(4, 4, 2, between=1)
+    speeds, way = Speeds(made), Way(2, 4, load(config))
+    beside = speeds.at(way, [0, 1, 2, 3, 4, 5, 6, 7]).seconds
+    assert beside == estimate(way.config, resized(made, 8)).seconds == speeds.side_by_side(way).seconds
+    assert speeds.at(way, [8, 9, 10, 11, 12, 13, 14, 15]).seconds == beside
+    assert speeds.at(way, [4, 5, 6, 7, 8, 9, 10, 11]).seconds > 1.1 * beside
+    # As many devices on more nodes have less of the fast links.
+    assert speeds.side_by_side(Way(4, 2, load(config))).seconds > beside
+
+
+def test_of_several_numbers_each_has_its_own_layout(asked, config, cluster):
+    job = Job(name="any", config=str(config), any_of=(4, 8))
+    request = asked(job, goal="throughput")
+    assert [plan.devices for plan in request.plans] == [4, 8]
+    best = search(load(config), resized(cluster(4, 4, 2), 8), 8, best=1).plans[0]
+    assert request.plans[1].config == best.config
+    # The fastest first.
+    rates = [Speeds(cluster(4, 4, 2)).side_by_side(way).tokens_per_second for way in request.ways]
+    assert rates == sorted(rates, reverse=True) and request.ways[0].devices == 8
+
+
+@pytest.mark.parametrize("given", [(), ("parallel.layer_split=[3, 5]", "mesh.pipeline=2", "mesh.data=2")])
+def test_settings_make_the_config_that_was_found(asked, config, given):
+    request = asked(Job(name="run", config=str(config), set=given, devices=4))
+    before, after = load(config, given), request.ways[0].config
+    assert before != after
+    assert load(config, [*given, *settings(before, after)]) == load(after)
