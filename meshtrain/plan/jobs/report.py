@@ -89,7 +89,7 @@ def spans(numbers: Sequence[int]) -> str:
 def headline(result: Result) -> str:
     cluster = result.packing.cluster
     return (
-        f"{len(result.packing.requests)} jobs on {cluster.name}, {cluster.nodes} nodes of {cluster.devices_per_node} x "
+        f"{len(result.packing.requests)} jobs on {cluster.name}, {cluster.nodes} x {cluster.devices_per_node} "
         f"{cluster.accelerator.name}: {words(result.jobs.strategy)} for {result.jobs.goal}"
     )
 

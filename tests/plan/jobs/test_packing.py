@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from meshtrain.plan.jobs.command import place
 from meshtrain.plan.jobs.listed import Job, Jobs
 from meshtrain.plan.jobs.packing import Packing
-from meshtrain.plan.jobs.searched import STRATEGIES, score, strategies
+from meshtrain.plan.jobs.rules import RULES
+from meshtrain.plan.jobs.searched import STRATEGIES, Search, score, strategies
 
 
 def names(packing: Packing) -> list[str]:
@@ -61,6 +63,34 @@ def test_one_without_room_does_not_hold_up_those_behind_it(cluster, packer):
     # `one` is in at once; when `most` ends, three devices are free, which `all` cannot use, and `for-ever` has one of them for good.
     assert [(p.request.job.name, p.start) for p in placed] == [("most", 0), ("one", 0), ("for-ever", 2)]
     assert made.pack(made.usual("first_fit")).mean_hours == float("inf")
+
+
+def test_those_that_end_together_leave_together(cluster, packer):
+    jobs = [
+        Job(name="one", devices=2, hours=1),
+        Job(name="two", devices=2, hours=1),
+        Job(name="all", devices=4),
+        Job(name="half", devices=2),
+    ]
+    made = packer(cluster(1, 4, 1), *jobs)
+    placed = made.pack(made.usual("first_fit")).placed
+    # Would `one` leave before `two`, `half` were in before `all`.
+    assert [(p.request.job.name, p.start) for p in placed] == [("one", 0), ("two", 0), ("all", 1)]
+
+
+def test_a_search_that_may_try_nothing_keeps_the_best_of_the_rules(cluster, packer):
+    made = packer(cluster(2, 4, 2), *(Job(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2))))
+    search = Search(made, "utilisation", seed=0)
+    search.most = 0
+    assert search.best([made.pack(made.usual(rule)) for rule in RULES]).rule == "balance"
+
+
+def test_throughput_prefers_the_faster_of_two(cluster, config):
+    slow = Job(name="slow", config=str(config), set=("model.layers=16",))
+    fast = Job(name="fast", config=str(config), set=("model.layers=4",))
+    found = place(Jobs(goal="throughput", jobs=(slow, fast)), cluster(2, 4, 2)).packings
+    assert names(found["first_fit"]) == ["slow"] and names(found["search"]) == ["fast"]
+    assert found["search"].tokens_per_second > 2 * found["first_fit"].tokens_per_second
 
 
 def test_a_higher_priority_goes_first(cluster, packer):

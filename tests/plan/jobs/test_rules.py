@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.plan.jobs.listed import Job
-from meshtrain.plan.jobs.rules import RULES, blocks_of
+from meshtrain.plan.jobs.rules import RULES, Blocks, blocks_of
 from meshtrain.plan.jobs.ways import Way
 
 
@@ -57,9 +57,7 @@ def test_best_fit_takes_the_block_that_is_left_with_least(nodes):
     assert RULES["balance"](Way(2, 2), free, blocks, False) == [0, 1]
 
 
-def blocks_of_two():
-    from meshtrain.plan.jobs.rules import Blocks
-
+def blocks_of_two() -> Blocks:
     return Blocks(((range(2), range(2, 4)), (range(4),)))
 
 
@@ -69,6 +67,12 @@ def test_together_is_within_one_block_or_not_at_all(rule):
     assert RULES[rule](way, [3, 4, 4, 4], blocks, True) == [2, 3]
     assert RULES[rule](way, [3, 4, 4, 3], blocks, True) is None
     assert RULES[rule](way, [3, 4, 4, 3], blocks, False) == [1, 2]
+
+
+def test_balance_takes_the_emptiest_block():
+    blocks = blocks_of_two()
+    assert RULES["balance"](Way(2, 3), [3, 4, 4, 4], blocks, True) == [2, 3]
+    assert RULES["balance"](Way(2, 3), [4, 4, 4, 3], blocks, True) == [0, 1]
 
 
 def test_blocks_are_those_of_the_links(cluster):

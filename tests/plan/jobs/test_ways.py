@@ -44,8 +44,10 @@ def test_a_config_may_be_spread_over_twice_the_nodes_but_tensor_stays_inside_one
     assert shapes(asked(wide)) == [(2, 4)]
     wider = dataclasses.replace(job, set=("mesh.data=2", "mesh.tensor=8"))
     assert shapes(asked(wider)) == [(4, 4)]
-    for_two = dataclasses.replace(job, set=("survive.wanted=4",))
-    assert shapes(asked(for_two)) == [(4, 2)]
+    narrow = dataclasses.replace(job, set=("mesh.data=4", "mesh.tensor=1"))
+    assert shapes(asked(narrow)) == [(1, 4), (2, 2)]
+    for_four = dataclasses.replace(job, set=("survive.wanted=4",))
+    assert shapes(asked(for_four)) == [(4, 2)]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_why_a_job_fits_nowhere(asked, job, reason):
 
 
 def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
-    huge = ("model.layers=64", "model.d_model=8192", "mesh.data=2", "mesh.tensor=1", "parallel.zero_stage=0")
+    huge = ("model.layers=64", "model.d_model=8192", "mesh.data=2", "mesh.tensor=1", "train.global_batch_size=2")
     request = asked(Job(name="huge", config=str(config), set=huge))
     assert not request.ways and "more than the 77.6 GiB that h100 has for it" in request.reason
     fixed = asked(Job(name="huge", config=str(config), set=huge, devices=2))
@@ -82,6 +84,13 @@ def test_side_by_side_a_job_is_as_fast_as_its_plan_and_slower_across_blocks(clus
     assert speeds.at(way, [4, 5, 6, 7, 8, 9, 10, 11]).seconds > 1.1 * beside
     # As many devices on more nodes have less of the fast links.
     assert speeds.side_by_side(Way(4, 2, load(config))).seconds > beside
+
+
+def test_the_block_with_the_fewest_of_its_devices_sets_the_pace(cluster, config):
+    speeds, way = Speeds(cluster(6, 4, 3, between=1)), Way(4, 4, load(config, ["mesh.data=8"]))
+    # Nodes 1 and 2 with 3 and 4: two and two. Nodes 0 to 2 with 3: the one that is alone has all its traffic go out.
+    even, uneven = speeds.at(way, range(4, 20)), speeds.at(way, range(16))
+    assert uneven.seconds > even.seconds
 
 
 def test_of_several_numbers_each_has_its_own_layout(asked, config, cluster):
