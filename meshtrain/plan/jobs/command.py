@@ -28,9 +28,10 @@ def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
                 f"--{flag} and --jobs do not go together: the file of jobs names each one's config and set."
             )
     jobs = read(options.jobs)
+    cluster = _cluster(jobs, options.cluster or USUAL)
     if options.kueue:
-        kueue.check(jobs, options.kueue)
-    result = place(jobs, _cluster(jobs, options.cluster or USUAL))
+        kueue.check(jobs, cluster, options.kueue)
+    result = place(jobs, cluster)
     reasons = [said for request in result.packing.requests if (said := report.reason(result, request))]
     if options.json:
         print(json.dumps(report.as_json(result), indent=2))

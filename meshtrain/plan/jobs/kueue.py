@@ -22,6 +22,7 @@ from meshtrain.cli import Parser
 from meshtrain.errors import ConfigError, refusal, say, short
 from meshtrain.launch import kubernetes
 from meshtrain.launch.manifest import dumped
+from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.jobs.listed import Job, Jobs
 from meshtrain.plan.jobs.report import Result
 from meshtrain.plan.jobs.ways import Way, configured, settings
@@ -41,8 +42,10 @@ MEANT = {
 }
 
 
-def check(jobs: Jobs, directory: str) -> None:
+def check(jobs: Jobs, cluster: Cluster, directory: str) -> None:
     """Refuses at once what would be found missing when all is placed, and makes the directory."""
+    if cluster.accelerator.platform != "gpu":
+        raise ConfigError(f"--kueue is for NVIDIA GPUs ({GPU}); cluster {cluster.name} has {cluster.accelerator.name}.")
     with_config = [job.name for job in jobs.jobs if job.config]
     for name in ("image", "volume"):
         if with_config and not getattr(jobs.kueue, name):
@@ -85,9 +88,6 @@ def _check_directories(jobs: Jobs) -> None:
 
 def files(result: Result, directory: str) -> dict[str, str]:
     """Path -> text of the manifests. A job that has no config gets no JobSet, and one that fits nowhere none either."""
-    cluster = result.packing.cluster
-    if cluster.accelerator.platform != "gpu":
-        raise ConfigError(f"--kueue is for NVIDIA GPUs ({GPU}); cluster {cluster.name} has {cluster.accelerator.name}.")
     found = {str(Path(directory) / QUEUES): dumped(*queues(result))}
     bare = []
     for request in result.packing.requests:
