@@ -61,9 +61,17 @@ class Speeds:
         return self.known[way, place]
 
     def side_by_side(self, way: Way) -> Plan | None:
-        """The plan of a way on the first devices of the first nodes: none lie better."""
-        per_node = self.cluster.devices_per_node
-        return self.at(way, [n * per_node + d for n in range(way.nodes) for d in range(way.each)])
+        """The plan of a way where none else is: on the first nodes, or evenly in the fewest blocks of links, whichever is faster."""
+        block, per_node = first_block(self.cluster), self.cluster.devices_per_node
+        blocks = math.ceil(way.nodes / block)
+        layouts: list[Sequence[int]] = [range(way.nodes)]
+        if way.nodes % blocks == 0:
+            inside = range(way.nodes // blocks)
+            evenly = [at * block + node for at in range(blocks) for node in inside]
+            # The last block may be smaller.
+            layouts += [evenly] if evenly[-1] < self.cluster.nodes else []
+        plans = [self.at(way, [n * per_node + d for n in nodes for d in range(way.each)]) for nodes in layouts]
+        return min((plan for plan in plans if plan), key=lambda plan: plan.seconds, default=None)
 
 
 def _share(devices: Sequence[int], block: int) -> int:
