@@ -57,6 +57,16 @@ def test_the_report_shows_nodes_strategies_and_reasons(written, capsys):
     assert "two waits 2 h: it needs 8 devices; all 16 devices are taken." in out
 
 
+def test_where_nothing_fits_all_is_free(written, capsys):
+    assert (
+        main(["--jobs", written("nodes: 1\njobs: [{name: large, devices: 16}, {name: odd, devices: 9}]"), "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["utilisation"], found["fragmentation"], found["balance"]) == (0.0, 0.0, 1.0)
+    assert found["mean_seconds_until_done"] is None and not any(job["runs_now"] for job in found["jobs"])
+
+
 def test_a_job_that_waits_is_told_what_is_free(written, capsys):
     jobs = written(
         "nodes: 2\njobs:\n  - {name: one, devices: 5}\n  - {name: two, devices: 5}\n  - {name: more, devices: 4}"
