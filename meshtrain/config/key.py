@@ -32,6 +32,8 @@ class Key:
     least: float | None = None
     most: float | None = None
     above: float | None = None
+    # What a number counts, for the sentence that refuses one: in seconds (3 µs are 3e-06).
+    unit: str = ""
     # The legal texts, looked at when a value is read: more of them may be registered from outside.
     one_of: Mapping[str, Any] | None = None
     # Where the default stands, the value follows from the config; ConfigError if it does not.

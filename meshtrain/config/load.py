@@ -81,7 +81,7 @@ def _of_mapping(values: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f"{GIVEN} hold {short(repr(held))}; they may be texts, paths, numbers, switches and lists."
         ) from None
-    return _section(Config, node, "", GIVEN, "config") if node is not None else Config()
+    return filled(Config(), _section(Config, node, "", GIVEN, "config")) if node is not None else Config()
 
 
 def to_yaml(config: Config) -> str:
@@ -97,6 +97,20 @@ def to_yaml(config: Config) -> str:
 
 def read_section(kind: type, path: str | Path, what: str, flag: str, example: str) -> Any:
     """A dataclass of `schema.key` fields from a YAML file of its own; `what`, `flag` and `example` are for its errors."""
+    return filled(kind(), read_given(kind, path, what, flag, example))
+
+
+def filled(base: Any, given: Mapping[str, Any]) -> Any:
+    """A dataclass with what was given in the place of its own values, section by section."""
+    changed = {}
+    for name, value in given.items():
+        section = getattr(base, name)
+        changed[name] = filled(section, value) if dataclasses.is_dataclass(section) else value
+    return dataclasses.replace(base, **changed)
+
+
+def read_given(kind: type, path: str | Path, what: str, flag: str, example: str) -> dict[str, Any]:
+    """What a YAML file gives of a dataclass's keys, checked, and nothing that it leaves out; of a section a dict of its own."""
     text = read_text(path, f"{what} file", f"{flag} takes a YAML file", (".yaml", ".yml"), MOST_BYTES)
     source = short(path)
     try:
@@ -109,8 +123,8 @@ def read_section(kind: type, path: str | Path, what: str, flag: str, example: st
     return _section(kind, node, "", source, what)
 
 
-def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -> Any:
-    """A dataclass from a YAML mapping; keys it leaves out keep their defaults."""
+def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
+    """The values of a YAML mapping by the keys of a dataclass."""
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(f"{_at(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}.")
@@ -127,21 +141,21 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
         if dataclasses.is_dataclass(hints[name]):
             section = typing.cast(type, hints[name])
             empty = value_node.tag == NULL
-            given[name] = section() if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
+            given[name] = {} if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
         elif typing.get_origin(hints[name]) is tuple and dataclasses.is_dataclass(typing.get_args(hints[name])[0]):
             section = typing.get_args(hints[name])[0]
             given[name] = _sections(section, value_node, f"{prefix}{name}", source, what)
         else:
             where = f"{_at(source, value_node)}: {prefix}{name}"
             given[name] = value(hints[name], keys(kind)[name], value_node, where)
-    return kind(**given)
+    return given
 
 
 def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
     """Dataclasses from a YAML list of mappings."""
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(f"{_at(source, node)}: {name} is {shape(node)}; it must be a list of mappings.")
-    return tuple(_section(kind, item, f"{name}[{i}].", source, what) for i, item in enumerate(node.value))
+    return tuple(filled(kind(), _section(kind, item, f"{name}[{i}].", source, what)) for i, item in enumerate(node.value))
 
 
 def _override(config: Config, text: str) -> Config:

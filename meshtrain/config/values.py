@@ -128,7 +128,7 @@ def _range(hint: type, key: Key) -> str:
         for word, bound in said.items()
         if bound is not None
     ]
-    return " and ".join(parts)
+    return " and ".join(parts) + (f", in {key.unit}" if key.unit else "")
 
 
 def _most(hint: type, key: Key) -> float:

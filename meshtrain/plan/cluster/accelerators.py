@@ -3,11 +3,12 @@
 Dense rates without sparsity, in TFLOP/s; bandwidth in GB/s (10^9); memory in GiB as the device reports it to programs.
 
     a100-40, a100-80  NVIDIA A100 data sheet (2021): 312 TFLOP/s bf16/fp16, 156 tf32; 1555 and 2039 GB/s; 400 W
-    h100              NVIDIA H100 SXM data sheet (2023): 989.4 bf16/fp16, 494.7 tf32; 3350 GB/s; 700 W
+    h100              NVIDIA H100 SXM data sheet (2023): 989.4 bf16/fp16, 494.7 tf32, 1978.9 fp8; 3350 GB/s; 700 W
     h100-96           the H100 of torchtitan's benchmarks/llama3_h100_202412: 96 GB HBM2e, 2400 GB/s, run at 500 W; its peak is
                       "between SXM and NVL" (989 and 835), so we take the middle
     h200              NVIDIA H200 SXM data sheet (2024): as H100, 141 GB at 4800 GB/s
-    b200              NVIDIA HGX B200 data sheet (2025): 2250 bf16/fp16, 1100 tf32; 180 GB at 7700 GB/s
+    b200              NVIDIA HGX B200 data sheet (2025): 2250 bf16/fp16, 1100 tf32, 4500 fp8; 180 GB at 7700 GB/s
+    gb200             NVIDIA GB200 NVL72 data sheet (2025): 2500 bf16/fp16, 1250 tf32, 5000 fp8; 186 GB at 8000 GB/s; 1200 W
     v100              NVIDIA V100 SXM2 data sheet (2020): 125 fp16, 15.7 fp32 (no bf16 units), 32 GB at 900 GB/s
     tpu-v5p           cloud.google.com/tpu/docs/v5p: 459 bf16, 95 GiB at 2765 GB/s
     cpu               a small cloud machine, a 2-core x86 virtual machine with AVX-512, as a whole: medians of four runs of
@@ -23,13 +24,18 @@ from typing import Literal
 from meshtrain.config.schema import key
 
 
+RATE = {"least": 0.0, "most": 1e5, "unit": "TFLOP/s (2.25 PFLOP/s are 2250)"}
+GIB = "GiB, as the device reports it"
+
+
 @dataclass(frozen=True)
 class Peak:
-    """Matmul rates in TFLOP/s by dtype; 0: not given."""
+    """Matmul rates in TFLOP/s by dtype; 0: the device has no units for it."""
 
-    float32: float = key(0.0, "TFLOP/s in float32 (TF32 where XLA uses it)", least=0.0)
-    bfloat16: float = key(0.0, "TFLOP/s in bfloat16", least=0.0)
-    float16: float = key(0.0, "TFLOP/s in float16", least=0.0)
+    float32: float = key(0.0, "TFLOP/s in float32 (TF32 where XLA uses it)", **RATE)
+    bfloat16: float = key(0.0, "TFLOP/s in bfloat16", **RATE)
+    float16: float = key(0.0, "TFLOP/s in float16", **RATE)
+    float8: float = key(0.0, "TFLOP/s in float8 (informative: no compute dtype is float8 yet)", **RATE)
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,12 @@ class Efficiency:
 class Accelerator:
     name: str = key("", "one of the accelerators known by name, or a new one with all its figures")
     platform: Literal["gpu", "tpu", "cpu"] = key("gpu", "what JAX takes it for; of one known by name that is known")
-    memory: float = key(0.0, "memory in GiB, as the device reports it", least=0.0)
+    memory: float = key(0.0, "memory in GiB, as the device reports it", least=0.0, most=1e5, unit=GIB)
     reserved: float = key(
-        0.0, "GiB of it that programs cannot have: context, collective buffers, fragmentation", least=0.0
-    )
-    bandwidth: float = key(0.0, "memory bandwidth in GB/s", least=0.0)
-    watts: float = key(0.0, "power at which the rates hold (informative)", least=0.0)
+        0.0, "GiB of it that programs cannot have: context, collective buffers, fragmentation", least=0.0, most=1e5, unit=GIB
+    )  # fmt: skip
+    bandwidth: float = key(0.0, "memory bandwidth in GB/s", least=0.0, most=1e5, unit="GB/s (3.35 TB/s are 3350)")
+    watts: float = key(0.0, "power at which the rates hold (informative)", least=0.0, most=1e5, unit="watts")
     peak: Peak = field(default_factory=Peak)
     efficiency: Efficiency = field(default_factory=Efficiency)
 
@@ -82,8 +88,8 @@ class Accelerator:
         return (self.memory - self.reserved) * 2**30
 
 
-def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, efficiency: Efficiency, bfloat16: float | None = None) -> Accelerator:  # fmt: skip
-    peak = Peak(float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16)
+def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, efficiency: Efficiency, bfloat16: float | None = None, float8: float = 0.0) -> Accelerator:  # fmt: skip
+    peak = Peak(float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16, float8=float8)
     return Accelerator(name, "gpu", memory, 2.0, bandwidth, watts, peak, efficiency)
 
 
@@ -97,10 +103,11 @@ ACCELERATORS: dict[str, Accelerator] = {
     for a in (
         _gpu("a100-40", 39.4, 1555, 312, 156, 400, AMPERE),
         _gpu("a100-80", 79.2, 2039, 312, 156, 400, AMPERE),
-        _gpu("h100", 79.6, 3350, 989.4, 494.7, 700, HOPPER),
-        _gpu("h100-96", 95.0, 2400, 912, 456, 500, HOPPER),
-        _gpu("h200", 139.8, 4800, 989.4, 494.7, 700, HOPPER),
-        _gpu("b200", 178.4, 7700, 2250, 1100, 1000, HOPPER),
+        _gpu("h100", 79.6, 3350, 989.4, 494.7, 700, HOPPER, float8=1978.9),
+        _gpu("h100-96", 95.0, 2400, 912, 456, 500, HOPPER, float8=1824),
+        _gpu("h200", 139.8, 4800, 989.4, 494.7, 700, HOPPER, float8=1978.9),
+        _gpu("b200", 178.4, 7700, 2250, 1100, 1000, HOPPER, float8=4500),
+        _gpu("gb200", 185.0, 8000, 2500, 1250, 1200, HOPPER, float8=5000),
         _gpu("v100", 31.7, 900, 125, 15.7, 300, AMPERE, bfloat16=0.0),
         Accelerator("tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), AMPERE),
         Accelerator(
@@ -115,16 +122,3 @@ ACCELERATORS: dict[str, Accelerator] = {
         ),
     )
 }
-
-
-def complete(given: Accelerator) -> Accelerator:
-    """A named accelerator's data sheet with the figures that were given in its place."""
-    known = ACCELERATORS.get(given.name)
-    if known is None:
-        return given
-    filled = {
-        name: getattr(given, name) or getattr(known, name) for name in ("memory", "reserved", "bandwidth", "watts")
-    }
-    peak = Peak(*(getattr(given.peak, f.name) or getattr(known.peak, f.name) for f in dataclasses.fields(Peak)))
-    efficiency = known.efficiency if given.efficiency == Efficiency() else given.efficiency
-    return dataclasses.replace(known, **filled, peak=peak, efficiency=efficiency)

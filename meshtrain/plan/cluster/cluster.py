@@ -8,19 +8,24 @@ A level joins blocks of `devices` devices; a message goes over the lowest level 
 """
 
 import dataclasses
-import difflib
 import functools
 import math
+import operator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from meshtrain.config import ConfigError, MeshConfig, short
-from meshtrain.config.load import read_section
+from meshtrain.config.load import filled, read_given
 from meshtrain.config.schema import key
-from meshtrain.plan.cluster.accelerators import ACCELERATORS, Accelerator, Peak, complete
+from meshtrain.errors import nearest
+from meshtrain.plan.cluster.accelerators import ACCELERATORS, Accelerator, Peak
 
 DIRECTORY = Path(__file__).parent / "known"
+
+
+# The bounds are wider than any machine of 2026 and narrower than a slip of units.
+SECONDS, ONE_WAY = "seconds (3 µs are 3e-06)", "GB/s that one device sends in one direction (400 Gbit/s are 50)"
 
 
 @dataclass(frozen=True)
@@ -28,16 +33,24 @@ class Link:
     """One level of the network, seen from one device."""
 
     devices: int = key(0, "devices in a block of this level; 0: there is no such level", least=0)
-    latency: float = key(0.0, "seconds for the first byte", least=0.0)
-    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.0)
+    latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.01, unit=SECONDS)
+    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.01, most=5000.0, unit=ONE_WAY)
+
+
+@dataclass(frozen=True)
+class Cable(Link):
+    """A level between machines: the world is some 0.1 s wide, and a device has network cards for 1.6 Tbit/s at most."""
+
+    latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.1, unit=SECONDS)
+    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.001, most=200.0, unit=ONE_WAY)
 
 
 @dataclass(frozen=True)
 class Links:
     island: Link = field(default_factory=Link)
     node: Link = field(default_factory=Link)
-    rail: Link = field(default_factory=Link)
-    spine: Link = field(default_factory=Link)
+    rail: Cable = field(default_factory=Cable)
+    spine: Cable = field(default_factory=Cable)
 
 
 EXAMPLE = "it needs at least 'accelerator: {name: h100}' and 'links: {node: {devices: 8, bandwidth: 450}}'"
@@ -86,10 +99,18 @@ class Cluster:
         2e-5,
         "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
         least=0.0,
+        most=1.0,
+        unit="failures per device and hour (one in 50,000 hours is 2e-05)",
     )
-    restart_seconds: float = key(300.0, "from a failure to the first step after the restart", least=0.0)
-    storage_bandwidth: float = key(1.0, "GB/s that one node writes to the checkpoint store", above=0.0)
-    host_bandwidth: float = key(20.0, "GB/s at which one device copies to its host", above=0.0)
+    restart_seconds: float = key(
+        300.0, "from a failure to the first step after the restart", least=0.0, most=86400.0, unit="seconds"
+    )
+    storage_bandwidth: float = key(
+        1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one node"
+    )
+    host_bandwidth: float = key(
+        20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one device"
+    )
     price_per_device_hour: float = key(0.0, "price of one device for an hour, in any currency", least=0.0)
     accelerator: Accelerator = field(default_factory=Accelerator)
     links: Links = field(default_factory=Links)
@@ -125,27 +146,48 @@ def _group(levels: tuple[tuple[str, Link], ...], reached: float, topology: str, 
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The checked cluster of a YAML file; ConfigError (one sentence) otherwise."""
-    return checked(read_section(Cluster, path, "cluster description", "--cluster", EXAMPLE), short(path))
+    """The checked cluster of a YAML file; ConfigError (one sentence) otherwise. What it does not give of an accelerator known by
+    name, that one's data sheet does."""
+    given, source = read_given(Cluster, path, "cluster description", "--cluster", EXAMPLE), short(path)
+    named = ACCELERATORS.get(given.get("accelerator", {}).get("name", ""))
+    cluster = filled(Cluster(accelerator=named or Accelerator()), given)
+    if named and named.platform != "cpu":
+        _check_scale(cluster.accelerator, named, source)
+    return checked(cluster, source)
+
+
+SHEET = ("memory", "bandwidth", "watts", "peak.float32", "peak.bfloat16", "peak.float16", "peak.float8")
+
+
+def _check_scale(given: Accelerator, named: Accelerator, source: str) -> None:
+    """Refuses figures that are far from the data sheet's, as those in other units are: TB/s for GB/s."""
+    for name in SHEET:
+        figure, sheet = (operator.attrgetter(name)(one) for one in (given, named))
+        if figure and sheet and not 1 / 50 < figure / sheet < 50:
+            raise ConfigError(
+                f"{source}: accelerator.{name} is {figure:g}, and the data sheet of {named.name} says {sheet:g}; "
+                "is it in another unit? Leave it out, or describe the device under a name of its own."
+            )
 
 
 def checked(cluster: Cluster, source: str) -> Cluster:
-    """The cluster with its accelerator's data sheet filled in; ConfigError where a figure is missing or makes no sense."""
-    accelerator = complete(cluster.accelerator)
+    """The cluster with a name; ConfigError where a figure is missing or makes no sense."""
+    accelerator = cluster.accelerator
     missing = [n for n in ("memory", "bandwidth") if not getattr(accelerator, n)]
     missing += [] if accelerator.peak.float32 else ["peak.float32"]
     if missing:
-        near = difflib.get_close_matches(accelerator.name, ACCELERATORS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"a new one needs accelerator.{', accelerator.'.join(missing)}."
+        needed = f"accelerator.{', accelerator.'.join(missing)}"
+        if accelerator.name in ACCELERATORS:
+            raise ConfigError(f"{source}: {needed} is 0; leave it out for what the data sheet says.")
         raise ConfigError(
-            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}; {hint}"
+            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}"
+            + (nearest(accelerator.name, ACCELERATORS) or f"; a new one needs {needed}.")
         )
     if accelerator.reserved >= accelerator.memory:
         raise ConfigError(
             f"{source}: accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of {accelerator.memory:g} GiB."
         )
-    filled = dataclasses.replace(cluster, name=cluster.name or Path(source).stem, accelerator=accelerator)
-    levels = filled.levels()
+    levels = cluster.levels()
     before: tuple[str, Link] | None = None
     for name, link in levels:
         if not link.bandwidth:
@@ -159,13 +201,13 @@ def checked(cluster: Cluster, source: str) -> Cluster:
             )
         before = name, link
     reach = levels[-1][1].devices if levels else 1
-    if not filled.shared and reach < filled.devices:
-        top = "rail or spine" if filled.nodes > 1 else "node"
+    if not cluster.shared and reach < cluster.devices:
+        top = "rail or spine" if cluster.nodes > 1 else "node"
         raise ConfigError(
-            f"{source}: no link joins all {filled.devices} devices ({filled.nodes} nodes of {filled.devices_per_node}): the widest level given "
-            f"reaches {reach}; add links.{top} with devices: {filled.devices}."
+            f"{source}: no link joins all {cluster.devices} devices ({cluster.nodes} nodes of {cluster.devices_per_node}): the widest level given "
+            f"reaches {reach}; add links.{top} with devices: {cluster.devices}."
         )
-    return filled
+    return dataclasses.replace(cluster, name=cluster.name or Path(source).stem)
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:
@@ -211,10 +253,9 @@ def named(name: str, devices: int) -> Cluster:
         return resized(cluster, devices) if cluster.shared else cluster
     if name in known():
         return resized(known()[name], devices)
-    near = difflib.get_close_matches(name, known(), n=1)
     raise ConfigError(
         f"--cluster {short(name)}: there is no such file or accelerator; give a YAML file or one of {', '.join(known())}"
-        + (f"; did you mean {near[0]}?" if near else ".")
+        + (nearest(name, known()) or ".")
     )
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from meshtrain.config import ConfigError, MeshConfig
@@ -27,6 +29,24 @@ BAD = {
     f"accelerator: {{name: {'h' * 900}}}": "hhh…hhh",
     "links:\n  node: {devices: 8, bandwith: 450}": "there is no key links.node.bandwith; did you mean bandwidth",
     "restart_seconds: .inf": "must be a finite number, at least 0",
+    # Units mixed up: of each a figure as somebody has it at hand.
+    "links:\n  node: {devices: 8, latency: 3, bandwidth: 450}": "links.node.latency is 3.0; it must be .*, in seconds (3 µs are 3e-06)",
+    "links:\n  rail: {devices: 32, latency: 8, bandwidth: 50}": "links.rail.latency is 8.0; it must be .*, in seconds",
+    "links:\n  rail: {devices: 32, bandwidth: 400}": "links.rail.bandwidth is 400.0; it must be .* at most 200, .*400 Gbit/s are 50",
+    "links:\n  node: {devices: 8, bandwidth: 4.5e+11}": "links.node.bandwidth is 450000000000.0; it must be .* at most 5000",
+    "accelerator: {name: h100, memory: 85899345920}": "accelerator.memory is 85899345920.0; it must be .*, in GiB",
+    "accelerator: {name: h100, memory: 81920}": "accelerator.memory is 81920, and the data sheet of h100 says 79.6",
+    "accelerator: {name: h100, bandwidth: 3.35}": "accelerator.bandwidth is 3.35, and the data sheet of h100 says 3350",
+    "accelerator: {name: h100, peak: {bfloat16: 989.4e+12}}": "accelerator.peak.bfloat16 is .*, in TFLOP/s",
+    "accelerator: {name: h100, peak: {bfloat16: 0.989}}": "accelerator.peak.bfloat16 is 0.989, and the data sheet of h100 says 989.4",
+    "accelerator: {name: h100, efficiency: {matmul: 75}}": "accelerator.efficiency.matmul is 75.0; it must be above 0 and at most 1",
+    "accelerator: {name: h100, memory: 0}": "accelerator.memory is 0; leave it out",
+    "failures_per_device_hour: 50000": "failures_per_device_hour is 50000.0; it must be .*one in 50,000 hours is 2e-05",
+    "restart_seconds: 300000": "restart_seconds is 300000.0; it must be at least 0 and at most 86400, in seconds",
+    "storage_bandwidth: 2e+9": "storage_bandwidth is 2000000000.0; it must be .*, in GB/s of one node",
+    "host_bandwidth: 20000": "host_bandwidth is 20000.0; it must be .*, in GB/s of one device",
+    "accelerator: {name: h100, eficiency: {matmul: 0.7}}": "there is no key accelerator.eficiency; did you mean efficiency",
+    "accelerator: {name: hopper100}": "did you mean h100?",
 }
 
 
@@ -41,6 +61,27 @@ def test_a_good_description_is_read_with_the_data_sheet_filled_in(tmp_path):
     assert cluster.accelerator.bandwidth == ACCELERATORS["h100"].bandwidth
 
 
+SHEET = ACCELERATORS["h100"]
+GIVEN = {
+    "": SHEET,
+    "efficiency: {matmul: %r}" % SHEET.efficiency.matmul: SHEET,
+    "efficiency: {matmul: 0.75}": replace(SHEET, efficiency=replace(SHEET.efficiency, matmul=0.75)),
+    "efficiency: {half_size: 0}": replace(SHEET, efficiency=replace(SHEET.efficiency, half_size=0.0)),
+    "efficiency:": SHEET,
+    "reserved: 0": replace(SHEET, reserved=0.0),
+    "watts: 0": replace(SHEET, watts=0.0),
+    "peak: {bfloat16: 800}": replace(SHEET, peak=replace(SHEET.peak, bfloat16=800.0)),
+    "peak: {bfloat16: 0}": replace(SHEET, peak=replace(SHEET.peak, bfloat16=0.0)),
+}
+
+
+@pytest.mark.parametrize("text", GIVEN, ids=lambda text: text or "nothing")
+def test_what_is_given_of_a_known_accelerator_is_taken_and_the_rest_is_the_data_sheets(tmp_path, text):
+    """The class's own defaults and zeros are given, too, where they stand in the file."""
+    path = write(tmp_path / "mine.yaml", GOOD.replace("{name: h100}", f"\n  name: h100\n  {text}"))
+    assert load_cluster(path).accelerator == GIVEN[text]
+
+
 @pytest.mark.parametrize("change", BAD, ids=list(BAD.values()))
 def test_a_bad_description_is_one_sentence_with_what_is_legal(tmp_path, change):
     key = change.split(":")[0]
@@ -51,7 +92,7 @@ def test_a_bad_description_is_one_sentence_with_what_is_legal(tmp_path, change):
         if not skip:
             kept.append(line)
     path = write(tmp_path / "bad.yaml", "\n".join([*kept, change]) + "\n")
-    with pytest.raises(ConfigError, match=BAD[change].replace("(", r"\(")) as caught:
+    with pytest.raises(ConfigError, match=BAD[change].replace("(", r"\(").replace(")", r"\)")) as caught:
         load_cluster(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
