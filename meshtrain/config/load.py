@@ -103,9 +103,9 @@ def read_section(kind: type, path: str | Path, what: str, flag: str, example: st
 def filled(base: Any, given: Mapping[str, Any]) -> Any:
     """A dataclass with what was given in the place of its own values, section by section."""
     changed = {}
-    for name, value in given.items():
+    for name, new in given.items():
         section = getattr(base, name)
-        changed[name] = filled(section, value) if dataclasses.is_dataclass(section) else value
+        changed[name] = filled(section, new) if dataclasses.is_dataclass(section) else new
     return dataclasses.replace(base, **changed)
 
 

@@ -17,12 +17,10 @@ Dense rates without sparsity, in TFLOP/s; bandwidth in GB/s (10^9); memory in Gi
 float32 matmuls on NVIDIA devices are counted at the TF32 rate, which is what XLA uses by default.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshtrain.config.schema import key
-
 
 RATE = {"least": 0.0, "most": 1e5, "unit": "TFLOP/s (2.25 PFLOP/s are 2250)"}
 GIB = "GiB, as the device reports it"

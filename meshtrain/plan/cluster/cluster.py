@@ -13,7 +13,7 @@ import math
 import operator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from meshtrain.config import ConfigError, MeshConfig, short
 from meshtrain.config.load import filled, read_given
@@ -218,7 +218,7 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     nodes = math.ceil(devices / per_node)
     if devices < per_node:
         nodes, per_node = 1, devices
-    levels = dict(cluster.levels())
+    levels: dict[str, Any] = dict(cluster.levels())
     if levels and nodes > cluster.nodes:
         top = list(levels)[-1]
         levels[top] = dataclasses.replace(levels[top], devices=max(levels[top].devices, nodes * per_node))

@@ -64,7 +64,7 @@ def test_a_good_description_is_read_with_the_data_sheet_filled_in(tmp_path):
 SHEET = ACCELERATORS["h100"]
 GIVEN = {
     "": SHEET,
-    "efficiency: {matmul: %r}" % SHEET.efficiency.matmul: SHEET,
+    f"efficiency: {{matmul: {SHEET.efficiency.matmul}}}": SHEET,
     "efficiency: {matmul: 0.75}": replace(SHEET, efficiency=replace(SHEET.efficiency, matmul=0.75)),
     "efficiency: {half_size: 0}": replace(SHEET, efficiency=replace(SHEET.efficiency, half_size=0.0)),
     "efficiency:": SHEET,
