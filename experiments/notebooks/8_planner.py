@@ -277,7 +277,7 @@ rate = cluster.failures_per_device_hour
 assert np.isclose(failures.mean_time_between(rate, 16384), 54 * 86400 / 419, rtol=0.02)
 
 between, restart = failures.mean_time_between(rate, thousands.devices), cluster.restart_seconds
-copy = failures.faults(thousands).write
+copy = failures.faults(thousands).copy
 whole = copy * cluster.host_bandwidth * cluster.devices_per_node / cluster.storage_bandwidth
 intervals = np.geomspace(2, 2e4, 2001)
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")

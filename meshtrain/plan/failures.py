@@ -1,6 +1,12 @@
 """What failures cost: mean time between them, how often to write a checkpoint, and how much of the time is left for training.
 
 Failures of devices are taken to be independent and memoryless, at a constant rate a device-hour.
+
+    work τ        copy C   work τ        copy C   ...        training stands still for the copies
+                           write W ┤              write W ┤   what a copy holds counts once it is written
+
+A checkpoint begins when the one before is written, so that a round takes L = max(τ, W) + C. What a failure finds half written is lost
+with what has been done since: L/2 + min(τ, W) on average, to first order.
 """
 
 import math
@@ -8,6 +14,7 @@ from dataclasses import dataclass
 
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
+from meshtrain.plan.seconds import save_seconds
 
 
 def mean_time_between(rate: float, devices: int) -> float:
@@ -15,31 +22,50 @@ def mean_time_between(rate: float, devices: int) -> float:
     return 3600 / (rate * devices) if rate else math.inf
 
 
-def young(write: float, between: float) -> float:
+def young(copy: float, between: float) -> float:
     """Seconds of work between checkpoints that lose least, to first order (Young 1974): sqrt(2 C M)."""
-    return math.sqrt(2 * write * between)
+    return math.sqrt(2 * copy * between)
 
 
-def daly(write: float, between: float) -> float:
-    """The same to higher order (Daly 2006, equation 37); M where the write takes more than half of it."""
-    if write >= 2 * between or math.isinf(between):
+def daly(copy: float, between: float) -> float:
+    """The same to higher order (Daly 2006, equation 37); M where the copy takes twice as long or more."""
+    if copy >= 2 * between or math.isinf(between):
         return between
-    x = math.sqrt(write / (2 * between))
-    return math.sqrt(2 * write * between) * (1 + x / 3 + x * x / 9) - write
+    x = math.sqrt(copy / (2 * between))
+    return math.sqrt(2 * copy * between) * (1 + x / 3 + x * x / 9) - copy
 
 
-def goodput(interval: float, write: float, restart: float, between: float) -> float:
-    """Share of the time that goes into steps that count (Daly 2006, equation 20): exact for memoryless failures.
+def best_interval(copy: float, write: float, between: float) -> float:
+    """Seconds of work between checkpoints that lose least where each stops training for `copy` and is `write` later on disk.
 
-    Work of `interval` seconds, then a write of `write`, again until done; a failure costs what was not written and a
-    restart, which may fail too.
+    While τ is more than W the share that W costs is exp(-W/M), whatever τ: Daly's interval stays. While it is less, a round takes
+    W + C however little is done in it, and `goodput` grows with τ up to M.
     """
+    return max(daly(copy, between), min(write, between))
+
+
+def goodput(interval: float, copy: float, restart: float, between: float, write: float = 0.0) -> float:
+    """Share of the time that goes into steps that count: exact for memoryless failures.
+
+    Work of `interval` seconds and a copy of `copy`, again until done, each written in `write` seconds beside what follows; a failure
+    costs what was not written and a restart, which may fail too. A life of M seconds ends with N checkpoints written with probability
+    exp(-(τ + C + W + (N - 1) L)/M) or more, and a restart makes it M exp(R/M). With W = 0 this is equation 20 of Daly 2006.
+    """
+    around = max(interval, write) + copy
     if math.isinf(between):
-        return interval / (interval + write)
-    exponent = (interval + write) / between
-    if exponent > 700 or restart / between > 700:
+        return interval / around
+    if max(around, restart) / between > 700:
         return 0.0
-    return interval / (between * math.exp(restart / between) * math.expm1(exponent))
+    written = math.exp(-min(interval, write) / between) / math.expm1(around / between)
+    return interval * written / (between * math.exp(restart / between))
+
+
+def lost(interval: float, copy: float, between: float, write: float = 0.0) -> float:
+    """Seconds before a failure that count for nothing, on average: a life of M without the rounds whose checkpoint was written."""
+    around = max(interval, write) + copy
+    if around / between > 700:
+        return between
+    return between - around * math.exp(-min(interval, write) / between) / math.expm1(around / between)
 
 
 def survival(needed: int, devices: int, rate: float, hours: float) -> float:
@@ -65,9 +91,11 @@ class Faults:
     """Failures of a plan's devices and what they leave of its time. Times in seconds."""
 
     between: float
-    write: float  # for which a checkpoint stops training
-    interval: float  # best, by Daly
+    copy: float  # for which a checkpoint stops training
+    write: float  # from then on, until it counts
+    interval: float  # best
     interval_steps: int
+    lost: float  # by a failure at the best interval, restart not counted
     goodput: float  # at the best interval
     configured_goodput: float | None  # at checkpoint.every; none when that is 0
     spares: int  # further nodes with which the job is 99% sure to have its devices for a day without repairs
@@ -76,20 +104,23 @@ class Faults:
 def faults(plan: Plan) -> Faults:
     """Failures of a plan on its cluster."""
     cluster, devices = plan.cluster, plan.devices
-    between = mean_time_between(cluster.failures_per_device_hour, devices)
-    write = sum(item.nbytes for item in plan.memory if item.between_steps) / (cluster.host_bandwidth * 1e9)
-    interval = daly(write, between)
+    between, restart = mean_time_between(cluster.failures_per_device_hour, devices), cluster.restart_seconds
+    copy, write = save_seconds(cluster, sum(item.nbytes for item in plan.memory if item.between_steps))
+    interval = best_interval(copy, write, between)
     step = plan.seconds - plan.time.checkpoint
-    steps = max(1, round(interval / step)) if math.isfinite(interval) else 0
+    steps = 0
+    if math.isfinite(between):
+        steps = max(1, round(interval / step), math.ceil(min(write, between) / step))
     every = plan.config.checkpoint.every
-    restart = cluster.restart_seconds
     return Faults(
         between=between,
+        copy=copy,
         write=write,
         interval=interval,
         interval_steps=steps,
-        goodput=goodput(steps * step, write, restart, between) if steps else 1.0,
-        configured_goodput=goodput(every * step, write, restart, between) if every else None,
+        lost=lost(steps * step, copy, between, write) if steps else 0.0,
+        goodput=goodput(steps * step, copy, restart, between, write) if steps else 1.0,
+        configured_goodput=goodput(every * step, copy, restart, between, write) if every else None,
         spares=spares(cluster, devices, hours=24.0),
     )
 

@@ -133,8 +133,9 @@ def faults_text(found: Faults) -> str:
     if not found.interval_steps:
         return "none expected"
     return (
-        f"one in {duration(found.between)}; a checkpoint every {found.interval_steps:,} steps leaves {found.goodput:.1%} of the time "
-        f"for training; {found.spares} spare nodes last a day with 99%"
+        f"one in {duration(found.between)} loses {duration(found.lost)} and a restart; a checkpoint every {found.interval_steps:,} steps, copied "
+        f"in {duration(found.copy)} and written in {duration(found.write)}, leaves {found.goodput:.1%} of the time for training; "
+        f"{found.spares} spare nodes last a day with 99%"
     )
 
 
@@ -143,6 +144,9 @@ def faults_json(found: Faults) -> dict:
     return {
         "mean_seconds_between_failures": found.between if found.interval_steps else None,
         "checkpoint_every_steps": found.interval_steps,
+        "checkpoint_copy_seconds": found.copy,
+        "checkpoint_write_seconds": found.write,
+        "seconds_lost_by_a_failure": found.lost,
         "goodput": found.goodput,
         "goodput_as_configured": found.configured_goodput,
         "spare_nodes_for_a_day": found.spares,

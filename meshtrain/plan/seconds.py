@@ -160,12 +160,17 @@ def data_seconds(config: Config, group: Group, practice: Practice = OURS) -> flo
     return seconds
 
 
+def save_seconds(cluster: Cluster, held_bytes: float) -> tuple[float, float]:
+    """Seconds of a checkpoint of `held_bytes` a device: the copy to the host, which stops training, and the write beside it."""
+    write = held_bytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
+    return held_bytes / (cluster.host_bandwidth * 1e9), write
+
+
 def checkpoint_seconds(config: Config, cluster: Cluster, held_bytes: float, step: float) -> float:
-    """Seconds a step for which checkpoints stop training: the copy of `held_bytes` a device to the host, and what of the
-    write is not done when the next one is due (`step` seconds a step)."""
+    """Seconds a step for which checkpoints stop training: the copy to the host, and what of the write before is not done when the
+    next one is due (`step` seconds a step)."""
     every = config.checkpoint.every
     if not every:
         return 0.0
-    copy = held_bytes / (cluster.host_bandwidth * 1e9)
-    write = held_bytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
+    copy, write = save_seconds(cluster, held_bytes)
     return (copy + max(0.0, write - every * step)) / every

@@ -164,7 +164,7 @@ def _reliability(found: Reliability, told: Ledger, plan: Faults | None, cluster:
     usual = usual_restart(found.failures)
     if usual is not None:
         row("  median", took(usual))
-    row("a save stops training for", _maybe(found.write), "", took(plan.write) if plan else "")
+    row("a save stops training for", _maybe(found.write), "", took(plan.copy) if plan else "")
     every = "-" if found.interval_steps is None else f"{found.interval_steps:.3g} steps"
     advised = "-" if found.advised is None else f"{found.advised:,} steps"
     row("checkpoint.every", every, advised, f"{plan.interval_steps:,} steps" if plan and plan.interval_steps else "")

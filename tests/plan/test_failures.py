@@ -1,9 +1,12 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from meshtrain.plan.failures import daly, goodput, mean_time_between, survival, young
+from meshtrain.config import replaced
+from meshtrain.plan import named, plan
+from meshtrain.plan.failures import best_interval, daly, faults, goodput, lost, mean_time_between, survival, young
 
 
 def test_mean_time_between_failures_falls_with_the_number_of_devices():
@@ -24,18 +27,65 @@ def test_dalys_interval_loses_least():
         assert goodput(factor * daly(write, between), write, restart, between) < best
 
 
-def test_goodput_is_that_of_a_played_run():
-    interval, write, restart, between = 600.0, 60.0, 120.0, 3000.0
+# Interval, copy, write: no write, one that is done long before the next, one that is just done, and one that the next waits for.
+@pytest.mark.parametrize("interval, copy, write", [(600, 60, 0), (600, 60, 200), (600, 20, 600), (200, 20, 700)])
+def test_goodput_is_that_of_a_played_run(interval, copy, write):
+    restart, between = 120.0, 3000.0
     dice = random.Random(7)
-    clock, wanted = 0.0, 4000
-    for _ in range(wanted):  # segments of work and write, tried until one passes
-        while (failure := dice.expovariate(1 / between)) < interval + write:
-            clock += failure
-            while (again := dice.expovariate(1 / between)) < restart:
-                clock += again
-            clock += restart
-        clock += interval + write
-    assert goodput(interval, write, restart, between) == pytest.approx(wanted * interval / clock, rel=0.02)
+    clock = counted = spoiled = 0.0
+    lives = 20000
+    for _ in range(lives):
+        end, now = dice.expovariate(1 / between), 0.0
+        began, durable = 0.0, 0.0  # when the newest copy's round began; work that is safe
+        while True:
+            now += interval
+            now = max(now, began + write) if began else now  # the write before
+            copied = now + copy
+            if copied + write > end:
+                break
+            durable, now, began = durable + interval, copied, copied
+        rounds = durable / interval * (max(interval, write) + copy)
+        clock, counted, spoiled = clock + end, counted + durable, spoiled + end - rounds
+        while (again := dice.expovariate(1 / between)) < restart:
+            clock += again
+        clock += restart
+    assert goodput(interval, copy, restart, between, write) == pytest.approx(counted / clock, rel=0.02)
+    assert lost(interval, copy, between, write) == pytest.approx(spoiled / lives, rel=0.02)
+
+
+def test_a_failure_loses_half_a_round_and_what_was_being_written():
+    """By hand, for a mean time between failures that is long beside a round of 100 s: 50 s since the last copy, and as long as its
+    write takes, 30 s, which is how often it is not there yet times the 100 s that are lost with it."""
+    assert lost(100, 0, 1e7) == pytest.approx(50, rel=1e-3)
+    assert lost(100, 0, 1e7, write=30) == pytest.approx(50 + 0.3 * 100, rel=1e-3)
+    # the write takes 400 s, so the round does too; the newest copy is never there when it fails
+    assert lost(100, 0, 1e7, write=400) == pytest.approx(200 + 100, rel=1e-3)
+    assert goodput(100, 0, 0, 1e9, write=400) == pytest.approx(1 / 4, rel=1e-3)
+
+
+def test_no_checkpoint_begins_before_the_one_before_is_written():
+    copy, between = 0.01, 10_000.0  # Daly: 14 s
+    assert best_interval(copy, 5.0, between) == daly(copy, between)
+    assert best_interval(copy, 500.0, between) == 500.0
+    assert best_interval(copy, 5 * between, between) == between
+    for write in (5.0, 500.0, 5 * between):
+        best = best_interval(copy, write, between)
+        most = goodput(best, copy, 120.0, between, write)
+        assert all(goodput(k * best, copy, 120.0, between, write) < most for k in (0.5, 0.8, 1.25, 2.0))
+
+
+def test_thousands_of_gpus_save_as_often_as_their_store_can_take_it(llama_8b):
+    """A copy alone would be worth it after every step; a store of 0.01 GB/s a node needs longer for what a node holds."""
+    cluster = replace(named("h100", 16384), storage_bandwidth=0.01)
+    config = llama_8b({"data": 1024, "tensor": 8, "pipeline": 2}, {"global_batch_size": 2048}, microbatches=2)
+    planned = plan(config, cluster)
+    found, held = faults(planned), sum(item.nbytes for item in planned.memory if item.between_steps)
+    assert found.write == pytest.approx(8 * held / 0.01e9)
+    step = planned.seconds - planned.time.checkpoint
+    assert found.interval_steps * step == pytest.approx(found.write, rel=0.1) and found.interval_steps > 1
+    assert daly(found.copy, found.between) < found.write
+    often = replaced(config, checkpoint={"every": 1})
+    assert faults(plan(often, cluster)).configured_goodput < 0.5 < found.goodput
 
 
 def test_goodput_without_failures_loses_only_the_writes():
