@@ -7,6 +7,7 @@ from meshtrain.given import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import compute, memory, shapes, ticks, traffic
+from meshtrain.plan.cluster.accelerators import lender
 from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.plan.compute import OURS, Practice
 from meshtrain.plan.memory import Item
@@ -86,6 +87,7 @@ class Plan(Shown):
             "devices": self.devices,
             "cluster": self.cluster.name,
             "accelerator": self.cluster.accelerator.name,
+            "efficiencies_borrowed_from": lender(self.cluster.accelerator),
             "per_device_bytes": {**{k: int(v) for k, v in held.items()}, "total": int(self.bytes)},
             "memory_items": {item.name: int(item.nbytes) for item in self.memory},
             "usable_bytes": int(self.cluster.accelerator.usable_bytes),

@@ -153,7 +153,7 @@ def _pipeline(plan: Plan) -> list[str]:
 
 def _traffic(plan: Plan) -> str:
     rows = [
-        f'<tr><td>{flow.axis}</td><td>{escape(flow.what)}<br>{flow.kind}</td><td class="n">{flow.count:,} × {report.size(flow.nbytes)}</td>'
+        f'<tr><td>{flow.axis}</td><td>{escape(flow.what)}<br>{flow.kind}, {report.algorithm(plan, flow)}</td><td class="n">{flow.count:,} × {report.size(flow.nbytes)}</td>'
         f'<td class="n">{report.size(flow.sent)}</td></tr>'
         for flow in plan.flows
     ]

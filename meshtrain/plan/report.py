@@ -7,6 +7,8 @@ from rich.text import Text
 from meshtrain.config import Config
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import search, traffic
+from meshtrain.plan.cluster.accelerators import lender
+from meshtrain.plan.cluster.algorithms import best
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.failures import Faults, faults
@@ -60,6 +62,8 @@ def headline(plan: Plan) -> str:
             f"pipeline {plan.config.parallel.schedule}, {plan.ticks} ticks, at most {plan.peak_in_flight} microbatches in flight, "
             f"{plan.bubble_fraction:.1%} of the time idle"
         )
+    if borrowed := lender(device):
+        lines.append(f"seconds are a guess: {device.name} has its efficiencies borrowed from {borrowed}")
     lines.append(f"faults  {faults_text(faults(plan))}")
     if plan.cost:
         lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps")
@@ -102,14 +106,28 @@ def _memory(plan: Plan) -> Table:
 
 def _traffic(plan: Plan) -> Table:
     table = Table(title="each device sends in a step", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("axis", "left"), ("what", "left"), ("kind", "left"), ("times", "right"), ("size", "right"), ("sent", "right")):  # fmt: skip
+    for name, justify in (("axis", "left"), ("what", "left"), ("kind", "left"), ("by", "left"), ("times", "right"), ("size", "right"), ("sent", "right")):  # fmt: skip
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for flow in plan.flows:
-        table.add_row(flow.axis, flow.what, flow.kind, f"{flow.count:,}", size(flow.nbytes), size(flow.sent))
+        row = (flow.kind, algorithm(plan, flow), f"{flow.count:,}", size(flow.nbytes), size(flow.sent))
+        table.add_row(flow.axis, flow.what, *row)
     for axis, sent in traffic.by_axis(plan.flows).items():
         if sent:
-            table.add_row(axis, "total", "", "", "", size(sent), style="bold")
+            table.add_row(axis, "total", "", "", "", "", size(sent), style="bold")
     return table
+
+
+def algorithm(plan: Plan, flow: traffic.Flow) -> str:
+    """What a collective is run by."""
+    return best(flow.kind, plan.cluster.axis(flow.axis, plan.config.mesh), flow.nbytes).algorithm
+
+
+def traffic_json(plan: Plan) -> list[dict]:
+    """`plan --json`'s collectives of a step: times and bytes of the whole array (see `cluster.algorithms`)."""
+    return [
+        {"axis": f.axis, "what": f.what, "kind": f.kind, "algorithm": algorithm(plan, f), "times": f.count, "bytes": int(f.nbytes)}
+        for f in plan.flows
+    ]  # fmt: skip
 
 
 def _time(plan: Plan) -> Table:

@@ -66,7 +66,7 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
     tensor = cluster.axis("tensor", mesh)
     hidden = device.efficiency.exposed if practice.overlap_tensor else 1.0
     pipeline = cluster.axis("pipeline", mesh)
-    groups = {"tensor": tensor, "pipeline": pipeline, BOTH: cluster.group(mesh.tensor * mesh.pipeline, 1)}
+    groups = {"tensor": tensor, "pipeline": pipeline, BOTH: cluster.axis(BOTH, mesh)}
     sends = {"forward": 0.0, "backward": 0.0}
     for moment, f in layer_flows(config):
         sends[moment] += f.count * algorithms.best(f.kind, tensor, f.nbytes).seconds * hidden / stage.longest

@@ -17,7 +17,7 @@ Dense rates without sparsity, in TFLOP/s; bandwidth in GB/s (10^9); memory in Gi
 float32 matmuls on NVIDIA devices are counted at the TF32 rate, which is what XLA uses by default.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 from meshtrain.config.schema import key
@@ -120,3 +120,15 @@ ACCELERATORS: dict[str, Accelerator] = {
         ),
     )
 }
+
+# Whose efficiencies those have that no run of theirs was fitted on, and that are another chip than the fitted ones.
+LENDERS = {"b200": "Hopper", "gb200": "Hopper", "v100": "Ampere", "tpu-v5p": "Ampere"}
+
+
+def lender(accelerator: Accelerator) -> str | None:
+    """Whose efficiencies an accelerator has, if not its own; none where all of them were given."""
+    known = ACCELERATORS.get(accelerator.name, Accelerator())
+    own = astuple(accelerator.efficiency)
+    if not any(a == b for a, b in zip(own, astuple(known.efficiency), strict=True)):
+        return None
+    return LENDERS.get(accelerator.name) if accelerator.name in ACCELERATORS else "no device in particular"

@@ -5,17 +5,20 @@ n devices, k = ceil(log2 n).
 
     all-reduce      steps      bytes that a device sends         source
     ring            2 (n-1)    2 S (n-1)/n                       Patarasuk & Yuan 2009
-    butterfly       2 k        2 S (n-1)/n (S more if n != 2^k)  recursive halving and doubling, Thakur et al. 2005, section 4.5
+    butterfly       2 k        2 S (n-1)/n                       recursive halving and doubling, Thakur et al. 2005, section 4.5
     tree            2 k        2 S                               two binary trees, each half of S: Sanders et al. 2009; NCCL 2.4
     hierarchical    reduce-scatter inside the block of the lowest level, all-reduce of a share between blocks, all-gather inside
 
 An all-gather or reduce-scatter is half of a ring, butterfly or hierarchical all-reduce; trees have no such half.
+
+On GPUs the choice is NCCL's: `meshtrain.plan.cluster.nccl`. Elsewhere the cheapest of these is taken.
 """
 
 import functools
 import math
 from dataclasses import dataclass
 
+from meshtrain.plan.cluster import nccl
 from meshtrain.plan.cluster.cluster import Group, Hop
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
@@ -43,21 +46,28 @@ def ring(kind: str, group: Group, nbytes: float) -> float:
 
 
 def butterfly(kind: str, group: Group, nbytes: float) -> float:
-    """Halving and doubling. Its partners are 1, 2, 4, ... apart: on a torus their messages share links, n/8 to a link; on a
-    dragonfly they are sent by way of a third group, which doubles the load (Kim et al. 2008, section 4)."""
-    n, passes = group.size, 2 if kind == ALL_REDUCE else 1
-    k = math.ceil(math.log2(n))
+    """Halving and doubling among 2^k ranks. What is beyond, up to as many again, hands all it has to one of them before and is
+    given the result after, S and a step each time (Thakur et al. 2005, section 4.5).
+
+    Its partners are 1, 2, 4, ... apart: on a torus their messages share links, n/8 to a link; on a dragonfly they are sent by way of a
+    third group, which doubles the load (Kim et al. 2008, section 4)."""
+    passes, k = 2 if kind == ALL_REDUCE else 1, group.size.bit_length() - 1
+    n = 1 << k
     crossing = {"torus": max(1.0, n / 8), "dragonfly": 2.0}.get(group.topology, 1.0)
-    extra = nbytes / group.bytes_per_second + group.latency if n & (n - 1) else 0.0
-    return passes * (k * group.latency + crossing * nbytes * (n - 1) / n / group.bytes_per_second) + extra
+    folded = 0.0 if n == group.size else group.latency + nbytes / group.bytes_per_second
+    return passes * (folded + k * group.latency + crossing * nbytes * (n - 1) / n / group.bytes_per_second)
 
 
 def tree(kind: str, group: Group, nbytes: float) -> float:
-    """Two binary trees, pipelined; only all-reduce. Members that share a block cross it once for all of them."""
+    """Two binary trees, pipelined; only all-reduce. Members that share a block cross it once for all of them.
+
+    On a torus an edge to a rank 2^l away passes all wires on the way, so that an edge of each of the k levels shares a wire (as if
+    the ranks stood along one dimension)."""
     if kind != ALL_REDUCE:
         return math.inf
     k = math.ceil(math.log2(group.size))
-    return 2 * k * group.latency + 2 * nbytes / group.bytes_per_second
+    crossing = k if group.topology == "torus" else 1
+    return 2 * k * group.latency + 2 * crossing * nbytes / group.bytes_per_second
 
 
 def hierarchical(kind: str, group: Group, nbytes: float) -> float:
@@ -91,10 +101,12 @@ def best(kind: str, group: Group, nbytes: float) -> Cost:
         return Cost(0.0, "none")
     if kind == PERMUTE:
         return Cost(permute(group, nbytes), "direct")
-    return min((Cost(f(kind, group, nbytes), name) for name, f in ALGORITHMS.items()), key=lambda c: c.seconds)
+    return min((Cost(seconds, name) for name, seconds in all_of(kind, group, nbytes).items()), key=lambda c: c.seconds)
 
 
 def all_of(kind: str, group: Group, nbytes: float) -> dict[str, float]:
-    """Seconds by algorithm, those that do not apply left out; for tables and pictures."""
+    """Seconds by algorithm, those that do not apply left out."""
+    if group.library == "nccl":
+        return dict(nccl.costs(2 if kind == ALL_REDUCE else 1, group, nbytes))
     costs = {name: f(kind, group, nbytes) for name, f in ALGORITHMS.items()}
     return {name: seconds for name, seconds in costs.items() if math.isfinite(seconds)}

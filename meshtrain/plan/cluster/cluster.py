@@ -35,6 +35,7 @@ class Link:
     devices: int = key(0, "devices in a block of this level; 0: there is no such level", least=0)
     latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.01, unit=SECONDS)
     bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.01, most=5000.0, unit=ONE_WAY)
+    sums: bool = key(False, "its switches sum, as NVLink SHARP does: NCCL's all-reduces in a machine are cheaper")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Hop:
     latency: float
     bytes_per_second: float
     members: int  # devices of the group in one of the blocks that meet: they share the work of crossing
+    sums: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,7 @@ class Group:
     size: int
     hops: tuple[Hop, ...]
     topology: str = "fat_tree"
+    library: str = ""  # nccl, or the best of all algorithms
 
     @functools.cached_property
     def latency(self) -> float:
@@ -125,24 +128,30 @@ class Cluster:
 
     def group(self, size: int, stride: int) -> Group:
         """The group of `size` devices that stand `stride` apart in the numbering."""
-        return _group(self.levels(), self.accelerator.efficiency.link, self.topology, size, stride)
+        device = self.accelerator
+        library = "nccl" if device.platform == "gpu" else ""
+        return _group(self.levels(), device.efficiency.link, self.topology, library, size, stride)
 
     def axis(self, name: str, mesh: MeshConfig) -> Group:
-        """The group of a mesh axis; devices are numbered with pipeline outermost, then data, tensor innermost."""
-        stride = {"tensor": 1, "data": mesh.tensor, "pipeline": mesh.tensor * mesh.data}[name]
-        return self.group(getattr(mesh, name), stride)
+        """The group of a mesh axis, or of several joined by +; devices are numbered with pipeline outermost, then data, tensor
+        innermost."""
+        strides = {"tensor": 1, "data": mesh.tensor, "pipeline": mesh.tensor * mesh.data}
+        axes = name.split("+")
+        return self.group(math.prod(getattr(mesh, axis) for axis in axes), min(strides[axis] for axis in axes))
 
 
 @functools.lru_cache(maxsize=4096)
-def _group(levels: tuple[tuple[str, Link], ...], reached: float, topology: str, size: int, stride: int) -> Group:
+def _group(
+    levels: tuple[tuple[str, Link], ...], reached: float, topology: str, library: str, size: int, stride: int
+) -> Group:
     hops, inside = [], 1
     for name, link in levels:
         members = max(1, min(size, link.devices // stride))
         if members > inside:
             fan = math.ceil(members / inside)
-            hops.append(Hop(name, fan, link.latency, link.bandwidth * 1e9 * reached, inside))
+            hops.append(Hop(name, fan, link.latency, link.bandwidth * 1e9 * reached, inside, link.sums))
             inside = members
-    return Group(size, tuple(hops), topology)
+    return Group(size, tuple(hops), topology, library)
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -37,10 +37,27 @@ def test_formulas_are_those_of_the_papers(n):
     assert ALGORITHMS["tree"](ALL_REDUCE, flat(n), nbytes) == pytest.approx(2 * k * ALPHA + 2 * nbytes / RATE)
 
 
+@pytest.mark.parametrize("n", [3, 6, 12, 100])
+def test_a_butterfly_of_other_than_a_power_of_two_folds_what_is_beyond(n):
+    """Thakur et al. 2005, section 4.5: a message of all before and one after, and between them the power of two below."""
+    nbytes, k = 1e8, n.bit_length() - 1
+    share = (2**k - 1) / 2**k
+    assert ALGORITHMS["butterfly"](ALL_REDUCE, flat(n), nbytes) == pytest.approx(
+        (2 * k + 2) * ALPHA + (2 * share + 2) * nbytes / RATE
+    )
+
+
+def test_on_a_torus_an_edge_of_each_level_of_a_tree_shares_a_wire():
+    few, many = (ALGORITHMS["tree"](ALL_REDUCE, flat(64, "torus"), nbytes) for nbytes in (0, 1e8))
+    assert many - few == pytest.approx(2 * 6 * 1e8 / RATE)
+    assert few == ALGORITHMS["tree"](ALL_REDUCE, flat(64), 0)
+
+
 def test_halves_make_a_whole():
     for name in ("ring", "butterfly"):
-        half = ALGORITHMS[name](ALL_GATHER, flat(8), 1e6) + ALGORITHMS[name](REDUCE_SCATTER, flat(8), 1e6)
-        assert half == pytest.approx(ALGORITHMS[name](ALL_REDUCE, flat(8), 1e6))
+        for n in (8, 12):
+            half = ALGORITHMS[name](ALL_GATHER, flat(n), 1e6) + ALGORITHMS[name](REDUCE_SCATTER, flat(n), 1e6)
+            assert half == pytest.approx(ALGORITHMS[name](ALL_REDUCE, flat(n), 1e6))
 
 
 def test_few_bytes_take_few_steps_and_many_bytes_take_little_traffic():
