@@ -12,6 +12,8 @@ import meshtrain as mt
 mt.fake_devices(8)
 
 # %%
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -292,7 +294,12 @@ def crossing(one, other, group):
     return 2**40 * (b - a) / ((a_far - a) - (b_far - b))
 
 
-six_ranks, sixteen = named("h100", 8).group(6, 1), named("h100", 16).group(16, 1)
+def free(ranks):
+    """So many H100s with the choice of all four, which NCCL does not have."""
+    return dataclasses.replace(named("h100", ranks).group(ranks, 1), library="")
+
+
+six_ranks, sixteen = free(6), free(16)
 marked = [
     (six_ranks, "6 ranks, 1 machine", "tree", "ring"),
     (sixteen, "16 ranks, 2 machines", "hierarchical", "butterfly"),
@@ -329,7 +336,7 @@ ranks, exponents = (4, 6, 8, 12, 16, 24, 32, 48, 64), range(10, 33, 2)
 print(f"{'ranks':>5}  " + " ".join(f"2^{e}" for e in exponents) + "  bytes")
 taken = {}
 for r in ranks:
-    group = named("h100", r).group(r, 1)
+    group = free(r)
     taken[r] = [algorithms.best(ALL_REDUCE, group, 2.0**e).algorithm for e in exponents]
     print(f"{r:>5}  " + " ".join(f"{way[:4]}" for way in taken[r]))
     assert r.bit_count() == 1 or "butterfly" not in taken[r]
@@ -341,16 +348,17 @@ for r in ranks:
 # the butterfly's far partners pass over the wires of the ranks between them, while the ring speaks to neighbours only.
 
 # %%
-import dataclasses
-
 assert all(algorithms.butterfly(ALL_REDUCE, machine, s) < algorithms.ring(ALL_REDUCE, machine, s) for s in sizes)
-torus = dataclasses.replace(named("h100", 16).group(16, 1), topology="torus")
+torus = dataclasses.replace(sixteen, topology="torus")
 meet = crossing("butterfly", "ring", torus)
 assert meet > 0 and algorithms.butterfly(ALL_REDUCE, torus, 2 * meet) > algorithms.ring(ALL_REDUCE, torus, 2 * meet)
 print(f"16 ranks on a torus: the ring is ahead of the butterfly from {meet / 1e6:.1f} MB on")
 
 # %% [markdown]
 # And of a real run: Llama-3 8B on 6 × 8 × 2 H100s, the largest of what it sends of each kind, and the way that the planner takes for it.
+# On GPUs it takes what NCCL has: rings, trees, and switches that sum (NVLS), the first two in three protocols. `LL` sends a flag beside
+# every 4 bytes, which is quick and takes half of the wire; `Simple` fills the wire and waits for a fence; `LL128` stands between
+# (`meshtrain/plan/cluster/nccl.py`).
 
 # %%
 overrides = ["mesh.data=6", "mesh.tensor=8", "train.global_batch_size=48", "parallel.zero_stage=0"]
@@ -359,7 +367,7 @@ largest = {(f.axis, f.kind): f for f in sorted(plan.flows, key=lambda f: f.sent)
 for f in largest.values():
     costs = algorithms.all_of(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes)
     way = min(costs, key=costs.get)
-    print(f"{f.axis:7}{f.kind:15}{f.nbytes / 2**20:9.1f} MiB on {f.size} ranks: {way:10}{f.count:4} × {f.what}")
+    print(f"{f.axis:7}{f.kind:15}{f.nbytes / 2**20:9.1f} MiB on {f.size} ranks: {way:12}{f.count:4} × {f.what}")
 assert (
     min(costs, key=costs.get)
     == algorithms.best(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes).algorithm

@@ -1,6 +1,7 @@
 """What must grow and what must fall, whatever the figures: over several models and clusters."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -48,7 +49,7 @@ def changed(cluster, **links):
 
 def falls(values, strictly=True):
     values = list(values)
-    pairs = list(zip(values, values[1:], strict=False))
+    pairs = list(itertools.pairwise(values))
     return all(a > b for a, b in pairs) if strictly else all(a >= b * (1 - 1e-9) for a, b in pairs)
 
 
