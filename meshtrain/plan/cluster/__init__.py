@@ -10,7 +10,7 @@ A message costs its latency and its bytes over the bandwidth: the alpha-beta mod
 
 - `meshtrain.plan.cluster.cluster`: nodes, links by level, failures; which devices talk over which link.
 - `meshtrain.plan.cluster.accelerators`: peak rates and memory with their data sheets, and six efficiencies.
-- `meshtrain.plan.cluster.algorithms`: rings, trees, butterflies and hierarchies, with their papers.
+- `meshtrain.plan.cluster.algorithms`: rings, trees, butterflies and hierarchies, with their papers. `meshtrain.plan.cluster.nccl`: GPUs.
 
 `python -m meshtrain.plan --measure` writes such a file for the machine at hand.
 """

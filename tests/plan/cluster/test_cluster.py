@@ -1,9 +1,11 @@
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
 from meshtrain.config import ConfigError, MeshConfig
 from meshtrain.plan import ACCELERATORS, load_cluster, named
+from meshtrain.plan.cluster.accelerators import lender
 from meshtrain.plan.cluster.cluster import DIRECTORY
 
 GOOD = """
@@ -151,3 +153,15 @@ def test_a_group_crosses_the_levels_between_its_members(tmp_path):
 def test_an_unknown_cluster_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean h100"):
         named("h1000", 8)
+
+
+def test_efficiencies_that_are_borrowed_are_said_to_be_until_all_are_given(tmp_path):
+    assert [name for name in ACCELERATORS if lender(ACCELERATORS[name])] == ["b200", "gb200", "v100"]
+    mine = {key: value * 0.99 for key, value in asdict(ACCELERATORS["b200"].efficiency).items()}
+    some = dict(list(mine.items())[:-1])
+    for given, said in ((mine, None), (some, "Hopper"), ({}, "Hopper")):
+        text = GOOD.replace("{name: h100}", f"{{name: b200, efficiency: {json.dumps(given)}}}")
+        assert lender(load_cluster(write(tmp_path / "mine.yaml", text)).accelerator) == said
+    figures = "name: mine, memory: 80, bandwidth: 3000, peak: {float32: 400}"
+    stranger = load_cluster(write(tmp_path / "mine.yaml", GOOD.replace("name: h100", figures))).accelerator
+    assert lender(stranger) == "no device in particular"
