@@ -41,6 +41,27 @@ def test_json_has_the_promised_fields(config, capsys):
     assert set(found["pipeline"]) == {"bubble_fraction", "peak_in_flight", "ticks"}
     assert found["pipeline"]["ticks"] == 6 and found["pipeline"]["peak_in_flight"] == 3
     assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1
+    assert sum(flow["times"] for flow in found["traffic"] if flow["kind"] == "permute") > 0
+    assert {"checkpoint_copy_seconds", "checkpoint_write_seconds", "seconds_lost_by_a_failure"} <= set(found["faults"])
+
+
+def test_the_way_that_a_collective_is_run_is_named(config, capsys):
+    """An accelerator's few bytes by LL, its many by Simple; a machine of fake devices has none of NCCL's names."""
+    keys = ["--set", "model.d_model=4096", "--set", "train.sequence_length=4096", "--cluster", "h100"]
+    ways = {flow["algorithm"] for flow in planned(capsys, "--config", config, "--json", *keys)["traffic"]}
+    assert {"ring LL", "ring Simple", "direct"} <= ways
+    assert main(["--config", str(config), *keys]) == 0
+    assert "ring LL" in capsys.readouterr().out
+    faked = {flow["algorithm"] for flow in planned(capsys, "--config", config, "--json")["traffic"]}
+    assert faked and not any("LL" in way for way in faked)
+
+
+def test_borrowed_efficiencies_are_said(config, capsys):
+    for cluster, lender in (("b200", "Hopper"), ("h100", None), ("cpu", None), ("tpu-v5p", None)):
+        arguments = ["--config", config, "--cluster", cluster]
+        assert planned(capsys, *arguments, "--json")["efficiencies_borrowed_from"] == lender
+        assert main([str(a) for a in arguments]) == 0
+        assert ("borrowed" in capsys.readouterr().out) == (lender is not None)
 
 
 def test_set_and_cluster_change_the_plan(config, capsys):
