@@ -209,12 +209,13 @@ assert reached[-1] + 0.2 < each < 1
 
 # %% [markdown]
 # ## A batch that grows
-# *Weak* scaling keeps each data rank's share, so that the batch grows with the devices. The plan then loses next to nothing:
+# *Weak* scaling keeps each data rank's share, so that the batch grows with the devices. The plan then loses hardly more
+# than what rings with a step for each rank cost:
 
 # %%
 weak = scaling.weak(small, plan.cluster)
 print(f"efficiency at {weak[-1].devices:,} devices: {weak[-1].efficiency:.3f}")
-assert weak[-1].efficiency > 0.99
+assert weak[-1].efficiency > 0.98
 
 # %% [markdown]
 # That is too good to be true, and it is worth knowing by how much. The planner knows no stragglers, no congestion, no jitter. Published
