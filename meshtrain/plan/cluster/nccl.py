@@ -1,16 +1,16 @@
 """What NCCL, which XLA calls on GPUs, makes of a collective: it takes the cheapest of a few algorithms, each in three protocols.
 
-It knows them by a model of its own (NVIDIA/nccl, src/graph/tuning.cc, 2.19 to 2.28), whose constants stand here: seconds = start +
+It knows them by a model of its own (NVIDIA/nccl, src/graph/tuning.cc of 2.28.7), whose constants stand here: seconds = start +
 latencies of the steps + bytes / bandwidth. n ranks, m of them in each of B machines.
 
     algorithm   what for                          latencies                                    seconds for S bytes, bandwidth W
     ring        everything                        passes (n - B of a machine, B - 1 between)   passes S (n-1)/n / W
     tree        all-reduce                        2 (m - 1) of a machine, 2 log2 B between     2 S / 0.92 W
-    NVLS        all-reduce in switches that sum   one of 23 µs                                 S / 0.75 W
+    NVLS        all-reduce in switches that sum   one of 25 µs                                 S / 0.75 W
     NVLS tree   the same, a tree between them     140 µs, and 2 log2 B between                 the same, or 2 S / W between (S, B = 2)
 
     protocol    a message takes, in a machine, between (of a link's latency)    bandwidth
-    LL          0.18, 0.19: flags beside 4 bytes of data, no fence              1/4, at most 88 GB/s in a machine, 20 between
+    LL          0.18, 0.19: flags beside 4 bytes of data, no fence              1/2, at most 88 GB/s in a machine, 19 between (Ampere's)
     LL128       0.56, 0.29: flags beside 120 of 128 bytes                       0.92
     Simple      1, 1: fences                                                    1
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from meshtrain.plan.cluster.cluster import Group, Hop
 
 INSIDE = ("island", "node")  # levels of NVLink, others are of a network
-SUMMED, SUM_SECONDS, SUM_BETWEEN_SECONDS = 0.75, 23e-6, 140e-6  # of NVLS
+SUMMED, SUM_SECONDS, SUM_BETWEEN_SECONDS = 0.75, 25e-6, 140e-6  # of NVLS
 TREE = 0.92  # of a link's bandwidth that trees reach
 
 
@@ -51,7 +51,7 @@ class Protocol:
 # Of the latencies for NVLink and network, in µs, each over that of a ring in Simple: 3.4 and 14.
 PROTOCOLS = (
     Protocol(
-        "LL", 6.6e-6, 6.8e-6, (0.6 / 3.4, 2.7 / 14), (0.6 / 3.4, 5 / 14), 1 / 4, (1 / 3.8, 1 / 3.8), (87.7e9, 20e9)
+        "LL", 6.6e-6, 6.8e-6, (0.6 / 3.4, 2.7 / 14), (0.6 / 3.4, 5 / 14), 1 / 2, (1 / 3.8, 1 / 3.8), (87.7e9, 19e9)
     ),
     Protocol("LL128", 14e-6, 14e-6, (1.9 / 3.4, 4 / 14), (1.25 / 3.4, 8.5 / 14), 0.92, (7 / 9, 120 / 128)),
     Protocol("Simple", 8.4e-6, 8.4e-6, (1.0, 1.0), (4 / 3.4, 1.0), 1.0, (1.0, 1.0)),
