@@ -190,9 +190,10 @@ def _between(mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _line(times: list[tuple[int, float]]) -> tuple[float, float]:
-    """(latency, bytes/s) of the line through (bytes, seconds), small messages weighing as much as large ones."""
+    """(latency, bytes/s) of the line through (bytes, seconds), small messages weighing as much as large ones. Where chance made a large
+    message no slower than a small one, no line tells the bandwidth, and it is that of the largest alone."""
     sizes, seconds = np.array(times, float).T
     weights = 1 / seconds
     design = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, None]
     alpha, beta = np.linalg.lstsq(design, seconds * weights, rcond=None)[0]
-    return max(float(alpha), 0.0), 1 / max(float(beta), 1e-15)
+    return max(float(alpha), 0.0), float(1 / beta if beta > 0 else sizes[-1] / seconds[-1])

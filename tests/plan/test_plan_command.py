@@ -128,6 +128,36 @@ B2,
 """
 
 
+TITLE, NAMES = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop", "stage 0,stage 1"
+# What is wrong with a table: its text, and what the sentence says.
+WRONG = {
+    "nothing": ("", "must begin with '#'"),
+    "no title": (f"{NAMES}\nF0,\n", "must begin with '#'"),
+    "no names": (f"{TITLE}\n", "there must be 2 comma-separated stage names"),
+    "no rows": (f"{TITLE}\n{NAMES}\n", "0 rows after the first two"),
+    "idle rows": (f"{TITLE}\n{NAMES}\n" + ",\n" * 100_000, "100000 rows after the first two"),
+    "a column too many": (f"{TITLE}\n{NAMES}\nF0,,\n" + ",\n" * 9, "3 columns, and there must be 2"),
+    "a word": (f"{TITLE}\n{NAMES}\nX0,\n" + ",\n" * 9, "'X0' must be one of the letters F, B"),
+    "a microbatch": (f"{TITLE}\n{NAMES}\nF9,\n" + ",\n" * 9, "microbatches are 0 to 3"),
+    "no stages": (f"{TITLE.replace('stages=2', 'stages=0')}\n{NAMES}\nF0,\n", "stages is '0'"),
+    "huge": (f"{TITLE.replace('batches=4', 'batches=9999999999')}\n{NAMES}\nF0,\n", "microbatches is '9999999999'"),
+    "a placement": (f"{TITLE.replace('loop', 'vee')}\n{NAMES}\nF0,\n", "placement is 'vee', and must be loop or v"),
+    "an unknown key": (f"{TITLE} color=red\n{NAMES}\nF0,\n", "there is no color"),
+    "another size": ("# stages=2 microbatches=1\nstage 0,stage 1\nF0,\n,F0 B0\nB0,\n", "is for microbatches=1, and microbatches=4"),
+    "an op twice": (f"# stages=2 microbatches=4\n{NAMES}\n" + "F0,\nF0,F0\n" + ",\n" * 8, "each op must stand once"),
+    "an open quote": (f'{TITLE}\n{NAMES}\n"F0,\n' + ",\n" * 9, "1 columns, and there must be 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_every_table_that_is_wrong_is_one_sentence_and_code_2(config, tmp_path, capsys, wrong):
+    text, said = WRONG[wrong]
+    (tmp_path / "mine.csv").write_text(text)
+    assert main(["--config", str(config), "--set", f"parallel.schedule={tmp_path / 'mine.csv'}"]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == "" and said in caught.err and caught.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "more", [[], ["--json"], ["--gantt", "-"], ["--html", "page.html"], ["--compile", "cpu"]], ids=str
 )
