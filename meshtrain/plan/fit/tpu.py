@@ -2,9 +2,9 @@
 
 AI-Hypercomputer/maxtext, MaxText/configs/v5p/README.md, tables of one slice ("v5p-128" has 64 chips), and 32b.sh to 1024b.sh there:
 FSDP x tensor, 2,048 tokens, synthetic data, splash attention, "minimal" recomputation (all but products without batch dimensions) or
-"full". The sizes follow from `global_parameter_scale` (pyconfig.py: heads and d_ff double first, then d_model, then layers) and
+"full". The sizes follow from `global_parameter_scale` (its pyconfig: heads and d_ff double first, then d_model, then layers) and
 base.yml (d_model 2048, 16 heads of 128, d_ff 7168, 16 layers, vocabulary 32000). TFLOP/s are of 6 N a token and of half of the scores
-(maxtext_utils.py of 2024). 1024B on v5p-2048 is left out: this table and the repository's README give different figures.
+(as it counted in 2024). 1024B on v5p-2048 is left out: this table and the repository's README give different figures.
 """
 
 from meshtrain.config import load
