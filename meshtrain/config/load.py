@@ -155,7 +155,9 @@ def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) ->
     """Dataclasses from a YAML list of mappings."""
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(f"{_at(source, node)}: {name} is {shape(node)}; it must be a list of mappings.")
-    return tuple(filled(kind(), _section(kind, item, f"{name}[{i}].", source, what)) for i, item in enumerate(node.value))
+    return tuple(
+        filled(kind(), _section(kind, item, f"{name}[{i}].", source, what)) for i, item in enumerate(node.value)
+    )
 
 
 def _override(config: Config, text: str) -> Config:

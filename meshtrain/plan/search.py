@@ -28,7 +28,7 @@ from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
 # (`experiments/bench_planner.py --compile`).
 MARGIN = 0.04
 # What remat is looked at saves at least so much of all activations, against the one that saves less.
-STEP = 0.08
+STEP = 0.12
 
 
 class Candidate(NamedTuple):

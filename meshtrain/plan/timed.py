@@ -8,7 +8,7 @@ of the shapes that it has, bytes that it moves, collectives that it sends, and w
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -34,13 +34,14 @@ class Timed:
     seconds: float = 0.0
     products: float = 0.0
     memory: float = 0.0
-    waits: Counter[str] = field(default_factory=Counter)
+    waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, other: "Timed", times: float = 1) -> None:
         self.seconds += times * other.seconds
         self.products += times * other.products
         self.memory += times * other.memory
-        self.waits.update({axis: times * spent for axis, spent in other.waits.items()})
+        for axis, spent in other.waits.items():
+            self.waits[axis] += times * spent
 
 
 def timed(module: Module, mesh: Mesh, config: Config, cluster: Cluster) -> Timed:
@@ -61,7 +62,7 @@ class _Clock:
             return self._known[computation]
         found = Timed()
         ends: dict[str, tuple[float, str]] = {}
-        free: Counter[str] = Counter()
+        free: dict[str, float] = defaultdict(float)
         ops = self.module.computations[computation]
         waited = {op.operands[0] for op in ops if op.opcode.endswith("-done") and op.operands}
         for op in ops:
@@ -143,5 +144,3 @@ class _Clock:
         model = self.config.model
         forward = compute.attention(self.device, self.dtype, model.head_dim, scores, OURS)
         return (compute.layer_backward(forward) if backward else forward).total
-
-

@@ -21,6 +21,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 from meshtrain.config.schema import key
+from meshtrain.gpu_memory import POOL
 
 RATE = {"least": 0.0, "most": 1e5, "unit": "TFLOP/s (2.25 PFLOP/s are 2250)"}
 GIB = "GiB, as the device reports it"
@@ -92,7 +93,7 @@ TPU_V5P = Efficiency(matmul=0.829, half_size=103.0, attention=0.415, memory=0.73
 
 def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, efficiency: Efficiency, bfloat16: float | None = None, float8: float = 0.0) -> Accelerator:  # fmt: skip
     peak = Peak(float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16, float8=float8)
-    return Accelerator(name, "gpu", memory, 2.0, bandwidth, watts, peak, efficiency)
+    return Accelerator(name, "gpu", memory, round(memory * (1 - POOL), 1), bandwidth, watts, peak, efficiency)
 
 
 # Fitted by `calibrate` on the rows of `published`; `experiments/bench_planner.py` prints the fit and its leave-one-out errors.

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from meshtrain.config import Config, ConfigError, load
 from meshtrain.plan import advice
@@ -83,7 +84,9 @@ def _share(devices: Sequence[int], block: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def _seen(cluster: Cluster, way: Way, sizes: tuple[int, ...]) -> Cluster:
     """The cluster as the devices of a job see it: of each level the devices of its own that a block holds."""
-    levels = {name: replace(link, devices=size) for (name, link), size in zip(cluster.levels(), sizes, strict=True)}
+    levels: dict[str, Any] = {
+        name: replace(link, devices=size) for (name, link), size in zip(cluster.levels(), sizes, strict=True)
+    }
     return replace(cluster, nodes=way.nodes, devices_per_node=way.each, links=replace(cluster.links, **levels))
 
 
