@@ -5,6 +5,7 @@ A product (m, k, n) multiplies [m, k] by [k, n]. Sizes are of one microbatch; th
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from meshtrain.config import Config, ModelConfig
 from meshtrain.families import FAMILIES
@@ -14,19 +15,45 @@ from meshtrain.plan.cluster.accelerators import Accelerator
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A kernel of attention that never writes its scores. On a GPU and on sequences of `length` tokens its forward reaches
+
+        rate / (1 + half_length / length)
+
+    of the peak, where only the half of the scores that is not masked is counted: blocks on the diagonal are computed whole, and short loops
+    do not fill the device's pipelines. `fit.kernels` reads the numbers from published tables; width of heads hardly shows in them.
+    """
+
+    rate: float | None = None  # none: Efficiency.attention, which is cuDNN's
+    backward: float = 0.84  # rate of the backward on long sequences, in the forward's
+    half_length: float = 340.0
+    half_length_backward: float = 700.0
+
+    def slowed(self, accelerator: Accelerator, length: int) -> tuple[float, float]:
+        """How much longer forward and backward take than at the forward's rate on long sequences."""
+        if accelerator.platform == "cpu":  # no such kernel
+            return 1.0, 1.0
+        return 1 + self.half_length / length, (1 + self.half_length_backward / length) / self.backward
+
+
+CUDNN = Kernel()
+
+
+@dataclass(frozen=True)
 class Practice:
     """How a framework runs a step, in what makes a difference to time. The defaults are this framework's."""
 
     clock: str = "lockstep"  # or asynchronous: one program per stage
-    flash: bool = True  # attention never writes its scores to memory
+    kernel: Kernel | None = CUDNN  # none: attention writes its scores to memory
     fused: bool = True  # a compiler fuses norms, activations and residual sums into few passes
+    loss_passes: int = 3  # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
     overlap_data: bool = False  # gradient reduction and weight gathers run beside compute
     overlap_tensor: bool = False  # collectives of tensor parallelism run beside the products they belong to
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
     scatter_messages: bool = False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
     gradient_bytes: int = 4  # of one element, as summed over data
-    # shares of products, attention, memory; None: as our remat does
-    recomputes: tuple[float, float, float] | None = None
+    # shares of products, attention, memory; or attention alone, with its passes over memory; None: as our remat does
+    recomputes: tuple[float, float, float] | Literal["attention"] | None = None
 
 
 OURS = Practice()
@@ -99,12 +126,14 @@ def layer(
         return Seconds(memory=moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
 
     # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k, the MLP's own.
-    stream = d / (tensor if sequence_parallel else 1) * (1.0 if practice.fused else 2.2)
-    inner = 1 if practice.fused else 2
+    # Without a compiler an RMSNorm, a rotation and a gate are many kernels; LayerNorm and GELU are one each anywhere.
+    eager = gated and not practice.fused
+    stream = d / (tensor if sequence_parallel else 1) * (2.2 if eager else 1.0)
+    inner = 2 if eager else 1
     return Layer(
         norms=passes(4 * stream),
         qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
-        attention=attention(accelerator, dtype, k, sequences * heads * length * length, practice),
+        attention=attention(accelerator, dtype, k, length, sequences * heads * length * length, practice),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
@@ -113,24 +142,34 @@ def layer(
     )
 
 
-def attention(accelerator: Accelerator, dtype: str, width: int, scores: float, practice: Practice) -> Seconds:
-    """Attention forward over `scores` elements of the whole square."""
+def attention(
+    accelerator: Accelerator, dtype: str, width: int, length: int, scores: float, practice: Practice
+) -> Seconds:
+    """Attention forward over `scores` elements of the whole square, of sequences of `length` tokens and heads of `width` elements."""
     flops, efficiency, size = accelerator.flops(dtype), accelerator.efficiency, shapes.itemsize(dtype)
-    if practice.flash:
-        return Seconds(attention=4 * width * scores / 2 / (flops * efficiency.attention))
-    # Both products in full; scores written, scaled, masked, normalised and read again.
-    moved = scores * (4 * size + 1)
-    spent = 4 * width * scores / (flops * efficiency.matmul)
+    if kernel := practice.kernel:
+        slowed, _ = kernel.slowed(accelerator, length)
+        return Seconds(attention=4 * width * scores / 2 * slowed / (flops * (kernel.rate or efficiency.attention)))
+    # Both products in full. Passes over the scores: 6 and a byte of dropout's mask forward (product, softmax and dropout write them, and each
+    # is read), 9 and a byte backward. A backward counts as two forwards here, so a forward as a third of both.
+    moved = scores * (15 * size + 2) / 3
+    spent = scores / length**2 * 2 * product(accelerator, dtype, length, width, length)
     return Seconds(attention=spent, memory=moved / (accelerator.bandwidth * 1e9 * efficiency.memory))
 
 
-def layer_backward(forward: Seconds, flash: bool = True) -> Seconds:
-    """Twice every product; flash attention computes the scores again (FlashAttention, section 3.1: 2.5 times the forward)."""
-    return Seconds(2 * forward.matmul, (2.5 if flash else 2.0) * forward.attention, 2 * forward.memory)
+def layer_backward(forward: Seconds, accelerator: Accelerator, length: int, practice: Practice = OURS) -> Seconds:
+    """Twice every product and pass; a kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1)."""
+    attention = 2.0
+    if kernel := practice.kernel:
+        slowed, slowed_backward = kernel.slowed(accelerator, length)
+        attention = 2.5 * slowed_backward / slowed
+    return Seconds(2 * forward.matmul, attention * forward.attention, 2 * forward.memory)
 
 
 def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Seconds:
     """What the backward computes again of a layer's forward: what it reads and was not kept."""
+    if practice.recomputes == "attention":
+        return layer.attention
     if practice.recomputes is not None:
         products, attention, memory = practice.recomputes
         forward = layer.forward
@@ -153,8 +192,7 @@ def head(
     """Final norm, logits, cross-entropy and their backward, the vocabulary shared by `ways` devices."""
     rows = -(-model.vocab_size // ways)
     matmul = 3 * product(accelerator, dtype, tokens, model.d_model, rows)
-    passes = 3 if practice.fused else 7  # over float32 logits
-    moved = 4.0 * tokens * rows * passes + 8 * shapes.itemsize(dtype) * tokens * model.d_model
+    moved = 4.0 * tokens * rows * practice.loss_passes + 8 * shapes.itemsize(dtype) * tokens * model.d_model
     return Seconds(matmul, 0.0, moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
 
 

@@ -43,7 +43,8 @@ class Efficiency:
 
         matmul      share of the peak that a very large matrix product reaches
         half_size   a product (m, k, n) reaches that share times 1/(1 + half_size (1/m + 1/k + 1/n))
-        attention   share of the peak that flash attention reaches on the half of the scores that is not masked
+        attention   share of the peak that cuDNN's attention reaches forward on very long sequences, on the half of the scores that is not
+                    masked; `compute.Kernel` has the law for shorter ones, its backward, and other kernels
         memory      share of the memory bandwidth that norms, activations, residuals and the optimizer reach
         link        share of a link's bandwidth that collectives reach
         exposed     share of the communication that could hide behind compute, but does not
@@ -53,7 +54,9 @@ class Efficiency:
 
     matmul: float = key(0.75, "share of the peak that a very large matrix product reaches", above=0.0, most=1.0)
     half_size: float = key(100.0, "a side of a matrix product that costs half the rate", least=0.0)
-    attention: float = key(0.45, "share of the peak that flash attention reaches", above=0.0, most=1.0)
+    attention: float = key(
+        0.45, "share of the peak that attention reaches forward on very long sequences", above=0.0, most=1.0
+    )
     memory: float = key(0.75, "share of the memory bandwidth reached", above=0.0, most=1.0)
     link: float = key(0.75, "share of a link's bandwidth that collectives reach", above=0.0, most=1.0)
     exposed: float = key(
@@ -98,8 +101,8 @@ def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float,
 
 # Fitted by `calibrate` on the rows of `published`; `experiments/bench_planner.py` prints the fit and its leave-one-out errors.
 # Other accelerators borrow the nearest of the two.
-AMPERE = Efficiency(matmul=0.731, half_size=101.0, attention=0.45, memory=0.735, link=0.84, exposed=0.3)
-HOPPER = Efficiency(matmul=0.588, half_size=142.0, attention=0.275, memory=0.66, link=0.803, exposed=0.195)
+AMPERE = Efficiency(matmul=0.738, half_size=72.3, attention=0.576, memory=0.878, link=0.738, exposed=0.3)
+HOPPER = Efficiency(matmul=0.585, half_size=134.0, attention=0.639, memory=0.633, link=0.789, exposed=0.214)
 
 ACCELERATORS: dict[str, Accelerator] = {
     a.name: a
