@@ -20,8 +20,8 @@ from rich.table import Table
 from meshtrain.config import load, to_yaml
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.plan import named
-from meshtrain.plan.fit import calibrate
-from meshtrain.plan.fit.published import FITTED, HELD_OUT
+from meshtrain.plan.fit import calibrate, foundry
+from meshtrain.plan.fit.published import CHOICES, ELSEWHERE, FITTED, HELD_OUT, Run
 from meshtrain.plan.search import search
 
 MODELS = {
@@ -145,26 +145,71 @@ def config_of(row: tuple) -> dict:
 
 
 def times(console: Console) -> None:
-    """Published runs: fitted, left out, held out."""
-    errors = []
+    """Published runs: fitted, left out, never fitted; then by source, and what is off as a rule."""
+    left_out = [left for name in ("Ampere", "Hopper") for left in calibrate.leave_one_out(calibrate.family(name))]
+    left_off = {left.run: left.error for left in left_out}
     for family in ("Ampere", "Hopper"):
-        runs = calibrate.family(family)
-        efficiency = calibrate.rounded(calibrate.fit(runs))
-        table = Table(title=f"{family}: {efficiency}", title_justify="left", box=None)
-        for name in ("run", "", "reported", "seconds a step", "predicted", "off by", "left out: off by"):
-            table.add_column(name, justify="left" if name in ("run", "") else "right")
-        left_out = {left.run: left.error for left in calibrate.leave_one_out(runs)}
-        errors += [abs(error) for error in left_out.values()]
-        for run in [*runs, *calibrate.family(family, HELD_OUT)]:
-            predicted = run.predicted()
-            left = f"{left_out[run]:+.1%}" if run in left_out else "never fitted"
-            table.add_row(run.source, run.name, run.reported, f"{run.seconds:.3f}", f"{predicted:.3f}", f"{predicted / run.seconds - 1:+.1%}", left)  # fmt: skip
+        efficiency = calibrate.rounded(calibrate.fit(calibrate.family(family)))
+        table = _table(f"{family}: {efficiency}", ("run", ""), ("reported", "seconds a step", "predicted", "off by", "left out: off by"))  # fmt: skip
+        for run in [*calibrate.family(family), *calibrate.family(family, [*HELD_OUT, *ELSEWHERE])]:
+            left = f"{left_off[run]:+.1%}" if run in left_off else "never fitted"
+            table.add_row(run.source, run.name, run.reported, f"{run.seconds:.3f}", f"{run.predicted():.3f}", f"{_error(run):+.1%}", left)  # fmt: skip
         console.print(table)
-    console.print(
-        f"leave-one-out over {len(FITTED)} runs: median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
-    )
-    unseen = [abs(run.predicted() / run.seconds - 1) for run in HELD_OUT]
-    console.print(f"{len(HELD_OUT)} runs never fitted: median {statistics.median(unseen):.1%}, worst {max(unseen):.1%}")
+    unseen = [*HELD_OUT, *ELSEWHERE, *foundry.runs()]
+    table = _table("by source", ("source", "device", ""), ("rows", "chosen", "median", "p90", "worst", "in the middle"))
+    for kind, runs in (("fitted", FITTED), ("never fitted", unseen)):
+        for source, device in dict.fromkeys((run.source, run.accelerator) for run in runs):
+            found = [_error(run) for run in runs if (run.source, run.accelerator) == (source, device)]
+            table.add_row(source, device, kind, str(len(found)), str(len(CHOICES[source])), *_spread(found))
+    fitted = f"{2 * len(calibrate.NAMES)} fitted"
+    table.add_row("all", "", "left out", str(len(left_out)), fitted, *_spread(list(left_off.values())))
+    chosen = str(sum(map(len, CHOICES.values())))
+    table.add_row("all", "", "never fitted", str(len(unseen)), chosen, *_spread([_error(run) for run in unseen]))
+    console.print(table)
+    for source, choices in CHOICES.items():
+        if choices:
+            console.print(f"chosen for {source}: {'; '.join(choices)}")
+    trends(console)
+
+
+TRENDS = {
+    "tokens a sequence": lambda run: run.config.train.sequence_length,
+    "d_model": lambda run: run.config.model.d_model,
+    "devices": lambda run: run.config.mesh.devices,
+}
+
+
+def trends(console: Console) -> None:
+    """What is off as a rule: the median signed error of llm-foundry's rows by length, model and devices."""
+    devices = ("a100-40", "a100-80", "h100")
+    for title, of in TRENDS.items():
+        table = _table("", (title,), devices)
+        for value in sorted({of(run) for run in foundry.runs()}):
+            cells = []
+            for device in devices:
+                found = [_error(run) for run in foundry.runs() if of(run) == value and run.accelerator == device]
+                cells.append(f"{statistics.median(found):+.1%} of {len(found)}" if found else "")
+            table.add_row(str(value), *cells)
+        console.print(table)
+
+
+def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for names, side in ((left, "left"), (right, "right")):
+        for name in names:
+            table.add_column(name, justify=side)
+    return table
+
+
+def _error(run: Run) -> float:
+    return run.predicted() / run.seconds - 1
+
+
+def _spread(errors: list[float]) -> list[str]:
+    """Median, ninetieth percentile and worst of the sizes; the median with its sign."""
+    sizes = sorted(map(abs, errors))
+    percentile = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
+    return [f"{statistics.median(sizes):.1%}", f"{percentile:.1%}", f"{sizes[-1]:.1%}", f"{statistics.median(errors):+.1%}"]  # fmt: skip
 
 
 def searched(console: Console) -> None:
