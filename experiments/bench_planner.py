@@ -20,7 +20,7 @@ from rich.table import Table
 from meshtrain.config import load, to_yaml
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.plan import named
-from meshtrain.plan.fit import calibrate, foundry
+from meshtrain.plan.fit import calibrate, foundry, kempner, memory
 from meshtrain.plan.fit.published import CHOICES, ELSEWHERE, FITTED, HELD_OUT, Run
 from meshtrain.plan.search import search
 
@@ -155,7 +155,7 @@ def times(console: Console) -> None:
             left = f"{left_off[run]:+.1%}" if run in left_off else "never fitted"
             table.add_row(run.source, run.name, run.reported, f"{run.seconds:.3f}", f"{run.predicted():.3f}", f"{_error(run):+.1%}", left)  # fmt: skip
         console.print(table)
-    unseen = [*HELD_OUT, *ELSEWHERE, *foundry.runs()]
+    unseen = [*HELD_OUT, *ELSEWHERE, *kempner.RUNS, *foundry.runs()]
     table = _table("by source", ("source", "device", ""), ("rows", "chosen", "median", "p90", "worst", "in the middle"))
     for kind, runs in (("fitted", FITTED), ("never fitted", unseen)):
         for source, device in dict.fromkeys((run.source, run.accelerator) for run in runs):
@@ -170,6 +170,7 @@ def times(console: Console) -> None:
         if choices:
             console.print(f"chosen for {source}: {'; '.join(choices)}")
     trends(console)
+    gigabytes(console)
 
 
 TRENDS = {
@@ -191,6 +192,21 @@ def trends(console: Console) -> None:
                 cells.append(f"{statistics.median(found):+.1%} of {len(found)}" if found else "")
             table.add_row(str(value), *cells)
         console.print(table)
+
+
+def gigabytes(console: Console) -> None:
+    """Published memory of other frameworks, by how they hold what they train."""
+    table = _table(
+        "memory of other frameworks: no number is fitted, the formulas were made with these rows in sight",
+        ("source", "run"),
+        ("reported GiB", "predicted", "off by"),
+    )
+    errors = [row.predicted / row.reported - 1 for row in memory.ROWS]
+    for row, error in zip(memory.ROWS, errors, strict=True):
+        table.add_row(row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}")
+    console.print(table)
+    median, percentile, worst, _ = _spread(errors)
+    console.print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
 
 
 def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:

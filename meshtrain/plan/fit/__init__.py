@@ -6,8 +6,9 @@ others have published for GPUs:
     published: runs as configs ──► the planner's seconds ──► calibrate: numbers that bring the two together
 
 - `meshtrain.plan.fit.published`: the runs, with their sources, and what these leave open.
-- `meshtrain.plan.fit.foundry`: two hundred more, none of which is fitted; their rows are in `llm_foundry.csv`.
+- `meshtrain.plan.fit.foundry`, `meshtrain.plan.fit.kempner`: two hundred more, none of which is fitted.
 - `meshtrain.plan.fit.kernels`: what kernels of attention reach by sequence length, from tables of kernels that were timed alone.
+- `meshtrain.plan.fit.memory`: published gigabytes of other frameworks, by how they hold what they train.
 - `meshtrain.plan.fit.calibrate`: the fit, and how well it predicts runs that it has not seen.
 
 The numbers themselves stand with their devices, in `meshtrain.plan.cluster.accelerators`; how good they are is printed by

@@ -20,7 +20,7 @@ MOST = np.array([0.95, 1e4, 0.9, 0.95, 0.95, 1.0])
 ERROR = 0.05  # standard deviation of the logarithm of a published time
 
 MEASURED = {"Ampere": "a100", "Hopper": "h200"}  # whose attention was timed alone
-FAMILIES = {"a100-40": "Ampere", "a100-80": "Ampere", "h100": "Hopper", "h100-96": "Hopper"}
+FAMILIES = {"a100-40": "Ampere", "a100-80": "Ampere", "h100": "Hopper", "h100-96": "Hopper", "h200": "Hopper"}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Published gigabytes of frameworks that hold things in other ways than ours, so that they can be compared at all. Nothing is fitted.
+"""Published gigabytes of frameworks that hold things in other ways than ours, so that they can be compared at all. No number is fitted, but the
+formulas were made with the rows in sight.
 
     torchtitan   benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6, all rows without context parallelism whose layout is given (of
                  the interleaved schedule neither chunks nor microbatches are): GiB that the allocator reserved. Float8 moves them by 0.2 GiB
                  (tables 1 and 3), so that its rows stand for bfloat16. Pipelines have as many microbatches as stages, the default then.
-    KempnerForge KempnerInstitute/KempnerForge, benchmarks: mfu_scaling (April 2026), weak_scaling_160gpu, 175b_360gpu: GiB that tensors took
-                 at most. H200, four to a node; everything recomputed. Its weights and moments are in bfloat16, and microbatches but the last
-                 add to a gradient in float32 that is not sharded (175b_360gpu, "the path to 47.7%").
+    KempnerForge see `kempner`: GiB that tensors took at most. Its weights and moments are in bfloat16, and where there are several
+                 microbatches these add to a gradient in float32 that is not sharded (175b_360gpu, "the path to 47.7%").
 
 Both are PyTorch's FSDP2, with sequence parallelism where there is tensor parallelism. A device holds most in one of two moments: at the
 loss, whose logits are all there at once, or in the backward of a layer.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from meshtrain.config import Config, load
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, shapes
+from meshtrain.plan.fit import kempner
 
 GIB = 2**30
 
@@ -59,7 +60,9 @@ def fullest(config: Config, holding: Holding) -> float:
     """Bytes that a device of the first stage holds at most."""
     held, stage, mesh, size = shapes.held(config), stages(config), config.mesh, 2
     layers, several = stage.on_device, config.parallel.microbatches > 1
-    again = held.tokens * (0 if holding.shares_vocabulary else mesh.tensor - 1)  # the other ranks' shares of the embedding
+    again = held.tokens * (
+        0 if holding.shares_vocabulary else mesh.tensor - 1
+    )  # the other ranks' shares of the embedding
     weights = held.block * layers + held.outer + again
     always = holding.state * weights.shard
     always += holding.summed * weights.whole if several else 0.0
@@ -67,8 +70,8 @@ def fullest(config: Config, holding: Holding) -> float:
     # In 1F1B the first of p stages has p microbatches on their way, its own program running ahead of the others'.
     depth = min(mesh.pipeline, config.parallel.microbatches)
     always += depth * layers * shapes.tokens(config) * _kept(config, holding)
-    vocabulary = 0 if holding.gathered else size * (held.vocabulary + again).whole
-    loss = vocabulary
+    vocabulary = 0.0 if holding.gathered else size * (held.vocabulary + again).whole
+    loss = float(vocabulary)
     if mesh.pipeline == 1:
         ways = mesh.tensor if holding.shares_vocabulary else 1
         loss += holding.logits * shapes.tokens(config) * config.model.vocab_size / ways
@@ -88,9 +91,7 @@ def _kept(config: Config, holding: Holding) -> float:
 
 
 _8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
-_13B = {"layers": 40, "d_model": 5120, "heads": 40, "kv_heads": 8, "d_ff": 17920, "vocab_size": 128256}
 _70B = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256}
-_175B = {"layers": 96, "d_model": 12288, "heads": 96, "kv_heads": 8, "d_ff": 39680, "vocab_size": 128256}
 _405B = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
 
 
@@ -112,11 +113,6 @@ def _row(source: str, name: str, model: dict, mesh: tuple[int, int, int], sequen
     return Row(source, name, config, holding, gib)
 
 
-def _kempner(name: str, model: dict, data: int, tensor: int, sequences: int, microbatches: int, gib: float) -> Row:
-    title = f"{name}, data {data}" + (f" x tensor {tensor}" if tensor > 1 else "")
-    return _row("KempnerForge", title, model, (data, tensor, 1), sequences, microbatches, 4096, KEMPNER, gib)
-
-
 ROWS = (
     _row("torchtitan", "8B, data 8", _8B, (8, 1, 1), 2, 1, 8192, SELECTIVE, 82.4),
     _row("torchtitan", "8B, data 8, compiled", _8B, (8, 1, 1), 2, 1, 8192, SELECTIVE, 77.0),
@@ -126,27 +122,5 @@ ROWS = (
     _row("torchtitan", "70B, data 32 x tensor 8", _70B, (32, 8, 1), 16, 1, 8192, TORCHTITAN, 71.9),
     _row("torchtitan", "405B, 8 x 8 x 8, 1F1B", _405B, (8, 8, 8), 4, 8, 8192, PIPELINE, 82.5),
     _row("torchtitan", "405B, 8 x 8 x 8, 1F1B, 32,768 tokens", _405B, (8, 8, 8), 1, 8, 32768, PIPELINE, 75.3),
-    _kempner("8B", _8B, 1, 1, 2, 4, 80.7),
-    _kempner("8B", _8B, 2, 1, 2, 4, 62.4),
-    _kempner("8B", _8B, 1, 2, 4, 2, 57.8),
-    _kempner("8B", _8B, 4, 1, 4, 2, 61.1),
-    _kempner("8B", _8B, 1, 4, 4, 2, 39.4),
-    _kempner("8B", _8B, 2, 2, 4, 2, 45.9),
-    _kempner("8B", _8B, 2, 4, 4, 2, 32.7),
-    _kempner("13B", _13B, 8, 1, 4, 4, 88.5),
-    _kempner("13B", _13B, 2, 4, 4, 4, 45.1),
-    _kempner("8B", _8B, 4, 4, 4, 2, 29.4),
-    _kempner("13B", _13B, 4, 4, 4, 4, 39.2),
-    _kempner("8B", _8B, 8, 4, 4, 2, 27.6),
-    _kempner("13B", _13B, 8, 4, 4, 4, 36.3),
-    _kempner("70B", _70B, 8, 4, 2, 4, 93.2),
-    _kempner("13B", _13B, 16, 4, 4, 4, 34.8),
-    _kempner("13B", _13B, 32, 4, 4, 4, 34.0),
-    _kempner("13B", _13B, 40, 4, 4, 4, 33.9),
-    _kempner("70B", _70B, 2, 4, 2, 4, 128.5),
-    _kempner("70B", _70B, 16, 4, 2, 4, 86.8),
-    _kempner("70B", _70B, 24, 4, 2, 4, 84.6),
-    _kempner("70B", _70B, 32, 4, 2, 4, 83.6),
-    _kempner("70B", _70B, 40, 4, 2, 4, 82.9),
-    _kempner("175B", _175B, 90, 4, 8, 1, 53.8),
+    *(Row(run.source, run.name, run.config, KEMPNER, run.gib) for run in kempner.RUNS if run.gib),
 )

@@ -63,10 +63,17 @@ class Run:
     practice: Practice
     seconds: float
     reported: str
+    gib: float | None = None  # memory, where it is reported
+    per_node: int | None = None  # devices of a node, where not as in the machines that the accelerator is sold in
 
     def predicted(self, accelerator: Accelerator | None = None) -> float:
         """Seconds of a step by the planner, with the accelerator's own figures or others."""
         cluster = named(self.accelerator, self.config.mesh.devices)
+        if self.per_node and self.config.mesh.devices > self.per_node:
+            nodes = self.config.mesh.devices // self.per_node
+            node = replace(cluster.links.node, devices=self.per_node)
+            links = replace(cluster.links, node=node)
+            cluster = replace(cluster, nodes=nodes, devices_per_node=self.per_node, links=links)
         given = replace(cluster, accelerator=accelerator or cluster.accelerator)
         return estimate(self.config, given, self.practice).seconds
 
@@ -225,5 +232,6 @@ CHOICES = {
     "Megatron 2024": ("sequences a microbatch", "layers a chunk"),
     "torchtitan": ("the peak at 500 W",),
     "torchtitan A100": ("the network",),
+    "KempnerForge": ("the kernel of attention",),
     "llm-foundry": ("which rows recompute a block whole", "what an H100 makes of a kernel written for an A100"),
 }

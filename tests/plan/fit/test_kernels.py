@@ -26,7 +26,9 @@ def test_our_own_kernel_is_that_of_the_tables():
     assert pytest.approx(kernels.share("cudnn", "a100"), rel=2e-3) == AMPERE.attention
 
 
-@pytest.mark.parametrize(("kernel", "device"), [(kernels.FLASH_2_AMPERE, "a100-80"), (kernels.TRITON_AMPERE, "a100-80")])
+@pytest.mark.parametrize(
+    ("kernel", "device"), [(kernels.FLASH_2_AMPERE, "a100-80"), (kernels.TRITON_AMPERE, "a100-80")]
+)
 def test_the_planner_gives_a_kernel_the_time_that_its_table_does(kernel, device):
     """Forward and backward of 2 sequences of 16,384 tokens, 64 heads of 128."""
     name = "flash 2" if kernel is kernels.FLASH_2_AMPERE else "triton"
