@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshtrain.config import Config, ModelConfig
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.placement import stages
+from meshtrain.parallel.placement import gathers_at_use, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.cluster.accelerators import Accelerator
 
@@ -52,6 +52,12 @@ class Practice:
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
     scatter_messages: bool = False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
     gradient_bytes: int = 4  # of one element, as summed over data
+    sum_bytes: int = (
+        10  # to add one element of a microbatch's gradient: it is read, and the float32 sum read and written
+    )
+    copy_bytes: int = (
+        0  # to copy one element of weights and gradient out of and into the buffers of gathers and reductions
+    )
     # shares of products, attention, memory; or attention alone, with its passes over memory; None: as our remat does
     recomputes: tuple[float, float, float] | Literal["attention"] | None = None
 
@@ -164,6 +170,19 @@ def layer_backward(forward: Seconds, accelerator: Accelerator, length: int, prac
         slowed, slowed_backward = kernel.slowed(accelerator, length)
         attention = 2.5 * slowed_backward / slowed
     return Seconds(2 * forward.matmul, attention * forward.attention, 2 * forward.memory)
+
+
+def weight_passes(config: Config, accelerator: Accelerator, practice: Practice = OURS) -> Seconds:
+    """What one microbatch does with the weights and gradients of one layer beside its products: passes over memory.
+
+    A gradient that is scattered at once costs as much as one that is added up: it is read, and written and sent in float32.
+    """
+    block, moved = shapes.held(config).block, 0.0
+    if config.parallel.microbatches > 1:
+        moved += practice.sum_bytes * block.whole
+    if gathers_at_use(config):
+        moved += practice.copy_bytes * block.whole
+    return Seconds(memory=moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
 
 
 def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Seconds:

@@ -82,7 +82,9 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message += algorithms.best(ALL_GATHER, tensor, stream).seconds if shared > 1 else 0.0
     return Pieces(
         forward=layer.forward,
-        backward=compute.layer_backward(layer.forward, device, length, practice) + again,
+        backward=compute.layer_backward(layer.forward, device, length, practice)
+        + compute.weight_passes(config, device, practice)
+        + again,
         again=again,
         forward_sends=sends["forward"],
         backward_sends=sends["backward"],

@@ -56,6 +56,9 @@ def _run(row: dict[str, str]) -> Run:
         loss_passes=PYTORCH_LOSS,
         kernel=KERNELS[row["accelerator"]],
         gradient_bytes=2 if pure else 4,
+        # Gathers of FSDP1 end where the weights lie; the gradient is divided, or cast to float32, before it is sent.
+        copy_bytes=2 + 2 if pure else 2 + 4,
+        sum_bytes=0,
         recomputes=(1, 1, 1) if checkpoints and pure else None,
     )
     name = f"{row['model']} {length} x {row['microbatch']} on {devices}{' recomputed' if checkpoints else ''}"

@@ -30,15 +30,20 @@ from meshtrain.plan.fit.kernels import FLASH_2_AMPERE, FLASH_2_HOPPER
 MEGATRON_LOSS = 13
 # To float32, log_softmax (which reads twice), its backward (which reads two), to 16 bits.
 PYTORCH_LOSS = 9
-# Without a fused kernel, attention writes its scores: FlashAttention came in 2022.
+# FSDP2 copies a layer's weights out of the buffer of each of two gathers, and its gradient into a buffer in float32.
+FSDP_2_COPIES = 2 * (2 + 2) + (2 + 4)
+# In 2021 gradients were added up in float16, later by the product that makes them (gradient accumulation fusion). Without a fused
+# kernel, attention writes its scores: FlashAttention came in 2022.
 MEGATRON_2021 = Practice(
-    clock="asynchronous", kernel=None, loss_passes=MEGATRON_LOSS, overlap_pipeline=False, scatter_messages=True, gradient_bytes=2,
+    clock="asynchronous", kernel=None, loss_passes=MEGATRON_LOSS, overlap_pipeline=False, scatter_messages=True, gradient_bytes=2, sum_bytes=6,
     recomputes=(1, 1, 1),
 )  # fmt: skip
-MEGATRON_2022 = replace(MEGATRON_2021, recomputes="attention")
-MEGATRON_2024 = Practice(clock="asynchronous", loss_passes=MEGATRON_LOSS, overlap_data=True, overlap_tensor=True)
+MEGATRON_2022 = replace(MEGATRON_2021, sum_bytes=0, recomputes="attention")
+MEGATRON_2024 = Practice(
+    clock="asynchronous", loss_passes=MEGATRON_LOSS, sum_bytes=0, overlap_data=True, overlap_tensor=True
+)
 EAGER = Practice(
-    clock="asynchronous", overlap_data=True, fused=False, loss_passes=PYTORCH_LOSS, kernel=FLASH_2_HOPPER, recomputes=(0.5, 0.0, 1.0),
+    clock="asynchronous", overlap_data=True, fused=False, loss_passes=PYTORCH_LOSS, copy_bytes=FSDP_2_COPIES, kernel=FLASH_2_HOPPER, recomputes=(0.5, 0.0, 1.0),
 )  # fmt: skip
 COMPILED = replace(EAGER, fused=True, loss_passes=3)
 EAGER_A100 = replace(EAGER, kernel=FLASH_2_AMPERE)
@@ -144,7 +149,7 @@ def _megatron_2022(name: str, shape: tuple[int, int, int], layout: tuple[int, in
     """`present` is the paper's own way: sequence parallelism, and attention alone recomputed."""
     tensor, pipeline, chunks, microbatch = layout
     parallel = {"remat": "none", "sequence_parallel": True} if present else {"remat": "full"}
-    mesh, practice = (1, tensor, pipeline), MEGATRON_2022 if present else MEGATRON_2021
+    mesh, practice = (1, tensor, pipeline), MEGATRON_2022 if present else replace(MEGATRON_2022, recomputes=(1, 1, 1))
     config = _gpt(shape, 51200, 2048, mesh, batch, microbatch, chunks, {"zero_stage": 0} | parallel, "float16")
     title = f"{name} {'selective' if present else 'full'}"
     return Run("Megatron 2022", title, config, "a100-80", practice, seconds, f"{seconds:g} s")
