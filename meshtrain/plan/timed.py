@@ -141,6 +141,6 @@ class _Clock:
         scores = 1.0
         for n in re.findall(r"\d+", sizes.group(1)):
             scores *= int(n)
-        model = self.config.model
-        forward = compute.attention(self.device, self.dtype, model.head_dim, scores, OURS)
-        return (compute.layer_backward(forward) if backward else forward).total
+        width, length = self.config.model.head_dim, self.config.train.sequence_length
+        forward = compute.attention(self.device, self.dtype, width, length, scores, OURS)
+        return (compute.layer_backward(forward, self.device, length) if backward else forward).total

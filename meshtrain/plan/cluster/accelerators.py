@@ -101,8 +101,8 @@ def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float,
 
 # Fitted by `calibrate` on the rows of `published`; `experiments/bench_planner.py` prints the fit and its leave-one-out errors.
 # Other accelerators borrow the nearest of the two.
-AMPERE = Efficiency(matmul=0.763, half_size=75.6, attention=0.576, memory=0.841, link=0.729, exposed=0.3)
-HOPPER = Efficiency(matmul=0.593, half_size=146.0, attention=0.625, memory=0.653, link=0.779, exposed=0.224)
+AMPERE = Efficiency(matmul=0.767, half_size=76.3, attention=0.576, memory=0.837, link=0.733, exposed=0.3)
+HOPPER = Efficiency(matmul=0.594, half_size=144.0, attention=0.625, memory=0.65, link=0.784, exposed=0.219)
 
 ACCELERATORS: dict[str, Accelerator] = {
     a.name: a
