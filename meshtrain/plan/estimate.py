@@ -186,7 +186,7 @@ def _outside(config: Config, cluster: Cluster, practice: Practice) -> tuple[floa
     data *= device.efficiency.exposed if practice.overlap_data else 1.0
     copied = 2 * 4 * shapes.optimizer_state(config, stage.on_device) if config.parallel.offload_optimizer else 0
     host = copied / (cluster.host_bandwidth * 1e9)
-    return data, compute.optimizer(config, device, (held.block * stage.on_device + held.outer).shard), host
+    return data, compute.optimizer(config, device, (held.block * stage.on_device + held.outer).shard, practice), host
 
 
 def assemble(

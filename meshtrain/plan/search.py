@@ -148,7 +148,17 @@ def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
         return [(AUTO, 1)]
     any_number = range(2, MOST_CHUNKS + 1)
     chunks = [(s.name, v) for s in SCHEDULES.values() for v in ([s.chunks] if s.chunks else any_number)]
-    return [(name, v) for name, v in chunks if v * stages <= layers]
+    return [(name, v) for name, v in chunks if v * stages <= layers + (2 if v > 1 else 0)]
+
+
+def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:
+    """A `layer_split` of one layer each for one or two virtual stages too many: the last has the loss head alone, then the first the
+    embedding (Llama 3 has 126 layers for that: Grattafiori et al. 2024, section 3.3.2). None where there are layers enough.
+    """
+    if virtual <= layers:
+        return None
+    first = (0,) if virtual == layers + 2 else (1,)
+    return (*first, *(1,) * (virtual - 2), 0)
 
 
 def near_schedule(config: Config, stages: int) -> tuple[str, int]:
@@ -259,7 +269,8 @@ def _scheduled(
     usable = spared(cluster)
     pieces: dict[int, Pieces] = {}
     for schedule, chunks in ways:
-        scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
+        split = ends_empty(config.model.layers, chunks * config.mesh.pipeline) if chunks > 1 else None
+        scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
         stage = stages_of(scheduled)
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))

@@ -7,6 +7,7 @@ from meshtrain.config import Config
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages
 from meshtrain.plan import activations, compute, shapes
 from meshtrain.plan.cluster import algorithms
+from meshtrain.plan.cluster.accelerators import Accelerator
 from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from meshtrain.plan.cluster.cluster import Cluster, Group
 from meshtrain.plan.compute import OURS, Practice, Seconds
@@ -64,12 +65,19 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
     again = compute.recomputed(config, layer, practice)
     copy = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     tensor = cluster.axis("tensor", mesh)
-    hidden = device.efficiency.exposed if practice.overlap_tensor else 1.0
+    exposed = device.efficiency.exposed if practice.overlap_tensor else 1.0
     pipeline = cluster.axis("pipeline", mesh)
     groups = {"tensor": tensor, "pipeline": pipeline, BOTH: cluster.axis(BOTH, mesh)}
-    sends = {"forward": 0.0, "backward": 0.0}
+    sends, hiding = {"forward": 0.0, "backward": 0.0}, 0.0
     for moment, f in layer_flows(config):
-        sends[moment] += f.count * algorithms.best(f.kind, tensor, f.nbytes).seconds * hidden / stage.longest
+        seconds = f.count * algorithms.best(f.kind, tensor, f.nbytes).seconds * exposed / stage.longest
+        if f.hides and practice.compiled and device.platform != "cpu":
+            hiding += seconds
+        else:
+            sends[moment] += seconds
+    # The weights' gradients are half of the backward's products.
+    sends["backward"] += max(0.0, hiding - layer.forward.matmul)
+    copies = _copies(config, device) if practice.compiled and device.platform == "gpu" else (Seconds(), Seconds())
     edges = {axis: 0.0 for axis in groups}
     for _, f in edge_flows(config):
         edges[f.axis] += f.count * algorithms.best(f.kind, groups[f.axis], f.nbytes).seconds
@@ -81,8 +89,9 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message = algorithms.best(PERMUTE, pipeline, stream / shared).seconds
         message += algorithms.best(ALL_GATHER, tensor, stream).seconds if shared > 1 else 0.0
     return Pieces(
-        forward=layer.forward,
+        forward=layer.forward + copies[0],
         backward=compute.layer_backward(layer.forward, device, length, practice)
+        + copies[1]
         + compute.weight_passes(config, device, practice)
         + again,
         again=again,
@@ -97,6 +106,23 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         waits=0.0 if practice.overlap_pipeline else message,
         layers=stage.longest,
     )
+
+
+def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
+    """What our compiled program copies of one layer and microbatch, forward and backward, as seen in it (`plan.timed`).
+
+    Each copy is a read and a write: of the layer's weights out of the stacked ones, forward and backward; of what it keeps into the
+    stash; and of several sequences that were gathered over tensor, or are to be scattered, into the order of the other side.
+    """
+    size, sliced = shapes.itemsize(config.precision.compute), 0.0
+    if not gathers_at_use(config):
+        sliced = 2 * size * shapes.held(config).block.whole
+    moved = {"forward": sliced + 2 * activations.kept(config, config.parallel.remat), "backward": sliced}
+    if config.parallel.sequence_parallel and config.mesh.tensor > 1 and shapes.sequences(config) > 1:
+        for moment, flow in layer_flows(config):
+            moved[moment] += 2 * flow.nbytes * flow.count / stages(config).longest
+    rate = device.bandwidth * 1e9 * device.efficiency.memory
+    return Seconds(memory=moved["forward"] / rate), Seconds(memory=moved["backward"] / rate)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ in a tick computes and sends all the same (its work is masked), and fills and dr
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshtrain.config import Config
-from meshtrain.config.schema import AXES
+from meshtrain.config.schema import ACTIVATIONS, AXES
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, sent
@@ -54,6 +54,7 @@ class Flow:
     nbytes: float
     count: int
     size: int  # devices that talk to each other
+    hides: bool = False  # products of the weights' gradients, which wait for nothing, can be computed meanwhile
 
     @property
     def sent(self) -> float:
@@ -75,7 +76,7 @@ def by_axis(found: list[Flow]) -> dict[str, float]:
 
 
 def _times(flow: Flow, times: int) -> Flow:
-    return Flow(flow.axis, flow.kind, flow.what, flow.nbytes, flow.count * times, flow.size)
+    return replace(flow, count=flow.count * times)
 
 
 Moment = tuple[str, Flow]  # a pass (see Trips.of), and what is sent in it
@@ -90,25 +91,28 @@ def layer_flows(config: Config) -> list[Moment]:
     """Collectives over tensor of a chunk's layers, in one pass."""
     parallel, ranks, whole = config.parallel, config.mesh.tensor, _whole(config)
     layers = stages(config).longest
-    kept = parallel.remat == "none" or "attention_out" in (*parallel.names_kept, *parallel.remat_offload)
-    again = 0 if kept else 1  # of the layer's own output the backward has no use
+    names = ACTIVATIONS if parallel.remat == "none" else (*parallel.names_kept, *parallel.remat_offload)
+    again = 0 if "attention_out" in names else 1  # of the layer's own output the backward has no use
+    # Of products that are computed again the backward waits for the inputs; else only the weights' gradients take them.
+    late = ("qkv" in names) + ("mlp_in" in names) if parallel.remat != "dots" else 2
 
-    def over(moment: str, kind: str, what: str, count: int) -> Moment:
-        return moment, Flow("tensor", kind, what, whole, count * layers, ranks)
+    def over(moment: str, kind: str, what: str, count: int, hides: bool = False) -> Moment:
+        return moment, Flow("tensor", kind, what, whole, count * layers, ranks, hides)
 
     if parallel.sequence_parallel:
         return [
             over("forward", ALL_GATHER, "layer inputs gathered", 2),
             over("forward", REDUCE_SCATTER, "layer outputs scattered", 2),
-            over("backward", ALL_GATHER, "layer inputs gathered again", 2),
+            over("backward", ALL_GATHER, "layer inputs gathered again for weights", late, hides=True),
+            over("backward", ALL_GATHER, "layer inputs gathered again for products", 2 - late),
             over("backward", REDUCE_SCATTER, "layer outputs scattered again", again),
             over("backward", ALL_GATHER, "output cotangents gathered", 2),
-            over("backward", REDUCE_SCATTER, "input cotangents scattered", 2),
+            over("backward", REDUCE_SCATTER, "input cotangents scattered", 2, hides=True),
         ]
     return [
         over("forward", ALL_REDUCE, "layer outputs summed", 2),
         over("backward", ALL_REDUCE, "layer outputs summed again", again),
-        over("backward", ALL_REDUCE, "input cotangents summed", 2),
+        over("backward", ALL_REDUCE, "input cotangents summed", 2, hides=True),
     ]
 
 
