@@ -18,7 +18,7 @@ Two figures are measured, where NCCL's own are far off: 0.75 (NVIDIA/nccl, issue
 368) and 140 µs (two machines of 8 B200, dstack's documentation of clusters on GCP). Left out: its correction of trees in the middle
 sizes, CollNet, which needs switches of a network that sum, and PAT, which its constants never put before LL.
 
-Against published runs of nccl-tests (`tests/plan/cluster/test_nccl.py`) the median error is 9 to 25% by machine, the worst 51%: two
+Against published runs of nccl-tests (`tests/plan/cluster/test_nccl.py`) the median error is 6 to 24% by machine, the worst 51%: two
 machines are predicted too fast below 64 MiB, where measured networks have more latency than the InfiniBand described here.
 """
 

@@ -7,6 +7,7 @@ others have published for GPUs:
 
 - `meshtrain.plan.fit.published`: the runs, with their sources, and what these leave open.
 - `meshtrain.plan.fit.foundry`, `meshtrain.plan.fit.kempner`: two hundred more, none of which is fitted.
+- `meshtrain.plan.fit.tpu`: MaxText's on TPU v5p, three of which are fitted.
 - `meshtrain.plan.fit.kernels`: what kernels of attention reach by sequence length, from tables of kernels that were timed alone.
 - `meshtrain.plan.fit.memory`: published gigabytes of other frameworks, by how they hold what they train.
 - `meshtrain.plan.fit.calibrate`: the fit, and how well it predicts runs that it has not seen.
