@@ -176,9 +176,10 @@ def _check_pipeline(config: Config) -> None:
             f"or set parallel.schedule to one that has any number: {free}."
         )
     what = f"mesh.pipeline {stages}" + (f" x parallel.virtual_stages {chunks}" if chunks > 1 else "")
-    if stages * chunks > layers:
+    if stages * chunks > layers and parallel.layer_split is None:
         raise ConfigError(
-            f"{what} makes {stages * chunks} stages, more than model.layers {layers}; legal are at most {layers} in all."
+            f"{what} makes {stages * chunks} stages, more than model.layers {layers}; legal are at most {layers} in all, "
+            "unless parallel.layer_split says which have none."
         )
     if stages * (chunks * parallel.microbatches + stages) > MOST_WORK:
         most = (MOST_WORK // stages - stages) // chunks
