@@ -17,10 +17,11 @@ them up by formula, and imports no JAX but for `--compile` and `--measure`.
 
 - `meshtrain.plan.memory`: bytes. `meshtrain.plan.traffic`: what is sent. `meshtrain.plan.compute`, `meshtrain.plan.seconds`: time.
 - `meshtrain.plan.cluster`: describing machines. `meshtrain.plan.fit`: what the efficiencies are fitted on.
-- `meshtrain.plan.search`: every legal layout, ranked. `meshtrain.plan.advice`: a better schedule; what helps one that does not fit.
+- `meshtrain.plan.search`: every legal layout, ranked, of `meshtrain.plan.choices`. `meshtrain.plan.advice`: a better schedule; what helps one that does not fit.
 - `meshtrain.plan.jobs`: several runs on one cluster.
 - `meshtrain.plan.failures`: how often to save, and what failures cost. `meshtrain.plan.scaling`: more devices.
-- `meshtrain.plan.compiled`: XLA's own figures for described devices. `meshtrain.plan.measure`: this machine's.
+- `meshtrain.plan.compiled`: XLA's own figures for described devices; `meshtrain.plan.timed`: seconds of its program.
+- `meshtrain.plan.measure`: this machine's figures.
 
 Measured (`experiments/bench_planner.py`): memory against XLA's analysis, 14 configs that nothing was fitted to: median error 2.4%, worst
 7.1%; up to 22% too much where a device is so full that XLA computes again to save memory. Step time of published runs, each left out

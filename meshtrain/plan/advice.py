@@ -9,9 +9,9 @@ from meshtrain.config.schema import CHUNKED, PLAIN
 from meshtrain.errors import short
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import memory, ticks
+from meshtrain.plan.choices import schedules
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.search import schedules
 from meshtrain.plan.seconds import pieces_of
 from meshtrain.schedule.generators import legal_chunks
 

@@ -4,7 +4,6 @@ The loops are nested so that what a choice does not change is computed once: com
 the bubble by schedule, the state's bytes and the traffic over data by ZeRO stage.
 """
 
-import functools
 import itertools
 import math
 import time as clock
@@ -15,20 +14,26 @@ from typing import Any, NamedTuple
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import put
 from meshtrain.config.rows import sequences
-from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
-from meshtrain.plan import activations, memory, ticks
+from meshtrain.plan import memory, ticks
+from meshtrain.plan.choices import (
+    cuts,
+    ends_empty,
+    meshes,
+    near_cuts,
+    near_schedule,
+    remats,
+    schedules,
+    with_empty_ends,
+)
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import Pieces, pieces_of
-from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
 
 # Kept free of what a program may have: of 79 compiled programs of every kind 95% hold less than this above the formula
 # (`experiments/bench_planner.py --compile`).
 MARGIN = 0.04
-# What remat is looked at saves at least so much of all activations, against the one that saves less.
-STEP = 0.12
 
 
 class Candidate(NamedTuple):
@@ -104,78 +109,12 @@ def _distinct(ranked: list[Candidate], count: int) -> list[Candidate]:
     return found
 
 
-def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
-    """Every (data, tensor, pipeline) that the model, the batch and the number of devices allow."""
-    for tensor in divisors(devices):
-        if config.model.heads % tensor:
-            continue
-        for stages in divisors(devices // tensor):
-            data = devices // tensor // stages
-            if stages <= config.model.layers and (config.train.global_batch_size % data == 0 or _pads(config, data)):
-                yield data, tensor, stages
-
-
-def _pads(config: Config, data: int) -> bool:
-    """Whether a batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at."""
-    return config.train.uneven_batch == "pad" and data <= config.train.global_batch_size
-
-
 def _of_the_batch(config: Config) -> str:
     return (
         "be at most the first"
         if config.train.uneven_batch == "pad"
         else "divide the first, or train.uneven_batch be pad"
     )
-
-
-def cuts(config: Config, data: int) -> tuple[int, ...]:
-    """Every number of microbatches for a data rank's rows: those that divide them or, where they are filled up, the fewest for each size."""
-    if config.train.uneven_batch == "refuse":
-        return divisors(config.train.global_batch_size // data)
-    rows = math.ceil(config.train.global_batch_size / data)
-    return tuple(sorted({math.ceil(rows / size) for size in range(1, rows + 1)}))
-
-
-@functools.lru_cache(maxsize=4096)
-def divisors(n: int) -> tuple[int, ...]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return tuple(small + [n // d for d in reversed(small) if d * d != n])
-
-
-def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
-    """Every (schedule, virtual stages) for a number of stages."""
-    if stages == 1:
-        return [(AUTO, 1)]
-    any_number = range(2, MOST_CHUNKS + 1)
-    chunks = [(s.name, v) for s in SCHEDULES.values() for v in ([s.chunks] if s.chunks else any_number)]
-    return [(name, v) for name, v in chunks if v * stages <= layers + (2 if v > 1 else 0)]
-
-
-def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:
-    """A `layer_split` of one layer each for one or two virtual stages too many: the last has the loss head alone, then the first the
-    embedding (Llama 3 has 126 layers for that: Grattafiori et al. 2024, section 3.3.2). None where there are layers enough.
-    """
-    if virtual <= layers:
-        return None
-    first = (0,) if virtual == layers + 2 else (1,)
-    return (*first, *(1,) * (virtual - 2), 0)
-
-
-def near_schedule(config: Config, stages: int) -> tuple[str, int]:
-    """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else 1F1B."""
-    default, layers = (PLAIN, 1), config.model.layers
-    entry = SCHEDULES.get(config.parallel.schedule)
-    if stages == 1 or entry is None:
-        return default
-    chunks = entry.chunks or chosen_chunks(layers, stages, config.parallel.microbatches, config.parallel.virtual_stages)
-    return (entry.name, chunks) if chunks * stages <= layers else default
-
-
-def near_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
-    """Of `cuts` those that give a microbatch `most` rows or a half, a quarter, ... of them."""
-    rows, legal = math.ceil(config.train.global_batch_size / data), cuts(config, data)
-    halves = {math.ceil(rows / (most >> k)) for k in range(most.bit_length())}
-    return tuple(m for m in legal if m in halves)
 
 
 def candidates(config: Config, cluster: Cluster, devices: int, near: bool = False) -> Iterator[Candidate]:
@@ -187,12 +126,13 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         config,
         parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
     )
-    remats: dict[tuple, list[dict[str, Any]]] = {}
+    recomputed: dict[tuple, list[dict[str, Any]]] = {}
     for data, tensor, stages in meshes(base, devices):
         mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
-        counts, ways = cuts(base, data), schedules(base.model.layers, stages)
+        layers = base.model.layers
+        counts, ways = cuts(base, data), [*schedules(layers, stages), *with_empty_ends(layers, stages)]
         if near:
             splits, vocabularies = (base.parallel.sequence_parallel and splits[-1],), (base.parallel.vocab,)
             counts, ways = near_cuts(base, data, most), [near_schedule(base, stages)]
@@ -202,44 +142,10 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
             for split in splits:
                 whole = put(cut, parallel={"sequence_parallel": split})
                 key = tensor, split, stages == 1, sequences(whole)
-                if key not in remats:
-                    remats[key] = _remats(whole, cluster)
-                for keys in remats[key]:
+                if key not in recomputed:
+                    recomputed[key] = remats(whole, cluster)
+                for keys in recomputed[key]:
                     yield from _scheduled(put(whole, parallel=keys), cluster, ways, outside)
-
-
-def _remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
-    """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one beats in both
-    bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
-    """
-    names = [n for n in ACTIVATIONS if n != "mlp_out"]
-    ways: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
-    for count in range(1, len(names) + 1):
-        ways += [{"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)]
-    if config.mesh.pipeline == 1:
-        ways += [
-            {"remat": "names", "remat_keep": SELECTIVE[:i], "remat_offload": SELECTIVE[i:]}
-            for i in range(len(SELECTIVE))
-        ]
-    costs = []
-    for i, way in enumerate(ways):
-        chosen = put(config, parallel=way)
-        pieces = pieces_of(chosen, cluster)
-        seconds = pieces.backward.total + pieces.backward_sends + pieces.forward_copies + pieces.backward_copies
-        costs.append((activations.kept(chosen, chosen.parallel.remat), seconds, i))
-    step = STEP * max(costs)[0]
-    found: list[dict[str, Any]] = []
-    held, fastest = math.inf, math.inf
-    # from what holds most on: worth looking at if nothing that holds as little is faster
-    for nbytes, _, i in sorted(costs, key=lambda c: (-c[0], c[1], c[2])):
-        seconds = costs[i][1]
-        if any(other <= nbytes and time < seconds for other, time, _ in costs):
-            continue
-        if nbytes <= held - step or seconds < fastest:
-            found.append(ways[i])
-            held, fastest = nbytes, seconds
-    full = {"remat": "full"}
-    return found if full in found else [*found, full]
 
 
 class Zero(NamedTuple):
@@ -269,7 +175,7 @@ def _scheduled(
     usable = spared(cluster)
     pieces: dict[int, Pieces] = {}
     for schedule, chunks in ways:
-        split = ends_empty(config.model.layers, chunks * config.mesh.pipeline) if chunks > 1 else None
+        split = ends_empty(config.model.layers, chunks * config.mesh.pipeline)
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
         stage = stages_of(scheduled)
         if stage.on_device not in outside:

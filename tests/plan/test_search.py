@@ -7,7 +7,8 @@ import pytest
 from meshtrain.config import ConfigError, check, load, replaced
 from meshtrain.config.rows import sequences
 from meshtrain.plan import named, plan
-from meshtrain.plan.search import candidates, meshes, reason, search
+from meshtrain.plan.choices import meshes
+from meshtrain.plan.search import candidates, reason, search
 
 
 @pytest.fixture

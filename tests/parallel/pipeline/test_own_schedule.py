@@ -10,7 +10,8 @@ from short_runs import canonical_numbers, place, token_batches
 from meshtrain.config import ConfigError, load
 from meshtrain.mesh import make_mesh
 from meshtrain.plan import named, plan
-from meshtrain.plan.search import candidates, schedules
+from meshtrain.plan.choices import schedules
+from meshtrain.plan.search import candidates
 from meshtrain.schedule.draw import gantt_text
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
 from meshtrain.schedule.simulate import Durations

@@ -1,0 +1,125 @@
+"""What a search may choose from: meshes, microbatches, schedules, and what is computed again."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from meshtrain.config import Config
+from meshtrain.config.follow import put
+from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
+from meshtrain.plan import activations
+from meshtrain.plan.cluster.cluster import Cluster
+from meshtrain.plan.seconds import pieces_of
+from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
+
+# What remat is looked at saves at least so much of all activations, against the one that saves less.
+STEP = 0.12
+
+
+def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
+    """Every (data, tensor, pipeline) that the model, the batch and the number of devices allow."""
+    for tensor in divisors(devices):
+        if config.model.heads % tensor:
+            continue
+        for stages in divisors(devices // tensor):
+            data = devices // tensor // stages
+            if stages <= config.model.layers and (config.train.global_batch_size % data == 0 or _pads(config, data)):
+                yield data, tensor, stages
+
+
+def _pads(config: Config, data: int) -> bool:
+    """Whether a batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at."""
+    return config.train.uneven_batch == "pad" and data <= config.train.global_batch_size
+
+
+def cuts(config: Config, data: int) -> tuple[int, ...]:
+    """Every number of microbatches for a data rank's rows: those that divide them or, where they are filled up, the fewest for each size."""
+    if config.train.uneven_batch == "refuse":
+        return divisors(config.train.global_batch_size // data)
+    rows = math.ceil(config.train.global_batch_size / data)
+    return tuple(sorted({math.ceil(rows / size) for size in range(1, rows + 1)}))
+
+
+@functools.lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(small + [n // d for d in reversed(small) if d * d != n])
+
+
+def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
+    """Every (schedule, virtual stages) for a number of stages."""
+    if stages == 1:
+        return [(AUTO, 1)]
+    return [(name, v) for name, v in _chunks() if v * stages <= layers]
+
+
+def with_empty_ends(layers: int, stages: int) -> list[tuple[str, int]]:
+    """The same for one or two virtual stages more than there are layers: see `ends_empty`."""
+    return [(name, v) for name, v in _chunks() if stages > 1 and v > 1 and layers < v * stages <= layers + 2]
+
+
+def _chunks() -> list[tuple[str, int]]:
+    return [(s.name, v) for s in SCHEDULES.values() for v in ([s.chunks] if s.chunks else range(2, MOST_CHUNKS + 1))]
+
+
+def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:
+    """A `layer_split` of one layer each for one or two virtual stages too many: the last has the loss head alone, then the first the
+    embedding (Llama 3 has 126 layers for that: Grattafiori et al. 2024, section 3.3.2). None where there are layers enough.
+    """
+    if virtual <= layers:
+        return None
+    first = (0,) if virtual == layers + 2 else (1,)
+    return (*first, *(1,) * (virtual - 2), 0)
+
+
+def near_schedule(config: Config, stages: int) -> tuple[str, int]:
+    """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else 1F1B."""
+    default, layers = (PLAIN, 1), config.model.layers
+    entry = SCHEDULES.get(config.parallel.schedule)
+    if stages == 1 or entry is None:
+        return default
+    chunks = entry.chunks or chosen_chunks(layers, stages, config.parallel.microbatches, config.parallel.virtual_stages)
+    return (entry.name, chunks) if chunks * stages <= layers else default
+
+
+def near_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
+    """Of `cuts` those that give a microbatch `most` rows or a half, a quarter, ... of them."""
+    rows, legal = math.ceil(config.train.global_batch_size / data), cuts(config, data)
+    halves = {math.ceil(rows / (most >> k)) for k in range(most.bit_length())}
+    return tuple(m for m in legal if m in halves)
+
+
+def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
+    """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one beats in both
+    bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
+    """
+    names = [n for n in ACTIVATIONS if n != "mlp_out"]
+    ways: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
+    for count in range(1, len(names) + 1):
+        ways += [{"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)]
+    if config.mesh.pipeline == 1:
+        ways += [
+            {"remat": "names", "remat_keep": SELECTIVE[:i], "remat_offload": SELECTIVE[i:]}
+            for i in range(len(SELECTIVE))
+        ]
+    costs = []
+    for i, way in enumerate(ways):
+        chosen = put(config, parallel=way)
+        pieces = pieces_of(chosen, cluster)
+        seconds = pieces.backward.total + pieces.backward_sends + pieces.forward_copies + pieces.backward_copies
+        costs.append((activations.kept(chosen, chosen.parallel.remat), seconds, i))
+    step = STEP * max(costs)[0]
+    found: list[dict[str, Any]] = []
+    held, fastest = math.inf, math.inf
+    # from what holds most on: worth looking at if nothing that holds as little is faster
+    for nbytes, _, i in sorted(costs, key=lambda c: (-c[0], c[1], c[2])):
+        seconds = costs[i][1]
+        if any(other <= nbytes and time < seconds for other, time, _ in costs):
+            continue
+        if nbytes <= held - step or seconds < fastest:
+            found.append(ways[i])
+            held, fastest = nbytes, seconds
+    full = {"remat": "full"}
+    return found if full in found else [*found, full]
