@@ -201,6 +201,12 @@ def layout(config: Config) -> str:
     words.append(f"{parallel.microbatches} microbatches" if parallel.microbatches > 1 else "1 microbatch")
     words.append(f"ZeRO-{parallel.zero_stage}{' held' if parallel.zero_hold else ''}")
     words.append(f"remat {parallel.remat}")
+    if parallel.remat == "names":
+        words[-1] += f" ({' + '.join(parallel.remat_keep) or 'none kept'})"
+    if parallel.remat_offload:
+        words.append(f"{' + '.join(parallel.remat_offload)} offloaded")
+    if parallel.offload_optimizer:
+        words.append("optimizer offloaded")
     if parallel.sequence_parallel:
         words.append("sequence parallel")
     return ", ".join(words)
@@ -210,10 +216,12 @@ def ranking(found: search.Found, devices: int) -> RenderableType:
     """The best layouts of a search, with the reasons."""
     lines = Text()
     lines.append(
-        f"{found.legal:,} legal layouts on {devices:,} devices, {found.fitting:,} fit; searched in {found.seconds:.1f} s\n",
+        f"{found.legal:,} legal layouts on {devices:,} devices, {found.fitting:,} fit with {search.MARGIN:.0%} of the memory to spare; "
+        f"searched in {found.seconds:.1f} s\n",
         "bold",
     )
     for place, plan in enumerate(found.plans, 1):
         lines.append(f"{place:2}  {duration(plan.seconds):>8}  {size(plan.bytes):>9}  MFU {plan.mfu:.1%}  ", "bold")
         lines.append(f"{layout(plan.config)}\n    {search.reason(plan, found.plans[0])}\n")
+    lines.append(f"the fastest step, all of it: {search.made_of(found.plans[0])}")
     return lines

@@ -236,3 +236,13 @@ def reason(found: Plan, fastest: Plan) -> str:
     if slower[less] < -0.001 * total:
         text += f", {PART_NAMES[less]} {slower[less] / fastest.seconds:.1%}"
     return text
+
+
+def made_of(plan: Plan) -> str:
+    """All that a step's time goes to, down to a tenth of a per cent, and what its products reach of the peak while they run."""
+    spent = sorted(plan.time.parts(), key=lambda part: -part[1])
+    shares = [(PART_NAMES[name], seconds / plan.seconds) for name, seconds in spent]
+    busy = dict(shares)[PART_NAMES["matmul"]] + dict(shares)[PART_NAMES["attention"]] + dict(shares)[PART_NAMES["head"]]
+    return ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.0005) + (
+        f"; the model's products reach {plan.mfu / busy:.0%} of the peak while they run."
+    )

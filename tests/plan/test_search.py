@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from meshtrain.config import ConfigError, check, load, replaced
 from meshtrain.config.rows import sequences
 from meshtrain.plan import named, plan
 from meshtrain.plan.choices import meshes
-from meshtrain.plan.search import candidates, reason, search
+from meshtrain.plan.search import candidates, made_of, reason, search
 
 
 @pytest.fixture
@@ -87,6 +88,8 @@ def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
     assert all(p.fits for p in found.plans) and found.fitting <= found.legal
     assert reason(found.plans[0], found.plans[0]).startswith("fastest")
     assert reason(found.plans[5], found.plans[0]).startswith("+")
+    told = [float(share) for share in re.findall(r" ([\d.]+)%[,;]", made_of(found.plans[0]))]
+    assert told == sorted(told, reverse=True) and sum(told) == pytest.approx(100, abs=0.5)
 
 
 def test_nothing_that_does_not_fit_is_proposed(small):
