@@ -245,9 +245,20 @@ def compiled(console: Console, target: str) -> None:
         ("more than XLA likes to hold on an H100", TIGHT),
     ):
         table = Table(title=f"{target}, {title}", title_justify="left", box=None)
-        for name in ("model", "mesh", "parallel", "planned GiB", "compiled GiB", "off by", "traffic off by"):
+        for name in (
+            "model",
+            "mesh",
+            "parallel",
+            "planned GiB",
+            "compiled GiB",
+            "off by",
+            "traffic off by",
+            "seconds planned",
+            "of the program",
+            "off by",
+        ):
             table.add_column(name, justify="left" if name in ("model", "mesh", "parallel") else "right")
-        memory_errors, traffic_errors = [], []
+        memory_errors, traffic_errors, seconds_errors = [], [], []
         for row in rows:
             found = _plan(row, target)
             if found is None:
@@ -256,11 +267,15 @@ def compiled(console: Console, target: str) -> None:
             planned, real = found["per_device_bytes"]["total"], found["compiled"]["total_bytes"]
             traffic = _traffic_error(found)
             memory_errors.append(planned / real - 1)
+            seconds_errors.append(found["step_seconds"] / found["compiled"]["step_seconds"] - 1)
             traffic_errors.append(traffic)
             keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
-            table.add_row(row[0], " x ".join(map(str, row[1])), keys, f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{planned / real - 1:+.1%}", f"{traffic:.2%}")  # fmt: skip
+            table.add_row(row[0], " x ".join(map(str, row[1])), keys, f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{planned / real - 1:+.1%}", f"{traffic:.2%}", f"{found['step_seconds']:.3f}", f"{found['compiled']['step_seconds']:.3f}", f"{seconds_errors[-1]:+.1%}")  # fmt: skip
         console.print(table)
-        console.print(f"memory: {_summary(memory_errors)}; traffic of the worst axis: {_summary(traffic_errors)}")
+        console.print(
+            f"memory: {_summary(memory_errors)}; traffic of the worst axis: {_summary(traffic_errors)}; "
+            f"seconds: {_summary(seconds_errors)}, {sum(abs(e) <= 0.05 for e in seconds_errors)} of {len(seconds_errors)} within 5%"
+        )
 
 
 def _plan(row: tuple, target: str) -> dict | None:

@@ -131,7 +131,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     found = planned.as_json() | {"faults": report.faults_json(faults(planned))}
     found["traffic"] = report.traffic_json(planned)
     found["changes"] = [list(change.settings) for change in changes]
-    compiled = compile_step(config, options.compile) if options.compile else None
+    compiled = compile_step(config, options.compile, cluster) if options.compile else None
     if compiled:
         found["compiled"] = compiled.as_json()
     if options.json:

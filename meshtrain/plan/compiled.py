@@ -12,6 +12,7 @@ from typing import Any
 
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.plan import traffic
+from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
 
 # Streaming multiprocessors, clock in GHz, L2 and shared memory in bytes, compute capability, memory and its bandwidth:
@@ -37,6 +38,7 @@ class Compiled:
     output_bytes: int
     alias_bytes: int
     compile_seconds: float
+    step_seconds: float | None  # of the program on a cluster, by its rates (`plan.timed`); none of a CPU's
     collectives: list[dict[str, Any]]
 
     @property
@@ -49,7 +51,7 @@ class Compiled:
         return {axis: sum(c["sent_bytes"] for c in self.collectives if c["axis"] == axis) for axis in axes}
 
     def as_json(self) -> dict[str, Any]:
-        names = ("target", "argument_bytes", "temp_bytes", "output_bytes", "alias_bytes", "total_bytes", "compile_seconds", "collectives")  # fmt: skip
+        names = ("target", "argument_bytes", "temp_bytes", "output_bytes", "alias_bytes", "total_bytes", "compile_seconds", "step_seconds", "collectives")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
 
@@ -65,8 +67,8 @@ def parse_target(target: str, devices: int) -> str:
     return name
 
 
-def compile_step(config: Config, target: str) -> Compiled:
-    """Compiles the train step of a config for `cpu` or a GPU of `GPUS`, which need not be there.
+def compile_step(config: Config, target: str, cluster: Cluster | None = None) -> Compiled:
+    """Compiles the train step of a config for `cpu` or a GPU of `GPUS`, which need not be there; of a GPU's its seconds on a cluster.
 
     Must run before JAX has started a backend, since it chooses which. Raises ConfigError where the compiler is not installed.
     """
@@ -74,8 +76,9 @@ def compile_step(config: Config, target: str) -> Compiled:
     name = parse_target(target, devices)
     found = described_devices(name, devices) if name != "cpu" else _fake(devices)
     # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
-    from meshtrain.hlo import collectives
+    from meshtrain.hlo import Module, collectives
     from meshtrain.mesh import make_mesh
+    from meshtrain.plan.timed import timed
     from meshtrain.step import Program
 
     jax_mesh = make_mesh(config, found)
@@ -84,8 +87,9 @@ def compile_step(config: Config, target: str) -> Compiled:
     start = clock.perf_counter()
     executable = lowered.compile()
     seconds = clock.perf_counter() - start
-    memory = executable.memory_analysis()
-    assert memory is not None, "XLA's CPU and GPU compilers both tell what they allocate"
+    memory, text = executable.memory_analysis(), executable.as_text()
+    assert memory is not None and text is not None, "XLA's CPU and GPU compilers both tell what they allocate"
+    module = Module(text)
     return Compiled(
         target=f"{name}x{devices}",
         argument_bytes=memory.argument_size_in_bytes,
@@ -93,7 +97,8 @@ def compile_step(config: Config, target: str) -> Compiled:
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         compile_seconds=seconds,
-        collectives=[_row(c) for c in collectives(executable, jax_mesh, program.busy)],
+        step_seconds=timed(module, jax_mesh, config, cluster).seconds if cluster and name != "cpu" else None,
+        collectives=[_row(c) for c in collectives(module, jax_mesh, program.busy)],
     )
 
 

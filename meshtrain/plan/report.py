@@ -187,6 +187,10 @@ def compared(plan: Plan, compiled: Compiled) -> Table:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for what, planned, found in comparison(plan, compiled):
         table.add_row(what, size(planned), size(found), f"{planned / found - 1:+.1%}" if found else "")
+    if compiled.step_seconds:
+        step = plan.seconds - plan.time.checkpoint
+        by_rates = duration(step), duration(compiled.step_seconds), f"{step / compiled.step_seconds - 1:+.1%}"
+        table.add_row("a step, by the cluster's rates", *by_rates)
     return table
 
 
