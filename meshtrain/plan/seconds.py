@@ -35,6 +35,7 @@ class Pieces:
     message: float  # one hop to the next stage, while the stages work on
     waits: float  # the same where the stages wait for it
     layers: int  # of the longest virtual stage
+    leaving: float = 0.0  # what the input gradient of a layer writes for a weight gradient of its own, in tables that split the two
 
     @property
     def head_total(self) -> float:
@@ -105,6 +106,7 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message=message if practice.overlap_pipeline else 0.0,
         waits=0.0 if practice.overlap_pipeline else message,
         layers=stage.longest,
+        leaving=2 * activations.left(config) / _rate(device) if practice.compiled and device.platform == "gpu" else 0.0,
     )
 
 
@@ -121,8 +123,12 @@ def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
     if config.parallel.sequence_parallel and config.mesh.tensor > 1 and shapes.sequences(config) > 1:
         for moment, flow in layer_flows(config):
             moved[moment] += 2 * flow.nbytes * flow.count / stages(config).longest
-    rate = device.bandwidth * 1e9 * device.efficiency.memory
-    return Seconds(memory=moved["forward"] / rate), Seconds(memory=moved["backward"] / rate)
+    return Seconds(memory=moved["forward"] / _rate(device)), Seconds(memory=moved["backward"] / _rate(device))
+
+
+def _rate(device: Accelerator) -> float:
+    """Bytes a second of memory that passes over it reach."""
+    return device.bandwidth * 1e9 * device.efficiency.memory
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,10 @@ def _trips(table: Table) -> Trips:
     )
 
 
-def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Durations:
-    """The simulator's durations from one microbatch's pieces. Virtual stages are as long as they have layers."""
+def durations(config: Config, pieces: Pieces, split: bool, optimizer: float = 0.0) -> Durations:
+    """The simulator's durations from one microbatch's pieces, of a table that is `split` or not. Virtual stages are as long as they
+    have layers.
+    """
     stage = stages(config)
     share: PerChunk = 1.0  # of the longest virtual stage's layers
     if len(set(stage.counts)) > 1:
@@ -87,7 +89,7 @@ def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Duratio
     spread = config.parallel.vocab == "spread"
     return Durations(
         forward=pieces.chunk_forward * share,
-        input_grad=(pieces.chunk_backward - pieces.chunk_weight_grad) * share,
+        input_grad=(pieces.chunk_backward - pieces.chunk_weight_grad + split * pieces.layers * pieces.leaving) * share,
         weight_grad=pieces.chunk_weight_grad * share,
         message=pieces.message,
         head=pieces.head_total * (config.mesh.pipeline if spread else 1),
@@ -98,7 +100,8 @@ def durations(config: Config, pieces: Pieces, optimizer: float = 0.0) -> Duratio
 
 def timeline(config: Config, pieces: Pieces, practice: Practice = OURS, optimizer: float = 0.0) -> Timeline:
     """The step as the simulator plays it."""
-    return simulate(table(config), durations(config, pieces, optimizer), practice.clock)
+    of_step = table(config)
+    return simulate(of_step, durations(config, pieces, of_step.split, optimizer), practice.clock)
 
 
 def quick(config: Config, facts: Facts, pieces: Pieces) -> float:
@@ -107,7 +110,8 @@ def quick(config: Config, facts: Facts, pieces: Pieces) -> float:
         layers = stages(config).chunks * (pieces.chunk_forward + pieces.chunk_backward)
         return config.parallel.microbatches * (layers + pieces.head_total)
     weight = pieces.chunk_weight_grad
-    each = Durations(pieces.chunk_forward, pieces.chunk_backward - weight, weight, head=pieces.head_total)
+    leaving = pieces.layers * pieces.leaving if facts.depths.cot else 0.0
+    each = Durations(pieces.chunk_forward, pieces.chunk_backward - weight + leaving, weight, head=pieces.head_total)
     # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an activation's.
     shown = (facts.forward + facts.backward - 2 * facts.together) * pieces.message
     for hides in (pieces.chunk_forward, pieces.chunk_backward):
