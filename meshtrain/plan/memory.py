@@ -155,6 +155,7 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
     remat = config.parallel.remat
     # They are set to zero before the head.
     early = remat == "full" or (several and (tensor > 1 or remat not in ("dots", "names")))
+    early = early or activations.kernel(config, platform) == "fused"
     gathered = Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0)
     largest = Item("gradient of the output head", "gradients", (size + 4 * scatters) * vocabulary.largest)
     layer = [
