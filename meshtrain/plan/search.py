@@ -36,6 +36,14 @@ from meshtrain.plan.seconds import Pieces, pieces_of
 MARGIN = 0.04
 
 
+class Zero(NamedTuple):
+    """The ZeRO stage of a layout, and where its state lies."""
+
+    stage: int
+    hold: bool
+    offload: bool = False
+
+
 class Candidate(NamedTuple):
     """A layout with its predicted seconds and bytes, by formula; `zero` are its keys of ZeRO.
 
@@ -45,7 +53,7 @@ class Candidate(NamedTuple):
     seconds: float
     nbytes: float
     base: Config
-    zero: "Zero"
+    zero: Zero
 
     @property
     def config(self) -> Config:
@@ -146,14 +154,6 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
                     recomputed[key] = remats(whole, cluster)
                 for keys in recomputed[key]:
                     yield from _scheduled(put(whole, parallel=keys), cluster, ways, outside)
-
-
-class Zero(NamedTuple):
-    """The ZeRO stage of a layout, and where its state lies."""
-
-    stage: int
-    hold: bool
-    offload: bool = False
 
 
 class _Decided(NamedTuple):

@@ -35,7 +35,9 @@ class Pieces:
     message: float  # one hop to the next stage, while the stages work on
     waits: float  # the same where the stages wait for it
     layers: int  # of the longest virtual stage
-    leaving: float = 0.0  # what the input gradient of a layer writes for a weight gradient of its own, in tables that split the two
+    leaving: float = (
+        0.0  # what the input gradient of a layer writes for a weight gradient of its own, in tables that split the two
+    )
 
     @property
     def head_total(self) -> float:
