@@ -143,7 +143,7 @@ class Beat:
         self._pace = _Pace()
         self._medians = self._pace.medians()
         self._since = time.perf_counter()
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock, self._writing, self._leasing = threading.Lock(), threading.Lock(), threading.RLock()
         if supervised is not None:
             self._listen(supervised)
 
@@ -158,6 +158,7 @@ class Beat:
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         faulthandler.enable()
         self._seen, self._renewed = os.pread(self._lease, LEASE_SIZE, 0), time.monotonic()
+        self._looked = self._renewed
         self._write()
         threading.Thread(target=self._live, name="meshtrain-beat", daemon=True).start()
 
@@ -219,15 +220,23 @@ class Beat:
             os.pwrite(self._file, text.ljust(SIZE), 0)
 
     def _check_lease(self) -> None:
+        # One thread at a time: while one ends the process, the other goes no further.
+        with self._leasing:
+            self._check_lease_alone()
+
+    def _check_lease_alone(self) -> None:
         assert self.supervised is not None
+        now = time.monotonic()
+        # A process that slept finds what was written meanwhile, and must ask when that was; a clock that is set would mislead any other.
+        slept, self._looked = now - self._looked > self.supervised.fence, now
         try:
             content = os.pread(self._lease, LEASE_SIZE, 0)
+            age = max(0.0, time.time() - os.fstat(self._lease).st_mtime) if slept else 0.0
         except OSError:
-            content = self._seen
-        now = time.monotonic()
+            content, age = self._seen, 0.0
         if content != self._seen:
-            self._seen, self._renewed = content, now
-        elif now - self._renewed > self.supervised.fence:
+            self._seen, self._renewed = content, now - age
+        if now - self._renewed > self.supervised.fence:
             sentence = (
                 f"the supervisor of rank {self.supervised.rank} has not been heard for {now - self._renewed:.0f} s, and others may have "
                 "gone on without it: this process ends."

@@ -134,6 +134,8 @@ def frozen_process(_: int) -> None:
 def test_a_process_that_wakes_after_its_supervisor_was_gone_takes_no_step(tmp_path):
     rank = Rank(supervised(tmp_path, fence=1.0), frozen_process, 0)
     rank.until(lambda: rank.beat and rank.state == "T")
+    # Renewed once more while it sleeps: what it finds when it wakes is new to it, and yet too old.
+    time.sleep(0.3)
     rank.renewing = False
     time.sleep(2.0)
     os.kill(rank.process.pid, signal.SIGCONT)
