@@ -236,8 +236,14 @@ def assert_leaf(name: str, seen: np.ndarray, right: np.ndarray, norm: float, tol
 # --- the matrix
 
 
-def test_config_refuses_just_the_cells_whose_sizes_cannot_be_divided():
-    for cell in CELLS:
+PLAIN = [cell for cell in CELLS if (cell.zero, cell.sequence_parallel, cell.remat) == (1, False, "none")]
+
+
+@pytest.mark.parametrize(
+    "cells", [pytest.param(PLAIN, id="plain"), pytest.param(CELLS, id="all", marks=pytest.mark.thorough)]
+)
+def test_config_refuses_just_the_cells_whose_sizes_cannot_be_divided(cells):
+    for cell in cells:
         if fits(cell):
             configuration(cell)
         else:
