@@ -114,8 +114,7 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     held, fastest = math.inf, math.inf
     # from what holds most on: worth looking at if nothing that holds as little is faster
-    for nbytes, _, i in sorted(costs, key=lambda c: (-c[0], c[1], c[2])):
-        seconds = costs[i][1]
+    for nbytes, seconds, i in sorted(costs, key=lambda c: (-c[0], c[1], c[2])):
         if any(other <= nbytes and time < seconds for other, time, _ in costs):
             continue
         if nbytes <= held - step or seconds < fastest:

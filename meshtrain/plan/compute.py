@@ -92,7 +92,7 @@ def product(accelerator: Accelerator, dtype: str, m: float, k: float, n: float) 
     efficiency, size = accelerator.efficiency, shapes.itemsize(dtype)
     slowed = 1 + efficiency.half_size * (1 / m + 1 / k + 1 / n)
     compute = 2 * m * k * n / (accelerator.flops(dtype) * efficiency.matmul) * slowed
-    moved = size * (m * k + k * n + m * n) / (accelerator.bandwidth * 1e9 * efficiency.memory)
+    moved = size * (m * k + k * n + m * n) / accelerator.memory_rate
     return max(compute, moved)
 
 
@@ -132,7 +132,7 @@ def layer(
 
     def passes(elements: float) -> Seconds:
         moved = size * n * elements if elements else 0.0
-        return Seconds(memory=moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
+        return Seconds(memory=moved / accelerator.memory_rate)
 
     # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k, the MLP's own.
     # Without a compiler an RMSNorm, a rotation and a gate are many kernels; LayerNorm and GELU are one each anywhere.
@@ -163,7 +163,7 @@ def attention(
     # is read), 9 and a byte backward. A backward counts as two forwards here, so a forward as a third of both.
     moved = scores * (15 * size + 2) / 3
     spent = scores / length**2 * 2 * product(accelerator, dtype, length, width, length)
-    return Seconds(attention=spent, memory=moved / (accelerator.bandwidth * 1e9 * efficiency.memory))
+    return Seconds(attention=spent, memory=moved / accelerator.memory_rate)
 
 
 def layer_backward(forward: Seconds, accelerator: Accelerator, length: int, practice: Practice = OURS) -> Seconds:
@@ -185,7 +185,7 @@ def weight_passes(config: Config, accelerator: Accelerator, practice: Practice =
         moved += practice.sum_bytes * block.whole
     if gathers_at_use(config):
         moved += practice.copy_bytes * block.whole
-    return Seconds(memory=moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
+    return Seconds(memory=moved / accelerator.memory_rate)
 
 
 def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Seconds:
@@ -215,7 +215,7 @@ def head(
     rows = -(-model.vocab_size // ways)
     matmul = 3 * product(accelerator, dtype, tokens, model.d_model, rows)
     moved = 4.0 * tokens * rows * practice.loss_passes + 8 * shapes.itemsize(dtype) * tokens * model.d_model
-    return Seconds(matmul, 0.0, moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory))
+    return Seconds(matmul, 0.0, moved / accelerator.memory_rate)
 
 
 def optimizer(config: Config, accelerator: Accelerator, elements: float, practice: Practice = OURS) -> float:
@@ -235,4 +235,4 @@ def optimizer(config: Config, accelerator: Accelerator, elements: float, practic
         held = shapes.held(config)
         whole = held.block.whole * stages(config).on_device + held.outer.whole
         moved += (4 + 8 + 2 * shapes.itemsize(config.precision.compute)) * whole
-    return moved / (accelerator.bandwidth * 1e9 * accelerator.efficiency.memory)
+    return moved / accelerator.memory_rate

@@ -108,7 +108,9 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message=message if practice.overlap_pipeline else 0.0,
         waits=0.0 if practice.overlap_pipeline else message,
         layers=stage.longest,
-        leaving=2 * activations.left(config) / _rate(device) if practice.compiled and device.platform == "gpu" else 0.0,
+        leaving=2 * activations.left(config) / device.memory_rate
+        if practice.compiled and device.platform == "gpu"
+        else 0.0,
     )
 
 
@@ -125,12 +127,7 @@ def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
     if config.parallel.sequence_parallel and config.mesh.tensor > 1 and shapes.sequences(config) > 1:
         for moment, flow in layer_flows(config):
             moved[moment] += 2 * flow.nbytes * flow.count / stages(config).longest
-    return Seconds(memory=moved["forward"] / _rate(device)), Seconds(memory=moved["backward"] / _rate(device))
-
-
-def _rate(device: Accelerator) -> float:
-    """Bytes a second of memory that passes over it reach."""
-    return device.bandwidth * 1e9 * device.efficiency.memory
+    return Seconds(memory=moved["forward"] / device.memory_rate), Seconds(memory=moved["backward"] / device.memory_rate)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class _Clock:
 
     def _instruction(self, computation: str, op: Operation) -> Timed:
         moved = self.work.moved(computation, op).bytes
-        memory = moved / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
+        memory = moved / self.device.memory_rate
         products = sum(
             compute.product(self.device, dtype, *shape) for dtype, shape in self._products(computation, op)
         ) + self._attention(computation, op)

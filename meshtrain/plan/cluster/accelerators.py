@@ -82,6 +82,11 @@ class Accelerator:
         return (getattr(self.peak, dtype) or self.peak.float32) * 1e12
 
     @property
+    def memory_rate(self) -> float:
+        """Bytes a second that passes over memory reach."""
+        return self.bandwidth * 1e9 * self.efficiency.memory
+
+    @property
     def memory_bytes(self) -> float:
         return self.memory * 2**30
 
