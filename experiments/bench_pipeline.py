@@ -69,8 +69,8 @@ def program_of(config: Config, masked: bool = False) -> Program:
     program = Program(config, make_mesh(config))
     if masked:
         assert program.layout.table is not None
-        program.forward = Forward(program.layout, program.zero, "accelerator")
-        program.executor = Executor(program.forward, program.layout.table)
+        program.local.forward = Forward(program.layout, program.local.zero, "accelerator")
+        program.local.executor = Executor(program.local.forward, program.layout.table)
     return program
 
 
@@ -94,12 +94,12 @@ def batch_of(program: Program) -> dict[str, jax.Array]:
 
 def entries_held(program: Program) -> list[int]:
     """Places of each stage's stash that one step has written: each holds a layer's input, which is not zero."""
-    assert program.executor is not None
-    run = program.executor.run
+    assert program.local.executor is not None
+    run = program.local.executor.run
 
     def local(masters: Any, batch: Any) -> jax.Array:
-        batches, _ = program.microbatches(batch)
-        inputs, _ = run(program.zero.open(masters), batches, None, jnp.float32(1)).stash
+        batches, _ = program.local.microbatches(batch)
+        inputs, _ = run(program.local.zero.open(masters), batches, None, jnp.float32(1)).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     specs = (program.layout.shards, PartitionSpec("data"))

@@ -55,7 +55,8 @@ from meshtrain.mesh import PIPELINE, TENSOR, make_mesh
 from meshtrain.plan import named, shapes
 from meshtrain.plan.cluster.algorithms import ALL_GATHER, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.plan.compiled import described_devices
-from meshtrain.plan.traffic import Trips, flows
+from meshtrain.plan.flow import Trips
+from meshtrain.plan.traffic import flows
 from meshtrain.schedule.table import B, F
 from meshtrain.step import Program
 
@@ -98,7 +99,7 @@ def measured(layout: str, changes: list[str], keep: Path | None) -> dict[str, An
     config = config_of(layout, changes)
     mesh = make_mesh(config, described_devices("h100", config.mesh.devices))
     program = Program(config, mesh)
-    assert program.executor is not None, "a layout has stages"
+    assert program.local.executor is not None, "a layout has stages"
     text, facts = compiled(layout, program, keep)
     module = Module(text)
     work = Work(module)
@@ -170,7 +171,7 @@ def _way(op: Operation) -> bool:
 
 def needed_bytes(program: Program) -> dict[str, float]:
     """The bytes that a steady tick must move outside the layers' loops, by what they are for (see the module's docstring)."""
-    config, executor = program.config, program.executor
+    config, executor = program.config, program.local.executor
     assert executor is not None
     size, tokens = shapes.itemsize(config.precision.compute), shapes.tokens(config)
     rows, width = shapes.held(config).output.whole // config.model.d_model, config.model.d_model

@@ -9,12 +9,15 @@ import logging
 import os
 import re
 import select
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from meshtrain.config.key import LARGEST
 from meshtrain.errors import ConfigError, nearest, refusal, say, short
+from meshtrain.files import write_atomically
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
 
@@ -151,3 +154,42 @@ def whole_number(text: str) -> int:
             f"{short(repr(text))} is not a whole number of at least 1 and at most {LARGEST[int]}"
         )
     return int(text)
+
+
+def check_target(path: str) -> None:
+    """Refuses at once what else would be found to be no place for a file when all is done."""
+    with _refused(path):
+        try:
+            directory, reachable = stat.S_ISDIR(os.stat(path).st_mode), True
+        except FileNotFoundError:
+            directory, reachable = False, Path(path).resolve().parent.is_dir()
+        if directory:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not reachable:
+        raise ConfigError(
+            f"{short(path)} cannot be written: there is no directory {short(Path(path).resolve().parent)}."
+        )
+
+
+def write_target(path: str, text: str) -> None:
+    """Writes a file that a user has named, and says so; ConfigError if the system refuses."""
+    target = Path(path)
+    with _refused(path):
+        # What takes a file's place would end /dev/stdout.
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(target.resolve(), text.encode())
+    say(f"wrote {path}")
+
+
+@contextlib.contextmanager
+def _refused(path: str) -> Iterator[None]:
+    """What the system refuses of a file, as a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
+    # A NUL, or half a surrogate pair.
+    except ValueError:
+        raise ConfigError(f"{short(path)} is no path that a file can have.") from None

@@ -51,12 +51,18 @@ def with_residuals(vjp: Callable, kept: list[Any]) -> Callable:
 
 
 def bind(equation: JaxprEqn, values: list[Any]) -> list[Any]:
-    """One equation of a jaxpr on other values."""
+    """One equation of a jaxpr on other values, in the named scopes that it was made in."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
+    with equation.ctx.manager, scopes_of(equation):
         outs = equation.primitive.bind(*functions, *values, **params)
     return list(outs) if equation.primitive.multiple_results else [outs]
+
+
+def scopes_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    """The named scopes and transformations that an equation stands in, for what is traced within."""
+    names = str(equation.source_info.name_stack)
+    return jax.named_scope(names) if names else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -115,24 +121,41 @@ def meet(name: str, seconds: float) -> None:
         global_state.client.wait_at_barrier(name, timeout_in_ms=int(1000 * seconds))
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cuDNN's causal attention of [B, T, H, K] and [B, T, G, K]: output [B, T, H, K] and float32 log of sums [B, H, T]."""
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float) -> tuple[jax.Array, jax.Array]:
+    """cuDNN's causal attention of [B, T, H, K] and [B, T, G, K]: output [B, T, H, K] and float32 log of sums [B, H, T].
+
+    With a `window` a query sees no more than so many positions, its own and those before it. `scale` is of the scores.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    scale, causal = q.shape[-1] ** -0.5, cudnn.MaskType.CAUSAL
-    return cudnn.dot_product_attention(q, k, v, scale=scale, mask_type=causal, return_residual=True)
+    return cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        mask_type=cudnn.MaskType.CAUSAL,
+        sliding_window_length=window or None,
+        return_residual=True,
+    )
 
 
 def cudnn_attention_backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    log_sum: jax.Array,
+    d_out: jax.Array,
+    window: int,
+    scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the output."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     none = jnp.zeros(0, q.dtype)
     params = dict(
-        scale=q.shape[-1] ** -0.5, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=cudnn.MaskType.CAUSAL,
-        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=None,
+        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=cudnn.MaskType.CAUSAL,
+        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=window or None,
     )  # fmt: skip
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # from 0.12 on
         params["score_mod"] = None

@@ -1,8 +1,19 @@
 """Model families: each is a preset of the decoder's options, which every other room asks for and never for a family's name.
 
-           norm                 positions            MLP                     biases   head
-    llama  RMSNorm              rotary (RoPE)        silu(gate x) * up x     no       its own       Touvron et al. 2023
-    gpt2   LayerNorm with bias  a learned table      gelu(up x)              yes      the embedding Radford et al. 2019
+             norm                 positions            MLP                     biases   head
+    llama    RMSNorm              rotary (RoPE)        silu(gate x) * up x     no       its own       Touvron et al. 2023
+    mistral  as llama; its first release attends to a window (model.window)                           Jiang et al. 2023
+    qwen2    as llama, but q, k and v have biases                                                     Yang et al. 2024
+    qwen3    as llama, with an RMSNorm over each head's q and k                                       Yang et al. 2025
+    gpt2     LayerNorm with bias  a learned table      gelu(up x)              yes      the embedding Radford et al. 2019
+    gemma2   RMSNorm by 1 + scale rotary               gelu(gate x) * up x     no       the embedding Gemma Team 2024, section 2
+    gemma3   likewise             rotary               likewise                no       the embedding Gemma Team 2025, section 2
+
+Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window) alternate with ones
+that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each head's q and k,
+and another rotary base where it sees the window.
+
+What a family says of options that have a key is a default: the key of the model's section counts.
 
 A family from outside: `FAMILIES.register(Family(name="mine", ...))` before the config is loaded. What the options cannot say, it
 computes in a block of its own (see `model.hooks.BlockHook`).
@@ -10,7 +21,7 @@ computes in a block of its own (see `model.hooks.BlockHook`).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from meshtrain.registry import Registry
@@ -24,28 +35,62 @@ class Family:
     centred_norms: bool  # LayerNorm, with a bias; else RMSNorm
     positions: Literal["rotary", "learned"]
     gated: bool  # the MLP is activation(gate x) * up x; else activation(up x)
-    activation: str  # a function of jax.nn
-    biases: bool  # of the projections
+    activation: str  # a function of jax.nn, or EXACT_GELU; where model.activation is null
+    biases: bool  # of the projections; those of q, k and v where model.qkv_bias is null
     tied_head: bool  # where model.tied_head is null
     d_ff: Callable[[int], int]  # of d_model, where model.d_ff is null
     block: Callable[..., Any] | None = None  # a BlockHook in place of the pre-norm block
+    biased_qkv: bool = False  # q, k and v have biases though nothing else has
+    qk_norm: bool = False  # where model.qk_norm is null; so with the keys below
+    window: int = 0
+    norm_plus_one: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    global_every: int = 0
+    rope_theta_local: float = 0.0
 
     @property
     def rotary(self) -> bool:
         return self.positions == "rotary"
 
 
+# jax.nn.gelu is the tanh approximation, which GPT-2 was trained with; later models have the function itself.
+EXACT_GELU = "gelu_exact"
+ACTIVATIONS = dict.fromkeys(("silu", "gelu", EXACT_GELU, "relu"))
+
+LLAMA = Family(
+    name="llama",
+    centred_norms=False,
+    positions="rotary",
+    gated=True,
+    activation="silu",
+    biases=False,
+    tied_head=False,
+    d_ff=lambda d_model: 32 * math.ceil(8 * d_model / 3 / 32),
+)
+
+GEMMA2 = replace(
+    LLAMA,
+    name="gemma2",
+    activation="gelu",
+    tied_head=True,
+    d_ff=lambda d_model: 4 * d_model,
+    norm_plus_one=True,
+    post_norms=True,
+    scaled_embedding=True,
+    score_cap=50.0,
+    logit_cap=30.0,
+    window=4096,
+    global_every=2,
+)
+
 FAMILIES = Registry(
-    Family(
-        name="llama",
-        centred_norms=False,
-        positions="rotary",
-        gated=True,
-        activation="silu",
-        biases=False,
-        tied_head=False,
-        d_ff=lambda d_model: 32 * math.ceil(8 * d_model / 3 / 32),
-    ),
+    LLAMA,
+    replace(LLAMA, name="mistral"),
+    replace(LLAMA, name="qwen2", biased_qkv=True),
+    replace(LLAMA, name="qwen3", qk_norm=True),
     Family(
         name="gpt2",
         centred_norms=True,
@@ -55,5 +100,16 @@ FAMILIES = Registry(
         biases=True,
         tied_head=True,
         d_ff=lambda d_model: 4 * d_model,
+    ),
+    GEMMA2,
+    replace(
+        GEMMA2,
+        name="gemma3",
+        qk_norm=True,
+        score_cap=0.0,
+        logit_cap=0.0,
+        window=1024,
+        global_every=6,
+        rope_theta_local=10000.0,
     ),
 )

@@ -8,7 +8,9 @@ from numpy.typing import ArrayLike
 
 from meshtrain.config import Config, ConfigError, short
 
-OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32}  # of a batch, beside tokens and labels
+# of a batch, beside tokens and labels
+OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32, "pairs": np.int32}
+PAIRS = ("segments", "positions", "weights", "pairs")  # what a batch of pairs cannot do without
 
 
 def a_config(given: Any, taker: str) -> Config:
@@ -18,19 +20,36 @@ def a_config(given: Any, taker: str) -> Config:
     raise ConfigError(f"{taker} takes a config, and was given {short(repr(given))}; make one with mt.load(...).")
 
 
-def a_batch(given: Mapping[str, ArrayLike], vocabulary: int) -> dict[str, np.ndarray]:
-    """A batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments and float32 weights.
+def a_batch(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+    """A batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments, float32 weights and pairs.
 
-    ConfigError for arrays that are missing or unknown, of different shapes, or with ids beyond the vocabulary.
+    ConfigError for arrays that are missing or unknown, of different shapes, or with ids beyond the vocabulary; for a batch without
+    pairs where the objective is dpo, and with them where it is not.
     """
     if not isinstance(given, Mapping) or not {"tokens", "labels"} <= given.keys() <= {"tokens", "labels", *OTHERS}:
         found = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
         raise ConfigError(f"a batch has tokens, labels and perhaps {', '.join(OTHERS)}; this one has {found}.")
-    arrays = {name: some_ids(name, given[name], vocabulary) for name in ("tokens", "labels")}
+    objective, missing = config.train.objective, [name for name in PAIRS if name not in given]
+    if objective == "dpo" and missing:
+        raise ConfigError(
+            f"train.objective is dpo, and a batch of pairs has {', '.join(PAIRS)}; this one lacks {', '.join(missing)}."
+        )
+    if objective != "dpo" and "pairs" in given:
+        raise ConfigError(
+            f"this batch has pairs, which train.objective {objective} does not learn from; leave them out."
+        )
+    arrays = {name: some_ids(name, given[name], config.model.vocab_size) for name in ("tokens", "labels")}
     arrays |= {name: np.asarray(given[name], kind) for name, kind in OTHERS.items() if name in given}
     for name, array in arrays.items():
         if array.shape != arrays["tokens"].shape:
             raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(arrays['tokens'].shape)}.")
+    if "pairs" in arrays:
+        pairs, most = arrays["pairs"], arrays["pairs"].shape[1] // 2
+        if pairs.min() < 0 or pairs.max() > most:
+            wrong = pairs.min() if pairs.min() < 0 else pairs.max()
+            raise ConfigError(
+                f"pairs have the number {wrong}; in a row of {pairs.shape[1]} labels they are 1 to {most}, 0: none."
+            )
     return arrays
 
 

@@ -1,4 +1,4 @@
-"""The device mesh: three axes, and the devices they are built from.
+"""The device mesh: its axes, and the devices they are built from.
 
            tensor →
          ┌────┬────┐
@@ -10,7 +10,9 @@
          │ 6  │ 7  │
          └────┴────┘
 
-Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk least.
+Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk least. With
+several islands the mesh has an axis of them besides, outermost of all. `mesh.order` asks for another order of axes, and `mesh.cluster`
+for another one of devices (`meshtrain.device_order`).
 """
 
 import errno
@@ -27,14 +29,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from meshtrain.compat import joined_processes
 from meshtrain.config import Config, ConfigError, MeshConfig, short
-from meshtrain.config.schema import AXES as AXES
-from meshtrain.config.schema import DATA as DATA
+from meshtrain.config.mesh import AXES as AXES
+from meshtrain.config.mesh import DATA as DATA
+from meshtrain.config.mesh import ISLAND as ISLAND
+from meshtrain.config.mesh import PIPELINE as PIPELINE
+from meshtrain.config.mesh import TENSOR as TENSOR
 from meshtrain.config.schema import MOST_FAKE_DEVICES
-from meshtrain.config.schema import PIPELINE as PIPELINE
-from meshtrain.config.schema import TENSOR as TENSOR
+from meshtrain.device_order import in_order
 from meshtrain.errors import refusal
 from meshtrain.gpu_memory import ask_for_pool
 
+LEGAL_AXES = (AXES, (ISLAND, *AXES))
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
 SHUTDOWN_TIMEOUT = 30
 THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
@@ -176,13 +181,12 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
                 "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the kernel) "
                 "and make this mesh before anything else uses JAX"
             )
-        raise ConfigError(
-            f"the mesh data {shape.data} x tensor {shape.tensor} x pipeline {shape.pipeline} needs {needed} devices, "
-            f"but there are {len(devices)} ({kind}); {hint}."
-        )
+        raise ConfigError(f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}.")
+    if own and shape.cluster:
+        devices = in_order(devices, shape.cluster)
     if own:
         _check_processes(devices, shape)
-    return Mesh(arranged(devices[:needed], shape), AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes))
 
 
 def _check_processes(devices: Sequence[jax.Device], shape: MeshConfig) -> None:
@@ -190,14 +194,14 @@ def _check_processes(devices: Sequence[jax.Device], shape: MeshConfig) -> None:
     held = {device.process_index for device in devices[: shape.devices]}
     if idle := {device.process_index for device in devices} - held:
         raise ConfigError(
-            f"process {min(idle)} has no device of the mesh data {shape.data} x tensor {shape.tensor} x pipeline {shape.pipeline}, whose "
+            f"process {min(idle)} has no device of the mesh {shape}, whose "
             f"{shape.devices} devices {len(held)} processes have; start fewer processes, or give a larger mesh."
         )
 
 
 def check_axes(mesh: Mesh) -> None:
-    """ConfigError for a mesh whose axes are not data, tensor and pipeline."""
-    if mesh.axis_names != AXES:
+    """ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without one of islands before them."""
+    if mesh.axis_names not in LEGAL_AXES:
         raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
 
 
@@ -208,24 +212,29 @@ def part_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 
 def arranged(devices: Sequence[jax.Device], shape: MeshConfig) -> np.ndarray:
-    """The devices as an array [data, tensor, pipeline], tensor ranks nearest to each other and stages farthest apart.
+    """The devices as an array of `shape.axes`, numbered as `mesh.order` says: by default tensor ranks are nearest to each other and
+    stages farthest apart, within an island.
 
     In their own order, which on machines with a switch is the order of the links; on a torus by their coordinates, as far as each
-    process then still has neighbouring rows of the batch.
+    process then still has neighbouring rows of the batch, unless a file says how they stand (`mesh.cluster`).
     """
-    outermost_first = (shape.pipeline, shape.data, shape.tensor)
-    grid = np.array(devices).reshape(outermost_first)
-    if kind_of(devices[0]) == "tpu":
+    order = [axis for axis in shape.order if axis in shape.axes]
+    outermost_first = tuple(shape.ways(axis) for axis in order)
+    in_place = [order.index(axis) for axis in shape.axes]
+    grid = np.array(devices).reshape(outermost_first).transpose(in_place)
+    if kind_of(devices[0]) == "tpu" and not shape.cluster:
         on_torus = mesh_utils.create_device_mesh(outermost_first, devices, allow_split_physical_axes=True)
-        if _rows_are_neighbours(on_torus):
+        on_torus = on_torus.transpose(in_place)
+        if _rows_are_neighbours(on_torus, len(shape.data_axes)):
             grid = on_torus
-    return grid.transpose(1, 2, 0)
+    return grid
 
 
-def _rows_are_neighbours(grid: np.ndarray) -> bool:
-    """Whether the data ranks [pipeline, data, tensor] of every process follow one another."""
+def _rows_are_neighbours(grid: np.ndarray, data_axes: int) -> bool:
+    """Whether the data ranks of every process, along the first axes of the grid, follow one another."""
     ranks: dict[int, set[int]] = {}
-    for (_, rank, _), device in np.ndenumerate(grid):
+    for place, device in np.ndenumerate(grid):
+        rank = int(np.ravel_multi_index(place[:data_axes], grid.shape[:data_axes]))
         ranks.setdefault(device.process_index, set()).add(rank)
     return all(max(held) - min(held) + 1 == len(held) for held in ranks.values())
 

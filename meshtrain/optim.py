@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshtrain.config import Config
 from meshtrain.mesh import PIPELINE
 from meshtrain.optimizers import OPTIMIZERS
-from meshtrain.parallel.layout import Layout, shard_spec
+from meshtrain.parallel.layout import Layout, is_placed, shard_spec
 from meshtrain.parallel.placement import Placed, part
 
 Tree = Any
@@ -47,15 +47,18 @@ def updates_made(state: Tree) -> jax.Array:
 
 
 def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the optimizer with decoupled weight decay on matrices (on all with `decay_norms`)."""
+    """Clipping by the global norm, then the optimizer with decoupled weight decay on matrices (on all with `decay_norms`).
+
+    It sees trees of what is trained, with None in the place of what is frozen.
+    """
     o, rate = config.optimizer, learning_rate(config)
     kind = OPTIMIZERS[o.name]
-    mask = layout.map(lambda weight: o.decay_norms or weight.decayed)
+    mask = jax.tree.map(lambda weight: o.decay_norms or weight.decayed, layout.trained, is_leaf=is_placed)
 
     def make(weights: Tree) -> optax.GradientTransformation:
         return kind.make(o, rate, mask, weights)
 
-    optimizer = per_matrix(make, layout) if kind.by_matrix else make(layout.weights)
+    optimizer = per_matrix(make, layout) if kind.by_matrix else make(layout.trained)
     if not kind.decays:
         # Theirs differ in what the rate multiplies: here it is w -= rate * weight_decay * w for all, as in AdamW.
         optimizer = optax.chain(optimizer, _decay(rate, o.weight_decay, mask))
@@ -89,9 +92,17 @@ def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Lay
         return {"blocks": tree["blocks"]}, {name: tree[name] for name in tree if name != "blocks"}
 
     def parts(tree: Tree) -> tuple[Tree, Tree]:
-        return divided(layout.map(cut, tree))
+        return divided(mapped(cut, tree))
 
-    on_layer, on_edge = map(make, divided(layout.weights))
+    def mapped(function: Callable[[Placed, jax.Array], jax.Array], tree: Tree) -> Tree:
+        return layout.map(lambda weight, x: function(weight, x) if weight.trained else None, tree)
+
+    def over_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
+        """Of each layer for itself; as it is where no layer has anything that is trained."""
+        return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
+
+    on_layer, on_edge = map(make, divided(layout.trained))
+    layers_train = bool(jax.tree.leaves(layout.trained["blocks"], is_leaf=is_placed))
 
     def axes(blocks: Tree) -> Tree:
         """0 for what each layer has, None for what all share (counts)."""
@@ -100,15 +111,15 @@ def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Lay
 
     def init(params: Tree) -> Tree:
         blocks, edge = parts(params)
-        return {"layers": jax.vmap(on_layer.init, out_axes=axes(blocks))(blocks), "edge": on_edge.init(edge)}
+        return {"layers": over_layers(on_layer.init, 0, axes(blocks))(blocks), "edge": on_edge.init(edge)}
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         (g_blocks, g_edge), (p_blocks, p_edge) = parts(gradients), parts(params)
         by_layer = axes(p_blocks)
-        on_all = jax.vmap(on_layer.update, in_axes=(0, by_layer, 0), out_axes=(0, by_layer))
+        on_all = over_layers(on_layer.update, (0, by_layer, 0), (0, by_layer))
         u_blocks, layers = on_all(g_blocks, state["layers"], p_blocks)
         u_edge, edge_state = on_edge.update(g_edge, state["edge"], p_edge)
-        return layout.map(pad, {**u_edge, **u_blocks}), {"layers": layers, "edge": edge_state}
+        return mapped(pad, {**u_edge, **u_blocks}), {"layers": layers, "edge": edge_state}
 
     return optax.GradientTransformation(init, update)
 

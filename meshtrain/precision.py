@@ -95,9 +95,16 @@ class Watch:
 
     def __init__(self, config: Config, start: int) -> None:
         self.steps, self.taken, self.at_smallest = config.train.steps, start, 0
+        sync = config.parallel.sync
+        # From there on a process knows of its own islands alone: one that is broken ends nothing, and is mended when islands meet.
+        self.sees_all = sync.start if sync.every and jax.process_count() > 1 else math.inf
 
-    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Before anything of the step is saved."""
+    def metrics(self, step: int, metrics: Mapping[str, float], ended: bool = False) -> None:
+        """Before anything of the step is saved; `ended`: it is the last, though train.steps has more."""
+        if metrics.get("sync_islands") == 0:
+            raise _past_saving(f"no island has weights that are finite after step {step}")
+        if step > self.sees_all:
+            return
         bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
         if not bad:
             self.taken, self.at_smallest = step, 0
@@ -109,7 +116,7 @@ class Watch:
                 raise _past_saving(
                     f"no step after step {self.taken} could be taken in float16, even at a loss scale of 1"
                 )
-            if step == self.steps == metrics["skipped"]:
+            if step == metrics["skipped"] and (ended or step == self.steps):
                 raise FloatingPointError(
                     f"none of the {step} steps could be taken in float16, down to a loss scale of {metrics['loss_scale']:g}. "
                     "More steps, a lower precision.loss_scale, or precision.compute bfloat16, may help."

@@ -4,29 +4,35 @@
                                                                      no: retention has removed it; the newest one now
 
 No lock is taken, nothing is written, and no optimizer state is read or allocated, so that it works on a directory that may only be
-read, and beside a run that goes on.
+read, and beside a run that goes on. A directory of Hugging Face's (config.json, safetensors) is read likewise.
 """
 
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
+from meshtrain.adopt import loading
+from meshtrain.adopt.adapters import Adapters, with_adapters
+from meshtrain.adopt.theirs import config_of
 from meshtrain.checkpoint import compatible, steps
 from meshtrain.checkpoint.canonical import Canonical
-from meshtrain.checkpoint.finding import problems
+from meshtrain.checkpoint.finding import by_eval_loss, no_best, problems
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.restoring import read_weights
 from meshtrain.config import Config, check, load, replaced
 from meshtrain.config.key import known
-from meshtrain.errors import ConfigError
+from meshtrain.config.mesh import MeshConfig
+from meshtrain.config.theirs import is_theirs
+from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
 from meshtrain.given import a_batch, some_ids
 from meshtrain.mesh import check_axes, make_mesh
@@ -59,14 +65,15 @@ class Model(Shown):
 
         The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
         """
-        found = a_batch(batch, self.config.model.vocab_size)
+        found = a_batch(batch, self.config)
         self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
         return float(self.program.eval_step(self.params, self._placed(found)))
 
     @cached_property
     def weights(self) -> dict[str, jax.Array]:
         """The float32 weights by canonical name (blocks.attention.q: all layers in order along the first axis), whole, unpadded."""
-        canonical = jax.jit(self.program.layout.canonical)(self.params)
+        whole = lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), self.program.layout.canonical(params))  # noqa: E731
+        canonical = jax.jit(whole)(self.params)
         return {leaf.name: x for leaf, x in zip(self.program.layout.flat, jax.tree.leaves(canonical), strict=True)}
 
     def _check_length(self, length: int) -> None:
@@ -86,16 +93,18 @@ class Model(Shown):
 
 def read_model(
     path: str | Path,
-    step: int | Literal["newest"] = "newest",
+    step: int | Literal["newest", "best"] = "newest",
     mesh: Mesh | None = None,
     *,
+    adapter: str | Path | None = None,
     block: BlockHook | None = None,
     attention: AttentionHook | None = None,
     loss: LossHook | None = None,
 ) -> Model:
-    """The model of a run directory, of its checkpoints/ or of one step, on `mesh` (default: the first device).
+    """The model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on `mesh` (default: the first device);
+    of the last also with an `adapter`, a directory of PEFT's.
 
-    The weights are verified as a resume does: with "newest" a damaged step is passed over with a warning. A model that was trained
+    The weights are verified as a resume does: with "newest", and "best" (the lowest eval loss), a damaged step is passed over with a warning. A model that was trained
     with a block or attention of its own must be read with them. ConfigError if there is no such step, if all there is is damaged,
     or if the mesh does not fit the model. With several processes all of them call it alike.
     """
@@ -103,6 +112,12 @@ def read_model(
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
+    if is_theirs(root):
+        return _adopted(root, mesh, adapter, block=block, attention=attention, loss=loss)
+    if adapter is not None:
+        raise ConfigError(
+            f"adapter is given, but {short(root)} is no Hugging Face directory; python -m meshtrain.adopt merge adds them."
+        )
     damaged: dict[Path, str] = {}
     removed: list[Path] = []
     while len(removed) < TRIES:
@@ -131,14 +146,26 @@ def read_model(
     )
 
 
+def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, **hooks: Any) -> Model:
+    """The model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
+    config = replaced(config_of(root), mesh=mesh.shape)
+    adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
+    config = with_adapters(config, adapters)
+    check(config)
+    program = Program(config, mesh, **hooks)
+    with freed_blocks_returned():
+        params = loading.read(program.layout, root, adapters=adapters)
+    return Model(program, params, 0, root)
+
+
 def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: Container[Path]) -> Path:
     """The directory of the step asked for, or of the newest that is not known to be damaged; ConfigError if there is none."""
     there = {d.name: d for d in map(Path, first_decides(lambda: [str(d) for d in steps.directories(root)]))}
     if not there:
         raise ConfigError(f"there is no checkpoint in {root}; give a run directory that has one, or one step.")
-    if step == "newest":
+    if step in ("newest", "best"):
         if left := [d for d in there.values() if d not in damaged]:
-            return left[-1]
+            return left[-1] if step == "newest" else _best(root, left)
         newest = list(there.values())[-1]
         raise ConfigError(f"every checkpoint in {root} is damaged ({damaged[newest]}); give another.")
     wanted = there.get(str(step))
@@ -148,6 +175,14 @@ def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: C
     if wanted in damaged:
         raise ConfigError(f"{damaged[wanted]}.")
     return wanted
+
+
+def _best(root: Path, left: Sequence[Path]) -> Path:
+    """Of the steps that are not known to be damaged that with the lowest eval loss; ConfigError if none has one."""
+    found = list(map(Path, first_decides(lambda: [str(d) for d in by_eval_loss(root)])))
+    if best := [d for d in found if d in left]:
+        return best[0]
+    raise ConfigError(no_best(root, found))
 
 
 def _identity(directory: Path) -> list[int] | None:
@@ -179,6 +214,8 @@ def _config(manifest: Manifest, mesh: Mesh) -> Config:
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.
-    config = replaced(run, mesh=mesh.shape, parallel={"zero_stage": 0}, train={"uneven_batch": "pad"})
+    config = replaced(
+        run, mesh=vars(MeshConfig.of(mesh.shape)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"}
+    )
     check(config)
     return config

@@ -15,25 +15,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
-from meshtrain import gpu_memory
-from meshtrain.compat import lines_as_they_are, varying
+from meshtrain import scopes, xla_options
+from meshtrain.compat import lines_as_they_are
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.rows import filled_rows
-from meshtrain.given import a_batch, a_config
+from meshtrain.given import PAIRS, a_batch, a_config
 from meshtrain.hlo import Collectives, collectives
-from meshtrain.mesh import DATA, PIPELINE, make_mesh, of_own_rows, own_rows, part_bytes, platform
+from meshtrain.island_steps import IslandSteps
+from meshtrain.mesh import TENSOR, make_mesh, of_own_rows, own_rows, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
-from meshtrain.parallel import accumulate, offload
-from meshtrain.parallel.forward import Batch, Forward
+from meshtrain.parallel import offload
+from meshtrain.parallel.forward import Batch, Totals
 from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.local import Local
 from meshtrain.parallel.logits import logits
-from meshtrain.parallel.pipeline.execute import Executor
-from meshtrain.parallel.zero import Zero
+from meshtrain.parallel.reduce.feedback import Kept
+from meshtrain.parallel.reduce.statistics import Statistics
+from meshtrain.parallel.sync import states
 from meshtrain.precision import LossScale, factor, initial_scale, next_scale, sound, taken_if, unscaled
 from meshtrain.shown import Shown
 
@@ -44,9 +46,11 @@ class State(NamedTuple):
     """What a run is between two steps; params and optimizer in the live layout of `parallel.layout`."""
 
     step: Any  # int32: steps taken, which is also the position in the data
-    params: Tree  # float32 masters
+    params: Tree  # float32 masters; what is frozen, in the dtype that computes
     optimizer: Tree
     scale: LossScale | None  # float16 only
+    reduce: Tree = None  # what compression keeps from step to step (parallel.reduce)
+    islands: Tree = None  # what islands have moved by themselves (parallel.sync)
 
     def __repr__(self) -> str:
         return f"State(step={self.step}, {len(jax.tree.leaves(self))} arrays, which mt.show draws)"
@@ -73,23 +77,23 @@ class Program(Shown):
             raise ConfigError("JAX_DISABLE_JIT is set, but a step is one compiled program; unset it.")
         config = a_config(config, "mt.Program")
         mesh = make_mesh(config) if mesh is None else mesh
-        if dict(mesh.shape) != vars(config.mesh):
+        if dict(mesh.shape) != config.mesh.shape:
             given, asked = (
-                " x ".join(f"{axis} {size}" for axis, size in m.items()) for m in (mesh.shape, vars(config.mesh))
+                " x ".join(f"{axis} {size}" for axis, size in m.items()) for m in (mesh.shape, config.mesh.shape)
             )
             raise ConfigError(
                 f"the given mesh is {given}, but the config's is {asked}; make it with mt.make_mesh(config)."
             )
         self.config, self.mesh = config, mesh
+        self.rows = PartitionSpec(config.mesh.data_axes)
         self.hooks = Hooks(block, attention, loss)
         self.hooks.check(config)
         offload.check_memory(config, mesh)
         self.layout = Layout(config, mesh)
-        self.zero = Zero(self.layout)
-        self.forward = Forward(self.layout, self.zero, platform(mesh), self.hooks)
+        self.local = Local(self.layout, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)
-        self.executor = Executor(self.forward, self.layout.table) if self.layout.table else None
+        self.islands = IslandSteps(self) if config.parallel.sync.every else None
         if self.hooks.names:
             # traced, so that what a hook does wrong is told here and now
             jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
@@ -101,18 +105,24 @@ class Program(Shown):
         """ShapeDtypeStructs of the state, with shardings."""
         params = self.layout.masters
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        optimizer = jax.eval_shape(self.optimizer.init, params)
+        optimizer = jax.eval_shape(self.optimizer.init, self.layout.only_trained(params))
         shardings = self._optimizer_shardings
         if self.config.parallel.offload_optimizer:
             shardings = offload.on_host(optimizer, shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
         scale = jax.eval_shape(lambda: initial_scale(self.config.precision))
-        return State(
+        state = State(
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
             params=params,
             optimizer=jax.tree.map(place, optimizer, shardings),
             scale=jax.tree.map(lambda x: place(x, replicated), scale),
+            reduce=self.local.zero.feedback.shapes,
         )
+        if self.islands is None:
+            return state
+        optimizer, scale = states.stacked((state.optimizer, state.scale), self.config.mesh.islands)
+        kept = states.shapes(self.config, self.layout.only_trained(params))
+        return state._replace(optimizer=optimizer, scale=scale, islands=kept)
 
     @property
     def state_shardings(self) -> State:
@@ -120,7 +130,7 @@ class Program(Shown):
 
     @cached_property
     def _optimizer_shardings(self) -> Tree:
-        optimizer = jax.eval_shape(self.optimizer.init, self.layout.masters)
+        optimizer = jax.eval_shape(self.optimizer.init, self.layout.only_trained(self.layout.masters))
         return state_shardings(self.layout, self.mesh, optimizer)
 
     @property
@@ -133,11 +143,29 @@ class Program(Shown):
 
         def make() -> State:
             params = self.layout.init(jax.random.key(self.config.run.seed))
-            return State(
-                jnp.zeros((), jnp.int32), params, self.optimizer.init(params), initial_scale(self.config.precision)
-            )
+            trained = self.layout.only_trained(params)
+            optimizer = self.optimizer.init(trained)
+            scale, kept = initial_scale(self.config.precision), self.local.zero.feedback.init(self.feedback_key)
+            state = State(jnp.zeros((), jnp.int32), params, optimizer, scale, kept)
+            if self.islands is None:
+                return state
+            optimizer, scale = states.every_island((optimizer, state.scale), self.config.mesh.islands)
+            return state._replace(optimizer=optimizer, scale=scale, islands=states.begun(self.config, trained))
 
         return jax.jit(make, out_shardings=self.state_shardings)()
+
+    @property
+    def feedback_key(self) -> jax.Array:
+        """Of what compression begins from; run.seed is that of the weights, the next one dropout's."""
+        return jax.random.key(self.config.run.seed + 2)
+
+    def from_weights(self, state: State, params: Tree) -> State:
+        """A state before the first step with other weights, which all islands begin from."""
+        state = state._replace(params=params)
+        if self.islands is None:
+            return state
+        begun = jax.jit(partial(states.begun, self.config), out_shardings=self.state_shardings.islands)
+        return state._replace(islands=begun(self.layout.only_trained(params)))
 
     # --- batches
 
@@ -145,7 +173,7 @@ class Program(Shown):
         """ShapeDtypeStructs of a global batch [B, T] with the arrays of an example, rows sharded over data."""
         train, rows = self.config.train, filled_rows(self.config)
         shape = (rows, train.sequence_length)
-        example = example or {"tokens": None, "labels": None}
+        example = example or {name: None for name in ("tokens", "labels", *(PAIRS if train.objective == "dpo" else ()))}
         if rows > train.global_batch_size:
             example = {**example, "weights": None}
         dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in example}
@@ -156,7 +184,7 @@ class Program(Shown):
 
         ConfigError for arrays that make no batch, and for rows that the data ranks cannot share.
         """
-        arrays, data = a_batch(batch, self.config.model.vocab_size), self.config.mesh.data
+        arrays, data = a_batch(batch, self.config), self.config.mesh.data
         ranks, given = own_rows(self.batch_sharding, data), len(arrays["tokens"])
         each, left = divmod(given, ranks.stop - ranks.start)
         if left:
@@ -167,87 +195,117 @@ class Program(Shown):
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(DATA))
+        return NamedSharding(self.mesh, self.rows)
 
     # --- the programs
 
-    def gradients(self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array) -> tuple[jax.Array, Tree]:
-        """Mean loss per token, and `scale` times its gradient as float32 shards."""
-        specs = self.layout.shards
+    def gradients(
+        self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array, kept: Kept | None = None
+    ) -> tuple[jax.Array, Tree]:
+        """Mean loss per token (dpo: per pair), and `scale` times its gradient as float32 shards; None of what is frozen.
 
-        def local(masters: Tree, batch: Batch, step: jax.Array, scale: jax.Array) -> tuple[jax.Array, Tree]:
-            weights = self.zero.open(masters)
-            batches, tokens = self.microbatches(batch)
-            key = None
-            if self.config.model.dropout:
-                key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
-            run = self.executor.train if self.executor else partial(accumulate.accumulate, self.forward)
-            loss, gradients = run(weights, batches, key, scale / tokens)
-            return _sum_everywhere(loss) / tokens, self.zero.close(gradients)
+        kept: `State.reduce`, what compression kept of the last step; by default what it has before the first one.
+        """
+        kept = self.local.zero.feedback.init(self.feedback_key) if kept is None else kept
+        (loss, _), gradients, _, _ = self._gradients(params, batch, step, scale, kept)
+        return loss, gradients
 
-        in_specs = (specs, PartitionSpec(DATA), PartitionSpec(), PartitionSpec())
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=(PartitionSpec(), specs))
-        return mapped(params, batch, step, scale)
+    def _gradients(
+        self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array, kept: Kept | None
+    ) -> tuple[Totals, Tree, Kept | None, Statistics]:
+        """The same with means of what is measured beside the loss, what compression keeps, and what it did."""
+        shards = self.layout.only_trained(self.layout.masters)
+        flat, tree = jax.tree.flatten(shards)
 
-    def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
-        """This data rank's rows as [microbatches, rows, T] with their global indices, and the tokens that count in the batch."""
-        rows, length = batch["tokens"].shape
-        m, tensor = self.config.parallel.microbatches, self.config.mesh.tensor
-        if rows % m:
-            raise ConfigError(f"the {rows} rows of a data rank cannot be cut into {m} microbatches; give a multiple.")
-        if self.config.parallel.sequence_parallel and length % tensor:
-            raise ConfigError(f"with sequence parallelism tensor {tensor} must divide the {length} tokens of a row.")
-        batch = {**batch, "rows": lax.axis_index(DATA) * rows + jnp.arange(rows)}
-        cut = jax.tree.map(lambda a: a.reshape((m, -1, *a.shape[1:])), batch)
-        if "weights" in batch:
-            return cut, jnp.maximum(lax.psum(jnp.sum(batch["weights"]), DATA), 1.0)
-        return cut, jnp.float32(self.config.mesh.data * batch["tokens"].size)
+        def local(*given: Any) -> tuple[Totals, list[jax.Array], Kept | None, Statistics]:
+            means, closed = self.local.gradients(*given)
+            return means, jax.tree.leaves(closed.shards), closed.kept, closed.statistics
+
+        everywhere, of_kept = PartitionSpec(), self.local.zero.feedback.specs
+        in_specs = (self.layout.shards, self.rows, everywhere, everywhere, of_kept)
+        out_specs = (everywhere, [shard.sharding.spec for shard in flat], of_kept, everywhere)
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        means, gradients, kept, statistics = mapped(params, batch, step, scale, kept)
+        return means, jax.tree.unflatten(tree, gradients), kept, statistics
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        loss, gradients = self.gradients(state.params, batch, state.step, factor(state.scale))
-        return self.update(state, loss, gradients)
+        scale = factor(state.scale)
+        (loss, measured), gradients, kept, statistics = self._gradients(
+            state.params, batch, state.step, scale, state.reduce
+        )
+        state, metrics = self.update(state, loss, gradients, kept, statistics)
+        return state, metrics | measured
 
-    def update(self, state: State, loss: jax.Array, gradients: Tree) -> tuple[State, dict[str, jax.Array]]:
-        """The state after a step, and its metrics, from the mean loss and what `gradients` made of it, times the loss scale."""
+    @jax.named_scope(scopes.UPDATE)
+    def update(
+        self,
+        state: State,
+        loss: jax.Array,
+        gradients: Tree,
+        kept: Kept | None = None,
+        statistics: Statistics | None = None,
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """The state after a step, and its metrics, from the mean loss and what `gradients` made of it, times the loss scale.
+
+        `kept` and `statistics` are what compression keeps, and what it did.
+        """
+        state = state._replace(optimizer=self.on_device(state.optimizer))
+        return self.updated(state, loss, gradients, kept, statistics)
+
+    def updated(
+        self,
+        state: State,
+        loss: jax.Array,
+        gradients: Tree,
+        kept: Kept | None = None,
+        statistics: Statistics | None = None,
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """`update` of an optimizer state that is on the devices."""
         gradients = unscaled(gradients, state.scale)
         norm = optax.tree.norm(gradients)
-        before = state.params, self._on_device(state.optimizer)
-        updates, optimizer = self.optimizer.update(gradients, before[1], state.params)
-        after = optax.apply_updates(state.params, updates), optimizer
+        before = self.layout.only_trained(state.params), state.optimizer, state.reduce
+        updates, optimizer = self.optimizer.update(gradients, before[1], before[0])
+        after = optax.apply_updates(before[0], updates), optimizer, kept
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(updates_made(state.optimizer))}
-        scale = state.scale
+        scale, statistics = state.scale, statistics or {}
         if scale is not None:
-            finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+            left_out = statistics.get("residual_norm", 0.0)
+            finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(left_out)
             after, scale = taken_if(finite, after, before), next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
-        return State(state.step + 1, *after, scale), metrics
+        params = self.layout.with_frozen(after[0], state.params)
+        return State(state.step + 1, params, after[1], scale, after[2]), metrics | statistics
 
-    def _on_device(self, optimizer: Tree) -> Tree:
+    def on_device(self, optimizer: Tree) -> Tree:
         """The optimizer state where it is computed with: inside jit, from the host if it lies there."""
-        offloaded = self.config.parallel.offload_optimizer
-        return offload.move(optimizer, self._optimizer_shardings) if offloaded else optimizer
+        if not self.config.parallel.offload_optimizer:
+            return optimizer
+        shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), self.state_shapes.optimizer)
+        return offload.move(optimizer, shardings)
 
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
         _refuse_state(params)
 
-        def local(masters: Tree, batch: Batch) -> jax.Array:
-            weights = self.zero.open(masters)
-            batches, tokens = self.microbatches(batch)
-            run = self.executor.evaluate if self.executor else partial(accumulate.evaluate, self.forward)
-            return _sum_everywhere(run(weights, batches)) / tokens
-
-        specs = (self.layout.shards, PartitionSpec(DATA))
-        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())(params, batch)
+        specs = (self.layout.shards, self.rows)
+        mapped = jax.shard_map(self.local.loss, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())
+        return mapped(params, batch)
 
     @cached_property
     def train_step(self) -> "TrainStep":
         """(state, batch) -> (state, metrics); the old state's memory is reused, so go on with the new one."""
-        options, shardings = compiler_options(self.mesh), (self.state_shardings, None)
-        return TrainStep(jax.jit(self._train, donate_argnums=0, out_shardings=shardings, compiler_options=options))
+        return self.jitted_step(self._train) if self.islands is None else StepOfIslands(self.islands)
+
+    def step_after(self, taken: int) -> "TrainStep":
+        """The compiled step after `taken` steps; where islands step by themselves `islands.finish` does what is due after it."""
+        return self.train_step if self.islands is None else self.islands.step_after(taken)
+
+    def jitted_step(self, function: Callable[..., Any]) -> "TrainStep":
+        options, shardings = compiler_options(self.mesh, self.local.zero.closes_early), (self.state_shardings, None)
+        return TrainStep(jax.jit(function, donate_argnums=0, out_shardings=shardings, compiler_options=options))
 
     @cached_property
     def eval_step(self) -> Callable[[Tree, Batch], jax.Array]:
-        """(params, batch) -> mean loss per token."""
+        """(params, batch) -> mean loss per token (dpo: per pair)."""
         return jax.jit(self._evaluate)
 
     @cached_property
@@ -255,12 +313,14 @@ class Program(Shown):
         """(params, tokens int32 [B, T]) -> logits float32 [B, T, vocab_size], rows over data, which must divide B."""
 
         def local(masters: Tree, tokens: jax.Array) -> jax.Array:
-            return logits(self.forward, self.zero.open(masters), {"tokens": tokens, "rows": jnp.arange(len(tokens))})
+            return logits(
+                self.local.forward, self.local.zero.open(masters), {"tokens": tokens, "rows": jnp.arange(len(tokens))}
+            )
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:
             _refuse_state(params)
-            shares = PartitionSpec(DATA, None, self.forward.collectives.vocabulary)
-            specs = (self.layout.shards, PartitionSpec(DATA))
+            shares = PartitionSpec(self.config.mesh.data_axes, None, self.local.forward.collectives.vocabulary)
+            specs = (self.layout.shards, self.rows)
             mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shares)
             return mapped(params, tokens)[..., : self.config.model.vocab_size]
 
@@ -270,7 +330,9 @@ class Program(Shown):
     def sound(self) -> Callable[[State], jax.Array]:
         """Whether a state is one to train on from: finite, all of it."""
         precision = self.config.precision
-        return jax.jit(lambda state: sound(state.params, self._on_device(state.optimizer), precision))
+        if self.islands is None:
+            return jax.jit(lambda s: sound(s.params, (self.on_device(s.optimizer), s.reduce), precision))
+        return jax.jit(self.islands.sound)
 
     def check_offload(self, state: State, batch: Batch) -> float:
         """Relative difference between the gradients with and without offloaded activations, on a real batch.
@@ -320,27 +382,27 @@ class TrainStep:
         return self._step(state, batch)
 
 
+class StepOfIslands(TrainStep):
+    """Any step of a run whose islands step by themselves, with what is due after it: it waits for the step's number to know which."""
+
+    def __init__(self, islands: IslandSteps) -> None:
+        self._islands, self._step, self.lower = islands, self._any, islands.alone.lower
+
+    def _any(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+        taken = int(state.step)
+        state, metrics = self._islands.step_after(taken)(state, batch)
+        return self._islands.finish(state, metrics, taken + 1)
+
+
 def _refuse_state(params: Tree) -> None:
     if isinstance(params, State):
         raise ConfigError("the weights alone are wanted here: give state.params in place of the state.")
 
 
-def compiler_options(mesh: Mesh) -> dict[str, int]:
-    """What XLA should be told besides: on GPUs, how much memory there is, and that a message between stages may be under way during a
-    layer's own collectives.
-
-    By default one collective is under way at a time, so that no message could travel during a layer with tensor parallelism, whose
-    backward alone may have three: a cotangent's and two gathers that only the weights' gradients need.
-    """
+def compiler_options(mesh: Mesh, closes_early: bool = False) -> dict[str, int]:
+    """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
-    options = {"xla_gpu_memory_limit_slop_factor": gpu_memory.slop_factor()}
-    if mesh.shape[PIPELINE] > 1:
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
     given = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if name not in given}
-
-
-def _sum_everywhere(loss: jax.Array) -> jax.Array:
-    axes = tuple(varying(loss))
-    return lax.psum(loss, axes) if axes else loss
+    options = xla_options.of_step(mesh.size, mesh.shape[TENSOR], closes_early)
+    return {option.name: option.value for option in options if option.name not in given}

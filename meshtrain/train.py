@@ -26,22 +26,32 @@ from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
 from meshtrain.compat import meet
-from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
-from meshtrain.data import Loader, TextBatches, open_data
+from meshtrain.config import Config, ConfigError, load, to_yaml
+from meshtrain.data import Loader, TextBatches, in_epochs, open_data
+from meshtrain.data.digests import digests
 from meshtrain.errors import say
 from meshtrain.given import a_config
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.modules import callable_as
-from meshtrain.parallel import offload, placement
+from meshtrain.parallel import offload
+from meshtrain.parallel.sync.states import visible
+from meshtrain.plan import reducing, ticks
+from meshtrain.plan.peak import tokens_at_peak
 from meshtrain.precision import Watch
-from meshtrain.run.directory import CHECKPOINTS, run_directory
+from meshtrain.run import said
+from meshtrain.run.directory import CHECKPOINTS, METRICS, run_directory
+from meshtrain.run.evaluation import Evaluation
 from meshtrain.run.failures import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
-from meshtrain.step import Program, State
+from meshtrain.step import Program, State, TrainStep
 from meshtrain.survive.tended import Tended, note
+from meshtrain.telemetry.hub import Hub
+from meshtrain.telemetry.measured import Measured
 from meshtrain.telemetry.progress import Reporter
+from meshtrain.telemetry.trace import Tracer
+from meshtrain.telemetry.watching import watch
 
 COMPILING = 3600  # seconds by which one process may be later than another
 PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors that are one sentence
@@ -77,7 +87,7 @@ def train(
     attention: AttentionHook | None = None,
     loss: LossHook | None = None,
 ) -> int:
-    """A whole run, or the rest of one; the exit code: 0 done, 75 stopped on request with its checkpoint written.
+    """A whole run, or the rest of one; the exit code: 0 done (its steps, or eval.patience), 75 stopped on request with its checkpoint written.
 
     `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`; a run must be resumed and read with the same.
     ConfigError for what cannot run, CheckpointError if the last checkpoint cannot be written, FloatingPointError if the loss is
@@ -91,6 +101,7 @@ def train(
             closing.callback(tended.close)
             tended.phase("open")
             data, held_out = open_data(config)
+            config = in_epochs(config, data.batches_per_epoch)
             tended.phase("join")
             tended.at("join")
             with stop.held():
@@ -106,10 +117,15 @@ def train(
             tended.start(state.params, start, checkpointer.newest)
             record = RunRecord(directory, config, start, checkpointer.lock)
             closing.callback(record.close)
-            with Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report:
-                for sentence in opening(program, data, start):
+            # Ends before what failed is said, since that may end the process at once.
+            with (
+                watch(config, directory, tended.beat, program.mesh) as hub,
+                Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report,
+            ):
+                evaluation = Evaluation(program, held_out, directory / METRICS, start)
+                for sentence in said.opening(program, data, start, evaluation):
                     report.write(sentence)
-                loop = Loop(program, data, held_out, checkpointer, report, record, start, tended)
+                loop = Loop(program, data, evaluation, checkpointer, report, record, start, tended, hub)
                 closing.callback(loop.close)
                 code = loop.run(state, stop)
                 tended.phase("end")
@@ -136,34 +152,42 @@ class Loop:
         self,
         program: Program,
         data: TextBatches,
-        held_out: TextBatches | None,
+        evaluation: Evaluation,
         checkpointer: Checkpointer,
         report: Reporter,
         record: RunRecord,
         start: int,
         tended: Tended,
+        hub: Hub,
     ) -> None:
         self.config, self.program, self.tended = program.config, program, tended
-        self.data, self.held_out, self.checkpointer, self.report = data, held_out, checkpointer, report
-        self.record, self.start = record, start
+        self.data, self.evaluation, self.checkpointer, self.report = data, evaluation, checkpointer, report
+        self.record, self.start, self.hub = record, start, hub
         self.watch = Watch(self.config, start)
+        self.tracer = Tracer(self.config, record.directory, program.mesh, program.layout.table, tended.phase)
         depth = self.config.data.prefetch
         self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
         self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
+        devices = program.mesh.devices
+        peak = tokens_at_peak(self.config, devices.flat[0].device_kind, devices.size)
+        self.measured = Measured(tended.beat.phases, program.mesh.local_devices, peak)
+        self.sent = reducing.row(self.config, ticks.trips(self.config, skips=self.synchronous))
         self.waited, self.clock = 0.0, time.perf_counter()
-        self.steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self.steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = {}
 
     def run(self, state: State, stop: StopSignals) -> int:
         config, steps = self.config, self.config.train.steps
         pending: tuple[int, int, dict[str, jax.Array]] | None = None
         step, stopping = self.start, stop.requested
         tended = self.tended
-        while step < steps and not stopping:
+        while step < steps and not stopping and not self.evaluation.ended:
+            self.tracer.before(step + 1)
             tended.begin_step(step, self.checkpointer.newest)
             k, batch = next(self.loader)
             tended.take(step + 1, self.own_rows(self.data.batch_shape(k)[0]).start)
             if config.parallel.remat_offload and step == self.start:
-                self.check_offload(state, batch)
+                difference = self.program.check_offload(state, batch)
+                self.report.write(offload.judged(difference, config.precision.compute))
             train_step = self.compiled(state, batch, step)
             stop.finish_steps()
             tended.phase("dispatch")
@@ -173,19 +197,25 @@ class Loop:
                 tended.phase("wait")  # such devices may compute within the call
             state, metrics = train_step(state, batch)
             step += 1
+            if self.program.islands is not None:
+                state, metrics = self.program.islands.finish(state, metrics, step)
             if pending is not None:
                 self.log(*pending)
             pending = (step, self.data.tokens(k), metrics)
-            evaluates = bool(config.eval.every) and (step % config.eval.every == 0 or step == steps)
+            tracing = self.tracer.after(step, train_step, metrics)
+            self.clock += tracing
+            self.measured.leave_out(tended.beat.name, tracing)
+            evaluates = self.evaluation.due(step)
             # Asked once a step, so that a request is met by a save, and by every process alike.
             stopping = stop.requested
             saves = self.checkpointer.due(step) or step == steps or stopping
             if evaluates or saves or self.synchronous:
                 eval_loss = self.evaluate(state) if evaluates else None
+                is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
                 row = self.log(*pending, eval_loss)
                 pending = None
-                if saves:
-                    tended.begin_save(step, self.checkpointer.due(step))
+                if saves or is_best or self.evaluation.ended:
+                    tended.begin_save(step, self.checkpointer.due(step) or is_best)
                     self.watch.state(step, self.program.sound(state))
                     tended.check_copies(state.params)
                     tended.at("save", step)
@@ -194,78 +224,64 @@ class Loop:
             self.log(*pending)
         tended.phase("save")
         self.checkpointer.wait()
-        if last := self.checkpointer.metrics():  # of saves that no row of metrics follows
-            self.report.write(
-                f"last save: {last['checkpoint_bytes'] / 1e6:.1f} MB in {last['checkpoint_seconds']:.2f} s, "
-                f"{last['checkpoint_blocked_seconds']:.3f} s of them blocking"
-            )
+        for sentence in said.closing(self.evaluation, step, self.checkpointer.metrics()):
+            self.report.write(sentence)
         # What the run says of itself is a part of it: it did not end well without.
         if not self.record.is_written():
             tended.note("error", "rows of metrics.jsonl could not be written.")
             return FAILED
-        if step < steps:
+        if step < steps and not self.evaluation.ended:
             left = f"after step {step}; its checkpoint is written" if step > self.start else "before the first step"
             self.report.write(f"stopped on request {left}, run again to go on.")
             return STOPPED
         return DONE
 
     def compiled(self, state: State, batch: dict[str, jax.Array], step: int) -> jax.stages.Compiled:
-        """The train step for this shape of batch; compiling is reported, and does not count as a step's time."""
-        shape = batch["tokens"].shape
-        if shape not in self.steps:
+        """The step after `step` steps for this shape of batch; compiling is reported, and does not count as a step's time."""
+        train_step, shape = self.program.step_after(step), batch["tokens"].shape
+        key = train_step, shape
+        if key not in self.steps:
             self.tended.phase("compile")
             self.tended.at("compile", step)
             began = time.perf_counter()
-            self.steps[shape] = self.program.train_step.lower(state, batch).compile()
-            meet(f"compiled for {shape}", COMPILING)
+            self.steps[key] = train_step.lower(state, batch).compile()
+            if self.program.islands is not None:
+                self.program.islands.prepare()
+            meet(f"compiled for {shape}, program {len(self.steps)}", COMPILING)
             self.report.write(f"compiled for batches of {shape[0]} x {shape[1]} in {time.perf_counter() - began:.1f} s")
-            self.tended.see_compiled(self.steps[shape], self.program.mesh, self.program.busy)
+            self.tended.see_compiled(self.steps[key], self.program.mesh, self.program.busy)
             self.clock = time.perf_counter()
-        return self.steps[shape]
+        return self.steps[key]
 
-    def log(
-        self, step: int, tokens: int, metrics: dict[str, jax.Array], eval_loss: float | None = None
-    ) -> dict[str, Any]:
+    def log(self, step: int, tokens: int, metrics: dict[str, Any], eval_loss: float | None = None) -> dict[str, Any]:
         """Waits for the metrics of `step`, writes and shows them where due."""
         self.tended.phase("wait")
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = visible(metrics)
         self.tended.took(step)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         waited, self.waited = self.loader.waited - self.waited, self.loader.waited
         row = {"step": step, **values, "tokens": tokens, "tokens_per_second": tokens / seconds}
-        row |= {"step_seconds": seconds, "data_wait_seconds": waited}
+        row |= self.sent | {"step_seconds": seconds, "data_wait_seconds": waited} | self.measured.step(tokens / seconds)
         if eval_loss is not None:
             row["eval_loss"] = eval_loss
         due = step % self.config.log.every == 0 or step == self.config.train.steps or eval_loss is not None
         if due:
-            self.record.write(row | self.checkpointer.metrics())  # of all saves since the row before
+            # of all saves and compilations since the row before
+            row |= self.checkpointer.metrics() | self.measured.row()
+            self.record.write(row)
+        self.hub.row(row, due)
         self.report.step(row, show=due)
-        self.watch.metrics(step, values)
+        self.watch.metrics(step, values, self.evaluation.ended)
         return row
 
-    def check_offload(self, state: State, batch: dict[str, jax.Array]) -> None:
-        """Before the first step: offloaded activations must give the gradients that recomputed ones give."""
-        difference = self.program.check_offload(state, batch)
-        if not difference < offload.TOLERANCE * (1 if self.config.precision.compute == "float32" else 1000):
-            raise FloatingPointError(
-                f"with parallel.remat_offload the gradients differ by {difference:.1e} from those without; "
-                "this backend offloads wrongly, so leave it out."
-            )
-        self.report.write(f"offloaded activations checked: gradients differ by {difference:.1e}")
-
     def evaluate(self, state: State) -> float:
-        """Mean loss over the first eval.batches batches of held-out text."""
-        assert self.held_out is not None
-        self.tended.phase("eval")
+        """The loss of held-out text."""
+        self.tended.phase("wait")
         jax.block_until_ready(state)
-        began, losses = time.perf_counter(), []
-        for k in range(self.config.eval.batches):
-            rows = self.own_rows(self.held_out.batch_shape(k)[0])
-            losses.append(self.program.eval_step(state.params, self.program.place(self.held_out.batch(k, rows))))
-            if self.synchronous:
-                jax.block_until_ready(losses[-1])
-        mean = float(np.mean(jax.device_get(losses)))
+        self.tended.phase("eval")
+        began = time.perf_counter()
+        mean = self.evaluation.loss(state.params, self.synchronous)
         self.clock += time.perf_counter() - began  # no part of a step's time
         return mean
 
@@ -280,32 +296,7 @@ class Loop:
 
     def close(self) -> None:
         self.loader.close()
-
-
-def digests(config: Config, data: TextBatches, held_out: TextBatches | None) -> dict[str, str]:
-    """Of what is read, for the checkpoints; nothing of random tokens."""
-    found = {"digest": data.digest}
-    if config.data.validation_source is not None and held_out is not None:
-        found["validation_digest"] = held_out.digest
-    return {name: digest for name, digest in found.items() if digest}
-
-
-def opening(program: Program, data: TextBatches, start: int) -> list[str]:
-    """What a run says of itself before its first step."""
-    config, mesh = program.config, program.config.mesh
-    lines = [
-        f"{config.model.family} with {program.layout.parameters:,} parameters on data {mesh.data} x tensor {mesh.tensor} x "
-        f"pipeline {mesh.pipeline} ({program.mesh.devices.size} {platform(program.mesh)} devices), "
-        f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
-        data.describe(),
-        *chosen(config),
-        *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
-    ]
-    if start >= config.train.steps:
-        lines.append(f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do")
-    elif start:
-        lines.append(f"going on after step {start}")
-    return lines
+        self.tracer.close()
 
 
 callable_as(__name__, train)

@@ -39,14 +39,15 @@ WRONG = {
     ],
     "plan": [
         ("", "--config FILE is needed"),
+        ("--config run.yaml --flag", "there is no option --flag; did you mean --flags?"),
         ("--config run.yaml --gant -", "there is no option --gant; did you mean --gantt?"),
         ("--config run.yaml --search --devices -3", "argument --devices: '-3' is not a whole number of at least 1"),
         ("--config run.yaml --search --devices " + "9" * 5000, "'999"),
     ],
     "data": [
-        ("", "a command is missing; legal are prepare, train-tokenizer, verify."),
+        ("", "a command is missing; legal are prepare, show, train-tokenizer, verify."),
         ("prepar", "there is no command prepar; did you mean prepare?"),
-        ("zebra --input x", "there is no command zebra; legal are prepare, train-tokenizer, verify."),
+        ("zebra --input x", "there is no command zebra; legal are prepare, show, train-tokenizer, verify."),
         ("--inptu x", "there is no option --inptu"),
         ("prepare --inptu x --output y", "there is no option --inptu; did you mean --input?"),
         ("prepare --output y", "the following arguments are required: --input; see python -m meshtrain.data prepare --help."),

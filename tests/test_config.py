@@ -37,7 +37,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a size of zero": ("mesh: {tensor: 0}", [], ["mesh.tensor is 0", "at least 1"]),
     "a probability above one": ("model: {dropout: 1.5}", [], ["model.dropout is 1.5", "at most 0.99"]),
     "a learning rate of zero": ("optimizer: {learning_rate: 0}", [], ["learning_rate is 0.0", "above 0"]),
-    "a mistyped choice": ("model: {family: lama}", [], ["model.family is 'lama'", "llama, gpt2", "did you mean llama?"]),
+    "a mistyped choice": ("model: {family: lama}", [], ["model.family is 'lama'", "qwen3, gpt2", "did you mean llama?"]),
     "a ZeRO stage that is none": ("parallel: {zero_stage: 4}", [], ["zero_stage is '4'", "one of 0, 1, 2, 3"]),
     "a mistyped schedule": ("parallel: {schedule: 1fb1}", [], ["parallel.schedule", "gpipe", "did you mean 1f1b?"]),
     "a schedule table that is not there": ("parallel: {schedule: mine.csv}", [], ["mine.csv", "no such file"]),
@@ -148,7 +148,38 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "an override of nothing at all": (GOOD, ["=3"], ["--set =3", "section.key=value"]),
     "an override of no key": (GOOD, ["model.=3"], ["--set model.=3", "section.key=value"]),
     "an override of no section": (GOOD, [".layers=3"], ["--set .layers=3", "section.key=value"]),
-    "an override too deep": (GOOD, ["model.layers.x=1"], ["no key model.'layers.x'", "did you mean layers?"]),
+    "an override too deep": (GOOD, ["model.layers.x=1"], ["model.layers is a key and has none of its own"]),
+    "a mistyped key of an inner section": ("parallel:\n  reduce:\n    blok: 3", [], ["line 3", "no key parallel.reduce.blok", "did you mean block?"]),
+    "a value for an inner section": ("parallel: {reduce: 3}", [], ["line 1: section 'parallel.reduce' must be a mapping"]),
+    "a key of an inner section out of bounds": ("parallel: {reduce: {block: 3}}", [], ["line 1: parallel.reduce.block is 3", "at least 16"]),
+    "an override of an inner section": (GOOD, ["parallel.sync=3"], ["parallel.sync is a section", "its keys, every, outer_learning_rate"]),
+    "an override of a mistyped inner section": (GOOD, ["parallel.snc.every=3"], ["no key parallel.snc", "did you mean sync?"]),
+    "an override of a mistyped key of an inner section": (GOOD, ["parallel.sync.evry=3"], ["no key parallel.sync.evry", "did you mean every?"]),
+    "an override with an empty word": (GOOD, ["parallel..every=3"], ["section.key=value"]),
+    "islands that do not divide data": (GOOD, ["mesh.data=4", "mesh.islands=3"], ["mesh.islands 3", "mesh.data 4", "legal are 1, 2, 4"]),
+    "more islands than data": (GOOD, ["mesh.data=2", "mesh.islands=4"], ["mesh.islands 4", "mesh.data 2", "legal are 1, 2"]),
+    "no islands": ("mesh: {islands: 0}", [], ["mesh.islands is 0", "at least 1"]),
+    "islands that meet but are none": (GOOD, ["parallel.sync.every=5"], ["parallel.sync.every is 5", "mesh.islands is 1", "at least 2"]),
+    "a start of islands that never step by themselves": (GOOD, ["parallel.sync.start=5"], ["parallel.sync.start is 5", "parallel.sync.every is 0"]),
+    "a delay as long as the interval": (
+        GOOD, ["mesh.data=2", "mesh.islands=2", "parallel.sync.every=5", "parallel.sync.delay=5"], ["parallel.sync.delay 5", "at most 4"]
+    ),
+    "more fragments than layers": (
+        GOOD, ["mesh.data=2", "mesh.islands=2", "parallel.sync.every=50", "parallel.sync.fragments=40"], ["parallel.sync.fragments 40", "model.layers", "at most"]
+    ),
+    "more fragments than steps": (
+        GOOD, ["mesh.data=2", "mesh.islands=2", "parallel.sync.every=2", "parallel.sync.fragments=3"], ["parallel.sync.fragments 3", "at most 2"]
+    ),
+    "feedback of islands that step by themselves": (
+        GOOD, ["mesh.data=2", "mesh.islands=2", "parallel.sync.every=2", "parallel.reduce.compression=int4", "parallel.reduce.feedback=true"],
+        ["parallel.reduce.compression int4", "parallel.sync.every", "parallel.reduce.feedback: false"]
+    ),
+    "half an island": ("mesh: {islands: 0.5}", [], ["mesh.islands is '0.5'", "whole number"]),
+    "an order of a wrong word": (GOOD, ["mesh.order=[island, pipline, data, tensor]"], ["mesh.order has 'pipline'", "did you mean pipeline?"]),
+    "an order that lacks an axis": (GOOD, ["mesh.order=[data, tensor]"], ["mesh.order is [data, tensor]", "island, pipeline, data, tensor in any order, each once"]),
+    "an order with an axis twice": (GOOD, ["mesh.order=[island, data, data, tensor]"], ["mesh.order is [island, data, data, tensor]", "each once"]),
+    "an order of nothing": (GOOD, ["mesh.order=[]"], ["mesh.order is []", "each once"]),
+    "an order that is one word": (GOOD, ["mesh.order=data"], ["mesh.order", "must be a list"]),
     "an override too deep of no section": (GOOD, ["a.b.c.d=1"], ["no section a", "legal are run"]),
     "an override with a comment": (GOOD, ["train.steps=#"], ["train.steps is '#'", "whole number"]),
     "an override with a list too deep": (GOOD, ["parallel.layer_split=" + "[" * 3000], ["layer_split", "must be a list"]),

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from documented import README, ROOT, commands, docstrings, fenced, paths
 
-from meshtrain.config import Config
+from meshtrain.config import Config, load
 from meshtrain.config.key import keys
 
 COMMANDS = commands()
@@ -25,13 +25,17 @@ NOT_HERE = {
     "pip install -e .": "the tests run in an environment that has it",
     "pip install -e .[test]": "likewise",
     "pip install -e .[cuda12]": "5.5 GB, for machines with a GPU",
+    "pip install -e .[gpu]": "likewise",
     "pip install -e .[data]": "a test installs nothing",
+    "pip install -e .[adopt,chat]": "likewise",
     "pip install -e .[notebooks]": "likewise",
     "pip install -e .[dev]": "likewise",
     "python -m experiments.api_reference site/": "tests/test_reference.py builds it, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
     "python -m pytest": "this is it",
     "python -m experiments.survive kinds": "takes an hour",
+    "python -m experiments.watch.slowdowns": "takes an hour",
+    "python -m experiments.adopt.parity": "needs torch and transformers; tests/adopt has what they computed",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
 }
 # A synopsis stands for several commands.
@@ -41,12 +45,23 @@ FORMS = {
         "python -m meshtrain.checkpoint show RUN",
         "python -m meshtrain.checkpoint verify RUN",
         "python -m meshtrain.checkpoint diff RUN RUN",
-    ]
+    ],
+    "python -m meshtrain.telemetry catalogue|dashboard|rules": [],
+    "python -m meshtrain.adopt inspect | import | export | merge | config": [],
 }
 TYPED = list(
     dict.fromkeys(form for command in COMMANDS if command not in NOT_HERE for form in FORMS.get(command, [command]))
 )
-PLACEHOLDERS = {"FILE": "mine.yaml", "RUN": "runs/quickstart", "TEXT...": "my_text/"}
+HF_DIR = str(ROOT / "tests" / "adopt" / "golden" / "llama3")
+PLACEHOLDERS = {
+    "FILE": "mine.yaml",
+    "RUN": "runs/quickstart",
+    "TEXT...": "my_text/",
+    "HF_DIR": HF_DIR,
+    "HF_OUT": "exported",
+    "IMPORTED": "imported",
+    "THEIRS": "theirs.yaml",
+}
 PLACEHOLDER = re.compile(r"[A-Z]{2,}(\.\.\.)?")
 FILE = {
     "run": {"directory": "runs/mine", "fake_devices": 8},
@@ -55,6 +70,7 @@ FILE = {
     "data": {"source": "my_text/"},
     "train": {"global_batch_size": 4},
 }
+THEIRS = {"model_name_or_path": HF_DIR, "stage": "sft", "finetuning_type": "lora", "dataset": "chats", "lora_rank": 8}
 TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json"
 # A run that is as documented, but short; the others are quick.
 SUPERVISED = "python -m meshtrain.survive --config mine.yaml"
@@ -72,7 +88,18 @@ SAYS = {
     "meshtrain.survive stats": r"goodput \d",
     "meshtrain.survive inject": r"(?m)^ 6 kill ",
     "meshtrain.train": r"step 2/2  loss \d\.\d{4}  [\d,]+ tokens/s",
+    "meshtrain.monitor": r"^quickstart: done  step 2/2  loss \d",
+    "meshtrain.report": r"done, all 2 steps(?s:.*)\nwhere the run's time went",
+    "telemetry catalogue": r"(?m)^meshtrain_loss +step",
+    "telemetry dashboard": r'(?m)^ "title": "meshtrain"',
+    "telemetry rules": r"(?m)^- name: meshtrain",
     "--jobs": r"(?m)^search +100\.0%",
+    "meshtrain.probe": r"(?s)latency.*each of 8 devices, all at once",
+    "adopt inspect": r"(?m)^model:\n  family: llama\n  layers: 3\n",
+    "adopt import": r"imported",
+    "adopt export": r"parameters in \w+, of step 2$",
+    "adopt config": r"(?m)^lora: ",
+    "--flags": r"(?m)^launch sets nothing\n(?s:.*)left alone, whatever older advice says",
     "--measure": r"(?m)^accelerator:\n  name: cpu\n",
     "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",
     "meshtrain.data prepare": r"tokens \(uint16\) in 1 shards",
@@ -129,6 +156,7 @@ def directory(tmp_path):
     for name in ("README.md", "LICENSE", "pyproject.toml"):
         (tmp_path / "my_text" / f"{name}.txt").write_bytes((ROOT / name).read_bytes())
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FILE))
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(THEIRS))
     return tmp_path
 
 
@@ -175,7 +203,16 @@ def test_the_readmes_python_runs_and_shows_its_last_line(block, directory):
 
 
 def test_the_readmes_blocks_are_of_kinds_that_are_run_or_shown():
-    assert {kind for kind, _ in BLOCKS} == {"", "bash", "python"}
+    assert {kind for kind, _ in BLOCKS} == {"", "bash", "python", "yaml"}
+
+
+@pytest.mark.parametrize("block", [block for kind, block in BLOCKS if kind == "yaml"])
+def test_the_readmes_configs_are_configs(block):
+    config = load(yaml.safe_load(block.replace("Llama-3.1-8B", HF_DIR)))
+    if "lora:" in block:
+        assert config.model.layers == 3 and config.lora.rank == 16 and config.data.batching == "packed"
+    if "islands:" in block:
+        assert config.mesh.islands > 1 and config.mesh.shards > 1
     assert len(PYTHON) == sum(kind == "python" for kind, _ in BLOCKS) - 1
 
 

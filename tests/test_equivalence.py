@@ -1,10 +1,11 @@
 """A mesh is only a placement: every layout gives the losses and gradients of one device (tests/helpers/reference.py).
 
-The product has 10 meshes x 4 ZeRO stages x sequence parallelism x remat x 2 schedules x 2 families x 2 sizes = 1280 layouts. 256 of
-them the config must refuse (6 heads over tensor 4 or 8, 5 layers over pipeline 8); the other 1024 must all pass, and are 448
-programs, since a key does nothing where its axis has one rank. Each of these may further compute in float16, pack documents, drop out
-and keep its optimizer state on the host: 7168 programs. `pytest` takes a pairwise covering of the layouts and of what is run,
-`pytest -m thorough` one of both, `pytest -m slow` all layouts.
+The product has 10 meshes x 1, 2 or 4 islands x 4 ZeRO stages x sequence parallelism x remat x 2 schedules x 2 families x 2 sizes = 3840
+layouts. 1728 of them the config must refuse (6 heads over tensor 4 or 8, 5 layers over pipeline 8, islands that do not divide data);
+the other 2112 must all pass, and are 728 programs, since a key does nothing where its axis has one rank. Each of these may further
+compute in float16, pack documents, drop out and keep its optimizer state on the host: 11648 programs. `pytest` takes a pairwise covering
+of the layouts without islands and the first of one with them, `pytest -m thorough` the rest of it and what is run besides,
+`pytest -m slow` all layouts.
 """
 
 import random
@@ -46,6 +47,7 @@ class Cell(NamedTuple):
     schedule: str | None
     family: str
     size: str
+    islands: int = 1
     compute: str = "float32"
     packed: bool = False
     dropout: float = 0.0
@@ -60,6 +62,7 @@ FACTORS: dict[str, list[Any]] = {
     "schedule": ["gpipe", "1f1b"],
     "family": ["llama", "gpt2"],
     "size": ["round", "odd"],
+    "islands": [1, 2, 4],
 }
 RUNS: dict[str, list[Any]] = {
     "compute": ["float32", "float16"],
@@ -80,6 +83,18 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 SIZES["other head"] = SIZES["odd"]  # tied where the family's is not, and the other way round
+SIZES["options"] = {
+    "model": {**SIZES["odd"]["model"], "qkv_bias": True, "qk_norm": True, "window": 9, "activation": "gelu_exact"},
+    "train": {"sequence_length": 40},
+}
+# of what tells the Gemmas apart, all at once: three layers see the window, two all; caps low enough to bend scores and logits
+SIZES["gemma"] = {
+    "model": {
+        **SIZES["odd"]["model"], "window": 9, "global_every": 2, "rope_theta_local": 100.0, "query_scalar": 30, "score_cap": 2.0, "logit_cap": 3.0,
+        "qk_norm": True,
+    },
+    "train": SIZES["odd"]["train"],
+}  # fmt: skip
 SCALE = 1024.0  # of the loss in float16
 MICROBATCHES = {8: 1, 4: 2, 2: 4, 1: 4}  # by data ranks: 8 sequences a step
 
@@ -110,7 +125,7 @@ def configuration(cell: Cell, **others: Any) -> Config:
         "offload_optimizer": cell.offload,
     }
     chosen = {name: value for name, value in keys.items() if value is not None}
-    sizes = dict(zip(AXES, cell.mesh, strict=True))
+    sizes = dict(zip(AXES, cell.mesh, strict=True)) | {"islands": cell.islands}
     precision = {"compute": cell.compute} | ({"loss_scale": SCALE} if cell.compute == "float16" else {})
     config = one_device(cell.family, cell.size, cell.dropout)
     config = replaced(config, mesh=sizes, parallel=chosen | others, precision=precision)
@@ -120,15 +135,15 @@ def configuration(cell: Cell, **others: Any) -> Config:
 
 def fits(cell: Cell) -> bool:
     """Whether the sizes can be divided so at all."""
-    (_, tensor, pipeline), model = cell.mesh, SIZES[cell.size]["model"]
-    return model["heads"] % tensor == 0 and model["layers"] >= pipeline
+    (data, tensor, pipeline), model = cell.mesh, SIZES[cell.size]["model"]
+    return model["heads"] % tensor == 0 and model["layers"] >= pipeline and data % cell.islands == 0
 
 
 def acting(cell: Cell) -> Cell:
     """The cell with None in place of each key whose axis has one rank."""
     data, tensor, pipeline = cell.mesh
     return cell._replace(
-        zero=cell.zero if data > 1 else None,
+        zero=cell.zero if data > cell.islands else None,
         sequence_parallel=cell.sequence_parallel if tensor > 1 else None,
         schedule=cell.schedule if pipeline > 1 else None,
     )
@@ -144,16 +159,14 @@ def runs(cells: list[Cell]) -> list[Cell]:
 LEGAL = [cell for cell in CELLS if fits(cell)]
 PROGRAMS = list(dict.fromkeys(map(acting, LEGAL)))
 RUN_PROGRAMS = runs(PROGRAMS)
-COVERING = covering(PROGRAMS)
-RUN_COVERING = covering(RUN_PROGRAMS, beside=COVERING)
-# Of these a few in which every two levels of RUNS meet already; the others are for CI.
-FEW = [
-    next(cell for cell in RUN_COVERING if cell[-4:] == run) for run in covering([cell[-4:] for cell in RUN_COVERING])
-]
+COVERING = covering([cell for cell in PROGRAMS if cell.islands == 1])
+ISLANDS = covering(PROGRAMS, beside=COVERING)
+RUN_COVERING = covering(RUN_PROGRAMS, beside=COVERING + ISLANDS)
 
 
 def name(cell: Cell) -> str:
-    parts = ["x".join(map(str, cell.mesh)), *([] if cell.zero is None else [f"zero{cell.zero}"])]
+    parts = ["x".join(map(str, cell.mesh)), *([f"islands{cell.islands}"] if cell.islands > 1 else [])]
+    parts += [] if cell.zero is None else [f"zero{cell.zero}"]
     parts += {None: [], True: ["sp"], False: ["tp"]}[cell.sequence_parallel]
     parts += [part for part in (cell.remat, cell.schedule, cell.family, cell.size) if part]
     parts += [cell.compute] if cell.compute != "float32" else []
@@ -168,7 +181,13 @@ def expected(family: str, size: str, packed: bool = False, dropout: float = 0.0)
     """Canonical parameters, and the reference's losses and first gradient."""
     config = one_device(family, size, dropout)
     parameters = canonical_numbers(Layout(config, make_mesh(config)))
-    model = reference.Model(family, **{k: v for k, v in SIZES[size]["train"].items() if k != "sequence_length"})
+    losses = {key: value for key, value in SIZES[size]["train"].items() if key != "sequence_length"}
+    m = config.model
+    model = reference.Model(
+        family, **losses, window=m.window, activation=m.activation, plus_one=m.norm_plus_one, scaled_embedding=m.scaled_embedding,
+        query_scalar=m.query_scalar, score_cap=m.score_cap, logit_cap=m.logit_cap, global_every=m.global_every,
+        rope_theta_local=m.rope_theta_local,
+    )  # fmt: skip
     recipe = reference.Recipe(0.01, 2, STEPS, clip=CLIP)
     batches = [batch(config, step, *texts, packed) for step, texts in enumerate(token_batches(config, STEPS))]
     return parameters, *reference.train(model, recipe, parameters, batches)
@@ -236,7 +255,12 @@ def assert_leaf(name: str, seen: np.ndarray, right: np.ndarray, norm: float, tol
 # --- the matrix
 
 
-PLAIN = [cell for cell in CELLS if (cell.zero, cell.sequence_parallel, cell.remat) == (1, False, "none")]
+PLAIN = [
+    cell
+    for cell in CELLS
+    if (cell.zero, cell.sequence_parallel, cell.remat, cell.schedule, cell.family)
+    == (1, False, "none", "1f1b", "llama")
+]
 
 
 @pytest.mark.parametrize(
@@ -247,33 +271,37 @@ def test_config_refuses_just_the_cells_whose_sizes_cannot_be_divided(cells):
         if fits(cell):
             configuration(cell)
         else:
-            with pytest.raises(ConfigError, match=r"mesh\.(tensor|pipeline)"):
+            with pytest.raises(ConfigError, match=r"mesh\.(tensor|pipeline|islands)"):
                 configuration(cell)
-    assert (len(CELLS), len(LEGAL), len(PROGRAMS), len(RUN_PROGRAMS)) == (1280, 1024, 448, 7168)
+    assert (len(CELLS), len(LEGAL), len(PROGRAMS), len(RUN_PROGRAMS)) == (3840, 2112, 728, 11648)
 
 
 def test_covering_has_every_pair_of_levels_that_is_legal():
-    assert set().union(*map(pairs, COVERING)) == set().union(*map(pairs, PROGRAMS))
-    assert set().union(*map(pairs, COVERING + RUN_COVERING)) == set().union(*map(pairs, RUN_PROGRAMS))
-    assert len(COVERING) < 40 and len(RUN_COVERING) < 30
+    assert set().union(*map(pairs, COVERING + ISLANDS)) == set().union(*map(pairs, PROGRAMS))
+    assert set().union(*map(pairs, COVERING + ISLANDS + RUN_COVERING)) == set().union(*map(pairs, RUN_PROGRAMS))
+    assert len(COVERING) < 40 and len(ISLANDS) < 30 and len(RUN_COVERING) < 30
 
 
 @pytest.mark.parametrize(
-    ("mesh", "one", "other"),
+    ("mesh", "islands", "one", "other"),
     [
-        ((1, 2, 2), {"zero_stage": 0}, {"zero_stage": 3}),
-        ((4, 1, 1), {"sequence_parallel": False}, {"sequence_parallel": True}),
-        ((2, 2, 1), {"schedule": "gpipe"}, {"schedule": "1f1b"}),
+        ((1, 2, 2), 1, {"zero_stage": 0}, {"zero_stage": 3}),
+        ((2, 2, 1), 2, {"zero_stage": 0}, {"zero_stage": 3}),
+        ((4, 1, 1), 1, {"sequence_parallel": False}, {"sequence_parallel": True}),
+        ((2, 2, 1), 1, {"schedule": "gpipe"}, {"schedule": "1f1b"}),
     ],
 )
-def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, one, other):
-    cell = Cell(mesh, 1, False, "none", "1f1b", "llama", "odd")
+def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, islands, one, other):
+    cell = Cell(mesh, 1, False, "none", "1f1b", "llama", "odd", islands)
     configs = [configuration(cell, **keys) for keys in (one, other)]
     first, second = (Program(config, make_mesh(config)).lower().as_text() for config in configs)
     assert first == second
 
 
-@pytest.mark.parametrize("cell", COVERING + thorough_but(RUN_COVERING, FEW.__contains__), ids=name)
+BESIDE = thorough_but(ISLANDS, ISLANDS[:3].__contains__) + thorough_but(RUN_COVERING, lambda cell: False)
+
+
+@pytest.mark.parametrize("cell", COVERING + BESIDE, ids=name)
 def test_layout_computes_the_reference_run(cell):
     assert_equal(configuration(cell), cell)
 
@@ -305,13 +333,29 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
     "vocabulary-on-edges-tied": ((2, 1, 4), "gpt2", "odd", {"vocab": "edge", "zero_stage": 3}),
     "tied-llama": ((2, 2, 2), "llama", "other head", {"zero_stage": 3, "sequence_parallel": True}),
     "untied-gpt2": ((1, 2, 4), "gpt2", "other head", {"schedule": "gpipe"}),
+    "options": ((2, 2, 2), "llama", "options", {"zero_stage": 3, "sequence_parallel": True, "remat": "selective"}),
+    "options-gpt2": ((1, 2, 4), "gpt2", "options", {"remat": "dots"}),
+    "gemma": ((2, 2, 2), "gemma3", "gemma", {"zero_stage": 3, "schedule": "zb_h1", "layer_split": (3, 2)}),
+    "gemma-sequence-parallel": ((1, 2, 4), "gemma2", "gemma", {"sequence_parallel": True, "layer_split": (2, 1, 1, 1)}),
+    "gemma-selective": (
+        (2, 2, 2),
+        "gemma2",
+        "gemma",
+        {"remat": "selective", "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    "gemma-full": ((1, 2, 4), "gemma3", "gemma", {"remat": "full", "vocab": "edge"}),
+    "gemma-accumulating": ((4, 2, 1), "gemma2", "gemma", {"remat": "dots", "zero_stage": 2, "zero_hold": False}),
     "uneven-stages": ((2, 1, 4), "llama", "odd", {"layer_split": (0, 3, 1, 1)}),
     "remat-dots": ((2, 2, 2), "gpt2", "odd", {"remat": "dots", "zero_stage": 3}),
     "remat-names": ((4, 2, 1), "llama", "odd", {"remat": "names", "remat_keep": ("qkv", "mlp_out"), "zero_stage": 3}),
 }
 
 
-NOW = ("zero2-scattering-at-use", "zero3-held", "vocabulary-on-edges", "tied-llama", "uneven-stages", "remat-names")
+NOW = (
+    "zero2-scattering-at-use",
+    "vocabulary-on-edges",
+    "gemma",
+)
 
 
 @pytest.mark.parametrize("case", thorough_but(OTHERS, NOW.__contains__))

@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     state = program.init()._replace(params=place(program.layout, canonical_numbers(program.layout)))
     for step in (1, 2, 3):
         state, loss = take(program, state, step)
-        checkpointer.save(step, state, loss)
+        checkpointer.save(step, state, loss, eval_loss={1: 1.5, 2: 1.0}.get(step))
         checkpointer.wait()
     yield program, state, checkpointer
     checkpointer.close()
@@ -168,6 +168,16 @@ def test_a_damaged_newest_step_is_passed_over_with_a_warning_and_left_as_it_is(c
         mt.read_model(copied, step=3)
 
 
+def test_the_best_step_is_read_and_where_it_is_damaged_the_next_best(copied):
+    assert mt.read_model(copied, step="best").step == 2
+    flip(copied / "checkpoints" / "2")
+    with pytest.warns(UserWarning, match=r"checkpoints/2 is damaged"):
+        assert mt.read_model(copied, step="best").step == 1
+    flip(copied / "checkpoints" / "1")
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* that has an eval loss is damaged"):
+        mt.read_model(copied, step="best")
+
+
 def test_any_number_of_damaged_steps_is_passed_over(copied, monkeypatch):
     monkeypatch.setattr(reader, "TRIES", 1)
     for step in ("2", "3"):
@@ -244,7 +254,7 @@ def test_what_are_no_ids_is_refused_rather_than_computed_with(directory, tokens,
     [
         (
             {"tokens": TOKENS},
-            "a batch has tokens, labels and perhaps positions, segments, weights; this one has tokens.",
+            "a batch has tokens, labels and perhaps positions, segments, weights, pairs; this one has tokens.",
         ),
         ({"tokens": TOKENS, "labels": TOKENS, "weight": TOKENS}, "this one has tokens, labels, weight."),
         ({"tokens": TOKENS, "labels": TOKENS[:, 1:]}, "labels has shape [3, 11], but tokens [3, 12]."),

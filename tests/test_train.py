@@ -121,9 +121,12 @@ def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(t
     assert [[row[name] for name in names] for row in rows(tmp_path)] == [[row[name] for name in names] for row in whole]
 
 
-def test_a_float16_run_that_only_skips_ends_with_exit_code_1(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "by", [["train.steps=4"], ["train.steps=9", "eval.every=1", "eval.batches=1", "eval.patience=3"]]
+)
+def test_a_float16_run_that_only_skips_ends_with_exit_code_1(tmp_path, capsys, by):
     half = {"precision": {"compute": "float16", "loss_scale": 2.0**32}, "checkpoint": {"every": 2}}
-    assert main(write(tmp_path, **half)) == 1
+    assert main([*write(tmp_path, **half), *(word for one in by for word in ("--set", one))]) == 1
     assert "none of the 4 steps could be taken in float16" in capsys.readouterr().err
     assert [row["skipped"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
@@ -244,10 +247,16 @@ def test_python_that_takes_every_warning_for_an_error_has_none_to_take(tmp_path)
         (["--set", "mesh.data=3"], "mesh.data 3 does not divide train.global_batch_size 4"),
         (["--set", "run.directory=/proc/nowhere"], "run.directory /proc/nowhere cannot be written"),
         (["--set", "data.source=/no/such/text"], "/no/such/text"),
-        (["--set", "mesh.data=4", "--set", "run.fake_devices=2"], "needs 4 devices, but there are 2"),
     ],
 )
-def test_a_mistake_gets_one_sentence_and_exit_code_2_from_the_command_itself(tmp_path, arguments, says):
-    done = command(*write(tmp_path), *arguments)
+def test_a_mistake_gets_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, says):
+    assert main([*write(tmp_path), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said and len(said.strip().splitlines()) == 1 and "Traceback" not in said
+
+
+def test_too_few_devices_get_one_sentence_and_exit_code_2_from_the_command_itself(tmp_path):
+    done = command(*write(tmp_path), "--set", "mesh.data=4", "--set", "run.fake_devices=2")
     assert done.returncode == 2
-    assert says in done.stderr and len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+    assert "needs 4 devices, but there are 2" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr

@@ -61,11 +61,12 @@ def expected(rows: int, compute: str) -> tuple[list[float], list[np.ndarray], fl
 @pytest.mark.parametrize(
     ("rows", "filled", "mesh", "parallel", "compute"),
     [
-        (7, 8, {"data": 4}, {"microbatches": 2, "zero_stage": 2}, "float32"),
-        (10, 16, {"data": 4}, {"microbatches": 2, "zero_stage": 0}, "float32"),  # the last rank has empty rows alone
-        (10, 12, {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3}, "float32"),
+        pytest.param(7, 8, {"data": 4}, {"microbatches": 2, "zero_stage": 2}, "float32", marks=pytest.mark.thorough),
+        # the last rank has empty rows alone
+        pytest.param(10, 16, {"data": 4}, {"microbatches": 2, "zero_stage": 0}, "float32", marks=pytest.mark.thorough),
+        pytest.param(10, 12, {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3}, "float32", marks=pytest.mark.thorough),
         (7, 12, {"data": 2, "pipeline": 2, "tensor": 2}, {"microbatches": 3, "schedule": "zb_h1", "sequence_parallel": True}, "float32"),
-        (10, 12, {"data": 3}, {"microbatches": 4, "remat": "full"}, "float16"),
+        pytest.param(10, 12, {"data": 3}, {"microbatches": 4, "remat": "full"}, "float16", marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
 def test_losses_and_gradients_are_those_of_the_rows_alone(rows, filled, mesh, parallel, compute):
@@ -82,6 +83,7 @@ def test_losses_and_gradients_are_those_of_the_rows_alone(rows, filled, mesh, pa
         assert np.linalg.norm(seen - its) <= GRADIENT * coarser * np.linalg.norm(its)
 
 
+@pytest.mark.thorough
 def test_where_nothing_is_filled_up_the_program_is_the_same():
     config = replaced(one_device(8), mesh={"data": 2}, parallel={"microbatches": 2})
     padded = replaced(config, train={"uneven_batch": "pad"})
@@ -140,6 +142,7 @@ def test_the_planner_counts_filled_rows_as_work_and_not_as_tokens():
     assert padded.mfu == pytest.approx(full.mfu * 10 / 12)
 
 
+@pytest.mark.thorough
 def test_the_program_sends_what_the_planner_says():
     mesh, parallel = {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 2}
     config = replaced(one_device(10), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"})

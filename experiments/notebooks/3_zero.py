@@ -146,8 +146,8 @@ def opened(program, masters):
     """Bytes of what a step computes with, on one device."""
 
     def local(shards):
-        weights = program.zero.open(shards)
-        read = weights.differentiated if weights.constant is None else weights.constant
+        weights = program.local.zero.open(shards)
+        read = weights.constant if jax.tree.leaves(weights.constant) else weights.differentiated
         return jax.tree.map(lambda x: x[None], read)
 
     each = PartitionSpec(("data", "tensor", "pipeline"))

@@ -10,7 +10,8 @@ the run goes on from the step before. No mesh, schedule or ZeRO stage leaves a t
 - `meshtrain.checkpoint.steps`: what lies on disk. `meshtrain.checkpoint.manifest`, `meshtrain.checkpoint.digests`: two files of it.
 - `meshtrain.checkpoint.canonical`: live to canonical and back; in host memory `meshtrain.checkpoint.assembling`, else on the devices
   `meshtrain.checkpoint.rearrange`.
-- `meshtrain.checkpoint.saving`, `meshtrain.checkpoint.arrays`: the thread that writes, and Orbax.
+- `meshtrain.checkpoint.saving`, `meshtrain.checkpoint.arrays`: the thread that writes, and Orbax. `meshtrain.checkpoint.frozen`: what is
+  not trained, linked from an earlier step.
 - `meshtrain.checkpoint.finding`, `meshtrain.checkpoint.restoring`: where a run starts from, and how.
 - `meshtrain.checkpoint.compatible`, `meshtrain.checkpoint.anew`: what may change in between; starting over.
 - `meshtrain.checkpoint.retention`: which ones stay.

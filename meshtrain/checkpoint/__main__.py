@@ -11,9 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain.checkpoint import arrays, compatible, digests, steps
+from meshtrain.checkpoint import arrays, digests, steps
+from meshtrain.checkpoint.finding import by_eval_loss, no_best
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.cli import USAGE, Parser, command
+from meshtrain.config.follow import differences
 from meshtrain.errors import ConfigError, refusal, say, short
 
 INTACT, DAMAGED = 0, 1  # diff: the same, different
@@ -35,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
             parsed.add_argument(path, type=Path, help=meaning)
+        if name in ("show", "verify"):
+            parsed.add_argument(
+                "--step",
+                type=_step,
+                metavar="N",
+                help="this step of a run: its number, newest, or best (the lowest eval loss)",
+            )
         if name == "diff":
             parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
     options = parser.parse_args(arguments)
@@ -50,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ls(options: argparse.Namespace) -> int:
-    found = _directories(options.directory)
+    found, best = _directories(options.directory), by_eval_loss(options.directory.absolute())[:1]
     print(f"{'step':>9}  {'saved':<20} {'loss':>10} {'eval loss':>10} {'size':>9}")
     for directory in found:
         try:
@@ -60,7 +69,8 @@ def ls(options: argparse.Namespace) -> int:
                 print(f"{directory.name:>9}  {problem}")
             continue
         saved = m.saved.replace("+00:00", "Z")
-        print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}")
+        mark = "  best" if directory in best else ""
+        print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}{mark}")
     beside = [] if found == [options.directory.absolute()] else sorted(found[0].parent.iterdir())
     for path in beside:
         if path not in found:
@@ -79,7 +89,7 @@ def _what_it_is(path: Path) -> str:
 
 
 def show(options: argparse.Namespace) -> int:
-    directory, m = _newest(options.directory)
+    directory, m = _newest(options.directory) if options.step is None else _read(_named(options)[0])
     print(f"step {m.step} in {directory}")
     print(
         f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {_size(digests.total_bytes(directory))}"
@@ -99,13 +109,14 @@ def show(options: argparse.Namespace) -> int:
         size = _size(math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize)
         print(
             f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9} {record['shape']!s:<22} {size:>9}"
+            + ("  frozen" if record.get("frozen") else "")
         )
     return INTACT
 
 
 def verify(options: argparse.Namespace) -> int:
     damaged = False
-    for directory in _directories(options.directory):
+    for directory in _directories(options.directory) if options.step is None else _named(options):
         began = time.perf_counter()
         try:
             Manifest.read(directory)
@@ -140,7 +151,7 @@ def _differences(first: Path, a: Manifest, second: Path, b: Manifest, values: bo
     for name in ("digest", "validation_digest"):
         if a.data.get(name) != b.data.get(name):
             yield f"data {name}: {a.data.get(name)} | {b.data.get(name)}"
-    for name, old, new in compatible.differences(a.config, b.config):
+    for name, old, new in differences(a.config, b.config):
         yield f"config {name}: {old} | {new}"
     for name in sorted(a.versions.keys() | b.versions.keys()):
         if a.versions.get(name) != b.versions.get(name):
@@ -156,7 +167,7 @@ def _differences(first: Path, a: Manifest, second: Path, b: Manifest, values: bo
 def _array(directory: Path, name: str, manifest: Manifest) -> np.ndarray:
     record, device = manifest.leaves[name], jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"], sharding=device)
-    return np.asarray(arrays.read(directory / steps.ARRAYS, {name: target})[name])
+    return np.asarray(arrays.read(directory / steps.place(record), {name: target})[name])
 
 
 def _compare(a: np.ndarray, b: np.ndarray) -> str | None:
@@ -176,8 +187,33 @@ def _directories(path: Path) -> list[Path]:
     return found
 
 
+def _named(options: argparse.Namespace) -> list[Path]:
+    """The one step that --step names; ConfigError if there is none."""
+    found, path = _directories(options.directory), options.directory.absolute()
+    if options.step == "newest":
+        return found[-1:]
+    if options.step == "best":
+        if best := by_eval_loss(path)[:1]:
+            return best
+        raise ConfigError(no_best(options.directory, ()))
+    if one := [d for d in found if d.name == options.step]:
+        return one
+    raise ConfigError(
+        f"there is no step {options.step} in {options.directory}; it has {', '.join(d.name for d in found)}."
+    )
+
+
+def _step(text: str) -> str:
+    if text in ("newest", "best") or steps.is_number(text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none; give a number, newest or best")
+
+
 def _newest(path: Path) -> tuple[Path, Manifest]:
-    directory = _directories(path)[-1]
+    return _read(_directories(path)[-1])
+
+
+def _read(directory: Path) -> tuple[Path, Manifest]:
     try:
         return directory, Manifest.read(directory)
     except UNREADABLE as problem:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshtrain.checkpoint import steps
 from meshtrain.errors import ConfigError
-from meshtrain.run.directory import CHECKPOINTS, CONFIG, METRICS, NEWEST, noted_checkpoint, set_aside
+from meshtrain.run.directory import CHECKPOINTS, CONFIG, METRICS, NEWEST, TRACES, WATCHED, noted_checkpoint, set_aside
 
 
 def refuse_lost(root: Path) -> None:
@@ -36,7 +36,7 @@ def set_aside_earlier(root: Path, resume: str, say: Callable[[str], None]) -> No
     if not (has_steps or has_rows or (run / NEWEST).exists()):
         return
     # The checkpoints first: without them the note makes a kill in between a refusal, and not a start over in the middle.
-    earlier = set_aside(run, [*([CHECKPOINTS] if has_steps else []), NEWEST, METRICS, CONFIG])
+    earlier = set_aside(run, [*([CHECKPOINTS] if has_steps else []), NEWEST, METRICS, TRACES, *WATCHED, CONFIG])
     root.mkdir(exist_ok=True)
     what = "checkpoints and metrics" if has_steps else "metrics"
     why = f"checkpoint.resume is {resume}" if resume == "never" else "no checkpoint was written before the run ended"

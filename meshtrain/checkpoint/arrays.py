@@ -34,6 +34,9 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
 
     ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand.
     """
+    # Orbax refuses to read nothing
+    if not targets:
+        return {}
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.pytree.loading.partial_load = True

@@ -30,10 +30,12 @@ def held(live: Sequence[jax.Array]) -> list[list[Block]]:
     ]
 
 
-def assembled(blocks: Sequence[Block], shape: tuple[int, ...], places: np.ndarray, to: NamedSharding) -> jax.Array:
+def assembled(
+    blocks: Sequence[Block], shape: tuple[int, ...], places: np.ndarray, to: NamedSharding, along: int = 0
+) -> jax.Array:
     """The canonical array of a shape from live blocks, each of its own blocks on one device of `to`.
 
-    places: where each index of the first dimension is in the live array; in the others it is in the same place.
+    places: where each index of the dimension `along` is in the live array; in the others it is in the same place.
     """
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -43,11 +45,12 @@ def assembled(blocks: Sequence[Block], shape: tuple[int, ...], places: np.ndarra
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, live, strict=True)]
             if not bounds:
                 made[()] = data
-            elif all(begin < end for begin, end in common[1:]):
-                into = [slice(begin - a, end - a) for (begin, end), (a, _) in zip(common[1:], bounds[1:], strict=True)]
-                out_of = [slice(begin - c, end - c) for (begin, end), (c, _) in zip(common[1:], live[1:], strict=True)]
-                for first, place, n in runs(places[slice(*bounds[0])], *live[0]):
-                    made[first : first + n, *into] = data[place : place + n, *out_of]
+            elif all(begin < end for d, (begin, end) in enumerate(common) if d != along):
+                into = [slice(begin - a, end - a) for (begin, end), (a, _) in zip(common, bounds, strict=True)]
+                out_of = [slice(begin - c, end - c) for (begin, end), (c, _) in zip(common, live, strict=True)]
+                for first, place, n in runs(places[slice(*bounds[along])], *live[along]):
+                    into[along], out_of[along] = slice(first, first + n), slice(place, place + n)
+                    made[tuple(into)] = data[tuple(out_of)]
         return made
 
     return jax.make_array_from_callback(shape, _once(to), block)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from meshtrain.checkpoint import anew, compatible, steps
+from meshtrain.adopt import loading
+from meshtrain.checkpoint import anew, compatible, moved, steps
 from meshtrain.checkpoint.canonical import Canonical
 from meshtrain.checkpoint.finding import Start, find
 from meshtrain.checkpoint.host_memory import freed_blocks_returned
@@ -57,32 +58,49 @@ class Checkpointer:
                 "the processes of this run read different data; on every machine the same must be under data.source."
             )
         start = find(self.config, self._root, self._say)
-        state, step = (self.program.init(), 0) if start is None else self._restore(start)
+        state, step = (self._begun(), 0) if start is None else self._restore(start)
         if start is None or not start.own:
             first_decides(partial(anew.set_aside_earlier, self._root, self.config.checkpoint.resume, self._say))
         self._canonical.compile()
         return state, step
 
+    def _begun(self) -> State:
+        """The state before the first step, with the weights of model.weights if there are any."""
+        weights, state = self.config.model.weights, self.program.init()
+        if weights is None:
+            return state
+        layout = self.program.layout
+        drawn = layout.map(lambda weight, x: x if weight.adapter else x.delete(), state.params)
+        with freed_blocks_returned():
+            params = loading.read(layout, Path(weights).expanduser(), drawn)
+        self._say(f"started from the weights in {weights}.")
+        return self.program.from_weights(state, params)
+
     def _restore(self, start: Start) -> tuple[State, int]:
-        weights_only = self.config.checkpoint.weights_only and not start.own
+        weights_only = start.manifest.weights_alone or (self.config.checkpoint.weights_only and not start.own)
         where = f"checkpoint {start.directory}"
         for sentence in first_decides(partial(self._changes, start, where, weights_only)):
             self._say(sentence)
         with freed_blocks_returned():
             if weights_only:
                 return start_from_weights(self._canonical, start, self._say), 0
-            state = restore(self._canonical, start)
+            state = restore(self._canonical, start, self._say)
         if start.own:
-            self._saver.newest = start.manifest.step
+            self._saver.go_on_from(start)
         return state, start.manifest.step
 
     def _changes(self, start: Start, where: str, weights_only: bool) -> list[str]:
         """What changed since and may, a sentence each; ConfigError with what may not."""
         manifest = start.manifest
-        reported = compatible.compare(manifest.config, self.config, where, weights_only)
+        # weights that no run of ours has trained: its data and their tokenizer are nobody's
+        left_out = ("data",) if manifest.weights_alone else ()
+        old = {section: keys for section, keys in manifest.config.items() if section not in left_out}
+        reported = compatible.compare(old, self.config, where, weights_only)
         reported += compatible.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
         if not weights_only:
             reported += compatible.compare_data(manifest, self.config, self._read, where)
+            moved.refuse_start(manifest.config, manifest.step, self.config.parallel.sync, where)
+            reported += filter(None, [moved.difference(self._canonical.entries, manifest.leaves)])
         return reported
 
     def due(self, step: int) -> bool:

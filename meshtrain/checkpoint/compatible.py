@@ -1,14 +1,13 @@
 """What may change between two runs that share a checkpoint: a key by what its line says, the data, functions of one's own."""
 
 import dataclasses
-import json
 import platform
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, resolve
-from meshtrain.config.follow import followed, value_of
+from meshtrain.config.follow import differences, followed, put, value_of
 from meshtrain.config.key import Resume, keys, known
 from meshtrain.errors import ConfigError, nearest
 from meshtrain.sources import SOURCES
@@ -31,8 +30,10 @@ def check_keys(config: Config) -> None:
     rules = {name: key.resume for name, key in keys(type(config)).items() if key.resume in REFUSED}
     for name in config.checkpoint.allow:
         if name not in rules:
+            # What a model computes may never differ: those keys are none of the legal ones.
+            legal = [key for key, rule in rules.items() if rule not in SHAPES or rule is Resume.SIZE]
             ending = nearest(name, rules) or "."
-            raise ConfigError(f"checkpoint.allow has {name!r}; legal are {', '.join(rules)}{ending}")
+            raise ConfigError(f"checkpoint.allow has {name!r}; legal are {', '.join(legal)}{ending}")
         if rules[name] in SHAPES and not (config.checkpoint.weights_only and rules[name] is Resume.SIZE):
             only = ", only" if config.checkpoint.weights_only else "; with checkpoint.weights_only"
             sizes = " and ".join(name for name, rule in rules.items() if rule is Resume.SIZE)
@@ -41,7 +42,7 @@ def check_keys(config: Config) -> None:
 
 def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bool) -> list[str]:
     """What changed and may, a sentence each; ConfigError with all that may not. `where` names the checkpoint."""
-    rules, before = keys(type(config)), _of_manifest(old, type(config))
+    rules, before = keys(type(config)), earlier_config(old, type(config))
     refusable = WEIGHTS if weights_only else REFUSED
     refused, reported = dict[str, str](), []
     for name, was, now in differences(old, dataclasses.asdict(config)):
@@ -62,10 +63,16 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
     return reported
 
 
-def _of_manifest(old: Mapping[str, Any], kind: type[Config]) -> Config:
+def earlier_config(old: Mapping[str, Any], kind: type[Config] = Config) -> Config:
     """The config that a checkpoint keeps, in this version's keys; older ones hold null where a value followed from the others."""
-    sections = known(old, kind)
-    return resolve(kind(**{f.name: f.type(**sections.get(f.name, {})) for f in dataclasses.fields(kind)}))  # type: ignore[operator]
+    return resolve(put(kind(), **_tuples(known(old, kind))))
+
+
+def _tuples(value: Any) -> Any:
+    """What JSON has as lists, which a config has as tuples."""
+    if isinstance(value, Mapping):
+        return {name: _tuples(x) for name, x in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def compare_data(manifest: Manifest, config: Config, read: Mapping[str, str], where: str) -> list[str]:
@@ -115,16 +122,6 @@ def compare_hooks(old: Mapping[str, str], now: Mapping[str, str], where: str, we
         )
     changed = [kind for kind in counts if old.get(kind) != now[kind]]
     return [f"the {kind} was {old.get(kind, 'built in')} and is {now[kind]} from here on." for kind in changed]
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key path, old, new) of the keys that both configs have and that differ."""
-    for section, name in ((section, name) for section, values in new.items() for name in values):
-        if name in old.get(section, ()):
-            # tuples and lists are the same
-            was, now = (json.loads(json.dumps(config[section][name])) for config in (old, new))
-            if was != now:
-                yield f"{section}.{name}", was, now
 
 
 def _way_out(rules: Collection[Resume], names: str, weights_only: bool) -> str:

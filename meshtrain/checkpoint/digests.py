@@ -16,21 +16,26 @@ from meshtrain.checkpoint.steps import COMMIT, DIGESTS, Damaged, parsed
 from meshtrain.errors import refusal
 from meshtrain.files import write_atomically
 
+Files = dict[str, tuple[int, list[str]]]  # path within the step -> bytes, digests of its blocks
 BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a time, so that they stay in the cache
 
 
-def write(directory: Path) -> int:
-    """Writes the digests of all files under `directory` beside them; the bytes of those files."""
+def write(directory: Path, known: Files | None = None) -> int:
+    """Writes the digests of all files under `directory` beside them; the bytes of those that are not `known`, whose digests are as given."""
+    known = known or {}
     paths = sorted(p for p in directory.rglob("*") if p.is_file() and p.name not in (COMMIT, DIGESTS))
     sizes = {str(p.relative_to(directory)): p.stat().st_size for p in paths}
-    blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), BLOCK)]
+    new = {name: size for name, size in sizes.items() if name not in known}
+    blocks = [(name, start) for name, size in new.items() for start in range(0, max(size, 1), BLOCK)]
     files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
+    for name, (size, expected) in known.items():
+        files[name] = {"bytes": size, "sha256": expected}
     with ThreadPoolExecutor(_threads()) as pool:
         found = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, found, strict=True):
             files[name]["sha256"].append(digest)
     write_atomically(directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode())
-    return sum(sizes.values())
+    return sum(new.values())
 
 
 def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
@@ -47,7 +52,7 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
         if only is not None and name not in only:
             continue
         if problem := _size_problem(directory / name, size):
-            found.append(f"{name} {problem}")
+            found.append(f"{name} {problem}{_shared(directory / name)}")
         else:
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(_threads()) as pool:
@@ -55,12 +60,20 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
         return found + [sentence for sentence in sentences if sentence is not None]
 
 
+def files_in(directory: Path, part: str) -> Files:
+    """The digests of a part of a step. Damaged if they are not all there, or are of blocks of another size than are written now."""
+    block, files = _record(directory)
+    if block != BLOCK:
+        raise Damaged(f"{DIGESTS} is of blocks of {block:,} bytes")
+    return {name: file for name, file in files.items() if name.startswith(f"{part}/")}
+
+
 def total_bytes(directory: Path) -> int:
     """Bytes of a step's files, as its digests say."""
     return sum(size for size, _ in _record(directory)[1].values())
 
 
-def _record(directory: Path) -> tuple[int, dict[str, tuple[int, list[str]]]]:
+def _record(directory: Path) -> tuple[int, Files]:
     """The block size, and each file's bytes and digests; Damaged if they are not all there."""
     record = parsed(directory / DIGESTS)
     try:
@@ -92,7 +105,18 @@ def _problem(directory: Path, name: str, start: int, expected: str, block: int) 
     # a bad sector, say
     except OSError as error:
         return f"{name} cannot be read: {refusal(error)}"
-    return None if digest == expected else f"{name} is damaged between bytes {start:,} and {start + block:,}"
+    if digest == expected:
+        return None
+    return f"{name} is damaged between bytes {start:,} and {start + block:,}{_shared(directory / name)}"
+
+
+def _shared(path: Path) -> str:
+    """How a sentence on a damaged file ends that has other names."""
+    try:
+        others = path.stat().st_nlink - 1
+    except OSError:
+        return ""
+    return f", a file that {others} other{' step has' if others == 1 else ' steps have'} too" if others else ""
 
 
 def digest_of(path: Path, start: int, block: int) -> str:

@@ -50,6 +50,38 @@ def find(config: Config, root: Path, say: Say) -> Start | None:
     return Start(directory, Manifest.read(directory), own=False)
 
 
+def best_step(directory: Path) -> int:
+    """The intact step with the lowest eval loss, of equal ones the earlier, in a run directory or its checkpoints/.
+
+    With several processes all of them call it alike. ConfigError if no step there has an eval loss, or if all that have one are damaged.
+    """
+    evaluated = list(map(Path, first_decides(lambda: [str(d) for d in by_eval_loss(directory)])))
+    for best in evaluated:
+        if not problems(best):
+            return Manifest.read(best).step
+    raise ConfigError(no_best(directory, evaluated))
+
+
+def by_eval_loss(path: Path) -> list[Path]:
+    """The steps that a path names and that have an eval loss, the lowest first, of equal ones the earlier; their arrays are not looked at."""
+    found = []
+    for directory in steps.directories(path):
+        try:
+            manifest = Manifest.read(directory)
+        except (steps.Damaged, steps.NewerFormat):
+            continue
+        if manifest.eval_loss is not None:
+            found.append((manifest.eval_loss, manifest.step, directory))
+    return [directory for _, _, directory in sorted(found)]
+
+
+def no_best(path: Path, damaged: Collection[Path]) -> str:
+    """Why no step there is the best, in a sentence; `damaged`: those that have an eval loss."""
+    if damaged:
+        return f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
+    return f"no checkpoint in {path} has an eval loss, so none is the best; give a step, or newest (eval.every has a run evaluate)."
+
+
 def problems(directory: Path) -> list[str]:
     """What is wrong with a step, a sentence each; every process looks at a part and has all. ConfigError if its format is newer."""
 

@@ -32,10 +32,15 @@ class Manifest:
     saved: str  # UTC; to be read by people, never compared: clocks are set back
     data: dict[str, Any]  # the one counter of the data: global batches read so far; digests of what they are read from
     rng: dict[str, int]  # dropout's key of a step is folded from the two
-    leaves: dict[str, dict[str, Any]]  # name -> shape, dtype
+    leaves: dict[str, dict[str, Any]]  # name -> shape, dtype; frozen, where it is
     config: dict[str, Any]
     versions: dict[str, str]
     hooks: dict[str, str]  # replaced parts of the model -> the function's name
+
+    @property
+    def weights_alone(self) -> bool:
+        """It was made from weights, by `meshtrain.adopt import`, and not by a run: there is no state to go on from."""
+        return "step" not in self.leaves
 
     @classmethod
     def of(
@@ -54,7 +59,7 @@ class Manifest:
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             data={"batches": step, **read},
             rng={"seed": config.run.seed, "step": step},
-            leaves={e.name: {"shape": list(e.shape), "dtype": str(e.live.dtype)} for e in canonical.entries},
+            leaves={e.name: e.record for e in canonical.entries},
             config=dataclasses.asdict(config),
             versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
             hooks=canonical.program.hooks.names,
@@ -111,7 +116,8 @@ def _is_dtype(name: Any) -> bool:
 def _is_leaf(x: Any) -> bool:
     if not isinstance(x, dict) or not isinstance(shape := x.get("shape"), list):
         return False
-    return all(map(_is_count, shape)) and _is_count(math.prod(shape)) and _is_dtype(x.get("dtype"))
+    legal = all(map(_is_count, shape)) and _is_count(math.prod(shape)) and _is_dtype(x.get("dtype"))
+    return legal and type(x.get("frozen", True)) is bool
 
 
 def _is_dict(x: Any, is_value: Callable[[Any], bool]) -> bool:

@@ -3,6 +3,8 @@
     save()      blocked: the save before, if it still runs; device to host
     a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► steps beyond retention removed
 
+What is frozen is linked from an earlier step before Orbax begins, where that can be (`checkpoint.frozen`).
+
 The thread begins by putting the arrays together (`checkpoint.assembling`) where one process has them in another layout than the canonical.
 """
 
@@ -17,8 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from meshtrain.checkpoint import arrays, digests, steps
+import jax
+
+from meshtrain.checkpoint import arrays, digests, frozen, steps
 from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint.finding import Start
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.retention import kept
 from meshtrain.config import Config
@@ -45,6 +50,16 @@ class Response(Protocol):
     def result(self, timeout: float | None = None) -> None: ...
 
 
+class _Refused:
+    """The response where writing could not even begin."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def result(self, timeout: float | None = None) -> None:
+        raise self.error
+
+
 LOOK_EVERY = 1.0  # seconds between two looks whether another process has given a save up
 ELSEWHERE = "another process could not write its part"
 
@@ -62,11 +77,25 @@ class Saver:
     ) -> None:
         self.config, self.canonical, self.root, self.say, self.read = config, canonical, root, say, read
         self.newest: int | None = None  # the last step whose save is settled
+        self._frozen = frozen.records({e.name: e.record for e in canonical.entries})
+        self._copies = frozen.Copies(config.checkpoint.keep, say)
         self._failure: str | None = None  # why the last save is not
         self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[str | None]] | None = None  # the step under way; why it failed, or None
         self._finished: deque[dict[str, float]] = deque()  # the thread puts in, the loop takes out
+
+    def go_on_from(self, start: Start) -> None:
+        """The run goes on from a step of its own, verified and restored."""
+        self.newest = start.manifest.step
+        theirs = frozen.records(start.manifest.leaves)
+        if theirs == self._frozen:
+            self._note_copy(start.directory)
+        elif other := [name for name, record in theirs.items() if record != self._frozen.get(name)]:
+            was, now = (found.get(other[0], {}).get("dtype") for found in (theirs, self._frozen))
+            self.say(
+                f"{other[0]} is frozen as {was} in {start.directory} and held as {now} from here on: what is frozen is written again."
+            )
 
     def save(self, step: int, state: State, loss: float, eval_loss: float | None) -> None:
         """Starts writing; returns once `state` may be donated. CheckpointError if the save before failed and that is to stop the run."""
@@ -78,18 +107,20 @@ class Saver:
         if step == self.newest:
             return
         directory = self.root / f"{step}{steps.WRITING}"
-        write: Callable[[], Response] | Exception
+        write: Callable[[], list[Response]] | Exception
+        refused, linked = self._make(directory)
         try:
-            # all have the reason, or they would wait for the first one
-            if reason := gathered(self._make(directory))[0]:
+            # all have the reason, or they would wait for the first one; and write the same
+            reason, is_linked = gathered([refused, linked is not None])[0]
+            if reason:
                 raise _NothingMade(reason)
-            write = self._write(directory / steps.ARRAYS, state)
+            write = self._write(directory, state, is_linked)
         # reported, and counted as failed, when the save is settled
         except Exception as error:
             write = error
         blocked = time.perf_counter() - began
         manifest = partial(Manifest.of, step, loss, eval_loss, self.config, self.canonical, self.read)
-        finish = self._pool.submit(self._finish, write, directory, step, manifest, began, blocked)
+        finish = self._pool.submit(self._finish, write, directory, linked, step, manifest, began, blocked)
         self._writing = step, finish
 
     @property
@@ -129,32 +160,53 @@ class Saver:
         self._failure = min((f for f in failures if f), key=lambda f: ELSEWHERE in f, default=None)
         if self._failure is None:
             self.newest = step
+            self._note_copy(self.root / str(step))
+        else:
+            self._copies.be_content_with_one()
         return self._failure
 
-    def _make(self, directory: Path) -> str | None:
-        """Makes the directory, on the first process; why it cannot be made, or None."""
+    def _note_copy(self, step: Path) -> None:
+        if self._frozen and is_first():
+            self._copies.add(step)
+
+    def _make(self, directory: Path) -> tuple[str | None, digests.Files | None]:
+        """Makes the directory, on the first process; why it cannot be made, or None, and the files that are linked into it."""
         try:
             if is_first():
                 self._make_room(directory)
                 directory.mkdir(parents=True)
+                return None, self._copies.link(directory) if self._frozen else None
         except OSError as error:
-            return str(error)
-        return None
+            return str(error), None
+        return None, None
 
-    def _write(self, directory: Path, state: State) -> Callable[[], Response]:
+    def _write(self, directory: Path, state: State, linked: bool) -> Callable[[], list[Response]]:
         """Takes what is to be written from the state; the rest of the work is for the thread."""
-        found = self.canonical.to_write(state)
+        found = self.canonical.to_write(state, frozen=not linked)
         if callable(found):
-            return lambda: arrays.write(directory, found())
-        response = arrays.write(directory, found)
-        return lambda: response
+            return lambda: self._begin(directory, found())
+        responses = self._begin(directory, found)
+        return lambda: responses
+
+    def _begin(self, directory: Path, found: Mapping[str, jax.Array]) -> list[Response]:
+        """Orbax begins to write each place's arrays."""
+        responses: list[Response] = []
+        for place in steps.PLACES:
+            there = {name: x for name, x in found.items() if (name in self._frozen) == (place == steps.FROZEN)}
+            try:
+                responses += [arrays.write(directory / place, there)] if there else []
+            # what is being written elsewhere has to end before anything is removed
+            except Exception as error:
+                responses.append(_Refused(error))
+        return responses
 
     # --- on the thread
 
     def _finish(
         self,
-        write: Callable[[], Response] | Exception,
+        write: Callable[[], list[Response]] | Exception,
         directory: Path,
+        linked: digests.Files | None,
         step: int,
         manifest: Callable[[], Manifest],
         began: float,
@@ -164,10 +216,12 @@ class Saver:
         try:
             if isinstance(write, Exception):
                 raise write
-            _written(write(), directory, self.root / str(step))
+            failures = [_failure(response, directory, self.root / str(step)) for response in write()]
+            for failure in filter(None, failures):
+                raise failure
             if is_first():
                 manifest().write(directory)
-                written = digests.write(directory)
+                written = digests.write(directory, linked)
                 steps.commit(directory)
                 self._make_room(self.root / str(step))
                 steps.publish(directory, self.root / str(step))
@@ -223,6 +277,15 @@ class Saver:
                 steps.remove(self.root / str(step))
             except OSError as error:
                 self.say(f"checkpoint {self.root / str(step)} need not stay but cannot be removed: {_reason(error)}.")
+
+
+def _failure(response: Response, directory: Path, published: Path) -> Exception | None:
+    """What kept Orbax from writing, once it is at an end."""
+    try:
+        _written(response, directory, published)
+    except Exception as error:
+        return error
+    return None
 
 
 def _written(response: Response, directory: Path, published: Path) -> None:

@@ -3,6 +3,7 @@
     checkpoints/
       12/               committed: written whole, then renamed; COMMIT was written last
         arrays/         Orbax: parameters, optimizer state, loss scale, step
+        frozen/         Orbax: the parameters that are not trained, where there are any (see `frozen`)
         manifest.json   step, losses, config, versions, the tree of leaves
         digests.json    SHA-256 of every file above, in blocks
         COMMIT          format version and the digest of digests.json
@@ -20,6 +21,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,11 @@ from meshtrain.errors import refusal
 from meshtrain.files import sync, write_atomically
 from meshtrain.run.directory import CHECKPOINTS
 
-FORMAT = 1
-ARRAYS, MANIFEST, DIGESTS, COMMIT = "arrays", "manifest.json", "digests.json", "COMMIT"
+# Formats: all in arrays/; what is frozen in frozen/, where the versions before would not look.
+WHOLE, PARTED = 1, 2
+FORMAT = PARTED  # the newest that is read
+ARRAYS, FROZEN, MANIFEST, DIGESTS, COMMIT = "arrays", "frozen", "manifest.json", "digests.json", "COMMIT"
+PLACES = (ARRAYS, FROZEN)
 WRITING, REMOVING, DAMAGED = ".writing", ".removing", ".damaged"
 
 
@@ -108,9 +113,15 @@ def parsed(path: Path) -> Any:
         raise Damaged(f"{path.name} is no JSON") from None
 
 
+def place(leaf: Mapping[str, Any]) -> str:
+    """Where a step has an array, by what its manifest says of it."""
+    return FROZEN if leaf.get("frozen") else ARRAYS
+
+
 def commit(directory: Path) -> None:
     """Writes the commit marker of a directory whose digests are written; nothing in it may change afterwards."""
-    lines = f"meshtrain checkpoint, format {FORMAT}\n{DIGESTS} sha256 {_sha256((directory / DIGESTS).read_bytes())}\n"
+    form = PARTED if (directory / FROZEN).is_dir() else WHOLE
+    lines = f"meshtrain checkpoint, format {form}\n{DIGESTS} sha256 {_sha256((directory / DIGESTS).read_bytes())}\n"
     write_atomically(directory / COMMIT, f"{lines}the lines above sha256 {_sha256(lines.encode())}\n".encode())
 
 

@@ -6,7 +6,8 @@
 A key is one line of `meshtrain.config.schema`: its type, default, bounds, meaning, what it follows from, and what a resume does when it
 has changed. Everything else reads that line. A mistake is one sentence: where, what, what is legal, and the nearest right spelling.
 
-- `meshtrain.config.schema`: every key. `meshtrain.config.key`: what its line can say.
+- `meshtrain.config.schema`: every key, those of the mesh in `meshtrain.config.mesh`, of the model and its adapters in
+  `meshtrain.config.model`, of how gradients travel in `meshtrain.config.reduce`, of watching in `meshtrain.config.telemetry`. `meshtrain.config.key`: what its line can say.
 - `meshtrain.config.load`: `load`, of a file, dicts or another config, and overrides; `to_yaml`.
 - `meshtrain.config.tree`, `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type.
 - `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed.
@@ -18,6 +19,7 @@ Tried (`python -m experiments.faults`, room `config`): of 116 odd configs none i
 from meshtrain.config.check import check, chosen, notes
 from meshtrain.config.follow import replaced, resolve
 from meshtrain.config.load import load, to_yaml
+from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.schema import (
     CheckpointConfig,
     Config,
@@ -25,7 +27,6 @@ from meshtrain.config.schema import (
     EvalConfig,
     LogConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -33,10 +34,11 @@ from meshtrain.config.schema import (
     SurviveConfig,
     TrainConfig,
 )
+from meshtrain.config.telemetry import TelemetryConfig
 from meshtrain.errors import ConfigError, refusal, short
 
 __all__ = [
-    "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
-    "ParallelConfig", "PrecisionConfig", "RunConfig", "SurviveConfig", "TrainConfig", "check", "chosen", "load", "notes", "refusal", "replaced", "resolve", "short",
+    "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LogConfig", "LoraConfig", "MeshConfig", "ModelConfig", "OptimizerConfig",
+    "ParallelConfig", "PrecisionConfig", "RunConfig", "SurviveConfig", "TelemetryConfig", "TrainConfig", "check", "chosen", "load", "notes", "refusal", "replaced", "resolve", "short",
     "to_yaml",
 ]  # fmt: skip

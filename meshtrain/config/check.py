@@ -5,7 +5,10 @@ import math
 import os
 from pathlib import Path
 
+from meshtrain.config import reduce, telemetry
 from meshtrain.config.follow import followed
+from meshtrain.config.mesh import check as mesh_check
+from meshtrain.config.model import PROJECTIONS
 from meshtrain.config.rows import filled_rows, pieces
 from meshtrain.config.schema import ACTIVATIONS, AUTO, Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
@@ -47,11 +50,56 @@ def check(config: Config) -> None:
             f"mesh.tensor {mesh.tensor} does not divide train.sequence_length {train.sequence_length}, as parallel.sequence_parallel needs; "
             f"legal for mesh.tensor are {divisors(math.gcd(train.sequence_length, model.heads))}."
         )
+    mesh_check(mesh)
+    reduce.check(config)
     _check_batch(config)
     _check_pipeline(config)
     _check_data(config)
     _check_remat(config)
+    _check_tuning(config)
+    if config.eval.patience and not config.eval.every:
+        raise ConfigError(
+            f"eval.patience is {config.eval.patience} evaluations, but eval.every is 0, so there are none; give eval.every."
+        )
     _check_survive(config)
+    telemetry.check(config.telemetry, _steps(config))
+
+
+def _steps(config: Config) -> float:
+    """The last step, as far as it is known: that of `train.epochs` is when the data is open."""
+    return math.inf if config.train.epochs else config.train.steps
+
+
+def _check_tuning(config: Config) -> None:
+    lora, train, data = config.lora, config.train, config.data
+    have = [name for name in PROJECTIONS if name != "gate" or FAMILIES[config.model.family].gated]
+    for target in lora.targets:
+        if target not in have:
+            raise ConfigError(
+                f"lora.targets has {short(repr(target))}; projections of {config.model.family} are {', '.join(have)}"
+                + (nearest(target.removesuffix("_proj"), have) or ".")
+            )
+    if not lora.rank and (lora.targets or lora.dropout or lora.rslora):
+        raise ConfigError("the section lora asks for something, but lora.rank is 0, which is no adapter; give a rank.")
+    if train.objective == "dpo" and not lora.rank:
+        raise ConfigError("train.objective dpo takes the model without its adapters as reference; give lora.rank.")
+    if data.format == "text" and data.template is not None:
+        raise ConfigError(
+            f"data.template is {short(data.template)}, but data.format is text, which has none; set data.format to chat or pairs."
+        )
+    if train.objective == "dpo" and train.trainable:
+        raise ConfigError(
+            "train.objective dpo takes the model without its adapters as reference, which train.trainable would have move; leave it out."
+        )
+    for name in ("label_smoothing", "z_loss"):
+        if train.objective == "dpo" and (value := getattr(train, name)):
+            raise ConfigError(
+                f"train.{name} is {value}, but train.objective dpo takes plain log-probabilities; leave it out."
+            )
+    if (train.objective == "dpo") != (data.format == "pairs"):
+        raise ConfigError(
+            f"train.objective is {train.objective}, but data.format is {data.format}; dpo learns from pairs, and pairs are for dpo."
+        )
 
 
 def _check_survive(config: Config) -> None:
@@ -66,7 +114,7 @@ def _check_survive(config: Config) -> None:
             f"survive.wanted {survive.wanted} does not divide the {devices} devices of the mesh; legal are {divisors(devices)}."
         )
     for request in requests(survive.inject):
-        if request.step > config.train.steps:
+        if request.step > _steps(config):
             raise ConfigError(
                 f"survive.inject has {short(request.name)}, but train.steps is {config.train.steps}: that step is never reached."
             )
@@ -133,6 +181,10 @@ def _check_data(config: Config) -> None:
     if not has_documents(data.source) and data.validation_source is not None:
         raise ConfigError(
             f"data.validation_source is given, but with data.source {data.source} the held-out tokens are drawn too; leave it out."
+        )
+    if not has_documents(data.source) and data.format != "text":
+        raise ConfigError(
+            f"data.source is {data.source}, which holds no conversations, but data.format is {data.format}; name files of them."
         )
     if not has_documents(data.source) and data.batching != "window":
         raise ConfigError(
@@ -222,6 +274,10 @@ def notes(config: Config) -> list[str]:
         found.append(_few_microbatches(config))
     if mesh.pipeline > 1:
         found += _held_up(config)
+    if config.lora.rank and config.model.weights is None and config.checkpoint.resume in ("auto", "never"):
+        found.append(
+            "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or checkpoint.resume with its path."
+        )
     if config.optimizer.warmup_steps > config.train.steps:
         found.append(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
@@ -235,7 +291,24 @@ def notes(config: Config) -> list[str]:
         found.append("parallel.schedule has no use with mesh.pipeline 1: a table is for several stages.")
     if mesh.pipeline == 1 and parallel.layer_split is not None:
         found.append("parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage.")
-    return found
+    return [*found, *_island_notes(config), *reduce.notes(config)]
+
+
+def _island_notes(config: Config) -> list[str]:
+    mesh, stage, asked = config.mesh, config.parallel.zero_stage, config.parallel.reduce
+    if mesh.islands == 1:
+        return []
+    if stage and mesh.shards == 1:
+        return [
+            f"parallel.zero_stage {stage} shards nothing: each of the {mesh.islands} islands is one data rank, and has all of the state."
+        ]
+    plain = (asked.algorithm, asked.compression) == ("psum", "none") and not config.parallel.sync.every
+    if not stage and plain:
+        return [
+            f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: every data rank has all of the state, and gradients are "
+            "summed over all of data at once."
+        ]
+    return []
 
 
 def chosen(config: Config) -> list[str]:

@@ -1,6 +1,8 @@
 """Keys that follow from others, as their lines in `schema` say: filled in, and once more where the others change."""
 
-from collections.abc import Mapping
+import json
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from meshtrain.config.key import keys
@@ -35,9 +37,14 @@ def put(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
 
     A few times as fast as `dataclasses.replace`, which searches notice.
     """
-    held = vars(config)
-    changed = {name: type(held[name])(**(vars(held[name]) | values)) for name, values in sections.items()}
-    return type(config)(**(held | changed))
+    return _with_values(config, sections)
+
+
+def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
+    held = vars(section)
+    # A mapping is for a section: no key takes one.
+    inner = {n: _with_values(held[n], v) for n, v in values.items() if isinstance(v, Mapping)}
+    return type(section)(**(held | values | inner))
 
 
 def followed(config: Config, path: str) -> bool:
@@ -50,10 +57,27 @@ def followed(config: Config, path: str) -> bool:
 
 
 def value_of(config: Config, path: str) -> Any:
-    section, _, name = path.partition(".")
-    return getattr(getattr(config, section), name)
+    return operator.attrgetter(path)(config)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key path, old, new) of the keys that both configs have and that differ."""
+    for name in (name for name in new if name in old):
+        was, now = old[name], new[name]
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            yield from ((f"{name}.{inner}", *values) for inner, *values in differences(was, now))
+            continue
+        # tuples and lists are the same
+        was, now = (json.loads(json.dumps(value)) for value in (was, now))
+        if was != now:
+            yield name, was, now
 
 
 def _with(config: AnyConfig, path: str, value: Any) -> AnyConfig:
-    section, _, name = path.partition(".")
-    return put(config, **{section: {name: value}})
+    return put(config, **nested(path, value))
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """`mesh.data`, 2 as {"mesh": {"data": 2}}"""
+    first, _, rest = path.partition(".")
+    return {first: nested(rest, value) if rest else value}

@@ -64,11 +64,11 @@ def keys(kind: type) -> dict[str, Key]:
     return found
 
 
-def known(values: Mapping[str, Mapping[str, Any]], kind: type) -> dict[str, dict[str, Any]]:
+def known(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """What a config of another version, by section, has of the keys of this one's `kind`."""
-    legal, sections = keys(kind), {entry.name for entry in fields(kind)}
-    return {
-        section: {name: value for name, value in given.items() if f"{section}.{name}" in legal}
-        for section, given in values.items()
-        if section in sections
-    }
+    found: dict[str, Any] = {}
+    for entry in fields(kind):
+        if entry.name in values:
+            value, of_section = values[entry.name], isinstance(entry.type, type) and is_dataclass(entry.type)
+            found[entry.name] = known(value, entry.type) if of_section else value  # type: ignore[arg-type]
+    return found

@@ -6,9 +6,10 @@ Values are decoded by the type that `schema` declares, since YAML itself reads `
 
 import contextlib
 import dataclasses
+import operator
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import numpy as np
 import yaml
 
 from meshtrain.config.check import check
-from meshtrain.config.follow import put, resolve, unresolved
+from meshtrain.config.follow import nested, put, resolve, unresolved
 from meshtrain.config.key import keys
 from meshtrain.config.schema import Config
+from meshtrain.config.theirs import section_of
 from meshtrain.config.tree import NULL, compose, plain, problem, shape
 from meshtrain.config.values import value
 from meshtrain.errors import ConfigError, nearest, short
@@ -36,14 +38,13 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
 
     ConfigError (one sentence) otherwise.
     """
-    if source is None:
-        config = Config()
-    elif isinstance(source, Config):
-        config = unresolved(source)
-    elif isinstance(source, Mapping):
-        config = _of_mapping(source)
-    else:
-        config = read_section(Config, source, "config", "--config", EXAMPLE)
+    found: dict[str, Any] = {}
+    if isinstance(source, Mapping):
+        found = _of_mapping(source)
+    elif source is not None and not isinstance(source, Config):
+        found = read_given(Config, source, "config", "--config", EXAMPLE)
+    config = unresolved(source) if isinstance(source, Config) else filled(Config(), found)
+    given = set(_changed(config.model) if isinstance(source, Config) else found.get("model", {}))
     # A text is a sequence of texts too, its letters.
     listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not listed or not all(isinstance(override, str) for override in overrides):
@@ -52,7 +53,8 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
         )
     for override in overrides:
         config = _override(config, override)
-    config = resolve(config)
+        given.add(override.partition("=")[0].strip().removeprefix("model."))
+    config = resolve(_with_weights(config, given))
     check(config)
     return config
 
@@ -68,7 +70,34 @@ class _Dumper(yaml.SafeDumper):
         return super().represent_data(data)
 
 
-def _of_mapping(values: Mapping[str, Any]) -> Config:
+def _changed(section: Any) -> Iterator[str]:
+    """The keys of a section that do not stand at their defaults."""
+    return (name for name, key in keys(type(section)).items() if operator.attrgetter(name)(section) != key.default)
+
+
+def _with_weights(config: Config, given: Set[str]) -> Config:
+    """The section model filled by the config.json of model.weights; ConfigError where a key that is given contradicts it.
+
+    A config that says all of it, as a run's own does, needs the directory no longer.
+    """
+    weights = config.model.weights
+    if weights is None or {"family", "layers", "d_model", "vocab_size"} <= given:
+        return config
+    theirs = section_of(Path(weights).expanduser())
+    try:
+        _of_mapping({"model": theirs})
+    except ConfigError as error:
+        raise ConfigError(f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}") from None
+    for name in given & theirs.keys():
+        ours = getattr(config.model, name)
+        if ours != theirs[name]:
+            raise ConfigError(
+                f"model.{name} is {ours}, but the model in {short(weights)} has {theirs[name]}; leave the key out."
+            )
+    return put(config, model=theirs)
+
+
+def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
@@ -81,7 +110,7 @@ def _of_mapping(values: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f"{GIVEN} hold {short(repr(held))}; they may be texts, paths, numbers, switches and lists."
         ) from None
-    return filled(Config(), _section(Config, node, "", GIVEN, "config")) if node is not None else Config()
+    return _section(Config, node, "", GIVEN, "config") if node is not None else {}
 
 
 def to_yaml(config: Config) -> str:
@@ -161,21 +190,27 @@ def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) ->
 
 
 def _override(config: Config, text: str) -> Config:
-    path, equals, given = text.partition("=")
-    section_name, _, name = path.strip().partition(".")
+    path, equals, given = (part.strip() for part in text.partition("="))
     source = f"--set {short(text)}"
-    if not (equals and section_name and name):
+    *sections, name = path.split(".")
+    if not (equals and sections and all(sections) and name):
         raise ConfigError(f"{source}: write --set section.key=value, for example --set mesh.data=2.")
-    sections = typing.get_type_hints(Config)
-    if section_name not in sections:
-        raise ConfigError(f"{source}: {_unknown(Config, '', section_name)}")
-    section = getattr(config, section_name)
-    hints = typing.get_type_hints(type(section))
+    kind: type = Config
+    prefix = ""
+    for section in sections:
+        hint = typing.get_type_hints(kind).get(section)
+        if hint is None:
+            raise ConfigError(f"{source}: {_unknown(kind, prefix, section)}")
+        if not dataclasses.is_dataclass(hint):
+            raise ConfigError(f"{source}: {prefix}{section} is a key and has none of its own.")
+        kind, prefix = typing.cast(type, hint), f"{prefix}{section}."
+    hints = typing.get_type_hints(kind)
     if name not in hints:
-        raise ConfigError(f"{source}: {_unknown(type(section), f'{section_name}.', name)}")
-    where = f"{source}: {section_name}.{name}"
-    decoded = value(hints[name], keys(type(section))[name], _given(given.strip()), where)
-    return put(config, **{section_name: {name: decoded}})
+        raise ConfigError(f"{source}: {_unknown(kind, prefix, name)}")
+    if dataclasses.is_dataclass(hints[name]):
+        inner = ", ".join(typing.get_type_hints(hints[name]))
+        raise ConfigError(f"{source}: {path} is a section; give one of its keys, {inner}.")
+    return put(config, **nested(path, value(hints[name], keys(kind)[name], _given(given), f"{source}: {path}")))
 
 
 def _given(text: str) -> yaml.Node:

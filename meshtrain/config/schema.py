@@ -1,32 +1,28 @@
 """Every key of the configuration in one line: its type, its default, and what `key` takes besides.
 
-Nothing here reads a file or touches a device.
+Sections with a file of their own: `mesh`, `model` and `lora` (`model`), `parallel.reduce` and `parallel.sync` (`reduce`), `telemetry`. Nothing here reads a file or touches a device.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshtrain.config.key import Resume, key
-from meshtrain.errors import ConfigError, divisors
-from meshtrain.families import FAMILIES
+from meshtrain.config.mesh import AXES as AXES
+from meshtrain.config.mesh import DATA as DATA
+from meshtrain.config.mesh import ISLAND as ISLAND
+from meshtrain.config.mesh import PIPELINE as PIPELINE
+from meshtrain.config.mesh import TENSOR as TENSOR
+from meshtrain.config.mesh import MeshConfig
+from meshtrain.config.model import LoraConfig, ModelConfig
+from meshtrain.config.reduce import ReduceConfig, SyncConfig
+from meshtrain.config.telemetry import TelemetryConfig
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, legal_chunks
 from meshtrain.shown import Shown
 
 FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Resume.TOKENS
-SHAPE, SIZE = Resume.SHAPE, Resume.SIZE
 
 MOST_FAKE_DEVICES = 1024  # JAX starts so many CPU devices in 5 s; 4096 take more than a minute
-
-
-def _head_dim(config: "Config") -> int:
-    model = config.model
-    if model.d_model % model.heads:
-        raise ConfigError(
-            f"model.d_model {model.d_model} does not divide into model.heads {model.heads}; "
-            f"give model.head_dim, or heads that divide it: {divisors(model.d_model)}."
-        )
-    return model.d_model // model.heads
 
 
 def _zero_hold(config: "Config") -> bool:
@@ -76,60 +72,9 @@ class RunConfig:
     )
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    family: str = key(
-        "llama",
-        "llama: RMSNorm, RoPE, SwiGLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases; or one registered from outside",
-        one_of=FAMILIES, resume=SHAPE
-    )
-    layers: int = key(8, "transformer blocks", least=1, most=65536, resume=SIZE)
-    d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=SHAPE)
-    heads: int = key(8, "query heads", least=1, resume=SHAPE)
-    kv_heads: int = key(
-        None, "key/value heads (grouped-query attention); null: as many as heads",
-        least=1, follows=lambda c: c.model.heads, resume=SHAPE
-    )
-    head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
-    d_ff: int = key(
-        None, "hidden width of the MLP; null: as wide as the family has it for d_model",
-        least=1, follows=lambda c: FAMILIES[c.model.family].d_ff(c.model.d_model), resume=SHAPE
-    )
-    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size", least=2, resume=SIZE)
-    dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
-    tied_head: bool = key(
-        None, "use the embedding as output head; null: as the family does",
-        follows=lambda c: FAMILIES[c.model.family].tied_head, resume=SHAPE
-    )
-    rope_theta: float = key(10000.0, "base of the rotary frequencies, where positions are rotary", above=0.0, resume=SHAPE)
-    max_positions: int = key(
-        None, "rows of the position table, where positions are learned; null: train.sequence_length",
-        least=1, follows=lambda c: c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
-    )
-    norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
-    init_std: float = key(
-        0.02, "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)",
-        above=0.0
-    )
-
-
-DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    data: int = key(1, "data-parallel replicas; ZeRO shards state over this axis", least=1)
-    tensor: int = key(1, "tensor-parallel ranks: heads, d_ff and vocabulary are split over this axis", least=1)
-    pipeline: int = key(1, "pipeline stages: layers are split over this axis", least=1)
-
-    @property
-    def devices(self) -> int:
-        return self.data * self.tensor * self.pipeline
-
-
 # What remat: names may keep or offload, in the order in which a layer makes it; and what remat: selective keeps of it.
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
-SELECTIVE = ("qkv", "attention", "attention_out", "mlp_in")
+SELECTIVE = ("qkv", "attention", "attention_out", "mlp_in", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -177,6 +122,8 @@ class ParallelConfig:
         "spread",
         "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage"
     )
+    reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
 
     @property
     def names_kept(self) -> tuple[str, ...]:
@@ -225,8 +172,9 @@ class DataConfig:
     batching: Literal["window", "packed", "grouped", "budget"] = key(
         "window",
         "window: sequences that follow one another in the text; packed: whole documents side by side, attention and loss kept within each; "
-        "grouped: documents of about equal length together, padded; budget: the same with more rows the shorter they are",
-        resume=REFUSED
+        "grouped: documents of about equal length together, padded; budget: the same with more rows the shorter they are; conversations "
+        "are never cut like window, so there packed stands for it",
+        follows=lambda c: "window" if c.data.format == "text" else "packed", resume=REFUSED
     )
     last: Literal["drop", "pad"] = key(
         "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, or pad it", resume=REFUSED
@@ -254,6 +202,16 @@ class DataConfig:
         True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core); sizes always are"
     )
     prefetch: int = key(2, "batches that are read and placed on the devices ahead of the step", least=1)
+    format: Literal["text", "chat", "pairs"] = key(
+        "text",
+        "text: every token is learned; chat: conversations (OpenAI messages, ShareGPT, Alpaca), of which the answers are learned; pairs: "
+        "a chosen and a rejected answer to each prompt, for train.objective: dpo",
+        resume=CONTENT
+    )
+    template: str | None = key(
+        None, "format chat, pairs: a chat template (Jinja), or the tokenizer_config.json that holds one; null: the one beside data.tokenizer",
+        resume=CONTENT
+    )
 
 
 @dataclass(frozen=True)
@@ -268,6 +226,18 @@ class TrainConfig:
     sequence_length: int = key(256, "tokens a sequence", least=1, resume=REFUSED)
     label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
+    epochs: float = key(0.0, "passes over the data, from which train.steps then follows; 0: train.steps counts", least=0.0)
+    trainable: tuple[str, ...] = key(
+        (), "weights that are trained, by name or pattern (blocks.attention.*), the others frozen; empty: all, or with lora.rank the "
+        "adapters alone",
+        resume=REFUSED
+    )
+    objective: Literal["next_token", "dpo"] = key(
+        "next_token", "next_token: cross-entropy; dpo: direct preference optimisation (Rafailov et al. 2023), the model without its adapters "
+        "as reference",
+        resume=REFUSED
+    )
+    dpo_beta: float = key(0.1, "objective dpo: how strongly the reference holds", above=0.0)
 
 
 @dataclass(frozen=True)
@@ -289,7 +259,10 @@ class OptimizerConfig:
 class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0: only at the end", least=0)
     keep: int = key(3, "newest checkpoints kept", least=1)
-    keep_best: int = key(1, "checkpoints kept for their eval loss, the lowest ones", least=0)
+    keep_best: int = key(
+        1, "checkpoints kept for their eval loss, the lowest ones; 0: none, else each evaluation with the lowest loss so far is followed by a "
+        "save", least=0
+    )
     keep_every: int = key(0, "checkpoints at multiples of this step are kept for ever; 0: none are", least=0)
     resume: str = key(
         "auto",
@@ -316,6 +289,9 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = key(0, "steps between evaluations on held-out text; 0: never", least=0)
     batches: int = key(8, "batches of one evaluation", least=1)
+    patience: int = key(
+        0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all its steps", least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -361,3 +337,5 @@ class Config(Shown):
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     survive: SurviveConfig = field(default_factory=SurviveConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)

@@ -10,6 +10,8 @@ processes in the order that it would have had: each process computes which rows 
 - `meshtrain.data.from_config`: `open_data`, from a config to `TextBatches`. `meshtrain.data.loader`: `Loader`.
 - `meshtrain.data.inputs`, `meshtrain.data.formats`, `meshtrain.data.documents`: what is read, as what, in what order.
 - `meshtrain.data.prepare`, `meshtrain.data.unit`: text to shards, in parallel, interrupted and gone on with.
+- `meshtrain.data.chat`, `meshtrain.data.template`, `meshtrain.data.answers`: conversations, what the tokenizer's template makes of them,
+  and which tokens of it are learned. `meshtrain.data.epochs`: how many steps so many passes are.
 - `meshtrain.data.shards`, `meshtrain.data.manifest`: what lies on disk. `meshtrain.data.cache`: the same, unasked.
 - `meshtrain.data.windows`, `meshtrain.data.packing`, `meshtrain.data.grouping`: the batchings. `meshtrain.data.mixture`: several sources.
 - `meshtrain.data.permutation`: a shuffle without a table. `meshtrain.data.tokenizer`: bytes, or a tokenizer.json.
@@ -20,7 +22,8 @@ Measured (`experiments/bench_data.py`): packing fills 0.9998 of the places in ro
 which a bare loop copies their tokens and labels out of a memory map.
 """
 
+from meshtrain.data.epochs import in_epochs
 from meshtrain.data.from_config import TextBatches, open_data
 from meshtrain.data.loader import Loader
 
-__all__ = ["Loader", "TextBatches", "open_data"]
+__all__ = ["Loader", "TextBatches", "in_epochs", "open_data"]

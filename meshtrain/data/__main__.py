@@ -1,4 +1,4 @@
-"""python -m meshtrain.data: prepares token shards from text, trains a tokenizer, checks prepared shards.
+"""python -m meshtrain.data: prepares token shards from text or conversations, shows what is learned of these, trains a tokenizer, checks shards.
 
 Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while running; 75 stopped early (run again to go on).
 """
@@ -17,18 +17,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import get_args
 
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, whole_number
+from meshtrain.data import show
 from meshtrain.data.documents import read, units
+from meshtrain.data.formats import wanted_for
 from meshtrain.data.inputs import Found, find
-from meshtrain.data.manifest import SPLITS, read_manifest
-from meshtrain.data.prepare import SKIPPED, describe_skipped, prepare, refusal_at
+from meshtrain.data.manifest import SPLITS, Contents, read_manifest
+from meshtrain.data.prepare import SKIPPED, describe_skipped, last_change, prepare, refusal_at
 from meshtrain.data.shards import open_corpus
 from meshtrain.data.tokenizer import train_bpe
-from meshtrain.data.unit import Options
+from meshtrain.data.unit import Options, reading
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.run.early import Stopped
 
@@ -78,11 +81,12 @@ def _writing(output: Path) -> Iterator[None]:
 def _parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.data", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    preparing = commands.add_parser("prepare", help="text to token shards")
+    preparing = commands.add_parser("prepare", help="text or conversations to token shards")
     _add_input(preparing)
     preparing.add_argument(
-        "--tokenizer", default=Options.tokenizer, help="byte, or the path of a tokenizer.json (default: %(default)s)"
+        "--format", choices=get_args(Contents), default=Options.contents, help="as data.format (default: %(default)s)"
     )
+    _add_tokenizer(preparing)
     preparing.add_argument("--output", required=True, type=_directory, help="directory of the shards")
     workers = os.cpu_count() or 1
     preparing.add_argument("--workers", type=whole_number, default=workers, help="processes (default: all cores)")
@@ -91,6 +95,17 @@ def _parser() -> Parser:
     bad = "documents that are empty, damaged, not UTF-8, without text (default: %(default)s)"
     preparing.add_argument("--bad", choices=("skip", "refuse"), default=Options.bad, help=bad)
     preparing.set_defaults(run=_prepare)
+    showing = commands.add_parser("show", help="an example of conversations, what is learned of it in colour")
+    showing.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files or folders of conversations")
+    showing.add_argument(
+        "--format", choices=("chat", "pairs"), default="chat", help="as data.format (default: %(default)s)"
+    )
+    _add_tokenizer(showing)
+    showing.add_argument("--number", type=whole_number, default=1, help="which example, from 1 (default: %(default)s)")
+    showing.add_argument(
+        "--length", type=whole_number, help="as train.sequence_length: how much of the example a row takes"
+    )
+    showing.set_defaults(run=_show)
     training = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
     _add_input(training)
     training.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
@@ -107,6 +122,13 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
     field = "field of a JSON Lines record, or column of Parquet, that holds the text (default: %(default)s)"
     parser.add_argument("--text-field", default=Options.text_field, help=field)
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer", default=Options.tokenizer, help="byte, or the path of a tokenizer.json (default: %(default)s)"
+    )
+    parser.add_argument("--template", help="of conversations: a chat template, instead of the one beside the tokenizer")
 
 
 def _path(text: str) -> Path:
@@ -137,8 +159,8 @@ def _share(text: str) -> float:
     return share
 
 
-def _find(inputs: Sequence[str]) -> Found:
-    found = find(inputs)
+def _find(inputs: Sequence[str], contents: Contents = "text") -> Found:
+    found = find(inputs, wanted_for(contents))
     print(f"{len(found.files)} files, {found.size / 1e6:.1f} MB", file=sys.stderr)
     if found.ignored:
         print(f"Left out {found.ignored.total()} files of other kinds: {found.describe_ignored()}", file=sys.stderr)
@@ -148,14 +170,19 @@ def _find(inputs: Sequence[str]) -> Found:
 
 
 def _prepare(chosen: argparse.Namespace) -> None:
-    options, output = Options(chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad), chosen.output
-    found, began = _find(chosen.input), time.perf_counter()
+    options, output = (
+        Options(chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad, chosen.format, chosen.template),
+        chosen.output,
+    )
+    found, began = _find(chosen.input, chosen.format), time.perf_counter()
     with _writing(output), _progress_bar() as progress:
         manifest = prepare(found.files, output, options, chosen.workers, progress)
     seconds = time.perf_counter() - began
     for split, shards in manifest.shards.items():
         documents, tokens = manifest.count(split, "documents"), manifest.count(split, "tokens")
         print(f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(shards)} shards")
+    for counted, count in manifest.counts.items():
+        print(f"{counted}: {count:,}")
     if options.validation and not manifest.shards["validation"]:
         # Each document's name decides, so that it stays in its split when others come and go: of few there may be none.
         say(
@@ -178,6 +205,14 @@ def _progress_bar() -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(chosen: argparse.Namespace) -> None:
+    options = Options(chosen.tokenizer, contents=chosen.format, template=chosen.template)
+    found = _find(chosen.input, chosen.format)
+    with closing(reading(options, last_change(found.files))) as read:
+        example = show.nth(found.files, read, chosen.number)
+    show.draw(example, read.tokenizer, chosen.length)
 
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
-"""Reading documents: text, Markdown, source trees, JSON Lines, each also compressed, and Parquet.
+"""Reading documents: text, Markdown, source trees, JSON Lines, each also compressed, and Parquet; of conversations JSON Lines, JSON and Parquet.
 
-A file is one document; in JSON Lines a line is one, in Parquet a row. Work is cut into units that follow from the input alone, so that
+A file is one document; in JSON Lines a line is one, in Parquet a row, in a JSON list an entry. Work is cut into units that follow from the input alone, so that
 what comes out does not depend on how many workers share them. Of a compressed or Parquet file that is damaged nothing is taken.
 """
 
@@ -8,10 +8,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
-from meshtrain.data.formats import DAMAGE, HEAD, no_text, open_plain, parquet_column
+from meshtrain.data.formats import DAMAGE, HEAD, is_chat, no_text, open_plain, parquet_column, parquet_records
 from meshtrain.data.inputs import File
 from meshtrain.errors import refusal, short
 
@@ -35,12 +36,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or why it is none: the kind of problem, and what exactly (then `text` is empty)."""
+    """A document, or why it is none: the kind of problem, and what exactly (then `text` is empty). Of a conversation its JSON value."""
 
     name: str
     text: str
     kind: str = ""
     detail: str = ""
+    record: Any = None
 
     @property
     def problem(self) -> str:
@@ -69,17 +71,21 @@ def units(files: Sequence[File]) -> list[tuple[Part, ...]]:
     return found
 
 
-def read(part: Part, text_field: str, check: Callable[[], None] = lambda: None) -> Iterator[Document]:
-    """The documents of a part, good and bad; one of JSON Lines is named file#byte where its line begins, one of Parquet file#row.
+def read(part: Part, text_field: str | None, check: Callable[[], None] = lambda: None) -> Iterator[Document]:
+    """The documents of a part, good and bad; one of JSON Lines is named file#byte where its line begins, one of Parquet or a list file#row.
 
+    text_field None: records of conversations are read, whole.
     check is called now and then while a file is gone through before its first document, and may raise to stop.
     """
     file = part.file
     try:
-        if file.parquet:
+        if file.json_lines:
+            take = _whole_record if text_field is None else partial(_record, text_field=text_field)
+            yield from _lines(part, take, check)
+        elif text_field is None:
+            yield from _row_records(file, check) if file.parquet else _entries(file)
+        elif file.parquet:
             yield from _rows(file, text_field, check)
-        elif file.json_lines:
-            yield from _lines(part, text_field, check)
         else:
             with open_plain(file.path) as stream:
                 yield _whole(file.name, stream.read())
@@ -101,7 +107,7 @@ def _whole(name: str, data: bytes) -> Document:
     return Document(name, text, "" if text else "empty")
 
 
-def _lines(part: Part, text_field: str, check: Callable[[], None]) -> Iterator[Document]:
+def _lines(part: Part, take: Callable[[str, bytes], Document], check: Callable[[], None]) -> Iterator[Document]:
     """A line belongs to the part in which it begins."""
     file = part.file
     with open_plain(file.path) as stream:
@@ -123,7 +129,7 @@ def _lines(part: Part, text_field: str, check: Callable[[], None]) -> Iterator[D
             if not line:
                 return
             if not line.isspace():
-                yield _record(f"{file.name}#{at}", line.removeprefix(BOM) if at == 0 else line, text_field)
+                yield take(f"{file.name}#{at}", line.removeprefix(BOM) if at == 0 else line)
             at += len(line)
 
 
@@ -142,13 +148,65 @@ def _record(name: str, line: bytes, text_field: str) -> Document:
     return _field(name, texts[0] if texts else None, text_field)
 
 
-def _json(text: str) -> Any:
+def _json(text: str, decoder: json.JSONDecoder = JSON) -> Any:
     try:
-        return JSON.decode(text)
+        return decoder.decode(text)
     except RecursionError:
         # How deep the calls stand here depends on who called; in a thread of its own it never does.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(JSON.decode, text).result()
+            return thread.submit(decoder.decode, text).result()
+
+
+class _Twice(Exception):
+    """A field of an object stands twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Twice(next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i])))
+    return found
+
+
+RECORDS = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def _whole_record(name: str, data: bytes) -> Document:
+    try:
+        text = data.decode()
+        record = _json(text, RECORDS)
+        # Half of a surrogate pair stands as an escape, anywhere in it.
+        if "\\u" in text:
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        return Document(name, "", "not UTF-8")
+    except UnicodeEncodeError:
+        return Document(name, "", "not Unicode", "(half of a surrogate pair)")
+    except RecursionError:
+        return Document(name, "", "not JSON", "(nested too deeply)")
+    except _Twice as error:
+        return Document(name, "", "ambiguous", f"(the field '{short(error)}' stands twice)")
+    except ValueError:
+        return Document(name, "", "not JSON")
+    return Document(name, "", record=record)
+
+
+def _entries(file: File) -> Iterator[Document]:
+    """The entries of a file that is one JSON list."""
+    if not is_chat(file.name):
+        yield Document(
+            file.name, "", "no conversation", "(they are read from .jsonl, .ndjson, .json and .parquet files)"
+        )
+        return
+    with open_plain(file.path) as stream:
+        whole = _whole_record(file.name, stream.read().removeprefix(BOM))
+    if whole.problem:
+        yield whole
+    elif not isinstance(whole.record, list):
+        yield Document(file.name, "", "no conversation", "(a file that is no JSON Lines is a JSON list of them)")
+    else:
+        for number, record in enumerate(whole.record):
+            yield Document(f"{file.name}#{number}", "", record=record)
 
 
 def _field(name: str, text: Any, text_field: str) -> Document:
@@ -175,3 +233,13 @@ def _rows(file: File, text_field: str, check: Callable[[], None]) -> Iterator[Do
             yield _field(name, data if data is None else data.decode(), text_field)
         except UnicodeDecodeError as error:
             yield Document(name, "", "not UTF-8", f"at byte {error.start}")
+
+
+def _row_records(file: File, check: Callable[[], None]) -> Iterator[Document]:
+    # To its end, before a row of it is taken.
+    for number, _ in enumerate(parquet_records(file.path)):
+        if number % 1024 == 0:
+            check()
+    for number, record in enumerate(parquet_records(file.path)):
+        # A column of times or bytes is none of a conversation's; as text it can be passed on.
+        yield Document(f"{file.name}#{number}", "", record=json.loads(json.dumps(record, default=str)))

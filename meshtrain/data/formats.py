@@ -4,7 +4,7 @@ import gzip
 import importlib.util
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
@@ -73,6 +73,16 @@ def suffix(name: str) -> str:
 def is_text(name: str) -> bool:
     """Whether a file of a folder is taken: a known kind of text, JSON Lines or Parquet."""
     return suffix(name) in (*TEXT, *JSON_LINES) or name.lower().endswith(PARQUET)
+
+
+def is_chat(name: str) -> bool:
+    """Whether a file of a folder is taken for conversations: JSON Lines, JSON or Parquet."""
+    return suffix(name) in (*JSON_LINES, ".json") or name.lower().endswith(PARQUET)
+
+
+def wanted_for(contents: str) -> Callable[[str], bool]:
+    """Which files of a folder hold documents of a `data.format`."""
+    return is_text if contents == "text" else is_chat
 
 
 def no_text(name: str, head: bytes) -> str | None:
@@ -170,3 +180,23 @@ def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
                 yield batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
     except pyarrow.ArrowException as error:
         raise OSError(str(error)) from None
+
+
+def parquet_records(path: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file with all their columns; a field that is null is left out. OSError: the file is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from (_present(row) for row in batch.to_pylist())
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise OSError(str(error)) from None
+
+
+def _present(value: Any) -> Any:
+    """Without the fields that are null: in a column every message has all fields that any has."""
+    if isinstance(value, dict):
+        return {name: _present(each) for name, each in value.items() if each is not None}
+    return [_present(each) for each in value] if isinstance(value, list) else value

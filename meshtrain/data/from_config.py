@@ -14,6 +14,7 @@ from meshtrain.config.schema import DataConfig
 from meshtrain.data.batches import EpochRows, RowBatches
 from meshtrain.data.cache import cache_directory, open_files
 from meshtrain.data.filling import filled
+from meshtrain.data.formats import wanted_for
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
 from meshtrain.data.inputs import find
 from meshtrain.data.loader import Batch
@@ -56,6 +57,7 @@ class TextBatches:
     source: str
     digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
     multiple: int = 1  # rows are filled up to a multiple of this
+    said: tuple[str, ...] = ()  # of conversations: what is learned of them, what is cut off and left out
 
     def __repr__(self) -> str:
         return self.describe()
@@ -97,7 +99,8 @@ class TextBatches:
         """What an epoch of it is, in one line."""
         shapes = f" in {len(self.shapes)} shapes" if len(self.shapes) > 1 else ""
         padding = f", {self.padding:.1%} padding" if self.padding >= 0.0005 else ""
-        return f"{self.source}: {self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
+        epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
+        return f"{self.source}: " + "; ".join((epoch, *self.said))
 
 
 def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
@@ -133,6 +136,10 @@ def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
 
 def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
     """Opens what a key names, preparing it first if it is text; ConfigError (one sentence) on bad input."""
+    if name in SOURCES and data.format != "text":
+        raise ConfigError(
+            f"{key} is {name}, which holds no conversations; with data.format {data.format} name files of them."
+        )
     if name in SOURCES and (opens := SOURCES[name].documents) is not None:
         return opens(data, tokenizer)
     path = Path(os.path.expanduser(name))
@@ -141,8 +148,8 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):
             share = Options.validation if data.validation is None else data.validation
-            options = Options(data.tokenizer, share, data.text_field, data.bad_documents)
-            return open_files(find([str(path)]), name, options, tokenizer, data)
+            options = Options(data.tokenizer, share, data.text_field, data.bad_documents, data.format, data.template)
+            return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     words = [*SOURCES, MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
@@ -181,17 +188,28 @@ def _batches(
         batches = _grouped(config, corpora, tables, weights)
     else:
         batches = _rows(config, corpora, tables, weights)
+    said = [
+        f"{source.name}: {sentence}" if len(pairs) > 1 else sentence
+        for (source, corpus, _), table in zip(pairs, tables, strict=False)
+        for sentence in source.describe(corpus, table, length)
+    ]
     if batches.batches_per_epoch == 0:
         raise ConfigError(
             f"{name} fills no batch of train.global_batch_size {config.train.global_batch_size} for {split}; "
             "give a smaller batch, or data.last: pad."
         )
     digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
-    return TextBatches(batches, tokenizer, name, digest, row_multiple(config))
+    return TextBatches(batches, tokenizer, name, digest, row_multiple(config), tuple(said))
 
 
 def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> Pieces:
-    return open_pieces(corpus, length, cache_directory() / "lengths" / f"{source.digest(split)[:32]}-{length}")
+    pieces = open_pieces(corpus, length, cache_directory() / "lengths" / f"{source.digest(split)[:32]}-{length}")
+    if not len(pieces.first):
+        raise ConfigError(
+            f"of the {corpus.documents:,} examples of {source.name} none has a learned answer within train.sequence_length {length}; "
+            "give a greater one."
+        )
+    return pieces
 
 
 def _rows(

@@ -105,9 +105,8 @@ class Grouped:
     def tokens_per_batch(self) -> float:
         """Labels on average over an epoch; what a dropped last batch would have held counts as if it came (it is a random one)."""
         counts = self.pieces.counts
-        labels = int((counts * np.arange(len(counts))).sum())
         taken = sum(min(g.batches * g.rows, g.end - g.begin) for g in self.groups)
-        return labels * taken / int(counts.sum()) / self.batches_per_epoch
+        return self.pieces.labels * taken / int(counts.sum()) / self.batches_per_epoch
 
     @property
     def places_per_batch(self) -> float:
@@ -130,7 +129,7 @@ class Grouped:
         numbers = group.begin + permute(np.where(real, positions, 0), size, key)
         lengths, first = self.pieces.lengths(numbers) * real, self.pieces.first[numbers].astype(np.int64)
         places = in_rows(group.length, np.ones_like(lengths), first, lengths)
-        return {**places.read(self.corpus), "weights": places.weights()}
+        return {"weights": places.weights(), **places.read(self.corpus)}
 
     def _place(self, k: int) -> tuple[int, int]:
         """The group of global batch k, and which of its batches it is."""

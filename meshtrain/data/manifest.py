@@ -3,15 +3,18 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from meshtrain.errors import ConfigError, refusal
 
 MANIFEST, RECIPE, UNITS = "manifest.json", "plan.json", "units"
 FORMAT = 1
 SPLITS = ("train", "validation")
+# What the documents are, as `data.format` says it.
+Contents = Literal["text", "chat", "pairs"]
+OF_CHATS = ("contents", "template_digest", "counts")  # what a manifest says of conversations alone
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Manifest:
     shards: dict[str, tuple[Shard, ...]]  # by split
     skipped: dict[str, int]  # documents that were not taken, by reason
     format: int = FORMAT
+    contents: Contents = "text"
+    template_digest: str = ""
+    counts: dict[str, int] = field(default_factory=dict)  # of conversations: by what is counted (answers.COUNTED)
 
     def count(self, split: str, what: str) -> int:
         return sum(getattr(shard, what) for shard in self.shards[split])
@@ -59,7 +65,10 @@ class Manifest:
         return hashlib.sha256(json.dumps([self.tokenizer_digest, self.dtype, shards]).encode()).hexdigest()
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        values = asdict(self)
+        if self.contents == "text":
+            values = {name: value for name, value in values.items() if name not in OF_CHATS}
+        return json.dumps(values, indent=1) + "\n"
 
 
 def is_preparation(directory: Path) -> bool:
@@ -88,6 +97,8 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = _checked(Manifest(**{**values, "shards": shards}))
         if manifest.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype is {manifest.dtype!r}")
+        if manifest.contents not in get_args(Contents):
+            raise ValueError(f"contents is {manifest.contents!r}")
         if not all(re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]):
             raise ValueError("a shard's name is a path")
         return manifest
@@ -106,6 +117,7 @@ def _checked(record: T) -> T:
     """The record, if its values have the types that they should; TypeError."""
     for each in fields(record):
         value, wanted = getattr(record, each.name), cast(type, get_origin(each.type) or each.type)
+        wanted = str if get_origin(each.type) is Literal else wanted
         if not isinstance(value, (int, float) if wanted is float else wanted):
             raise TypeError(f"{each.name} is {value!r}")
     return record

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.config.schema import DataConfig
+from meshtrain.data.answers import SPECIAL, TOKENS
 from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, Manifest, read_manifest
+from meshtrain.data.pieces import Pieces, shortened
 from meshtrain.data.shards import Corpus, open_corpus
+from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, short
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,27 @@ class Source:
             return self.train + self.validation
         return {"train": self.train, "validation": self.validation, "all": self.train or self.validation}[split]
 
+    def describe(self, corpus: Corpus, pieces: Pieces, longest: int) -> list[str]:
+        """What of conversations is learned, and what of them does not fit rows of `longest` tokens; nothing of text."""
+        manifest = self.manifest
+        if manifest.contents == "text":
+            return []
+        stored = sum(manifest.count(split, "tokens") for split in SPLITS)
+        found = [f"{manifest.counts[TOKENS] / stored:.0%} of the tokens are learned"]
+        cut, left_out = shortened(corpus, pieces, longest)
+        if cut:
+            found.append(f"{cut:,} of {corpus.documents:,} examples end at token {longest}, where a row does")
+        if left_out:
+            why = (
+                "they are longer than a row"
+                if manifest.contents == "pairs"
+                else f"no answer begins in their first {longest} tokens"
+            )
+            found.append(f"{left_out:,} of {corpus.documents:,} examples are left out, since {why}")
+        if special := manifest.counts[SPECIAL]:
+            found.append(f"{special:,} messages hold special tokens, which are read as such")
+        return found
+
 
 def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
     """Shards that were prepared for a tokenizer and a held-out share, and are still whole; ConfigError if not."""
@@ -41,6 +65,15 @@ def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokeniz
         raise ConfigError(
             f"the shards in {name} were made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} tokens), but data.tokenizer is "
             f"{data.tokenizer}; set data.tokenizer to {'byte' if manifest.tokenizer == 'byte' else directory / 'tokenizer.json'}."
+        )
+    if manifest.contents != data.format:
+        raise ConfigError(
+            f"the shards in {name} hold {manifest.contents}, but data.format is {data.format}; set data.format to {manifest.contents}."
+        )
+    if data.template is not None and find_template(data.template, data.tokenizer).digest != manifest.template_digest:
+        raise ConfigError(
+            f"the shards in {name} were made with another chat template than data.template {short(data.template)}; leave the key out, or "
+            "prepare them again."
         )
     if data.validation is not None and data.validation != manifest.validation_fraction:
         raise ConfigError(

@@ -66,7 +66,7 @@ class Packed:
 
     def __init__(self, corpus: Corpus, pieces: Pieces, length: int, seed: int) -> None:
         self.corpus, self.pieces, self.length, self.seed = corpus, pieces, length, seed
-        self.labels = corpus.labels
+        self.labels = pieces.labels
         self._of_length = pieces.counts
         kinds = pack(self._of_length, length)
         # The pieces of a row of each kind: its j-th row takes the (base + j stride)-th piece of that length.
@@ -98,5 +98,4 @@ class Packed:
 
     def read(self, places: Stretches) -> Batch:
         segments, positions = places.segments_and_positions()
-        batch = places.read(self.corpus)
-        return {**batch, "segments": segments, "positions": positions, "weights": places.weights()}
+        return {"segments": segments, "positions": positions, "weights": places.weights(), **places.read(self.corpus)}

@@ -1,5 +1,8 @@
 """The pieces of a corpus by length: its documents, those longer than a row cut into rows and a rest.
 
+A conversation is not cut into several: what of it does not fit a row is left out, and all of it where no learned token would be left.
+Of a pair nothing is left out but the whole: half an answer is another answer.
+
 The table lies on disk, memory-mapped: a corpus of 10^8 documents needs 800 MB there and almost nothing in memory.
 
     [SHA-256 of the file's name and the rest]  [pieces of length <= 0, <= 1, ..., <= T]
@@ -16,12 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.shards import Corpus
+from meshtrain.data.shards import LEARNED, Corpus
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import locked, remove_temporaries, sync, temporary_beside
 
 DIGEST = hashlib.sha256().digest_size
 DOCUMENTS_AT_ONCE = 1 << 18  # of which the table is made
+LABELS_AT_ONCE = 1 << 24  # of those that are looked at for an answer
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +43,11 @@ class Pieces:
     def counts(self) -> np.ndarray:
         """How many pieces have each length 0 .. T; int64 [T + 1]."""
         return np.diff(self.ends, prepend=0)
+
+    @property
+    def labels(self) -> int:
+        """Of all pieces together."""
+        return int(self.counts @ np.arange(len(self.ends)))
 
     def lengths(self, numbers: np.ndarray) -> np.ndarray:
         """The lengths of the pieces with these numbers."""
@@ -114,7 +123,7 @@ def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
             data, offset = data[written:], offset + written
 
     counts = np.zeros(longest + 1, np.int64)
-    for _, lengths in _documents(corpus):
+    for _, lengths in _documents(corpus, longest):
         counts += np.bincount(lengths % longest, minlength=longest + 1)
         counts[longest] += (lengths // longest).sum()
     # A document without a rest has no piece of length 0.
@@ -122,7 +131,7 @@ def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
     ends = np.cumsum(counts)
     put(ends, 0)
     free = longest + 1 + ends - counts  # where the next piece of each length goes
-    for starts, lengths in _documents(corpus):
+    for starts, lengths in _documents(corpus, longest):
         rows, rests = lengths // longest, lengths % longest
         whole = np.repeat(starts, rows)
         whole += longest * (np.arange(len(whole)) - np.repeat(np.cumsum(rows) - rows, rows))
@@ -137,9 +146,31 @@ def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
         free += taken
 
 
-def _documents(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _documents(corpus: Corpus, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(first label, number of labels that are taken) of the documents in order, some at a time; int64."""
+    for starts, lengths in stored(corpus):
+        if corpus.contents == "pairs":
+            lengths[lengths > longest] = 0
+        elif corpus.contents == "chat":
+            (long,) = np.nonzero(lengths > longest)
+            for at in np.array_split(long, -(-len(long) * longest // LABELS_AT_ONCE) or 1):
+                _, labels = corpus.read(starts[at], np.full(len(at), longest))
+                learned = ((labels & LEARNED) > 0).reshape(len(at), longest).any(1)
+                lengths[at] = np.where(learned, longest, 0)
+        yield starts, lengths
+
+
+def stored(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(first label, number of labels) of the documents in order, some at a time; int64."""
     for shard_start, offsets in zip(corpus.starts, corpus.offsets, strict=False):
         for at in range(0, len(offsets) - 1, DOCUMENTS_AT_ONCE):
             edges = offsets[at : at + DOCUMENTS_AT_ONCE + 1].astype(np.int64)
-            yield shard_start + edges[:-1] - 1, np.diff(edges)
+            starts, lengths = shard_start + edges[:-1] - 1, np.diff(edges)
+            # A conversation's first token is nobody's label, nor is the E behind it.
+            yield (starts, lengths) if corpus.contents == "text" else (starts + 1, np.maximum(lengths - 2, 0))
+
+
+def shortened(corpus: Corpus, pieces: Pieces, longest: int) -> tuple[int, int]:
+    """How many of the documents, none of which is cut into several, are cut off at `longest`, and how many left out."""
+    left_out = corpus.documents - len(pieces.first)
+    return sum(int((lengths > longest).sum()) for _, lengths in stored(corpus)) - left_out, left_out

@@ -23,11 +23,13 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+from meshtrain.data.answers import COUNTED
 from meshtrain.data.documents import RULES, Part, units
 from meshtrain.data.inputs import File
 from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, UNITS, Manifest
-from meshtrain.data.tokenizer import Tokenizer, load_tokenizer, use_one_thread
-from meshtrain.data.unit import Options, Unit, dtype_of, encoded, read_note
+from meshtrain.data.template import JINJA, find_template
+from meshtrain.data.tokenizer import Tokenizer, use_one_thread
+from meshtrain.data.unit import Options, Reading, Unit, dtype_of, encoded, read_note, reading
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import locked, remove_temporaries, write_atomically
 
@@ -37,13 +39,23 @@ SKIPPED = "skipped.log"
 def fingerprint(files: Sequence[File], options: Options, tokenizer: Tokenizer) -> dict[str, str]:
     """What a preparation is made from: two of the same are the same."""
     listing = "\n".join(f"{f.name}\t{f.size}\t{f.modified}" for f in files)
-    chosen = {k: v for k, v in asdict(options).items() if k != "tokenizer"}
-    return {
+    apart = ("tokenizer", "template") if options.contents != "text" else ("tokenizer", "template", "contents")
+    chosen = {k: v for k, v in asdict(options).items() if k not in apart}
+    recipe = {
         "input": hashlib.sha256(encoded(listing)).hexdigest(),
         "tokenizer": tokenizer.digest,
         "options": json.dumps(chosen, sort_keys=True),
         "rules of reading": str(RULES),
     }
+    if options.contents != "text":
+        template = find_template(options.template, options.tokenizer)
+        recipe["chat template"] = json.dumps([template.digest, template.special], sort_keys=True)
+    return recipe
+
+
+def last_change(files: Sequence[File]) -> float:
+    """What chat templates that ask for the time are told, so that the same input makes the same shards on any day: seconds since 1970."""
+    return max((file.modified for file in files), default=0) / 1e9
 
 
 def prepare(
@@ -58,8 +70,22 @@ def prepare(
     progress is called with (bytes of input done, bytes in all). ConfigError: the directory holds another preparation, a bad
     document with bad: refuse, no document at all.
     """
-    tokenizer, parts = load_tokenizer(options.tokenizer), units(files)
-    dtype = dtype_of(tokenizer)
+    now = last_change(files)
+    with contextlib.closing(reading(options, now)) as read:
+        return _prepare(files, output, options, workers, progress, read, now)
+
+
+def _prepare(
+    files: Sequence[File],
+    output: Path,
+    options: Options,
+    workers: int,
+    progress: Callable[[int, int], None],
+    read: Reading,
+    now: float,
+) -> Manifest:
+    tokenizer, parts = read.tokenizer, units(files)
+    dtype = dtype_of(tokenizer, options.contents)
     sizes = [sum(part.end - part.begin for part in unit) for unit in parts]
     output.mkdir(parents=True, exist_ok=True)
     with locked(output):
@@ -70,11 +96,11 @@ def prepare(
             todo = [i for i, note in enumerate(notes) if note is None]
         done = sum(sizes) - sum(sizes[i] for i in todo)
         progress(done, sum(sizes))
-        with contextlib.closing(_run(parts, todo, output, options, tokenizer, workers)) as finished:
+        with contextlib.closing(_run(parts, todo, output, options, read, now, workers)) as finished:
             for number in finished:
                 done += sizes[number]
                 progress(done, sum(sizes))
-        return _finish(output, len(parts), options, tokenizer)
+        return _finish(output, len(parts), options, read)
 
 
 def _claim(output: Path, recipe: dict[str, str]) -> None:
@@ -109,18 +135,24 @@ def _claim(output: Path, recipe: dict[str, str]) -> None:
 
 
 def _run(
-    parts: list[tuple[Part, ...]], todo: list[int], output: Path, options: Options, tokenizer: Tokenizer, workers: int
+    parts: list[tuple[Part, ...]],
+    todo: list[int],
+    output: Path,
+    options: Options,
+    read: Reading,
+    now: float,
+    workers: int,
 ) -> Generator[int, None, None]:
     """The numbers of the units as they are finished."""
     if min(workers, len(todo)) <= 1:
         for number in todo:
-            Unit(number, output, options, tokenizer).run(parts[number])
+            Unit(number, output, options, read).run(parts[number])
             yield number
         return
     # A fork of a process that has threads (JAX) may hang.
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
-    with ProcessPoolExecutor(min(workers, len(todo)), spawn, _begin_worker, (options.tokenizer, stop)) as pool:
+    with ProcessPoolExecutor(min(workers, len(todo)), spawn, _begin_worker, (options, now, stop)) as pool:
         try:
             # A worker whose start is interrupted dies with a traceback.
             with _signals_held():
@@ -155,38 +187,55 @@ def _signals_held() -> Iterator[None]:
         signal.raise_signal(each)
 
 
-_worker: dict[str, Any] = {}  # the worker process's tokenizer, loaded once, and what asks it to stop
+_worker: dict[str, Any] = {}  # by what the worker process reads, loaded once, and what asks it to stop
 
 
-def _begin_worker(tokenizer: str, stop: Event) -> None:
+def _begin_worker(options: Options, now: float, stop: Event) -> None:
     # The parent hears of it too, and says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # One that waits for work does not see that a killed parent has none.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     use_one_thread()
-    _worker.update(tokenizer=load_tokenizer(tokenizer), stop=stop)
+    _worker.update(reading=reading(options, now), stop=stop)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    parent.join()
+    os._exit(1)
 
 
 def _work(number: int, parts: tuple[Part, ...], output: Path, options: Options) -> None:
-    Unit(number, output, options, _worker["tokenizer"], _worker["stop"]).run(parts)
+    Unit(number, output, options, _worker["reading"], _worker["stop"]).run(parts)
 
 
-def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) -> Manifest:
-    notes = [note for i in range(count) if (note := read_note(output, i, dtype_of(tokenizer))) is not None]
+def _finish(output: Path, count: int, options: Options, read: Reading) -> Manifest:
+    tokenizer, template = read.tokenizer, read.examples.template if read.examples else None
+    notes = [
+        note for i in range(count) if (note := read_note(output, i, dtype_of(tokenizer, options.contents))) is not None
+    ]
     if len(notes) < count:
         raise ConfigError(f"shards in {output} vanished while others were made; run the same command again.")
     logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(count)]
     skipped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for note in notes:
         skipped.update(note.skipped)
+        counts.update(note.counts)
     manifest = Manifest(
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
-        dtype=dtype_of(tokenizer).name,
+        dtype=dtype_of(tokenizer, options.contents).name,
         validation_fraction=options.validation,
         shards={split: tuple(s for note in notes if (s := note.shards[split]) is not None) for split in SPLITS},
         skipped=dict(sorted(skipped.items())),
+        contents=options.contents,
+        template_digest=template.found.digest if template else "",
+        counts={name: counts[name] for name in COUNTED} if template else {},
     )
     if not any(manifest.shards.values()):
         first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
@@ -196,6 +245,8 @@ def _finish(output: Path, count: int, options: Options, tokenizer: Tokenizer) ->
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
         write_atomically(output / "tokenizer.json", Path(os.path.expanduser(options.tokenizer)).read_bytes())
+    if template is not None:
+        write_atomically(output / JINJA, template.found.text.encode())
     write_atomically(output / MANIFEST, manifest.to_json().encode())
     return manifest
 

@@ -7,6 +7,12 @@
 
 E is the end-of-document token, d a document's own. A shard begins with an E, so that every document is predicted from the E
 before it and ends with the E that it predicts: each stored token but the first is a label exactly once.
+
+Of conversations (`answers`) the E only stand between: the first token of one is predicted from nothing, and nothing comes after its last.
+Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED), and in the second half of a pair that they
+are (REJECTED):
+
+    E d d D D E ...      D: learned        a pair:   E c c C C r r R R R E ...
 """
 
 import hashlib
@@ -19,11 +25,13 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.manifest import Manifest, Shard
+from meshtrain.data.manifest import Contents, Manifest, Shard
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import temporary_beside, write_atomically
 
 PADDING = -1  # the first label of a stretch of zeros
+LEARNED, REJECTED = np.uint32(1 << 31), np.uint32(1 << 30)
+ID = REJECTED - np.uint32(1)  # the bits of a token that are its id
 MOST_OPEN = 256  # files at a time; a process may have 1,024
 
 
@@ -112,10 +120,11 @@ class Corpus:
     """The documents of one split: one stream of labels numbered from 0, over all shards.
 
     offsets: of each shard, memory-mapped; needed only to find documents.
+    contents: text, chat or pairs; the documents of the last two are read as `stretches` says, and never cut.
     """
 
-    def __init__(self, tokens: Sequence[TokenFile], offsets: Sequence[np.ndarray]) -> None:
-        self.tokens, self.offsets, self.dtype = list(tokens), list(offsets), tokens[0].dtype
+    def __init__(self, tokens: Sequence[TokenFile], offsets: Sequence[np.ndarray], contents: Contents = "text") -> None:
+        self.tokens, self.offsets, self.dtype, self.contents = list(tokens), list(offsets), tokens[0].dtype, contents
         # The number of each shard's first label, and the count of labels: int64.
         self.starts = np.cumsum([0, *(shard.count - 1 for shard in tokens)])
 
@@ -158,7 +167,7 @@ class Corpus:
 
     def __add__(self, other: "Corpus") -> "Corpus":
         """The documents of both."""
-        return Corpus(self.tokens + other.tokens, self.offsets + other.offsets)
+        return Corpus(self.tokens + other.tokens, self.offsets + other.offsets, self.contents)
 
 
 def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -> Corpus:
@@ -179,6 +188,7 @@ def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -
     return Corpus(
         [TokenFile(directory / f"{shard.name}.tokens", dtype, shard.tokens) for shard in shards],
         [np.memmap(directory / f"{shard.name}.offsets", "<u8", "r") for shard in shards],
+        manifest.contents,
     )
 
 

@@ -6,6 +6,16 @@
     segments    1    2      0
 
 Everything here is numpy over all stretches at once: a line of Python for each costs more than reading it.
+
+Of conversations the weights say which labels are learned. Of pairs each stretch is two segments, the chosen and the rejected
+conversation, whose answers weigh 1 and -1; `pairs` says which pair of the row a place is of:
+
+    tokens      c c C C C r r R R . .      c, r: what comes before the answer, C, R: the answer
+    labels      c C C C r r R R R . .      (the label at the border is not learned: it weighs 0)
+    segments    1 1 1 1 1 2 2 2 2 0 0
+    positions   0 1 2 3 4 0 1 2 3 0 0
+    weights     0 1 1 1 0 0 - - - 0 0      -: -1
+    pairs       1 1 1 1 1 1 1 1 1 0 0
 """
 
 from dataclasses import dataclass
@@ -13,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.data.loader import Batch
-from meshtrain.data.shards import PADDING, Corpus
+from meshtrain.data.shards import ID, LEARNED, PADDING, REJECTED, Corpus
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,27 @@ class Stretches:
         return Stretches(self.length, self.first[held], self.lengths[held], self.segments[held], edges - edges[0])
 
     def read(self, corpus: Corpus) -> Batch:
-        """tokens, labels: int32 [rows, length]."""
+        """tokens, labels: int32 [rows, length]; of conversations also weights, of pairs also segments, positions and pairs."""
         tokens, labels = corpus.read(self.first, self.lengths)
-        return {"tokens": self._rows(tokens.astype(np.int32)), "labels": self._rows(labels.astype(np.int32))}
+        if corpus.contents == "text":
+            return {"tokens": self._rows(tokens.astype(np.int32)), "labels": self._rows(labels.astype(np.int32))}
+        found = {"tokens": (tokens & ID).astype(np.int32), "labels": (labels & ID).astype(np.int32)}
+        weights = ((labels & LEARNED) > 0).astype(np.int32)
+        if corpus.contents == "pairs":
+            second = ((tokens & REJECTED) > 0).astype(np.int32)
+            weights *= 1 - 2 * second
+            found["pairs"] = np.repeat(self.segments.astype(np.int32), self.lengths)
+            found["segments"] = (2 * found["pairs"] - 1 + second) * (found["pairs"] > 0)
+            found["positions"] = self._restarting(found["segments"])
+        found["weights"] = weights.astype(np.float32)
+        return {name: self._rows(flat) for name, flat in found.items()}
+
+    @staticmethod
+    def _restarting(segments: np.ndarray) -> np.ndarray:
+        """Each label's place in its segment; 0 in the padding. A row begins with a pair's first side and never ends with one."""
+        places = np.arange(len(segments), dtype=np.int32)
+        begins = np.append(True, segments[1:] != segments[:-1])
+        return (places - np.maximum.accumulate(np.where(begins, places, 0))) * (segments > 0)
 
     def weights(self) -> np.ndarray:
         """1 where a label stands, 0 in the padding: float32 [rows, length]."""

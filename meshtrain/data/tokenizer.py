@@ -33,6 +33,24 @@ class Tokenizer(Protocol):
     def decode(self, ids: np.ndarray) -> str: ...
 
 
+# Characters [begin, end) of a text, in order.
+Spans = Sequence[tuple[int, int]]
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """Also reads what a chat template has made: special tokens in the text are themselves, and none is added."""
+
+    special: tuple[str, ...]
+
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids, whether a token has a character of the spans) of each text."""
+        ...
+
+    def spell(self, ids: np.ndarray) -> str:
+        """The text of the ids, special tokens too."""
+        ...
+
+
 class ByteTokenizer:
     """The bytes of the text in UTF-8: 256 ids, and 256 as end of document."""
 
@@ -40,18 +58,34 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_document = 256
     digest = hashlib.sha256(b"meshtrain byte tokenizer, end of document 256").hexdigest()
+    special: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = []
+        for text, marked in zip(texts, spans, strict=True):
+            learned = np.zeros(len(text), bool)
+            for begin, end in marked:
+                learned[begin:end] = True
+            widths = np.array([len(character.encode()) for character in text], np.int64)
+            found.append((np.frombuffer(text.encode(), np.uint8), np.repeat(learned, widths)))
+        return found
+
     def decode(self, ids: np.ndarray) -> str:
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
+    spell = decode
+
 
 class FileTokenizer:
-    """The tokenizer of a tokenizer.json. If it has no token of END_TOKENS, the end of document is one id more than it has."""
+    """The tokenizer of a tokenizer.json. If it has no token of END_TOKENS, the end of document is one id more than it has.
 
-    def __init__(self, path: Path) -> None:
+    chat: special tokens that stand in a text are read as such, as in what a chat template makes.
+    """
+
+    def __init__(self, path: Path, chat: bool = False) -> None:
         library = _library()
         try:
             data = path.read_bytes()
@@ -68,7 +102,9 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # A document that quotes <|endoftext|> does not end there.
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = not chat
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special = tuple(token.content for token in added if token.special and token.content)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps.
         size = max(vocabulary.values(), default=-1) + 1
@@ -83,12 +119,41 @@ class FileTokenizer:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = []
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        for encoding, marked in zip(encoded, spans, strict=True):
+            learned = np.zeros(len(encoding), bool)
+            for begin, end in marked:
+                learned[_tokens(encoding, begin, end)] = True
+            found.append((np.array(encoding.ids, np.uint32), learned))
+        return found
+
     def decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids if i != self.end_of_document])
 
+    def spell(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`byte`, or the tokenizer of a tokenizer.json file; ConfigError if it is neither."""
+
+def _tokens(encoding: Any, begin: int, end: int) -> slice:
+    """The tokens of the characters [begin, end), those between them that have no character among them.
+
+    A character may have several tokens, all of which count (of the last one transformers' mask has the first alone), and some (white
+    space, to some tokenizers) none. By asking for each border: all offsets as Python's numbers would take as long as tokenizing.
+    """
+    found = (encoding.char_to_token(at) for at in range(begin, end))
+    first = next((token for token in found if token is not None), None)
+    if first is None:
+        return slice(0, 0)
+    last = next(token for at in range(end - 1, begin - 1, -1) if (token := encoding.char_to_token(at)) is not None)
+    while last + 1 < len(encoding) and (encoding.token_to_chars(last + 1) or (end, end))[0] < end:
+        last += 1
+    return slice(first, last + 1)
+
+
+def load_tokenizer(name: str, chat: bool = False) -> ByteTokenizer | FileTokenizer:
+    """`byte`, or the tokenizer of a tokenizer.json file, to read text or what a chat template makes; ConfigError if it is neither."""
     if name == "byte":
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))
@@ -97,7 +162,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not os.path.isfile(path):
         near = nearest(name, ["byte"]) or "."
         raise ConfigError(f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file{near}")
-    return FileTokenizer(path)
+    return FileTokenizer(path, chat)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, output: Path) -> None:

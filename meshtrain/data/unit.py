@@ -10,16 +10,19 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
 
+from meshtrain.data.answers import Example, Examples
+from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import Document, Part, read
-from meshtrain.data.manifest import SPLITS, UNITS, Shard
+from meshtrain.data.manifest import SPLITS, UNITS, Contents, Shard
 from meshtrain.data.shards import ShardWriter, digest_of_file
-from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.template import ChatTemplate, find_template
+from meshtrain.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, short
 from meshtrain.files import write_atomically
 
@@ -35,6 +38,8 @@ class Options:
     validation: float = 0.01  # share of the documents that is held out
     text_field: str = "text"
     bad: str = "skip"  # skip | refuse a document that is none
+    contents: Contents = "text"
+    template: str | None = None  # of conversations: its file; None: the one beside the tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,32 @@ class Note:
 
     shards: dict[str, Shard | None]
     skipped: dict[str, int]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What documents become tokens by; `examples` of conversations."""
+
+    tokenizer: ByteTokenizer | FileTokenizer
+    examples: Examples | None = None
+
+    def close(self) -> None:
+        if self.examples is not None:
+            self.examples.template.close()
+
+
+def reading(options: Options, now: float) -> Reading:
+    """ConfigError for a tokenizer or a template that is none; now: seconds since 1970 that templates are told."""
+    tokenizer = load_tokenizer(options.tokenizer, chat=options.contents != "text")
+    if options.contents == "text":
+        if options.template is not None:
+            raise ConfigError(
+                f"text has no chat template; leave {short(options.template)} out, or say that the input is chat or pairs."
+            )
+        return Reading(tokenizer)
+    template = ChatTemplate(find_template(options.template, options.tokenizer), now)
+    return Reading(tokenizer, Examples(options.contents, template, tokenizer))
 
 
 def held_out(name: str, fraction: float) -> bool:
@@ -63,13 +94,14 @@ class Unit:
     """Reads, tokenizes and writes one unit, and leaves its note."""
 
     def __init__(
-        self, number: int, output: Path, options: Options, tokenizer: Tokenizer, stop: Event | None = None
+        self, number: int, output: Path, options: Options, reading: Reading, stop: Event | None = None
     ) -> None:
-        self.number, self.output, self.options, self.tokenizer, self.stop = number, output, options, tokenizer, stop
-        end, dtype = tokenizer.end_of_document, dtype_of(tokenizer)
+        self.number, self.output, self.options, self.reading, self.stop = number, output, options, reading, stop
+        end, dtype = reading.tokenizer.end_of_document, dtype_of(reading.tokenizer, options.contents)
         self.writers = {split: ShardWriter(output, f"{split}-{number:05d}", end, dtype) for split in SPLITS}
         self.skipped: Counter[str] = Counter()
         self.named: list[str] = []
+        self.counts: Counter[str] = Counter()
 
     def run(self, parts: tuple[Part, ...]) -> None:
         try:
@@ -80,26 +112,58 @@ class Unit:
                 writer.discard()
 
     def _run(self, parts: tuple[Part, ...]) -> None:
-        batch: list[tuple[str, str | None]] = []  # (split, text); None: there the document ends
-        characters = 0
-        for part in parts:
-            for document in read(part, self.options.text_field, self._check):
-                if document.problem:
-                    self._skip(document)
-                    continue
-                split = "validation" if held_out(document.name, self.options.validation) else "train"
-                for text in cut(document.text):
-                    batch.append((split, text))
-                    characters += len(text)
-                    if characters >= BATCH_CHARACTERS:
-                        self._write(batch)
-                        batch, characters = [], 0
-                batch.append((split, None))
-        self._write(batch)
-        note = Note({split: writer.close() for split, writer in self.writers.items()}, dict(self.skipped))
+        if self.reading.examples is None:
+            self._texts(parts)
+        else:
+            self._examples(parts, self.reading.examples)
+        note = Note(
+            {split: writer.close() for split, writer in self.writers.items()}, dict(self.skipped), dict(self.counts)
+        )
         path = self.output / UNITS / f"{self.number:05d}"
         write_atomically(path.with_suffix(".skipped"), encoded("".join(self.named)))
         write_atomically(path.with_suffix(".json"), json.dumps(asdict(note)).encode())
+
+    def _texts(self, parts: tuple[Part, ...]) -> None:
+        batch: list[tuple[str, str | None]] = []  # (split, text); None: there the document ends
+        characters = 0
+        for document in self._documents(parts, self.options.text_field):
+            split = self._split(document)
+            for text in cut(document.text):
+                batch.append((split, text))
+                characters += len(text)
+                if characters >= BATCH_CHARACTERS:
+                    self._write(batch)
+                    batch, characters = [], 0
+            batch.append((split, None))
+        self._write(batch)
+
+    def _examples(self, parts: tuple[Part, ...], examples: Examples) -> None:
+        batch: list[tuple[str, Example]] = []
+        characters = 0
+        for document in self._documents(parts, None):
+            try:
+                made = examples.of(document, self.counts)
+            except Unfit as error:
+                self._skip(replace(document, kind=error.kind, detail=error.detail))
+                continue
+            batch += [(self._split(document), example) for example in made]
+            characters += sum(len(text.text) for example in made for text in example)
+            if characters >= BATCH_CHARACTERS:
+                self._write_examples(batch, examples)
+                batch, characters = [], 0
+        self._write_examples(batch, examples)
+
+    def _documents(self, parts: tuple[Part, ...], text_field: str | None) -> Iterator[Document]:
+        """The good ones."""
+        for part in parts:
+            for document in read(part, text_field, self._check):
+                if document.problem:
+                    self._skip(document)
+                else:
+                    yield document
+
+    def _split(self, document: Document) -> str:
+        return "validation" if held_out(document.name, self.options.validation) else "train"
 
     def _skip(self, document: Document) -> None:
         if self.options.bad == "refuse":
@@ -115,12 +179,22 @@ class Unit:
 
     def _write(self, batch: list[tuple[str, str | None]]) -> None:
         self._check()
-        encoded = iter(self.tokenizer.encode([text for _, text in batch if text is not None]))
+        encoded = iter(self.reading.tokenizer.encode([text for _, text in batch if text is not None]))
         for split, text in batch:
             if text is None:
                 self.writers[split].end_document()
             else:
                 self.writers[split].add(next(encoded))
+        self._flush()
+
+    def _write_examples(self, batch: list[tuple[str, Example]], examples: Examples) -> None:
+        self._check()
+        for (split, _), tokens in zip(batch, examples.encode([made for _, made in batch], self.counts), strict=True):
+            self.writers[split].add(tokens)
+            self.writers[split].end_document()
+        self._flush()
+
+    def _flush(self) -> None:
         for writer in self.writers.values():
             writer.flush()
 
@@ -135,9 +209,9 @@ def cut(text: str, longest: int = BATCH_CHARACTERS) -> Iterator[str]:
     yield text[at:]
 
 
-def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every id, little-endian."""
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+def dtype_of(tokenizer: Tokenizer, contents: Contents = "text") -> np.dtype:
+    """The smallest of uint16 and uint32 that holds every id, little-endian; of conversations uint32, since there is more to a token."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 and contents == "text" else "<u4")
 
 
 def read_note(output: Path, number: int, dtype: np.dtype, verify: bool = False) -> Note | None:
@@ -153,7 +227,7 @@ def read_note(output: Path, number: int, dtype: np.dtype, verify: bool = False) 
             return None
         if verify and any(digest_of_file(path) != digest for path, _, digest in files):
             return None
-        return Note(shards, dict(values["skipped"]))
+        return Note(shards, dict(values["skipped"]), dict(values.get("counts", {})))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         # Not there, or not whole: the unit is done again.
         return None

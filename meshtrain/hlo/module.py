@@ -137,10 +137,17 @@ class Module:
         """The computations that are sequences of their own, the entry's and each loop's body, with the turns of the loops around them."""
         name = self.entry if name is None else name
         yield name, loops
+        yield from self._loops_in(name, loops)
+
+    def _loops_in(self, name: str, loops: tuple[int | None, ...]) -> Iterator[tuple[str, tuple[int | None, ...]]]:
         for op in self.computations[name]:
             if op.opcode == "while":
                 body, _, turns = self.loop(op)
                 yield from self.bodies(body, (*loops, turns))
+            elif op.opcode == "call":
+                # which XLA's CPU backend puts around small loops, from JAX 0.12 on
+                for called in self.called(op):
+                    yield from self._loops_in(called, loops)
 
     def loop(self, op: Operation) -> tuple[str, str, int | None]:
         """Body, condition and turns of a while loop."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from meshtrain.hlo.module import Line, Module, Operation, byte_count, dtypes, replica_groups
 from meshtrain.shown import Shown
@@ -28,6 +28,9 @@ class Collective:
     source: str  # the JAX operation it came from
     lines: tuple[Line, ...] = ()  # of Python that it came from, the innermost first
     busy: float = 1.0  # share of the trips that are made: 1 unless in conditionals
+    senders: float = (
+        1.0  # share of the devices that send: of a permutation not all need to, and `sent` is what one that does sends
+    )
 
     @property
     def where(self) -> str:
@@ -81,7 +84,7 @@ class Collectives(Shown, list[Collective]):
 
 
 def collectives(
-    compiled: str | jax.stages.Compiled | Module, mesh: Mesh, busy: float = 1.0, body: str | None = None
+    compiled: str | jax.stages.Compiled | Module, mesh: Mesh | AbstractMesh, busy: float = 1.0, body: str | None = None
 ) -> Collectives:
     """Every collective of a compiled program (or of its HLO text, or its `Module`) that ran on `mesh`, or those of one turn of one loop's body.
 
@@ -100,6 +103,7 @@ def collectives(
             source=op.source,
             lines=program.lines(op),
             busy=busy if conditionals else 1.0,
+            senders=senders(op, mesh.size),
         )
         for op, loops, conditionals in program.walk(body)
         for axes, ranks in [axes_of(op, mesh)]
@@ -121,12 +125,17 @@ def live_bytes(tree: Any, device: jax.Device | None = None) -> int:
     return held[device] if device is not None else max(held.values(), default=0)
 
 
-def axes_of(op: Operation, mesh: Mesh) -> tuple[tuple[str, ...], int]:
+def senders(op: Operation, devices: int) -> float:
+    """The share of the devices that take part in sending."""
+    return len(replica_groups(op.attributes, devices)) / devices if op.kind == "collective-permute" else 1.0
+
+
+def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which a collective's groups extend, and the devices in a group.
 
     HLO counts devices by their place in the mesh (`mesh.devices.flat`), whatever their own ids are.
     """
     groups = replica_groups(op.attributes, mesh.size)
-    places = np.stack(np.unravel_index(np.arange(mesh.size), mesh.devices.shape), axis=-1)
+    places = np.stack(np.unravel_index(np.arange(mesh.size), mesh.axis_sizes), axis=-1)
     along = {a for group in groups for a in np.flatnonzero((places[group] != places[group[0]]).any(axis=0))}
     return tuple(name for i, name in enumerate(mesh.axis_names) if i in along), max(len(g) for g in groups)

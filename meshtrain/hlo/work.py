@@ -117,7 +117,9 @@ class Work:
                 contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.attributes)
                 return self._product(computation, op, re.findall(r"\d+", contracted.group(1)) if contracted else [])
             return self._attention(computation, op)
-        return sum(self.products(called) for called in self.module.called(op))
+        inner = [self.products(called) for called in self.module.called(op)]
+        # of a conditional one branch is run: the dearest, as for `moved`
+        return max(inner, default=0.0) if op.opcode == "conditional" else sum(inner)
 
     def products(self, computation: str) -> float:
         """FLOPs of the matrix products of a computation, loops and all."""

@@ -8,6 +8,8 @@ from pathlib import PurePath
 from meshtrain.cli import Parser, whole_number
 from meshtrain.config import Config, load
 from meshtrain.errors import ConfigError, divisors, short
+from meshtrain.plan import flags, named
+from meshtrain.plan.estimate import usual_cluster
 
 REQUEUES = 100  # times that a run is started again after it was stopped, at most
 GRACE = 120  # seconds from SIGTERM to SIGKILL: to end the step, and write a checkpoint
@@ -29,6 +31,7 @@ class Job:
 def add_engine(parser: Parser) -> None:
     """The options of all engines."""
     parser.add_config()
+    add_flags(parser)
     parser.add_argument("--nodes", type=whole_number, help="nodes to ask for; default: survive.wanted")
     parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="default: what the mesh needs; 0: none")
     parser.add_argument(
@@ -36,6 +39,12 @@ def add_engine(parser: Parser) -> None:
     )
     parser.add_argument("--name", type=_name, help="of the job; default: the run directory's")
     parser.add_argument("--python", default="python", help="the interpreter on the nodes; default: python")
+
+
+def add_flags(parser: Parser) -> None:
+    """The options of all ways that say which flags of XLA and NCCL the nodes get (`meshtrain.plan.flags`)."""
+    parser.add_argument("--cluster", metavar="FILE|NAME", help="what the nodes are, for the flags that they get; default: as for meshtrain.plan")  # fmt: skip
+    parser.add_argument("--no-flags", action="store_true", help="leave XLA_FLAGS and NCCL's variables as they are; meshtrain.plan --flags shows them")  # fmt: skip
 
 
 def add_requeues(parser: Parser) -> None:
@@ -72,8 +81,16 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str) -
     words = [python, "-m", "meshtrain.survive", "--config", options.config]
     for override in given:
         words += ["--set", override]
+    if not options.no_flags:
+        words += _flags(config, options.cluster or usual_cluster(config))
     survive = config.survive
     return Job(_named(config), nodes, devices // wanted, tuple(words), config.run.directory, survive.restarts)
+
+
+def _flags(config: Config, cluster: str) -> list[str]:
+    """What has each node set what its own versions take, if there is anything to set."""
+    of_use = flags.settings(config, named(cluster, config.mesh.devices), {}, {})
+    return ["--flags", cluster] if of_use else []
 
 
 def duration(text: str) -> str:

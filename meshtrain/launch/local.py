@@ -6,7 +6,7 @@ import sys
 from meshtrain.cli import Parser, whole_number
 from meshtrain.config import load
 from meshtrain.launch import processes
-from meshtrain.launch.job import make
+from meshtrain.launch.job import add_flags, make
 
 ADDRESS = "127.0.0.1"
 
@@ -14,6 +14,7 @@ ADDRESS = "127.0.0.1"
 def add(parser: Parser) -> None:
     parser.add_argument("nodes", type=whole_number, metavar="N", help="nodes, each with a share of the mesh's devices")
     parser.add_config()
+    add_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from meshtrain.cli import DONE, Parser
 from meshtrain.config import load
 from meshtrain.errors import ConfigError, short
 from meshtrain.launch import processes
-from meshtrain.launch.job import absolute, make
+from meshtrain.launch.job import absolute, add_flags, make
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
 HOST = re.compile(r"([a-z_][a-z0-9_.-]{0,31}@)?[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
@@ -34,6 +34,7 @@ def add(parser: Parser) -> None:
     hosts.add_argument("--hosts", metavar="HOST,HOST", help="names that every host resolves; USER@HOST is legal")
     hosts.add_argument("--hostfile", metavar="FILE", help="one host a line; # begins a comment")
     parser.add_config()
+    add_flags(parser)
     parser.add_argument("--directory", type=absolute, help="where to start on the hosts; default: this directory")
     parser.add_argument("--python", default=sys.executable, help="the interpreter on the hosts; default: this one")
     parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")

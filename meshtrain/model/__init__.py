@@ -11,9 +11,11 @@ device these do nothing, and `meshtrain.parallel.tensor` fills them in. One deco
 
 - `meshtrain.model.weights`: every weight: its name, axes, shape and first value. Without JAX: planner and checkpoints read it too.
 - `meshtrain.model.decoder`, `meshtrain.model.layers`: the drawing above, in Flax NNX.
+- `meshtrain.model.sequence`: what a layer must know of the sequences, by turns where some layers see a window and others all.
 - `meshtrain.model.attention`, `meshtrain.model.kernels`: attention, and which kernel is taken where.
 - `meshtrain.model.fused`, `meshtrain.model.splash`: attention's kernels of our own for GPUs, and of JAX for TPUs.
-- `meshtrain.model.loss`: cross-entropy where no device has all the logits.
+- `meshtrain.model.products`: products with weights, and LoRA's beside them.
+- `meshtrain.model.loss`: cross-entropy where no device has all the logits. `meshtrain.model.dpo`: of pairs of answers one loss each.
 - `meshtrain.model.dropout`: masks that follow from what a value is, not from where it lies.
 - `meshtrain.model.hooks`: block, attention and loss as functions of your own.
 

@@ -4,15 +4,17 @@
 log of each query's sum; under remat both go by the name `attention`, so that whoever keeps them runs no forward again.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import cudnn_attention, cudnn_attention_backward, vary, varying
+from meshtrain.config import ModelConfig
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
@@ -30,11 +32,26 @@ class Kept(NamedTuple):
     log_sum: jax.Array  # [B, G, R, T] log of each query's softmax denominator, float32
 
 
+class How(NamedTuple):
+    """What is known while the program is made."""
+
+    rate: float  # of the dropout
+    window: int  # positions that a query sees, its own and those before it; 0: all
+    scale: float  # of the scores
+    cap: float  # that the scores then stay within; 0: none
+
+
 class Given(NamedTuple):
     """What has no gradient."""
 
     segments: jax.Array | None
     words: jax.Array | None  # of the dropout, see `dropout.kept`
+    local: jax.Array | None  # whether the window counts; None: it does
+
+
+def of_attention(config: ModelConfig) -> dict[str, Any]:
+    """What `attend` takes of a resolved config's model."""
+    return {"window": config.window, "scale": config.query_scalar**-0.5, "cap": config.score_cap}
 
 
 def attend(
@@ -44,56 +61,95 @@ def attend(
     segments_BT: jax.Array | None,
     collectives: Collectives,
     dropout: Dropout = NO_DROPOUT,
+    *,
+    window: int = 0,
+    scale: float | None = None,
+    cap: float = 0.0,
+    local: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax(q kᵀ / √K) v per head, causal, within segments. Heads H are a multiple of groups G (grouped-query attention).
+    """Softmax(scale q kᵀ) v per head, causal, within segments. Heads H are a multiple of groups G (grouped-query attention).
 
-    Returns [B T, H K] in q's dtype, the rows of the output projection; the softmax is in float32.
+    With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in all layers or
+    where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores stay `within` it. Returns
+    [B T, H K] in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     _, length, heads, width = q_BTHK.shape
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
-    given = Given(segments_BT, words)
+    window = window if window < length else 0
+    how = How(dropout.rate, window, width**-0.5 if scale is None else scale, cap)
+    given = Given(segments_BT, words, local if window else None)
     kernel = attention_kernel(
-        collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops
-    )
+        collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops, capped=cap > 0
+    )  # fmt: skip
     if kernel == "blocks":
-        return blockwise(dropout.rate, q_BTHK, k_BTGK, v_BTGK, given)
-    return by_kernel(kernel, dropout.rate, q_BTHK, k_BTGK, v_BTGK, vary(given, varying(q_BTHK)))
+        return blockwise(how, q_BTHK, k_BTGK, v_BTGK, given)
+    shared = vary(given._replace(local=None), varying(q_BTHK))
+    return by_kernel(kernel, how, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=given.local))
+
+
+def within(cap: float, x: jax.Array) -> jax.Array:
+    """x kept within -cap .. cap, smoothly (soft-capping: Bello et al. 2016; Gemma Team 2024, section 2)."""
+    return cap * jnp.tanh(x / cap)
+
+
+# With what it gives kept for the backward, and nothing else. Pallas lowers none for Triton, so kernels take `within` itself.
+capped = jax.custom_vjp(within, nondiff_argnums=(0,))
+capped.defvjp(lambda cap, x: (within(cap, x),) * 2, lambda cap, y, g: (g * cap_slope(cap, y),))
+
+
+def cap_slope(cap: float, y: jax.Array) -> jax.Array:
+    """Of `within` where it gives y; 0 where y is masked."""
+    return 1 - (jnp.maximum(y, -cap) / cap) ** 2
+
+
+def _by_window(how: How, local: jax.Array | None, run: Callable[..., Any], *args: Any) -> Any:
+    """`run(how, *args)`, or where `local` is there what it says on the device: of `how`, or without its window."""
+    if local is None:
+        return run(how, *args)
+    return jax.lax.cond(local, partial(run, how), partial(run, how._replace(window=0)), *args)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_kernel(
-    kernel: Kernel, rate: float, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
+    kernel: Kernel, how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
 ) -> jax.Array:
     """Attention by one of an accelerator's kernels."""
-    return _kernel_forward(kernel, rate, q_BTHK, k_BTGK, v_BTGK, given)[0]
+    return _kernel_forward(kernel, how, q_BTHK, k_BTGK, v_BTGK, given)[0]
 
 
 def _kernel_forward(
-    kernel: Kernel, rate: float, q: jax.Array, k: jax.Array, v: jax.Array, given: Given
+    kernel: Kernel, how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given
 ) -> tuple[jax.Array, tuple[Kept, Given]]:
-    if kernel == "cudnn":
-        out, log_sum = cudnn_attention(q, k, v)
-    elif kernel == "splash":
-        out, log_sum = _splash().forward(q, k, v, given.segments)
-    else:
-        out, log_sum = _fused().forward(rate, q, k, v, given.segments, given.words)
+    def run(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
+        if kernel == "cudnn":
+            return cudnn_attention(q, k, v, how.window, how.scale)
+        if kernel == "splash":
+            return _splash().forward(how.window, how.scale, how.cap, q, k, v, given.segments)
+        return _fused().forward(how, q, k, v, given.segments, given.words)
+
+    out, log_sum = _by_window(how, given.local, run, q, k, v, given)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
     return rows, (Kept(q, k, v, rows, log_sum), given)
 
 
 def _kernel_backward(
-    kernel: Kernel, rate: float, kept: tuple[Kept, Given], cotangent: jax.Array
+    kernel: Kernel, how: How, kept: tuple[Kept, Given], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     (q, k, v, out, log_sum), given = kept
     out, cotangent = out.reshape(q.shape), cotangent.reshape(q.shape)
-    if kernel == "cudnn":
-        return *cudnn_attention_backward(q, k, v, out, log_sum, cotangent), None
-    if kernel == "splash":
-        return *_splash().backward(q, k, v, given.segments, out, log_sum, cotangent), None
-    rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
-    return *_fused().backward(rate, q, k, v, given.segments, given.words, log_sum, rows, cotangent), None
+
+    def run(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given, out: jax.Array, log_sum: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+        if kernel == "cudnn":
+            return cudnn_attention_backward(q, k, v, out, log_sum, cotangent, how.window, how.scale)
+        if kernel == "splash":
+            return _splash().backward(how.window, how.scale, how.cap, q, k, v, given.segments, out, log_sum, cotangent)
+        rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
+        return _fused().backward(how, q, k, v, given.segments, given.words, log_sum, rows, cotangent)
+
+    d_q, d_k, d_v = _by_window(how, given.local, run, q, k, v, given, out, log_sum, cotangent)
+    return d_q, d_k, d_v, None
 
 
 by_kernel.defvjp(_kernel_forward, _kernel_backward)
@@ -113,65 +169,83 @@ def _splash() -> ModuleType:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def blockwise(rate: float, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given) -> jax.Array:
+def blockwise(how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given) -> jax.Array:
     """Blocks of queries against only the keys that they may see:
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
         block 1  ■ ■
-        block 2  ■ ■ ■
+        block 2  ■ ■ ■      with a window of so many positions the first ones are left out
 
     Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy, but made
     again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
     """
-    return _forward(rate, q_BTHK, k_BTGK, v_BTGK, given)[0]
+    return _forward(how, q_BTHK, k_BTGK, v_BTGK, given)[0]
 
 
 def _forward(
-    rate: float, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
+    how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
 ) -> tuple[jax.Array, tuple[Kept, Given]]:
     batch, length, heads, width = q_BTHK.shape
     groups = k_BTGK.shape[2]
-    q = (q_BTHK * width**-0.5).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
+    q = (q_BTHK * how.scale).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     k, v = k_BTGK.transpose(0, 2, 1, 3), v_BTGK.transpose(0, 2, 1, 3)
-    outs, sums = [], []
-    for start, stop in _blocks(length):
-        scores = _scores(start, q[..., start:stop, :], k[:, :, :stop], given)
-        top = jnp.max(scores, axis=-1, keepdims=True)
-        p = jnp.exp(scores - top)
-        total = jnp.sum(p, axis=-1, keepdims=True)
-        dropped = _drop(start, rate, p, given).astype(v.dtype)
-        out = jnp.einsum("bgrqs,bgsk->bgrqk", dropped, v[:, :, :stop], preferred_element_type=jnp.float32) / total
-        outs.append(out.astype(v.dtype))
-        sums.append((top + jnp.log(total))[..., 0])
-    out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch * length, heads * width)
-    out, log_sum = (checkpoint_name(a, "attention") for a in (out, jnp.concatenate(sums, axis=3)))
+    out, log_sum = _by_window(how, given.local, _forward_blocks, q, k, v, given)
+    out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
     return out, (Kept(q, k, v, out, log_sum), given)
 
 
-def _backward(
-    rate: float, kept: tuple[Kept, Given], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    (q, k, v, out, log_sum), given = kept
+def _forward_blocks(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
+    """Output [B T, H K] and log of sums, of the shapes of `Kept`."""
+    batch, _, _, length, _ = q.shape
+    outs, sums = [], []
+    for start, stop in _blocks(length):
+        seen = slice(_first(start, how), stop)
+        scores = _scores(start, seen, how, q[..., start:stop, :], k[:, :, seen], given)
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        p = jnp.exp(scores - top)
+        total = jnp.sum(p, axis=-1, keepdims=True)
+        dropped = _drop(start, seen, how, p, given).astype(v.dtype)
+        out = jnp.einsum("bgrqs,bgsk->bgrqk", dropped, v[:, :, seen], preferred_element_type=jnp.float32) / total
+        outs.append(out.astype(v.dtype))
+        sums.append((top + jnp.log(total))[..., 0])
+    out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch * length, -1)
+    return out, jnp.concatenate(sums, axis=3)
+
+
+def _backward(how: How, kept: tuple[Kept, Given], cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    parts, given = kept
+    d_q, d_k, d_v = _by_window(how, given.local, _backward_blocks, parts, given, cotangent)
+    return d_q, d_k, d_v, None
+
+
+def _backward_blocks(how: How, kept: Kept, given: Given, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    """Cotangents of q, k and v as they were given."""
+    q, k, v, out, log_sum = kept
     batch, groups, _, length, width = q.shape
     rows = jnp.sum((out * cotangent).astype(jnp.float32).reshape(batch, length, -1, width), axis=-1)  # [B, T, H]
     rows = rows.transpose(0, 2, 1).reshape(log_sum.shape)
     d_out = cotangent.reshape(batch, length, groups, -1, width).transpose(0, 2, 3, 1, 4)
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
-    for start, stop in reversed(_blocks(length)):  # the last block sees all keys; the others add to what it leaves
+    for start, stop in reversed(_blocks(length)):
+        seen = slice(_first(start, how), stop)
         q_block, d_block = q[..., start:stop, :], d_out[..., start:stop, :]
-        p = jnp.exp(_scores(start, q_block, k[:, :, :stop], given) - log_sum[..., start:stop, None])
-        dp = jnp.einsum("bgrqk,bgsk->bgrqs", d_block, v[:, :, :stop], preferred_element_type=jnp.float32)
-        ds = (p * (_drop(start, rate, dp, given) - rows[..., start:stop, None])).astype(q.dtype)
-        dropped = _drop(start, rate, p, given).astype(v.dtype)
-        dq.append(jnp.einsum("bgrqs,bgsk->bgrqk", ds, k[:, :, :stop]))
+        scores = _scores(start, seen, how, q_block, k[:, :, seen], given)
+        p = jnp.exp(scores - log_sum[..., start:stop, None])
+        dp = jnp.einsum("bgrqk,bgsk->bgrqs", d_block, v[:, :, seen], preferred_element_type=jnp.float32)
+        ds = p * (_drop(start, seen, how, dp, given) - rows[..., start:stop, None])
+        ds = (ds * cap_slope(how.cap, scores) if how.cap else ds).astype(q.dtype)
+        dropped = _drop(start, seen, how, p, given).astype(v.dtype)
+        dq.append(jnp.einsum("bgrqs,bgsk->bgrqk", ds, k[:, :, seen]))
         more_k = jnp.einsum("bgrqs,bgrqk->bgsk", ds, q_block)
         more_v = jnp.einsum("bgrqs,bgrqk->bgsk", dropped, d_block)
-        dk, dv = (
-            (more_k, more_v) if stop == length else (dk.at[:, :, :stop].add(more_k), dv.at[:, :, :stop].add(more_v))
-        )
+        if stop == length:  # the others add to what the last block leaves, which sees all keys where no window is
+            unseen = ((0, 0), (0, 0), (seen.start, 0), (0, 0))
+            dk, dv = (jnp.pad(more, unseen) if seen.start else more for more in (more_k, more_v))
+        else:
+            dk, dv = dk.at[:, :, seen].add(more_k), dv.at[:, :, seen].add(more_v)
     d_q = jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
-    return d_q * width**-0.5, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3), None
+    return d_q * how.scale, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
 blockwise.defvjp(_forward, _backward)
@@ -182,20 +256,26 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _scores(start: int, q: jax.Array, k: jax.Array, given: Given) -> jax.Array:
-    """Queries from `start` on, [B, G, R, Q, K], against the keys up to the last of them: float32 [B, G, R, Q, S]."""
-    stop = k.shape[2]
+def _first(start: int, how: How) -> int:
+    """The first key that the query at `start` sees."""
+    return max(0, start - how.window + 1) if how.window else 0
+
+
+def _scores(start: int, seen: slice, how: How, q: jax.Array, k: jax.Array, given: Given) -> jax.Array:
+    """Queries from `start` on, [B, G, R, Q, K], against the keys `seen` by any of them: float32 [B, G, R, Q, S]."""
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q, k, preferred_element_type=jnp.float32)
-    visible = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
+    scores = within(how.cap, scores) if how.cap else scores
+    back = jnp.arange(start, seen.stop)[:, None] - jnp.arange(seen.start, seen.stop)
+    visible = (back >= 0) & (back < how.window) if how.window else back >= 0
     if given.segments is not None:
-        same = given.segments[:, start:stop, None] == given.segments[:, None, :stop]
+        same = given.segments[:, start : seen.stop, None] == given.segments[:, None, seen]
         visible = visible & same[:, None, None]
     return jnp.where(visible, scores, MASKED)
 
 
-def _drop(start: int, rate: float, p: jax.Array, given: Given) -> jax.Array:
-    """Dropout on [B, G, R, Q, S] of queries from `start` on; linear, so it serves probabilities and their cotangents alike."""
+def _drop(start: int, seen: slice, how: How, p: jax.Array, given: Given) -> jax.Array:
+    """Dropout on [B, G, R, Q, S] of queries from `start` on and keys `seen`; linear, so it serves probabilities and their cotangents alike."""
     if given.words is None:
         return p
     by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
-    return drop(rate, given.words, by_head, start).reshape(p.shape)
+    return drop(how.rate, given.words, by_head, start, seen.start).reshape(p.shape)

@@ -42,6 +42,10 @@ class Collectives:
         """The same for what is added before `leave_embedding`."""
         return weight
 
+    def share_stream(self, weight: jax.Array) -> jax.Array:
+        """A weight that works on the residual stream itself, after `leave`: the same on all ranks that hold the same of the stream."""
+        return weight
+
     def first_head(self, heads: int) -> jax.Array | int:
         """Global index of this rank's first of `heads` local query heads."""
         return 0

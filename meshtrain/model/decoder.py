@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain.compat import vary, varying
-from meshtrain.config import ModelConfig
-from meshtrain.families import FAMILIES
+from meshtrain.config import LoraConfig, ModelConfig
+from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout
-from meshtrain.model.layers import Block, Norm, Sequence, linear_float32, make_parameters, rotary
+from meshtrain.model.layers import Block, Norm, make_parameters
+from meshtrain.model.products import linear_float32
+from meshtrain.model.sequence import sequences
 
-EMBEDDING_SITE = 1 << 20  # a dropout site that no layer has
+EMBEDDING_SITE, ADAPTER_SITE = 1 << 20, 1 << 21  # dropout sites that no layer has
 
 
 class Embedding(nnx.Module):
@@ -25,6 +27,7 @@ class Embedding(nnx.Module):
     positions: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.scaled = config.scaled_embedding
         make_parameters(self, "embedding", config, rngs)
 
     def __call__(
@@ -40,6 +43,9 @@ class Embedding(nnx.Module):
     def stream(self, x_BTD: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout) -> jax.Array:
         """The same of what this rank has looked up: the rows of its tokens, zero for those of other ranks."""
         x = x_BTD
+        if self.scaled:
+            # rounded as transformers has it: 55.4256 is 55.5 in bfloat16
+            x = x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)
         if self.positions is not None:
             x = x + collectives.share_embedding(self.positions[...])[positions]
         x = collectives.leave_embedding(x)
@@ -66,26 +72,28 @@ class Head(nnx.Module):
     weight: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.norm = Norm("head.norm", config, rngs)
+        self.norm, self.cap = Norm("head.norm", config, rngs), config.logit_cap
         make_parameters(self, "head", config, rngs)
 
     def __call__(self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives) -> jax.Array:
         """This device's share of the logits, [B, T, V share], float32."""
         weight = tied_VD.T if self.weight is None else self.weight[...]  # type: ignore[union-attr]
         h = vary(collectives.enter_head(self.norm(x_BTD)), varying(weight))
-        return linear_float32(h.reshape(-1, h.shape[-1]), weight).reshape(*h.shape[:2], -1)
+        logits = linear_float32(h.reshape(-1, h.shape[-1]), weight).reshape(*h.shape[:2], -1)
+        return capped(self.cap, logits) if self.cap else logits
 
 
 class Decoder(nnx.Module):
     """The whole model on one device; also the recipe for its parts elsewhere."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.config = config
         root = rngs.params()
         # A layer's numbers follow from its index alone.
         keys = jax.random.split(jax.random.fold_in(root, 0), config.layers)
         self.embedding = Embedding(config, nnx.Rngs(params=jax.random.fold_in(root, 1)))
-        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key)), in_axes=0, out_axes=0)(keys)
+        of = lambda key: nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))  # noqa: E731
+        self.blocks = nnx.vmap(lambda key: Block(config, of(key), lora), in_axes=0, out_axes=0)(keys)
         self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
@@ -94,15 +102,11 @@ class Decoder(nnx.Module):
         positions = jnp.arange(tokens_BT.shape[1])
         x = self.embedding(tokens_BT, positions, collectives)
         graph, weights = nnx.split(self.blocks)
-        sequence = Sequence(rotary_table(self.config, positions))
+        sequence_of = sequences(self.config, positions, None)
 
-        def layer(x: jax.Array, block: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, block)(x, sequence, collectives, NO_DROPOUT), None
+        def layer(x: jax.Array, given: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, None]:
+            block, index = given
+            return nnx.merge(graph, block)(x, sequence_of(index), collectives, NO_DROPOUT), None
 
-        x, _ = jax.lax.scan(layer, x, weights)
+        x, _ = jax.lax.scan(layer, x, (weights, jnp.arange(self.config.layers)))
         return self.head(x, self.embedding.tokens[...], collectives)
-
-
-def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """cos and sin of rotary positions; None where they are learned."""
-    return rotary(positions, config.head_dim, config.rope_theta) if FAMILIES[config.family].rotary else None

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshtrain.compat import vary, varying
+
 
 class Dropout:
     """Dropout whose mask follows from what a value is, not from where it lies: (seed, step, layer, site, sequence, position).
@@ -15,7 +17,7 @@ class Dropout:
     def __init__(self, rate: float, key: jax.Array | None, rows_B: jax.Array | None) -> None:
         self.rate = rate if key is not None else 0.0
         self.key: Any = key
-        self.rows = rows_B
+        self.rows: Any = rows_B
 
     def at(self, site: jax.Array | int) -> "Dropout":
         """The same dropout with keys of its own for a layer or a site in it."""
@@ -37,6 +39,18 @@ class Dropout:
             return p_BHQK
         return drop(self.rate, self.words(first_head, p_BHQK.shape[1]), p_BHQK, 0)
 
+    def rows_of(self, x_ND: jax.Array, first_column: jax.Array | int) -> jax.Array:
+        """Drops from rows [B T, D], whose columns start at `first_column` of the whole: of sequences that are whole."""
+        if self.rate == 0.0:
+            return x_ND
+        # the loop in `kept` wants one type of all that it carries
+        words = vary(self.words(0, 1)[..., None, None], varying(x_ND))
+        x_BTD = x_ND.reshape(self.rows.shape[0], -1, x_ND.shape[1])
+        positions, columns = (jnp.arange(n) for n in x_BTD.shape[1:])
+        places = (vary(place, varying(x_ND)) for place in (positions[:, None], first_column + columns))
+        keep = kept(self.rate, words[:, 0, 0], words[:, 0, 1], *places)
+        return jnp.where(keep, x_BTD / (1 - self.rate), 0).astype(x_ND.dtype).reshape(x_ND.shape)
+
     def words(self, first_head: jax.Array | int, heads: int) -> jax.Array:
         """uint32 [B, heads, 2] from which `kept` draws for heads that start at `first_head`."""
         of_head = jax.vmap(lambda row, head: jax.random.bits(self._key_of(row, head), (2,)), (None, 0))
@@ -55,11 +69,11 @@ NO_DROPOUT = Dropout(0.0, None, None)
 ROTATIONS, PARITY = (13, 15, 26, 6, 17, 29, 16, 24), 0x1BD11BDA
 
 
-def drop(rate: float, words_BH2: jax.Array, p_BHQK: jax.Array, first_query: int) -> jax.Array:
-    """Dropout on the scores of queries from `first_query` on and all keys; linear, so it serves cotangents too."""
+def drop(rate: float, words_BH2: jax.Array, p_BHQK: jax.Array, first_query: int, first_key: int = 0) -> jax.Array:
+    """Dropout on the scores of queries and keys from the first ones on; linear, so it serves cotangents too."""
     queries, keys = (jnp.arange(n) for n in p_BHQK.shape[2:])
     words = words_BH2[..., None, None]
-    keep = kept(rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], keys)
+    keep = kept(rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], first_key + keys)
     return jnp.where(keep, p_BHQK / (1 - rate), 0).astype(p_BHQK.dtype)
 
 

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from meshtrain.compat import struct_like
+from meshtrain.model.attention import How, cap_slope, within
 from meshtrain.model.dropout import kept
 
 MASKED = -1e30
@@ -33,7 +34,7 @@ LARGEST, BYTES = 64, 2**14
 
 
 class Masks(NamedTuple):
-    """What is not seen of the scores besides later keys."""
+    """What is not seen of the scores besides later keys, and earlier ones than the window's."""
 
     segments: jax.Array | None  # [B, T]
     first: jax.Array | None  # [B, T / block], of a block of queries the first block of keys that it may see
@@ -44,11 +45,11 @@ class Masks(NamedTuple):
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
 def forward(
-    rate: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
+    how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
     batch, length, heads, width = q.shape
-    block, (q, k, v) = _padded(q * width**-0.5, k, v)
+    block, (q, k, v) = _padded(q * how.scale, k, v)
     masks = _masks(block, length, segments, words)
     padded, wide = q.shape[1], q.shape[3]
     repeats = heads // k.shape[2]
@@ -56,7 +57,7 @@ def forward(
     whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
     sums = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
     out, log_sum = _call(
-        partial(_forward_kernel, rate),
+        partial(_forward_kernel, how),
         (padded // block, heads, batch),
         [rows, whole, whole, *_specs(masks, lambda i, h, b: (b, h))],
         [rows, sums],
@@ -67,13 +68,12 @@ def forward(
 
 @partial(jax.jit, static_argnums=0)
 def backward(
-    rate: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None,
+    how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None,
     log_sum: jax.Array, rows: jax.Array, d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cotangents of `forward`'s q, k and v. `rows` [B, H, T] are the sums of out x its cotangent over the width."""
     batch, length, heads, width = q.shape
-    scale = width**-0.5
-    size, (q, k, v, d_out) = _padded(q * scale, k, v, d_out)
+    size, (q, k, v, d_out) = _padded(q * how.scale, k, v, d_out)
     masks = _masks(size, length, segments, words)
     padded, wide = q.shape[1], q.shape[3]
     log_sum, rows = (jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows))
@@ -83,7 +83,7 @@ def backward(
     whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
     sums = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i))
     dq = _call(
-        partial(_query_kernel, rate),
+        partial(_query_kernel, how),
         (padded // size, heads, batch),
         [block, whole, whole, *_specs(masks, lambda i, h, b: (b, h)), sums, sums, block],
         block,
@@ -92,14 +92,14 @@ def backward(
     of_group = pl.BlockSpec((None, padded, repeats, wide), lambda j, g, b: (b, 0, g, 0))
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
     dk, dv = _call(
-        partial(_key_kernel, rate, repeats),
+        partial(_key_kernel, how, repeats),
         (padded // size, groups, batch),
         [of_group, block, block, *_specs(masks, lambda j, g, b: (b, g), repeats), sums, sums, of_group],
         [block, block],
         [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],
     )(q, k, v, *masks, log_sum, rows, d_out)
     dq, dk, dv = (a[:, :length, :, :width] for a in (dq, dk, dv))
-    return dq * scale, dk, dv
+    return dq * how.scale, dk, dv
 
 
 def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
@@ -126,17 +126,17 @@ def _masks(block: int, length: int, segments: jax.Array | None, words: jax.Array
     return Masks(segments, first, last, words)
 
 
-def _forward_kernel(rate, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
+def _forward_kernel(how, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
     i, block = pl.program_id(0), q_ref.shape[0]
     q = q_ref[...]
 
     def step(j, carry):  # type: ignore[no-untyped-def]
         out, top, total = carry
         at = pl.ds(j * block, block)
-        scores = _scores(q, k_ref[at, :], segments, i, j)
+        scores = _scores(how, q, k_ref[at, :], segments, i, j)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         p, correction = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
-        dropped = _dropout(rate, words, 0, i, j, block)(p).astype(v_ref.dtype)
+        dropped = _dropout(how.rate, words, 0, i, j, block)(p).astype(v_ref.dtype)
         out = out * correction[:, None] + triton.dot(dropped, v_ref[at, :])
         return out, higher, total * correction + jnp.sum(p, axis=1)
 
@@ -145,32 +145,37 @@ def _forward_kernel(rate, q_ref, k_ref, v_ref, segments, first, last, words, out
         jnp.full(q.shape[:1], MASKED, jnp.float32),
         jnp.zeros(q.shape[:1], jnp.float32),
     )
-    out, top, total = jax.lax.fori_loop(0 if first is None else first[i], i + 1, step, none)
+    out, top, total = jax.lax.fori_loop(_start(how.window, block, i, first), i + 1, step, none)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = top + jnp.log(total)
 
 
-def _query_kernel(rate, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref) -> None:  # type: ignore[no-untyped-def]
+def _query_kernel(how, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref) -> None:  # type: ignore[no-untyped-def]
     i, block = pl.program_id(0), q_ref.shape[0]
     q, d = q_ref[...], d_out[...]
 
     def step(j, dq):  # type: ignore[no-untyped-def]
         at = pl.ds(j * block, block)
         k = k_ref[at, :]
-        p = jnp.exp(_scores(q, k, segments, i, j) - log_sum[...][:, None])
-        dp = _dropout(rate, words, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
-        return dq + triton.dot((p * (dp - rows[...][:, None])).astype(k.dtype), k)
+        scores = _scores(how, q, k, segments, i, j)
+        p = jnp.exp(scores - log_sum[...][:, None])
+        dp = _dropout(how.rate, words, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
+        ds = _through_cap(how, scores, p * (dp - rows[...][:, None]))
+        return dq + triton.dot(ds.astype(k.dtype), k)
 
-    start = 0 if first is None else first[i]
-    dq_ref[...] = jax.lax.fori_loop(start, i + 1, step, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
+    dq = jax.lax.fori_loop(_start(how.window, block, i, first), i + 1, step, jnp.zeros(q.shape, jnp.float32))
+    dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
 def _key_kernel(
-    rate, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
+    how, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
 ) -> None:  # type: ignore[no-untyped-def]
     j, block = pl.program_id(0), k_ref.shape[0]
     k, v = k_ref[...], v_ref[...]
     stop = q_ref.shape[0] // block if last is None else last[j] + 1
+    if how.window:
+        # the last query that sees the block's last key
+        stop = jnp.minimum(stop, (j * block + block + how.window - 2) // block + 1)
     blocks = stop - j
 
     def step(n, carry):  # type: ignore[no-untyped-def]
@@ -178,11 +183,12 @@ def _key_kernel(
         head, i = jax.lax.div(n, blocks), j + jax.lax.rem(n, blocks)
         at = pl.ds(i * block, block)
         q, d = q_ref[at, head, :], d_out[at, head, :]
-        p = jnp.exp(_scores(q, k, segments, i, j) - log_sum[head, at][:, None])
-        drop = _dropout(rate, words, head, i, j, block)
+        scores = _scores(how, q, k, segments, i, j)
+        p = jnp.exp(scores - log_sum[head, at][:, None])
+        drop = _dropout(how.rate, words, head, i, j, block)
         dv += triton.dot(drop(p).astype(d.dtype).T, d)
-        ds = (p * (drop(triton.dot(d, v.T)) - rows[head, at][:, None])).astype(q.dtype)
-        return dk + triton.dot(ds.T, q), dv
+        ds = _through_cap(how, scores, p * (drop(triton.dot(d, v.T)) - rows[head, at][:, None]))
+        return dk + triton.dot(ds.astype(q.dtype).T, q), dv
 
     none = jnp.zeros(k.shape, jnp.float32)
     dk, dv = jax.lax.fori_loop(0, repeats * blocks, step, (none, none))
@@ -193,14 +199,28 @@ def _positions(i: Any, block: int) -> jax.Array:
     return i * block + jnp.arange(block)
 
 
-def _scores(q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
+def _start(window: int, block: int, i: Any, first: Any) -> Any:
+    """The first block of keys that query block i reads."""
+    start = 0 if first is None else first[i]
+    # the first key that the block's first query sees
+    return jnp.maximum(start, (i * block - window + 1) // block) if window else start
+
+
+def _scores(how: How, q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
     """Scores of query block i and key block j, float32."""
     block = len(q)
-    visible = _positions(i, block)[:, None] >= _positions(j, block)[None, :]
+    back = _positions(i, block)[:, None] - _positions(j, block)[None, :]
+    visible = (back >= 0) & (back < how.window) if how.window else back >= 0
     if segments is not None:
         of_queries, of_keys = (segments[pl.ds(n * block, block)] for n in (i, j))
         visible = visible & (of_queries[:, None] == of_keys[None, :])
-    return jnp.where(visible, triton.dot(q, k.T), MASKED)
+    scores = triton.dot(q, k.T)
+    return jnp.where(visible, within(how.cap, scores) if how.cap else scores, MASKED)
+
+
+def _through_cap(how: How, scores: jax.Array, ds: jax.Array) -> jax.Array:
+    """Cotangents of the scores before they were capped."""
+    return ds * cap_slope(how.cap, scores) if how.cap else ds
 
 
 def _dropout(rate: float, words: Any, head: Any, i: Any, j: Any, block: int) -> Callable[[jax.Array], jax.Array]:

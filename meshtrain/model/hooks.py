@@ -5,7 +5,7 @@
         y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(h, collectives)
         return x + dropout.at(1).stream(y, collectives.first_position(x.shape[1]))
 
-    def capped_loss(logits, labels, vocabulary):                             # Gemma 2: logits within -30 .. 30
+    def capped_loss(logits, labels, vocabulary):                             # as model.logit_cap 30 does
         logits = 30 * jnp.tanh(logits / 30)
         return vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels)
 
@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.families import FAMILIES
-from meshtrain.model.attention import attend
+from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block, Sequence
@@ -94,10 +94,15 @@ class Hooks:
         for kind, protocol in (("block", BlockHook), ("attention", AttentionHook), ("loss", LossHook)):
             if (hook := getattr(self, kind)) is not None:
                 _check_call(kind, hook, list(inspect.signature(protocol.__call__).parameters)[1:])
-        for key in ("label_smoothing", "z_loss") if self.loss else ():
-            if value := getattr(config.train, key):
+        unheard = [
+            ("train", "label_smoothing", "loss", 0), ("train", "z_loss", "loss", 0), ("model", "window", "attention", 0),
+            ("model", "score_cap", "attention", 0), ("model", "query_scalar", "attention", config.model.head_dim),
+        ]  # fmt: skip
+        for section, key, kind, usual in unheard:
+            hook, value = getattr(self, kind), getattr(getattr(config, section), key)
+            if hook is not None and value != usual:
                 raise ConfigError(
-                    f"train.{key} is {value}, but the loss is replaced by {_name(self.loss)}, which does not obey it; "
+                    f"{section}.{key} is {value}, but the {kind} is replaced by {_name(hook)}, which does not obey it; "
                     "leave the key out, and have the function do it."
                 )
 
@@ -120,6 +125,9 @@ class Parts:
         built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
         self._block = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss = hooks.loss or built_in
+        # who gives the built-in one means it as it is
+        self._given = hooks.attention if hooks.attention is not attend else None
+        self._attend: Callable[..., jax.Array] = partial(attend, **of_attention(config.model))
         if hooks.loss is not None:
             _check_shares(hooks.loss, config, collectives.vocabulary)
 
@@ -130,13 +138,20 @@ class Parts:
         _check_result("block", self._block, y, wanted, varying(x_BTD), "pass each branch through collectives.leave")
         return y
 
-    def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout) -> jax.Array:  # fmt: skip
-        hook = self.hooks.attention or attend
-        out = hook(q, k, v, segments, collectives, dropout)
+    def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | None = None) -> jax.Array:  # fmt: skip
+        given = (q, k, v, segments, collectives, dropout)
+        out = self._given(*given) if self._given else self._attend(*given, local=local)
         wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
-        _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")
+        _check_result(
+            "attention",
+            self._given or attend,
+            out,
+            wanted,
+            varying(q) | varying(k) | varying(v),
+            "it needs no collective",
+        )
         # the built-in one names its output itself, where its backward takes it
-        return out if hook is attend else checkpoint_name(out, "attention")
+        return checkpoint_name(out, "attention") if self._given else out
 
     def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
         losses = self._loss(logits_BTV, labels_BT, self.vocabulary)

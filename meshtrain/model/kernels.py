@@ -14,19 +14,19 @@ FUSED_WIDTH = 256
 SPLASH_BLOCKS = (512, 256, 128)
 
 
-def attention_kernel(platform: str, dtype: str, head_dim: int, length: int, packed: bool, dropout: bool) -> Kernel:
-    """How attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences and with `dropout`.
+def attention_kernel(platform: str, dtype: str, head_dim: int, length: int, packed: bool, dropout: bool, capped: bool = False) -> Kernel:  # fmt: skip
+    """How attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences, with `dropout` and scores `capped`.
 
     Only `blocks` ever has scores in memory; the others keep q, k, v, their output and a log of sums.
 
     cudnn: cuDNN's flash attention (cuDNN 9 on Ampere and later). 16 bits, head widths in eights up to 128, neither packed nor
-        dropped: its dropout would depend on the mesh, and see `model.fused` for its packed sequences.
+        dropped nor capped, which JAX does not offer: its dropout would depend on the mesh, and see `model.fused` for its packed sequences.
     fused: `model.fused`, for all else on GPUs.
     splash: JAX's kernel for TPUs, packed or not. Sequences in blocks of 128, head widths in 64; no dropout.
     blocks: `attention.blockwise`, on CPUs and where no other kernel is.
     """
     if platform == "gpu" and head_dim <= FUSED_WIDTH:
-        plain = dtype in ("bfloat16", "float16") and not packed and not dropout
+        plain = dtype in ("bfloat16", "float16") and not (packed or dropout or capped)
         return "cudnn" if plain and head_dim % 8 == 0 and head_dim <= 128 else "fused"
     if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not dropout:
         return "splash"

@@ -8,6 +8,7 @@ H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
 import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
-from meshtrain.config import ModelConfig
-from meshtrain.families import FAMILIES
-from meshtrain.model.attention import attend
+from meshtrain.config import LoraConfig, ModelConfig
+from meshtrain.families import EXACT_GELU
+from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
-from meshtrain.model.weights import weights
+from meshtrain.model.products import projected
+from meshtrain.model.rope import rotate
+from meshtrain.model.weights import Weight, adapters, lora_scale, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,53 +34,38 @@ class Sequence:
     rotary_TK: tuple[jax.Array, jax.Array] | None = None
     # documents packed in a sequence; attention stays within one
     segments_BT: jax.Array | None = None
+    # whether this layer sees the window alone; None where all layers see the same
+    local: jax.Array | None = None
 
 
 def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
     """Gives a module its float32 parameters: those whose names in `weights` begin with the module's own, `name`."""
     for weight in weights(config):
-        parent, _, attribute = weight.name.rpartition(".")
-        if parent == name:
-            shape = tuple(n for _, n in weight.dims)
-            # of a dtype that is given: with a weak one the first step would be compiled once more for the second
-            filled = jnp.full(shape, weight.fill, jnp.float32)
-            drawn = weight.std * jax.random.normal(rngs.params(), shape) if weight.std else filled
-            setattr(module, attribute, nnx.Param(drawn))
+        _make(module, name, weight, rngs)
 
 
-def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
-    """x W, [N, everything else of W], where W's first dimensions make up D.
-
-    Weights meet rows, never [B, T, D]: with two dimensions to sum over in the weight's gradient, XLA's CPU backend copies the
-    cotangent into its transpose, element by element and fused with what made it; a SwiGLU's backward then takes twice the time.
-    Kept for the backward are the arguments as they are: of a weight in another shape the pipeline would stash a copy.
-    """
-    return x_ND @ weight.reshape(x_ND.shape[1], -1)
+def make_adapters(module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None) -> None:
+    """Likewise LoRA's, from random numbers of their own, so that the model is the one without them."""
+    module.lora_scale, module.lora_drop = lora_scale(lora) if lora is not None and lora.rank else 0.0, None
+    if lora is not None and lora.rank:
+        for weight in adapters(config, lora):
+            _make(module, name, weight, rngs)
 
 
-linear = jax.custom_vjp(_product)
-
-
-def _linear_backward(kept: tuple[jax.Array, jax.Array], g_NF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x_ND, weight = kept
-    over_rows = (((0,), (0,)), ((), ()))
-    gradient = jax.lax.dot_general(x_ND, g_NF, over_rows).reshape(weight.shape)
-    return g_NF @ weight.reshape(x_ND.shape[1], -1).T, gradient
-
-
-linear.defvjp(lambda x, weight: (_product(x, weight), (x, weight)), _linear_backward)
-
-
-@jax.custom_vjp
-def linear_float32(x_ND: jax.Array, weight_DV: jax.Array) -> jax.Array:
-    """x W in float32, of operands as they are; its cotangent is rounded to theirs, or both products of the backward were float32's."""
-    return jnp.matmul(x_ND, weight_DV, preferred_element_type=jnp.float32)
-
-
-linear_float32.defvjp(
-    lambda x, weight: (linear_float32(x, weight), (x, weight)),
-    lambda kept, g_NV: _linear_backward(kept, g_NV.astype(kept[0].dtype)),
-)
+def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None:
+    """The parameter of a weight, if it is one of the module `name`."""
+    parent, _, attribute = weight.name.rpartition(".")
+    if parent != name:
+        return
+    shape = tuple(n for _, n in weight.dims)
+    if weight.bound:
+        drawn = jax.random.uniform(rngs.lora(), shape, minval=-weight.bound, maxval=weight.bound)
+    elif weight.std:
+        drawn = weight.std * jax.random.normal(rngs.params(), shape)
+    else:
+        # of a dtype that is given: with a weak one the first step would be compiled once more for the second
+        drawn = jnp.full(shape, weight.fill, jnp.float32)
+    setattr(module, attribute, nnx.Param(drawn))
 
 
 def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -93,18 +81,21 @@ def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.A
 @cache
 def hidden(activation: str, gated: bool) -> Callable[..., jax.Array]:
     """The MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else activation(up)."""
-    function = getattr(jax.nn, activation)
+    function = partial(jax.nn.gelu, approximate=False) if activation == EXACT_GELU else getattr(jax.nn, activation)
     return keeping_arguments((lambda gate, up: function(gate) * up) if gated else (lambda up: function(up)))
 
 
-def normalised(eps: float, centred: bool, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x over its root mean square along the last dimension (`centred`: less its mean first), times `scale`; float32 but for the result."""
+def normalised(eps: float, centred: bool, plus_one: bool, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x over its root mean square along the last dimension (`centred`: less its mean first), times `scale` (`plus_one`: and 1);
+    float32 but for the result.
+    """
     # Here and not where they meet in float32: the gradient is summed over tensor in x's dtype.
     y = vary(x, varying(scale)).astype(jnp.float32)
     if centred:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+    scale = scale.astype(jnp.float32)
+    return (y * (1 + scale if plus_one else scale)).astype(x.dtype)
 
 
 class Norm(nnx.Module):
@@ -118,12 +109,14 @@ class Norm(nnx.Module):
     bias: nnx.Param | None = None
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.eps = config.norm_eps
+        self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
         make_parameters(self, name, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = keeping_arguments(partial(normalised, self.eps, self.bias is not None))(x, self.scale[...])
-        return y if self.bias is None else y + self.bias[...]
+    def __call__(self, x: jax.Array, share: Callable[[jax.Array], jax.Array] = lambda weight: weight) -> jax.Array:
+        """`share` is what its weights go through first, where x is in the residual stream."""
+        function = keeping_arguments(partial(normalised, self.eps, self.bias is not None, self.plus_one))
+        y = function(x, share(self.scale[...]))
+        return y if self.bias is None else y + share(self.bias[...])
 
 
 class Attention(nnx.Module):
@@ -137,18 +130,27 @@ class Attention(nnx.Module):
     k_bias: nnx.Param | None = None
     v_bias: nnx.Param | None = None
     out_bias: nnx.Param | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    lora_scale: float
+    lora_drop: Callable[[str, jax.Array], jax.Array] | None
 
-    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.attend: Callable[..., jax.Array] = attend
+    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
+        self.attend: Callable[..., jax.Array] = partial(attend, **of_attention(config))
         self.group = config.heads // config.kv_heads  # query heads that share a key/value head
         make_parameters(self, name, config, rngs)
+        make_adapters(self, name, config, rngs, lora)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (Norm(f"{name}.{which}", config, rngs) for which in ("q_norm", "k_norm"))
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
         rows = x_BTD.reshape(-1, x_BTD.shape[-1])
         sequences = x_BTD.shape[0]
-        q = project(rows, sequences, self.q, self.q_bias)
-        k = project(rows, sequences, self.k, self.k_bias)
-        v = project(rows, sequences, self.v, self.v_bias)
+        q, k, v = (self.project(name, rows, sequences) for name in "qkv")
+        keep = partial(checkpoint_name, name="qkv")
+        if self.q_norm is not None and self.k_norm is not None:
+            # Kept as the norms take them: what they give is soon computed again, a product is not.
+            q, k = self.q_norm(keep(q)), self.k_norm(keep(k))
         if sequence.rotary_TK is not None:
             q, k = rotate(q, *sequence.rotary_TK), rotate(k, *sequence.rotary_TK)
         heads, groups = q.shape[2], k.shape[2]
@@ -156,12 +158,20 @@ class Attention(nnx.Module):
         if groups * self.group != heads:
             mine = (collectives.first_head(heads) + jnp.arange(heads)) // self.group
             k, v = jnp.take(k, mine, axis=2), jnp.take(v, mine, axis=2)
-        q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
-        a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout)
-        y = linear(a, self.out[...]).reshape(x_BTD.shape)
+        if self.q_norm is None:
+            q, k = keep(q), keep(k)
+        v = keep(v)
+        a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local)
+        y = projected(self, "out", a).reshape(x_BTD.shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
         return checkpoint_name(collectives.leave(y), "attention_out")
+
+    def project(self, name: str, x_ND: jax.Array, sequences: int) -> jax.Array:
+        """q, k or v: rows [B T, D] into heads, [B, T, H, K]."""
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+        y = projected(self, name, x_ND).reshape(sequences, -1, *weight.shape[-2:])
+        return y if bias is None else y + bias[...]
 
 
 class MLP(nnx.Module):
@@ -172,64 +182,49 @@ class MLP(nnx.Module):
     down: nnx.Param
     up_bias: nnx.Param | None = None
     down_bias: nnx.Param | None = None
+    lora_scale: float
+    lora_drop: Callable[[str, jax.Array], jax.Array] | None
 
-    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.activation = FAMILIES[config.family].activation
+    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
+        self.activation = config.activation
         make_parameters(self, name, config, rngs)
+        make_adapters(self, name, config, rngs, lora)
 
     def __call__(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array:
         rows = x_BTD.reshape(-1, x_BTD.shape[-1])
-        up = linear(rows, self.up[...])
+        up = projected(self, "up", rows)
         if self.up_bias is not None:
             up = up + self.up_bias[...]
-        branches = (up,) if self.gate is None else (linear(rows, self.gate[...]), up)
+        branches = (up,) if self.gate is None else (projected(self, "gate", rows), up)
         h = hidden(self.activation, self.gate is not None)(*(checkpoint_name(b, "mlp_in") for b in branches))
-        y = linear(checkpoint_name(h, "mlp_hidden"), self.down[...]).reshape(x_BTD.shape)
+        y = projected(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(x_BTD.shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
         return checkpoint_name(collectives.leave(y), "mlp_out")
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block; with post-norms too each branch is normed once more before it is added."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
-        self.attention = Attention("blocks.attention", config, rngs)
+        self.attention = Attention("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
-        self.mlp = MLP("blocks.mlp", config, rngs)
+        self.mlp = MLP("blocks.mlp", config, rngs, lora)
+        if config.post_norms:
+            self.attention_post_norm = Norm("blocks.attention_post_norm", config, rngs)
+            self.mlp_post_norm = Norm("blocks.mlp_post_norm", config, rngs)
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
         first = collectives.first_position(x_BTD.shape[1])
         a = self.attention(collectives.enter(self.attention_norm(x_BTD)), sequence, collectives, dropout.at(0))
+        if self.attention_post_norm is not None:
+            a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
         m = self.mlp(collectives.enter(self.mlp_norm(x_BTD)), collectives)
+        if self.mlp_post_norm is not None:
+            m = self.mlp_post_norm(m, collectives.share_stream)
         return x_BTD + dropout.at(2).stream(m, first)
-
-
-def project(x_ND: jax.Array, sequences: int, weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> jax.Array:
-    """x W (+ b) into heads: rows [B T, D] to [B, T, H, K]."""
-    y = linear(x_ND, weight_DHK[...]).reshape(sequences, -1, *weight_DHK.shape[-2:])
-    return y if bias_HK is None else y + bias_HK[...]
-
-
-def rotary(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of RoPE (Su et al. 2021) at `positions`: [..., width / 2] each, float32."""
-    frequency = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angle = positions[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _turned(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (x[i], x[i + K/2]) by the angles of their positions."""
-    cos, sin = cos[..., None, :].astype(x_BTHK.dtype), sin[..., None, :].astype(x_BTHK.dtype)
-    low, high = jnp.split(x_BTHK, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-
-
-# Its transpose turns back: nothing is kept but the angles.
-rotate = jax.custom_vjp(_turned)
-rotate.defvjp(
-    lambda x, cos, sin: (_turned(x, cos, sin), (cos, sin)),
-    lambda angles, cotangent: (_turned(cotangent, angles[0], -angles[1]), None, None),
-)

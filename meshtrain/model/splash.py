@@ -7,31 +7,40 @@ custom_vjp would keep the output once more than the model does (see `model.atten
 from typing import Any
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import BlockSizes, CausalMask, SegmentIds, make_splash_mha
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    BlockSizes,
+    CausalMask,
+    LocalMask,
+    SegmentIds,
+    make_splash_mha,
+)
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
 from meshtrain.compat import splash_backward, unchecked, vary, varying
 from meshtrain.model.kernels import SPLASH_BLOCKS
 
 
-def forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def forward(
+    window: int, scale: float, cap: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
-    kernel, axes = _kernel(q), varying(q)
+    kernel, axes = _kernel(q, window, cap), varying(q)
 
     def one(ids: jax.Array | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
         out, (log_sum,) = kernel(*given, None if ids is None else SegmentIds(ids, ids))
         return out, log_sum
 
     with unchecked():
-        out, log_sum = jax.vmap(one)(segments, *_by_head(q * q.shape[-1] ** -0.5, k, v))
+        out, log_sum = jax.vmap(one)(segments, *_by_head(q * scale, k, v))
     return vary(_by_head(out)[0], axes), vary(log_sum, axes)
 
 
 def backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
+    window: int, scale: float, cap: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
+    out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cotangents of `forward`'s q, k and v."""
-    kernel, axes, scale = _kernel(q), varying(q), q.shape[-1] ** -0.5
+    kernel, axes = _kernel(q, window, cap), varying(q)
 
     def one(ids: jax.Array | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
         return splash_backward(kernel, None if ids is None else SegmentIds(ids, ids), log_sum, *given)
@@ -42,14 +51,17 @@ def backward(
     return d_q * scale, d_k, d_v
 
 
-def _kernel(q: jax.Array) -> Any:
+def _kernel(q: jax.Array, window: int, cap: float) -> Any:
     _, length, heads, _ = q.shape
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
     sizes = BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )
-    mask = MultiHeadMask([CausalMask((length, length))] * heads)
-    return make_splash_mha(mask, block_sizes=sizes, save_residuals=True, head_shards=1, q_seq_shards=1)
+    square = (length, length)
+    mask = MultiHeadMask([LocalMask(square, (window - 1, 0), 0) if window else CausalMask(square)] * heads)
+    return make_splash_mha(
+        mask, block_sizes=sizes, save_residuals=True, attn_logits_soft_cap=cap or None, head_shards=1, q_seq_shards=1
+    )
 
 
 def _by_head(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -6,9 +6,11 @@ and checkpoints name them. The blocks' weights are stacked along a first axis `l
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from meshtrain.config.schema import ModelConfig
+from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig
 from meshtrain.families import FAMILIES
 
 BLOCKS = "blocks."
@@ -23,6 +25,8 @@ class Weight:
     std: float  # of its normal initialisation; 0: all are `fill`
     fill: float = 0.0
     layers: int = 0  # that are stacked; 0: it stands outside the blocks
+    adapter: bool = False  # of LoRA
+    bound: float = 0.0  # of its uniform initialisation, in the place of a normal one
 
     @property
     def stacked(self) -> bool:
@@ -43,8 +47,60 @@ class Weight:
 
     @property
     def decayed(self) -> bool:
-        """Weight decay applies: to matrices, which begin at random, not to norms and biases."""
-        return self.std > 0
+        """Weight decay applies: to matrices, not to norms and biases."""
+        return self.std > 0 or self.adapter
+
+
+def adapted(model: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
+    """The projections that have adapters, of a resolved config."""
+    if not lora.rank:
+        return ()
+    have = [name for name in PROJECTIONS if name != "gate" or FAMILIES[model.family].gated]
+    return tuple(name for name in have if not lora.targets or name in lora.targets)
+
+
+@functools.lru_cache(maxsize=256)
+def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
+    """LoRA's two factors of each adapted projection W (Hu et al. 2021): y = x W + scale (x A) B, with A [inputs, rank], B [rank, outputs].
+
+        blocks.attention.q        [embed, heads, head]
+        blocks.attention.q_lora_a [embed, rank]   uniform within 1 / sqrt(inputs), as PEFT begins it
+        blocks.attention.q_lora_b [rank, heads, head]   zeros, so that a run begins with the model itself
+
+    They lie as W does: what splits W's outputs splits B, what splits its inputs splits A.
+    """
+    base = {weight.name: weight for weight in weights(model)}
+    rank, found = ("rank", lora.rank), []
+    for name in adapted(model, lora):
+        weight = base[f"{BLOCKS}{'attention' if name in ('q', 'k', 'v', 'out') else 'mlp'}.{name}"]
+        # the inputs are the first dimension, but for what gathers the heads
+        cut = len(weight.dims) - 1 if weight.axes[-1] == "embed" else 1
+        inputs, outputs = weight.dims[:cut], weight.dims[cut:]
+        bound = math.prod(n for _, n in inputs) ** -0.5
+        found.append(Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, 0.0, model.layers, True, bound))
+        found.append(Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, 0.0, model.layers, True))
+    return tuple(found)
+
+
+def lora_difference(model: ModelConfig, one: LoraConfig, other: LoraConfig) -> str | None:
+    """The first key by which two sections make other adapters, or scale them otherwise; None if they do not."""
+    for name in ("rank", "alpha", "rslora"):
+        if getattr(one, name) != getattr(other, name):
+            return name
+    # whatever the order in which they are named; none named are all
+    return "targets" if adapted(model, one) != adapted(model, other) else None
+
+
+def lora_scale(lora: LoraConfig) -> float:
+    """What an adapter's product is multiplied by."""
+    return lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank)
+
+
+def is_trained(weight: Weight, lora: LoraConfig, trainable: Sequence[str]) -> bool:
+    """Adapters are; others where `trainable` has their name or a pattern of it, or where nothing is said and there are no adapters."""
+    if trainable and not weight.adapter:
+        return any(fnmatchcase(weight.name, pattern) for pattern in trainable)
+    return weight.adapter or not lora.rank
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,13 +110,14 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     into_stream = std / (2 * model.layers) ** 0.5
     embed, heads, groups = ("embed", model.d_model), ("heads", model.heads), ("kv_heads", model.kv_heads)
     head, mlp, vocab = ("head", model.head_dim), ("mlp", model.d_ff), ("vocab", model.vocab_size)
+    one = 0.0 if model.norm_plus_one else 1.0
     found: list[Weight] = []
 
     def add(name: str, dims: tuple[tuple[str, int], ...], std: float = 0.0, fill: float = 0.0) -> None:
         found.append(Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0))
 
     def norm(name: str) -> None:
-        add(f"{name}.scale", (embed,), fill=1.0)
+        add(f"{name}.scale", (embed,), fill=one)
         if family.centred_norms:
             add(f"{name}.bias", (embed,))
 
@@ -73,11 +130,17 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     add("blocks.attention.k", (embed, groups, head), std)
     add("blocks.attention.v", (embed, groups, head), std)
     add("blocks.attention.out", (heads, head, embed), into_stream)
-    if family.biases:
+    if model.qkv_bias:
         add("blocks.attention.q_bias", (heads, head))
         add("blocks.attention.k_bias", (groups, head))
         add("blocks.attention.v_bias", (groups, head))
+    if family.biases:
         add("blocks.attention.out_bias", (embed,))
+    if model.qk_norm:
+        add("blocks.attention.q_norm.scale", (head,), fill=one)
+        add("blocks.attention.k_norm.scale", (head,), fill=one)
+    if model.post_norms:
+        norm("blocks.attention_post_norm")
 
     norm("blocks.mlp_norm")
     if family.gated:
@@ -87,6 +150,8 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     if family.biases:
         add("blocks.mlp.up_bias", (mlp,))
         add("blocks.mlp.down_bias", (embed,))
+    if model.post_norms:
+        norm("blocks.mlp_post_norm")
 
     norm("head.norm")
     if not model.tied_head:
@@ -97,3 +162,18 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
 def parameters(model: ModelConfig) -> int:
     """Parameters of the whole model, without any padding."""
     return sum(weight.size for weight in weights(model))
+
+
+def every_weight(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
+    """Every weight of a tuned model: its own, then LoRA's."""
+    return (*weights(model), *adapters(model, lora))
+
+
+def told(model: ModelConfig, lora: LoraConfig, trainable: Sequence[str]) -> str:
+    """How many of the parameters are trained, in words that follow their number; nothing where all are."""
+    every = every_weight(model, lora)
+    trained = [weight for weight in every if is_trained(weight, lora, trainable)]
+    if len(trained) == len(every):
+        return ""
+    of = f" (adapters of rank {lora.rank})" if lora.rank and not trainable else ""
+    return f", {sum(weight.size for weight in trained):,} trained{of}"

@@ -1,5 +1,6 @@
 """The decoder's three parts (embedding, a run of layers, loss) as functions of the weights that one device holds."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,21 +9,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from meshtrain import scopes
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
-from meshtrain.mesh import AXES, DATA, PIPELINE
-from meshtrain.model.decoder import Decoder, Embedding, add_rows, rotary_table
+from meshtrain.mesh import PIPELINE
+from meshtrain.model.decoder import ADAPTER_SITE, Decoder, Embedding, add_rows
+from meshtrain.model.dpo import dpo
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.hooks import Hooks, Parts
-from meshtrain.model.layers import Sequence
+from meshtrain.model.products import use_adapters
+from meshtrain.model.sequence import sequences
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
 
 Tree = Any
-# tokens, labels, rows and where needed positions, segments, weights: [.., b, T] ([.., b] for rows)
+# tokens, labels, rows and where needed positions, segments, weights, pairs, reference: [.., b, T] ([.., b] for rows)
 Batch = dict[str, jax.Array]
+# a loss summed over what it is of, and sums of what else is measured
+Totals = tuple[jax.Array, dict[str, jax.Array]]
 
 
 class Forward:
@@ -30,21 +36,30 @@ class Forward:
 
     def __init__(self, layout: Layout, zero: Zero, platform: str, hooks: Hooks | None = None) -> None:
         self.config: Config = layout.config
-        self.layout, self.zero = layout, zero
+        self.layout, self.zero, self.adapters = layout, zero, True
         self.collectives = MeshCollectives(layout.config, platform)
         self.parts = Parts(layout.config, self.collectives, hooks or Hooks())
         # Idle work is skipped there; elsewhere a predicate would stall the device.
         self.skips = platform == "cpu"
-        decoder = nnx.eval_shape(lambda: Decoder(layout.config.model, nnx.Rngs(0)))
+        # There collectives are waited for at once.
+        self.overlaps = platform != "cpu"
+        decoder = nnx.eval_shape(lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora))
         self.embedding_graph, _ = nnx.split(decoder.embedding)
         self.block_graph, _ = nnx.split(decoder.blocks)
         self.head_graph, _ = nnx.split(decoder.head)
 
+    def without_adapters(self) -> "Forward":
+        """The same with LoRA's adapters off."""
+        other = copy.copy(self)
+        other.adapters = False
+        return other
+
     @property
     def stream_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the residual stream varies."""
-        return (DATA, PIPELINE, *self.collectives.stream_axes())
+        return (*self.config.mesh.data_axes, PIPELINE, *self.collectives.stream_axes())
 
+    @jax.named_scope(scopes.EMBEDDING)
     def embed(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
         """Tokens [b, T] to the residual stream [b, T, D] (T / tensor of it with sequence parallelism)."""
         embedding = self._embedding(weights.part("embedding"))
@@ -56,7 +71,7 @@ class Forward:
     ) -> Tree:
         """`total` with the gradient of `embed`'s weights added, where its output's cotangent is `gx`: rows go straight to their places."""
         part, tokens = weights.part("embedding"), batch["tokens"]
-        rows = vary(jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute), AXES)
+        rows = vary(jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute), self.config.mesh.axes)
 
         def stream(rows: jax.Array, others: Tree) -> jax.Array:
             embedding = self._embedding(part._replace(differentiated={**part.differentiated, **others}))
@@ -65,9 +80,11 @@ class Forward:
 
         others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
         gradient, more = jax.vjp(stream, rows, others)[1](gx)
+        added = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), {n: total[n] for n in more}, more)
         table = self.layout.weights["embedding"]["tokens"]
+        if not table.trained:
+            return {**added, "tokens": None}
         add = lambda total: add_rows(total, tokens, gradient, self.collectives)  # noqa: E731
-        added = {name: total[name] + g.astype(jnp.float32) for name, g in more.items()}
         return {**added, "tokens": self.zero.accumulated(table, total["tokens"], add)}
 
     def _embedding(self, weights: Weights) -> Embedding:
@@ -75,20 +92,23 @@ class Forward:
 
     def layer(self, batch: Batch, key: jax.Array | None, remat: str) -> Callable:
         """The function (weights of a layer, its index, x) -> x; where stages have fewer layers than others, index -1 changes nothing."""
-        sequence = Sequence(rotary_table(self.config.model, _positions(batch)), batch.get("segments"))
+        sequence = sequences(self.config.model, _positions(batch), batch.get("segments"))
         dropout = self._dropout(key, batch)
+        of_adapters = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
+        @jax.named_scope(scopes.LAYER)
         def layer(weights: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
             def run(x: jax.Array) -> jax.Array:
                 block = nnx.merge(self.block_graph, self.zero.use("blocks", weights))
-                return vary(self.parts.block(block, x, sequence, dropout.at(index)), varying(x))
+                use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
+                return vary(self.parts.block(block, x, sequence(index), dropout.at(index)), varying(x))
 
             if self.layout.even:
                 return run(x)
             return lax.cond(index >= 0, run, lambda x: x, x) if self.skips else jnp.where(index >= 0, run(x), x)
 
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
-        return checkpointed(layer, self.config.parallel, remat, gathers)
+        return checkpointed(layer, self.config.parallel, remat, gathers, self.config.lora.rank)
 
     def layers(self, batch: Batch, key: jax.Array | None, layer_at: jax.Array, remat: str) -> Callable:
         """The function (weights, x) -> x of stacked layers; `layer_at` holds their indices."""
@@ -105,14 +125,32 @@ class Forward:
         tied = self.zero.use("embedding", weights.part("embedding"))["tokens"] if self.config.model.tied_head else None
         return head(self.collectives.from_last_stage(x, here), tied, self.collectives)
 
-    def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
-        """Sum of the weighted token losses of this data rank's microbatch, from the last stage's x (where `here` is true)."""
-        losses = self.parts.loss(self.logits(weights, x, here), batch["labels"])
-        total = jnp.sum(losses * batch["weights"] if "weights" in batch else losses)
-        return jnp.where(here, total, 0.0) if PIPELINE in varying(total) else total
+    @jax.named_scope(scopes.HEAD)
+    def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> Totals:
+        """`total` of this data rank's microbatch, from the last stage's x (where `here` is true)."""
+        return _where(here, self.total(self._losses(weights, x, batch, here), batch))
+
+    @jax.named_scope(scopes.HEAD)
+    def losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
+        """The losses of its tokens one by one, float32 [b, T]."""
+        return _where(here, self._losses(weights, x, batch, here))
+
+    def total(self, losses: jax.Array, batch: Batch) -> Totals:
+        """The loss of labels with these losses, float32 [.., T], not yet divided by what counts of a batch (`model.dpo.counted`)."""
+        if self.config.train.objective == "dpo":
+            return dpo(losses, batch, self.config.train.dpo_beta)
+        return jnp.sum(losses * batch["weights"] if "weights" in batch else losses), {}
+
+    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
+        return self.parts.loss(self.logits(weights, x, here), batch["labels"])
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])
+
+
+def _where(here: jax.Array, values: Tree) -> Tree:
+    """What the stage has made where `here` is true, zeros elsewhere; what all stages have alike as it is."""
+    return jax.tree.map(lambda x: jnp.where(here, x, 0.0) if PIPELINE in varying(x) else x, values)
 
 
 def _positions(batch: Batch) -> jax.Array:

@@ -45,7 +45,7 @@ class Layout(Shown):
 
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
         self.config, self.mesh = config, mesh
-        self.data, self.pipeline = config.mesh.data, config.mesh.pipeline
+        self.data, self.pipeline = config.mesh.shards, config.mesh.pipeline
         self.stages = stages(config)
         self.chunks = self.stages.chunks
 
@@ -92,6 +92,11 @@ class Layout(Shown):
         return jax.tree.leaves(self.weights, is_leaf=is_placed)
 
     @cached_property
+    def trained(self) -> Tree:
+        """The tree of Placed of what is trained, None where a weight is frozen."""
+        return self.map(lambda weight: weight if weight.trained else None)
+
+    @cached_property
     def even(self) -> bool:
         """No stage has padding."""
         return bool((self.layer_at >= 0).all())
@@ -102,9 +107,17 @@ class Layout(Shown):
         """`function(weight, *values)` over the parameters."""
         return jax.tree.map(function, self.weights, *trees, is_leaf=is_placed)
 
+    def only_trained(self, tree: Tree) -> Tree:
+        """The tree with None in the place of what is frozen."""
+        return self.map(lambda weight, x: x if weight.trained else None, tree)
+
+    def with_frozen(self, trained: Tree, whole: Tree) -> Tree:
+        """The tree `trained`, with the frozen weights of `whole`."""
+        return self.map(lambda weight, new, old: new if weight.trained else old, trained, whole)
+
     @property
     def parameters(self) -> int:
-        """Parameters of the model, without padding."""
+        """Parameters of the model, without padding; adapters are none of them."""
         return parameters(self.config.model)
 
     @cached_property
@@ -112,19 +125,24 @@ class Layout(Shown):
         """PartitionSpecs of masters, optimizer state and gradients."""
         return self.map(shard_spec)
 
+    def dtype(self, weight: Placed) -> jnp.dtype:
+        """Of what a state holds of a weight: a float32 master, or of a frozen one what is computed with."""
+        return jnp.dtype(jnp.float32 if weight.trained else self.config.precision.compute)
+
     @cached_property
     def masters(self) -> Tree:
-        """ShapeDtypeStructs of the live float32 masters."""
+        """ShapeDtypeStructs of the live weights: float32 masters, and what is frozen."""
 
         def master(weight: Placed) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(self.mesh, shard_spec(weight))
-            return jax.ShapeDtypeStruct(weight.padded, jnp.float32, sharding=sharding)
+            return jax.ShapeDtypeStruct(weight.padded, self.dtype(weight), sharding=sharding)
 
         return self.map(master)
 
     def init(self, key: jax.Array) -> Tree:
-        """Live masters, equal on every mesh; call it under jit with `masters`' shardings as output."""
-        return self.live(nnx.to_pure_dict(nnx.state(Decoder(self.config.model, nnx.Rngs(params=key)))))
+        """Live weights, equal on every mesh; call it under jit with `masters`' shardings as output."""
+        drawn = nnx.to_pure_dict(nnx.state(Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora)))
+        return self.map(lambda weight, x: x.astype(self.dtype(weight)), self.live(drawn))
 
     def live(self, canonical: Tree) -> Tree:
         """Canonical to live: layers to their places, zeros in the padding."""

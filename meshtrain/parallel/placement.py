@@ -8,18 +8,26 @@
     vocab      pipeline x tensor, or tensor (vocab: edge)    to a multiple
     others     nothing
 
-ZeRO then splits one dimension more over data: the largest that data divides, else a whole one, padded. No JAX: `layout` makes arrays
+ZeRO then splits one dimension more over data (the ranks of an island): the largest that data divides, else a whole one, padded. No JAX: `layout` makes arrays
 of it, and the planner adds it up.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshtrain.config.model import LoraConfig, ModelConfig
+from meshtrain.config.reduce import keeps
+from meshtrain.config.reduce import scatters_at_use as scatters_at_use
 from meshtrain.config.rows import filled_up
-from meshtrain.config.schema import PIPELINE, TENSOR, Config, MeshConfig, ModelConfig
-from meshtrain.model.weights import Weight, weights
+from meshtrain.config.schema import PIPELINE, TENSOR, Config, MeshConfig
+from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.model.weights import Weight, every_weight, is_trained, weights
+
+NO_LORA = LoraConfig()
+BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,17 @@ class Placed:
     ways: tuple[int, ...]  # per dimension, the devices along those axes
     zero_dim: int | None  # the dimension that ZeRO splits further, over data; None: not sharded over data
     decayed: bool = True
+    trained: bool = True  # else frozen: no gradient, no optimizer state, no float32 master
 
     @property
     def stacked(self) -> bool:
         """Whether the first axis counts layers."""
         return self.axes[0] == "layers"
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it is one of LoRA's."""
+        return "rank" in self.axes
 
     @property
     def unpadded(self) -> tuple[int, ...]:
@@ -73,13 +87,20 @@ def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[
     }
 
 
-def place(weight: Weight, over: Mapping[str, tuple[str, ...]], mesh: MeshConfig, places: int, zero: bool) -> Placed:
+def place(
+    weight: Weight,
+    over: Mapping[str, tuple[str, ...]],
+    mesh: MeshConfig,
+    places: int,
+    zero: bool,
+    trained: bool = True,
+) -> Placed:
     """A weight on a mesh with `places` live places for its layers; `zero`: sharded over data."""
     split = tuple(over.get(axis, ()) for axis in weight.axes)
     ways = tuple(_devices(mesh, axes) for axes in split)
     sizes = zip(weight.axes, weight.shape, ways, strict=True)
     whole = [places if axis == "layers" else filled_up(n, w) for axis, n, w in sizes]
-    padded, zero_dim, data = list(whole), None, mesh.data
+    padded, zero_dim, data = list(whole), None, mesh.shards
     if zero and data > 1:
         local = {d: whole[d] // ways[d] for d in range(weight.stacked, len(whole))}
         exact = [d for d in local if local[d] % data == 0]
@@ -91,8 +112,8 @@ def place(weight: Weight, over: Mapping[str, tuple[str, ...]], mesh: MeshConfig,
             zero_dim = min(free, key=lambda d: filled_up(local[d], data) / local[d])
             padded[zero_dim] = filled_up(local[zero_dim], data)
     return Placed(
-        weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, weight.decayed
-    )
+        weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, weight.decayed, trained
+    )  # fmt: skip
 
 
 def part(placed: Placed, kept: Sequence[int], data: int, more: int = 0) -> Placed:
@@ -109,15 +130,37 @@ def part(placed: Placed, kept: Sequence[int], data: int, more: int = 0) -> Place
     axes = tuple(placed.axes[d] for d in kept) + ("one",) * more
     shape = tuple(placed.shape[d] for d in kept) + ones
     return Placed(
-        placed.name, axes, shape, live + ones, live + ones, over + ((),) * more, ways + ones, zero_dim, placed.decayed
-    )
+        placed.name, axes, shape, live + ones, live + ones, over + ((),) * more, ways + ones, zero_dim, placed.decayed, placed.trained
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
-def placed(model: ModelConfig, mesh: MeshConfig, vocab: str, places: int, zero: bool) -> tuple[Placed, ...]:
-    """Every weight of a model on a mesh, see `place`."""
-    over = splits(model, mesh, vocab)
-    return tuple(place(weight, over, mesh, places, zero) for weight in weights(model))
+def placed(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    vocab: str,
+    places: int,
+    zero_stage: int,
+    lora: LoraConfig = NO_LORA,
+    trainable: tuple[str, ...] = (),
+) -> tuple[Placed, ...]:
+    """Every weight of a model on a mesh, see `place`. ConfigError where a name of `trainable` is no weight's.
+
+    Of what is frozen there is neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it shards weights.
+    """
+    over, every = splits(model, mesh, vocab), every_weight(model, lora)
+    for pattern in trainable:
+        if not any(is_trained(weight, lora, (pattern,)) for weight in weights(model)):
+            names = [weight.name for weight in weights(model)]
+            raise ConfigError(
+                f"train.trainable has {short(repr(pattern))}, which no weight is called; they are {names[0]}, {names[1]} ... {names[-1]}"
+                + (nearest(pattern, names) or ".")
+            )
+    found = []
+    for weight in every:
+        trained = is_trained(weight, lora, trainable)
+        found.append(place(weight, over, mesh, places, zero_stage >= (1 if trained else 3), trained))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -155,22 +198,38 @@ def _stages(layers: int, pipeline: int, chunks: int, given: tuple[int, ...] | No
 def all_placed(config: Config) -> tuple[Placed, ...]:
     """Every weight of a config, in the order of `model.weights`."""
     places, parallel = config.mesh.pipeline * stages(config).on_device, config.parallel
-    return placed(config.model, config.mesh, parallel.vocab, places, parallel.zero_stage > 0)
+    return placed(
+        config.model, config.mesh, parallel.vocab, places, parallel.zero_stage, config.lora, config.train.trainable
+    )
 
 
 def zero_ways(config: Config) -> int:
     """Over how many devices ZeRO shards masters and optimizer state."""
-    return config.mesh.data if config.parallel.zero_stage else 1
+    return config.mesh.shards if config.parallel.zero_stage else 1
 
 
 def gathers_at_use(config: Config) -> bool:
     """ZeRO-3 without holding: weights are gathered where they are used, forward and backward (see `zero`)."""
-    return config.parallel.zero_stage == 3 and config.mesh.data > 1 and not config.parallel.zero_hold
+    return config.parallel.zero_stage == 3 and config.mesh.shards > 1 and not config.parallel.zero_hold
 
 
-def scatters_at_use(config: Config) -> bool:
-    """ZeRO-2 and 3 without holding: gradients are scattered where they are made, in the backward."""
-    return config.parallel.zero_stage >= 2 and config.mesh.data > 1 and not config.parallel.zero_hold
+def closes_early(config: Config) -> bool:
+    """Gradients that are held over the step are scattered over data as soon as they are complete, while the device goes on (see `zero`).
+
+    A compression with a memory needs one reduction of all of a weight's gradient. With several islands the second sum has to wait for
+    the first, and XLA then hides neither.
+    """
+    scatters = config.parallel.zero_stage > 0 and config.mesh.data > 1 and config.mesh.islands == 1
+    return scatters and not scatters_at_use(config) and not keeps(config)
+
+
+def buckets(layers: int) -> list[tuple[int, int]]:
+    """(first, one behind the last) of the layers whose gradients are closed early together, where there is one stage.
+
+    More buckets would have more travel under compute, and take longer to compile.
+    """
+    ends = [layers * i // BUCKETS for i in range(BUCKETS + 1)]
+    return [(first, behind) for first, behind in itertools.pairwise(ends) if behind > first]
 
 
 def notes(config: Config) -> list[str]:
@@ -211,7 +270,7 @@ def _zero_notes(config: Config) -> list[str]:
             found.append(
                 f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: {held / used - 1:.1%} more."
             )
-        if weight.zero_dim is None and data > 1:
+        if weight.zero_dim is None and data > 1 and weight.trained:
             found.append(
                 f"{weight.name} {weight.shape} cannot be sharded over data {data}: "
                 f"{4 * used:,} bytes stay on every data rank, for the master and for each optimizer moment."
@@ -220,4 +279,4 @@ def _zero_notes(config: Config) -> list[str]:
 
 
 def _devices(mesh: MeshConfig, axes: Collection[str]) -> int:
-    return math.prod(getattr(mesh, axis) for axis in axes)
+    return math.prod(mesh.ways(axis) for axis in axes)

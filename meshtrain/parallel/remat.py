@@ -12,6 +12,7 @@ The names are given where the values are made, in `model.layers` and `model.atte
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,19 +21,22 @@ from meshtrain.config.schema import ParallelConfig
 from meshtrain.parallel.offload import HOST
 
 
-def checkpointed(layer: Callable, parallel: ParallelConfig, remat: str, gathers: bool) -> Callable:
-    """`layer` under the policy of `remat`; `gathers`: it gathers weights or activations, which are never among what is kept."""
+def checkpointed(layer: Callable, parallel: ParallelConfig, remat: str, gathers: bool, rank: int = 0) -> Callable:
+    """`layer` under the policy of `remat`; `gathers`: it gathers weights or activations, which are never among what is kept; `rank`: of
+    its adapters, 0 without."""
     if remat == "none" and not gathers:
         return layer
     # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is computed again.
-    return jax.checkpoint(layer, policy=_all_but_gathered if remat == "none" else _policy(parallel), prevent_cse=False)
+    return jax.checkpoint(
+        layer, policy=_all_but_gathered if remat == "none" else _policy(parallel, rank), prevent_cse=False
+    )
 
 
-def _policy(parallel: ParallelConfig) -> Callable | None:
+def _policy(parallel: ParallelConfig, rank: int) -> Callable | None:
     policies = jax.checkpoint_policies
     if parallel.remat == "dots":
         # Products with weights; attention's have batch dimensions.
-        return policies.dots_with_no_batch_dims_saveable
+        return partial(_products, rank) if rank else policies.dots_with_no_batch_dims_saveable
     if parallel.remat in ("names", "selective"):
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(parallel.names_kept),
@@ -41,6 +45,14 @@ def _policy(parallel: ParallelConfig) -> Callable | None:
             offload_dst=HOST,
         )
     return None
+
+
+def _products(rank: int, primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Products with weights, but for those with LoRA's B: as wide as what they are added to, they are soon made of x A again."""
+    if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params):
+        return False
+    (over, _), _ = params["dimension_numbers"]
+    return [avals[0].shape[d] for d in over] != [rank]
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:

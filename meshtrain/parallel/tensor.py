@@ -57,6 +57,11 @@ class MeshCollectives(Collectives):
     def share_embedding(self, weight: jax.Array) -> jax.Array:
         return weight / self.vocabulary_ranks
 
+    def share_stream(self, weight: jax.Array) -> jax.Array:
+        # The first rank's for all, so that its gradient is counted once; of a few numbers, [D].
+        first = lax.axis_index(TENSOR) == 0
+        return weight if self.sequence_parallel else lax.psum(jax.numpy.where(first, weight, 0), TENSOR)
+
     def first_head(self, heads: int) -> jax.Array:
         return lax.axis_index(TENSOR) * heads
 

@@ -11,9 +11,10 @@
     Collectives                     what a step sends, over which axis, from which line                collectives
     Table, Timeline                 who does what in which tick; when, and how long others wait        schedule
     Plan                            memory, time and traffic of a layout                               plan
+    Probe                           how fast each pair of devices talks                                pairs
 
 Everything of ours shows itself as the last line of a cell; `mt.show` is for what JAX made. HTML with inline styles and SVG: no script,
-nothing fetched, right on white and on black. One colour an axis (data blue, tensor orange, pipeline green), one hue a stage.
+nothing fetched, right on white and on black. One colour an axis (data blue, tensor orange, pipeline green, islands purple), one hue a stage.
 """
 
 import importlib
@@ -34,6 +35,7 @@ _BY_CLASS = {
     "meshtrain.schedule.table.Table": "schedule",
     "meshtrain.schedule.simulate.Timeline": "schedule",
     "meshtrain.plan.estimate.Plan": "plan",
+    "meshtrain.probe.figures.Probe": "pairs",
 }
 
 

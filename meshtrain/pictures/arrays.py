@@ -14,9 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, short
-from meshtrain.mesh import part_bytes
+from meshtrain.mesh import LEGAL_AXES, part_bytes
 from meshtrain.pictures import mesh as meshes
 from meshtrain.pictures.picture import Picture, block, chip, code, columns, faint, svg, table
 from meshtrain.plan.report import size
@@ -108,7 +107,7 @@ def _svg(leaf: Any, parts: Parts, dims: Sequence[int | None], scale: float) -> s
     top = 14 if panel is not None else 1
     high = _HEIGHT * scale if down is not None else 18 * scale
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    colour = meshes.colours(mesh) if isinstance(mesh, Mesh) and mesh.axis_names == AXES else {}
+    colour = meshes.colours(mesh) if isinstance(mesh, Mesh) and mesh.axis_names in LEGAL_AXES else {}
     body = []
     for number, bounds in enumerate(panels):
         x = number * (wide + gap)

@@ -1,6 +1,7 @@
 """A config: the keys that are not as the defaults have them. Pointing at one tells what it means."""
 
 import math
+from collections.abc import Iterator
 from html import escape
 from typing import Any
 
@@ -15,27 +16,31 @@ from meshtrain.pictures.picture import Picture, block, faint
 def picture(config: Config) -> Picture:
     """As YAML that `mt.load` reads back."""
     html, text = [], []
-    for section, lines in _changed(config).items():
-        html.append(f"<div>{section}:</div>")
-        text.append(f"{section}:")
-        for name, value, doc in lines:
-            told = f'<span title="{escape(doc)}">{escape(name)}: <b>{escape(value)}</b></span>'
-            html.append(f'<div style="padding-left:2em">{told}</div>')
-            text.append(f"  {name}: {value}")
+    above: list[str] = []
+    for path, value, doc in _changed(config):
+        *sections, name = path.split(".")
+        for depth, section in enumerate(sections):
+            if sections[: depth + 1] != above[: depth + 1]:
+                html.append(_line(depth, f"{section}:"))
+                text.append(f"{'  ' * depth}{section}:")
+        above, depth = sections, len(sections)
+        html.append(_line(depth, f'<span title="{escape(doc)}">{escape(name)}: <b>{escape(value)}</b></span>'))
+        text.append(f"{'  ' * depth}{name}: {value}")
     if not text:
         return Picture(block(faint("the defaults")), "{}  # the defaults")
     return Picture(f'<div style="font:12px/1.5 ui-monospace,monospace">{"".join(html)}</div>', "\n".join(text))
 
 
-def _changed(config: Config) -> dict[str, list[tuple[str, str, str]]]:
-    """(key, value, meaning) by section, of what differs from the defaults and does not follow from other keys."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
+def _line(depth: int, words: str) -> str:
+    return f'<div style="padding-left:{2 * depth}em">{words}</div>'
+
+
+def _changed(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(key path, value, meaning) of what differs from the defaults and does not follow from other keys, section by section."""
     for path, key in keys(Config).items():
-        section, _, name = path.partition(".")
         value = value_of(config, path)
         if value != key.default and not followed(config, path):
-            found.setdefault(section, []).append((name, _yaml(value), key.doc))
-    return found
+            yield path, _yaml(value), key.doc
 
 
 def _yaml(value: Any) -> str:

@@ -1,8 +1,11 @@
-"""A mesh as blocks of devices: a block a stage, a row a data rank, a column a tensor rank.
+"""A mesh as blocks of devices: a block a stage, a row a data rank, a column a tensor rank; islands one below the other.
 
-    stage 0        stage 1
-    0  1           4  5
-    2  3           6  7
+              stage 0     stage 1
+    island 0   0  1        4  5        data 0
+               2  3        6  7        data 1
+
+    island 1   8  9       12 13
+              10 11       14 15
 
 Each device has a colour of its own, which the pictures of arrays then use: hue by stage, light to dark by tensor rank, pale to strong by
 data rank.
@@ -13,9 +16,9 @@ from collections.abc import Iterator
 import numpy as np
 from jax.sharding import Mesh
 
-from meshtrain.config.schema import DATA, PIPELINE, TENSOR
+from meshtrain.config.mesh import DATA, ISLAND, PIPELINE, TENSOR
 from meshtrain.mesh import check_axes
-from meshtrain.pictures.picture import Picture, block, chip, columns, faint, svg
+from meshtrain.pictures.picture import AXES, Picture, block, chip, columns, faint, svg
 from meshtrain.schedule.draw import INK, stage_hue
 
 MOST_DEVICES = 256  # drawn: beyond that numbers are not readable
@@ -37,46 +40,62 @@ def picture(mesh: Mesh) -> Picture:
 
 def colours(mesh: Mesh) -> dict[int, str]:
     """A colour for each device, by its id."""
-    data, tensor, pipeline = mesh.devices.shape
-    found = {}
-    for (d, t, p), device in np.ndenumerate(mesh.devices):
+    places = _places(mesh)
+    islands, data, tensor, pipeline = places.shape
+    ranks, found = islands * data, {}
+    for (i, d, t, p), device in np.ndenumerate(places):
         light = 82 - 26 * (t / max(tensor - 1, 1) if tensor > 1 else 0.4)
-        strong = 32 + 50 * (d / max(data - 1, 1) if data > 1 else 0.6)
+        strong = 32 + 50 * ((i * data + d) / (ranks - 1) if ranks > 1 else 0.6)
         found[device.id] = f"hsl({stage_hue(p, pipeline):.0f},{strong:.0f}%,{light:.0f}%)"
     return found
 
 
+def _places(mesh: Mesh) -> np.ndarray:
+    """The devices by island, data, tensor and pipeline: a mesh without islands is one of them."""
+    return mesh.devices.reshape(-1, *mesh.devices.shape[-3:])
+
+
 def _rows(mesh: Mesh) -> list[list[str]]:
-    """Device numbers: a line a data rank, stages side by side."""
-    data, tensor, pipeline = mesh.devices.shape
-    heads = [""] + [f"stage {p}" if t == 0 else "" for p in range(pipeline) for t in range(tensor)]
+    """Device numbers: a line a data rank, stages side by side, islands one below the other."""
+    places = _places(mesh)
+    islands, data, tensor, pipeline = places.shape
+    stages = [f"stage {p}" if t == 0 else "" for p in range(pipeline) for t in range(tensor)]
     ranks = [
-        [f"data {d}", *(str(mesh.devices[d, t, p].id) for p in range(pipeline) for t in range(tensor))]
+        [f"{DATA} {d}", *(str(places[i, d, t, p].id) for p in range(pipeline) for t in range(tensor))]
+        for i in range(islands)
         for d in range(data)
     ]
-    return [heads, *ranks]
+    if islands == 1:
+        return [["", *stages], *ranks]
+    named = [f"{ISLAND} {i}" if d == 0 else "" for i in range(islands) for d in range(data)]
+    return [["", "", *stages], *([name, *rank] for name, rank in zip(named, ranks, strict=True))]
 
 
 def _drawing(mesh: Mesh) -> str:
-    data, tensor, pipeline = mesh.devices.shape
+    islands, data, tensor, pipeline = _places(mesh).shape
     left, top = 52, 34
-    width, height = left + pipeline * (tensor * _SIDE + _GAP), top + data * _SIDE + 6
+    width, height = left + pipeline * (tensor * _SIDE + _GAP), top + islands * (data * _SIDE + _GAP) - _GAP + 6
     return svg(width, height, _cells(mesh, left, top), "the devices of the mesh")
 
 
 def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
-    data, tensor, pipeline = mesh.devices.shape
-    colour = colours(mesh)
-    for d in range(data):
-        yield f'<text x="0" y="{top + d * _SIDE + 21}">{DATA} {d}</text>'
+    places, colour = _places(mesh), colours(mesh)
+    islands, data, tensor, pipeline = places.shape
+    for i in range(islands):
+        down = top + i * (data * _SIDE + _GAP)
+        if islands > 1:
+            yield f'<text x="0" y="{down - 6}" fill="{AXES[ISLAND]}" font-weight="bold">{ISLAND} {i}</text>'
+        for d in range(data):
+            yield f'<text x="0" y="{down + d * _SIDE + 21}">{DATA} {d}</text>'
     for p in range(pipeline):
         x = left + p * (tensor * _SIDE + _GAP)
         yield f'<text x="{x}" y="12">{"stage" if pipeline > 1 else PIPELINE} {p}</text>'
         for t in range(tensor):
             yield f'<text x="{x + t * _SIDE + 2}" y="28" font-size="9">{TENSOR[0]}{t}</text>'
-            for d in range(data):
-                device = mesh.devices[d, t, p]
-                at_x, at_y = x + t * _SIDE, top + d * _SIDE
-                yield f"<g><title>device {device.id}: {DATA} {d}, {TENSOR} {t}, {PIPELINE} {p}</title>"
-                yield f'<rect x="{at_x + 1}" y="{at_y + 1}" width="{_SIDE - 2}" height="{_SIDE - 2}" rx="4" fill="{colour[device.id]}"/>'
-                yield f'<text x="{at_x + _SIDE / 2}" y="{at_y + 21}" text-anchor="middle" fill="{INK}">{device.id}</text></g>'
+    for (i, d, t, p), device in np.ndenumerate(places):
+        at_x = left + p * (tensor * _SIDE + _GAP) + t * _SIDE
+        at_y = top + i * (data * _SIDE + _GAP) + d * _SIDE
+        island = f"{ISLAND} {i}, " if islands > 1 else ""
+        yield f"<g><title>device {device.id}: {island}{DATA} {d}, {TENSOR} {t}, {PIPELINE} {p}</title>"
+        yield f'<rect x="{at_x + 1}" y="{at_y + 1}" width="{_SIDE - 2}" height="{_SIDE - 2}" rx="4" fill="{colour[device.id]}"/>'
+        yield f'<text x="{at_x + _SIDE / 2}" y="{at_y + 21}" text-anchor="middle" fill="{INK}">{device.id}</text></g>'

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from meshtrain.schedule.draw import GREY
 
 # Okabe and Ito's colours, which the colour-blind tell apart; text on them is white.
-AXES = {"data": "#0072b2", "tensor": "#b85c00", "pipeline": "#00805f"}
+AXES = {"island": "#9b3f76", "data": "#0072b2", "tensor": "#b85c00", "pipeline": "#00805f"}
 _CELL = "text-align:left;padding:2px 10px 2px 0;vertical-align:middle;background:none;white-space:nowrap"
 
 
@@ -75,11 +75,15 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 
 
 def svg(width: float, height: float, body: Iterable[str], label: str) -> str:
+    """A drawing within HTML."""
+    return image(drawn(width, height, body), label)
+
+
+def drawn(width: float, height: float, body: Iterable[str]) -> str:
     """A drawing in pixels; its text is grey where it is given no other colour, which stands on white and on black."""
-    return image(
+    return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'font-family="system-ui,sans-serif" font-size="11" fill="{GREY}">{"".join(body)}</svg>',
-        label,
+        f'font-family="system-ui,sans-serif" font-size="11" fill="{GREY}">{"".join(body)}</svg>'
     )
 
 

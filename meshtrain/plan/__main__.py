@@ -1,23 +1,19 @@
 """python -m meshtrain.plan: what each device will hold, send and wait for, before anything runs."""
 
 import argparse
-import contextlib
-import errno
 import json
 import os
-import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from meshtrain.cli import Parser, command, whole_number
-from meshtrain.config import Config, ConfigError, chosen, load, notes, refusal, short, to_yaml
+from meshtrain.cli import Parser, check_target, command, whole_number, write_target
+from meshtrain.config import Config, ConfigError, chosen, load, notes, short, to_yaml
 from meshtrain.errors import say
-from meshtrain.files import write_atomically
 from meshtrain.parallel import placement
-from meshtrain.plan import advice, page, report, scaling, ticks
+from meshtrain.plan import advice, axes, flags, page, report, scaling, ticks
 from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.plan.compiled import Compiled, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough, usual_cluster
@@ -44,10 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.measure:
-        return _measure(options)
+        return _measure()
     config = load(options.config, options.set)
     _check_targets(config, options)
     cluster = _cluster(config, options)
+    if options.flags:
+        return _flags(config, cluster, options)
     if options.search:
         return _search(config, cluster, options)
     return _plan(config, cluster, options)
@@ -71,6 +69,7 @@ def _parser() -> Parser:
         "--jobs", metavar="FILE", help="places the jobs of a YAML file on the cluster; see configs/jobs"
     )
     parser.add_argument("--kueue", metavar="DIR", help="with --jobs, writes queues and jobs for Kueue on Kubernetes")
+    parser.add_argument("--flags", action="store_true", help="prints the flags of XLA and NCCL that launch sets for the config on the cluster, and why")  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
     return parser
 
@@ -96,21 +95,7 @@ def _check_targets(config: Config, options: argparse.Namespace) -> None:
         )
     for path in (gantt, table, options.html, options.write):
         if path:
-            _check_target(path)
-
-
-def _check_target(path: str) -> None:
-    with _refused(path):
-        try:
-            directory, reachable = stat.S_ISDIR(os.stat(path).st_mode), True
-        except FileNotFoundError:
-            directory, reachable = False, Path(path).resolve().parent.is_dir()
-        if directory:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not reachable:
-        raise ConfigError(
-            f"{short(path)} cannot be written: there is no directory {short(Path(path).resolve().parent)}."
-        )
+            check_target(path)
 
 
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
@@ -130,6 +115,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     changes = advice.changes(planned)
     found = planned.as_json() | {"faults": report.faults_json(faults(planned))}
     found["traffic"] = report.traffic_json(planned)
+    found["axes"] = axes.as_json(planned)
     found["changes"] = [list(change.settings) for change in changes]
     compiled = compile_step(config, options.compile, cluster) if options.compile else None
     if compiled:
@@ -144,7 +130,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         _csv(ticks.table(config), options.csv)
     if options.html:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
-        _write(options.html, page.page(planned, *points, _notes(planned)))
+        write_target(options.html, page.page(planned, *points, _notes(planned)))
     if not planned.fits:
         say(advice.sentence(planned, changes))
     return 0
@@ -164,44 +150,21 @@ def _notes(planned: Plan) -> list[str]:
     cannot be sharded, and its cost), and what its schedule costs by the plan.
     """
     config = planned.config
-    return [*chosen(config), *notes(config), *placement.notes(config), *advice.notes(planned)]
+    return [*chosen(config), *notes(config), *placement.notes(config), *advice.notes(planned), *axes.notes(planned)]
 
 
 def _gantt(timeline: Timeline, target: str) -> None:
     if target == "-":
         print(draw.gantt_text(timeline))
     else:
-        _write(target, draw.gantt_svg(timeline))
+        write_target(target, draw.gantt_svg(timeline))
 
 
 def _csv(table: Table, target: str) -> None:
     if target == "-":
         print(table.to_csv(), end="")
     else:
-        _write(target, table.to_csv())
-
-
-def _write(path: str, text: str) -> None:
-    target = Path(path)
-    with _refused(path):
-        # What takes a file's place would end /dev/stdout.
-        if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
-        else:
-            write_atomically(target.resolve(), text.encode())
-    say(f"wrote {path}")
-
-
-@contextlib.contextmanager
-def _refused(path: str) -> Iterator[None]:
-    """What the system refuses of a file, as a sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
-    # A NUL, or half a surrogate pair.
-    except ValueError:
-        raise ConfigError(f"{short(path)} is no path that a file can have.") from None
+        write_target(target, table.to_csv())
 
 
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
@@ -219,7 +182,7 @@ def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> in
     else:
         Console(highlight=False).print(report.ranking(found, devices))
     target = options.write or f"{Path(options.config).stem}-best.yaml"
-    _write(target, to_yaml(found.plans[0].config))
+    write_target(target, to_yaml(found.plans[0].config))
     return 0
 
 
@@ -231,20 +194,29 @@ def _found_json(found: Found, devices: int) -> dict:
     return {"devices": devices, "legal": found.legal, "fitting": found.fitting, "seconds": found.seconds, "best": best}
 
 
+def _flags(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
+    there = flags.installed()
+    if options.json:
+        print(json.dumps(flags.as_json(config, cluster, there, os.environ), indent=2))
+    else:
+        print(flags.to_text(config, cluster, there, os.environ))
+    return 0
+
+
 def _jobs(options: argparse.Namespace) -> int:
     from meshtrain.plan.jobs import command
 
     if options.html:
-        _check_target(options.html)
-    return command.run(options, _write)
+        check_target(options.html)
+    return command.run(options, write_target)
 
 
-def _measure(options: argparse.Namespace) -> int:
-    from meshtrain.plan.measure import measure
+def _measure() -> int:
+    from meshtrain.probe.measure import for_plan
 
-    measured = measure()
-    print(measured.to_text(), file=sys.stderr)
-    print(measured.to_yaml(), end="")
+    described, text = for_plan()
+    print(text, file=sys.stderr)
+    print(described, end="")
     return 0
 
 

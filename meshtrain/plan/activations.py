@@ -9,6 +9,7 @@ from typing import NamedTuple
 from meshtrain.config import Config, ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
+from meshtrain.model.weights import adapted, every_weight, is_trained
 from meshtrain.plan import shapes
 
 
@@ -22,31 +23,66 @@ class Widths(NamedTuple):
     key: int  # and value: replicated ones are spread out to the query heads
     hidden: int
     matrices: int  # products into `hidden`
+    normed: int  # queries and keys before their own norms, where they have them
+    behind: float  # what a norm behind attention or the MLP takes, where there is one
 
 
 @functools.lru_cache(maxsize=4096)
 def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
     """The widths of a model's layers over `tensor` devices."""
     heads, groups, k = model.heads // tensor, model.kv_heads, model.head_dim
+    own = groups // tensor if groups % tensor == 0 else groups
     groups = groups // tensor if groups % tensor == 0 else heads
     stream = model.d_model / (tensor if sequence_parallel else 1)
     hidden = -(-model.d_ff // tensor)
-    return Widths(stream, model.d_model, heads, heads * k, groups * k, hidden, 1 + FAMILIES[model.family].gated)
+    normed = (heads + own) * k if model.qk_norm else 0
+    behind = stream if model.post_norms else 0
+    matrices = 1 + FAMILIES[model.family].gated
+    return Widths(stream, model.d_model, heads, heads * k, groups * k, hidden, matrices, normed, behind)
 
 
 def kernel(config: Config, platform: str) -> Kernel:
     """How the program computes attention on a platform."""
     model = config.model
     length, packed = config.train.sequence_length, _packed(config)
-    return attention_kernel(platform, config.precision.compute, model.head_dim, length, packed, model.dropout > 0)
+    return attention_kernel(
+        platform, config.precision.compute, model.head_dim, length, packed, model.dropout > 0, model.score_cap > 0
+    )
 
 
 def _packed(config: Config) -> bool:
-    return config.data.batching == "packed"
+    return config.data.batching == "packed" or config.data.format == "pairs"
+
+
+class Tuned(NamedTuple):
+    """What the gradients of a layer's weights ask to be kept."""
+
+    inputs: int = 2  # of attention's and the MLP's products, the residual stream as they take it
+    hidden: int = 1  # of the product out of the MLP
+    ranks: int = 0  # columns of all products with LoRA's A
+
+
+ALL = Tuned()
+
+
+def tuned(config: Config) -> Tuned:
+    """Of a config: what is frozen and has no adapter asks for nothing (see `model.products.linear`)."""
+    model, lora, trainable = config.model, config.lora, config.train.trainable
+    if not (lora.rank or trainable):
+        return ALL
+    names = {
+        weight.name.split(".")[-1].partition("_lora_")[0]
+        for weight in every_weight(model, lora)
+        if weight.stacked and weight.decayed and is_trained(weight, lora, trainable)
+    }
+    inputs = bool(names & {"q", "k", "v"}) + bool(names & {"gate", "up"})
+    return Tuned(inputs, int("down" in names), lora.rank * len(adapted(model, lora)))
 
 
 @functools.lru_cache(maxsize=65536)
-def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int) -> float:  # fmt: skip
+def residuals(
+    model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int, tuned: Tuned = ALL
+) -> float:  # fmt: skip
     """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides weights.
 
     Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those that
@@ -57,26 +93,28 @@ def residuals(model: ModelConfig, tensor: int, sequence_parallel: bool, remat: s
         return size * w.stream
     if remat in ("names", "selective"):
         return size * w.stream + sum(named(w, name, size) for name in names)
-    if remat == "dots":  # layer input, attention's output; up (and gate); q, k, v
-        return size * (w.stream + w.whole + w.matrices * w.hidden + w.query + 2 * w.key)
+    if remat == "dots":  # layer input, attention's output (and the MLP's); up (and gate); q, k, v
+        whole = w.whole * (1 + model.post_norms)
+        return size * (w.stream + whole + w.matrices * w.hidden + w.query + 2 * w.key + tuned.ranks)
     # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather again
-    stream = size * 4 * w.stream
+    stream = size * ((2 + tuned.inputs) * w.stream + 2 * w.behind)
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
     # and of each query the log of its sum, in float32
     sums = 4 * w.heads
-    return stream + size * ((1 + w.matrices) * w.hidden + 2 * w.query + 2 * w.key) + sums + dropped
+    products = (tuned.hidden + w.matrices) * w.hidden + 2 * w.query + 2 * w.key + w.normed + tuned.ranks
+    return stream + size * products + sums + dropped
 
 
 def named(w: Widths, name: str, size: int) -> float:
-    """Bytes a token of an activation that remat: names can keep (see `model.layers`). Nothing of the backward reads mlp_out."""
+    """Bytes a token of an activation that remat: names can keep (see `model.layers`). Only a norm behind the MLP reads mlp_out again."""
     return {
         "qkv": size * (w.query + 2 * w.key),
         "attention": size * w.query + 4 * w.heads,
         "attention_out": size * w.stream,
         "mlp_in": size * w.matrices * w.hidden,
         "mlp_hidden": size * w.hidden,
-        "mlp_out": 0,
+        "mlp_out": size * w.behind,
     }[name]
 
 
@@ -94,7 +132,7 @@ def offloaded(config: Config) -> float:
 def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     tensor, split = config.mesh.tensor, config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
-    return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size)
+    return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size, tuned(config))
 
 
 def left(config: Config) -> float:
@@ -109,8 +147,14 @@ def left(config: Config) -> float:
     elif parallel.remat != "none":
         names = parallel.names_kept
         width += ("qkv" not in names) * w.whole + (w.stream if "mlp_in" in names else w.whole)
-        width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
+        if model.post_norms and "mlp_out" not in names:
+            # what the norm behind the MLP takes is computed again before, from the hidden activations
+            width += ("mlp_hidden" not in names) * w.hidden
+        else:
+            width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
         width += ("attention" not in names) * w.query
+    # cotangents of the products with A
+    width += tuned(config).ranks
     return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
 
 

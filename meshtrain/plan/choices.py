@@ -95,14 +95,17 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one beats in both
     bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
     """
-    names = [n for n in ACTIVATIONS if n != "mlp_out"]
+    # what the MLP gives is only read again by a norm behind it
+    names, selective = (
+        tuple(n for n in given if n != "mlp_out" or config.model.post_norms) for given in (ACTIVATIONS, SELECTIVE)
+    )
     ways: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
     for count in range(1, len(names) + 1):
         ways += [{"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)]
     if config.mesh.pipeline == 1:
         ways += [
-            {"remat": "names", "remat_keep": SELECTIVE[:i], "remat_offload": SELECTIVE[i:]}
-            for i in range(len(SELECTIVE))
+            {"remat": "names", "remat_keep": selective[:i], "remat_offload": selective[i:]}
+            for i in range(len(selective))
         ]
     costs = []
     for i, way in enumerate(ways):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshtrain.config import Config, ConfigError, short
+from meshtrain.given import PAIRS
 from meshtrain.plan import traffic
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
@@ -105,7 +106,8 @@ def compile_step(config: Config, target: str, cluster: Cluster | None = None) ->
 def _batch(config: Config) -> dict[str, None]:
     """The arrays of a batch, by name."""
     packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
-    return dict.fromkeys(("tokens", "labels", *packed))
+    pairs = PAIRS if config.train.objective == "dpo" else ()
+    return dict.fromkeys(("tokens", "labels", *packed, *pairs))
 
 
 def _row(collective: Any) -> dict[str, Any]:

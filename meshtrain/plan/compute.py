@@ -4,11 +4,14 @@ A product (m, k, n) multiplies [m, k] by [k, n]. Sizes are of one microbatch; th
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from meshtrain.config import Config, ModelConfig
 from meshtrain.families import FAMILIES
+from meshtrain.model.weights import adapters as lora_weights
+from meshtrain.model.weights import is_trained, weights
 from meshtrain.parallel.placement import gathers_at_use, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.cluster.accelerators import Accelerator
@@ -100,14 +103,14 @@ def product(accelerator: Accelerator, dtype: str, m: float, k: float, n: float) 
 class Layer:
     """One layer forward on one device, in the parts that its backward may have to compute again."""
 
-    norms: Seconds  # both
+    norms: Seconds  # all of them
     qkv: Seconds
     attention: Seconds
     attention_out: Seconds  # the product
     residual: Seconds  # the sum with attention's output
     mlp_in: Seconds  # the products into the MLP
     mlp_hidden: Seconds  # its activation alone
-    mlp_out: Seconds  # product and sum, which no backward needs
+    mlp_out: Seconds  # product and sum, which no backward needs but that of a norm behind them
 
     @functools.cached_property
     def forward(self) -> Seconds:
@@ -140,9 +143,11 @@ def layer(
     stream = d / (tensor if sequence_parallel else 1) * (2.2 if eager else 1.0)
     inner = 2 if eager else 1
     return Layer(
-        norms=passes(4 * stream),
+        norms=passes((8 if model.post_norms else 4) * stream),
         qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
-        attention=attention(accelerator, dtype, k, length, sequences * heads * length * length, practice),
+        attention=attention(
+            accelerator, dtype, k, length, sequences * heads * length * shapes.seen(model, length), practice
+        ),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
@@ -166,13 +171,35 @@ def attention(
     return Seconds(attention=spent, memory=moved / accelerator.memory_rate)
 
 
-def layer_backward(forward: Seconds, accelerator: Accelerator, length: int, practice: Practice = OURS) -> Seconds:
-    """Twice every product and pass; a kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1)."""
+def trained_share(config: Config) -> float:
+    """The share of a layer's products with weights, by FLOPs, whose weights are trained."""
+    model, lora, train = config.model, config.lora, config.train
+    matrices = [weight for weight in weights(model) if weight.stacked and weight.decayed]
+    trained = sum(weight.size for weight in matrices if is_trained(weight, lora, train.trainable))
+    return trained / sum(weight.size for weight in matrices)
+
+
+def adapters(config: Config, accelerator: Accelerator) -> Seconds:
+    """LoRA's products of one layer and microbatch forward, on one device: what splits a projection's inputs or outputs splits its factor's."""
+    found, n, tensor = Seconds(), shapes.tokens(config), config.mesh.tensor
+    for weight in lora_weights(config.model, config.lora):
+        sides = [n for axis, n in weight.dims if axis != "rank"]
+        split = tensor if {axis for axis, _ in weight.dims} & {"heads", "mlp"} else 1
+        width, rank = math.prod(sides) / split, config.lora.rank
+        shape = (n, width, rank) if weight.bound else (n, rank, width)
+        found += Seconds(matmul=product(accelerator, config.precision.compute, *shape))
+    return found
+
+
+def layer_backward(
+    forward: Seconds, accelerator: Accelerator, length: int, practice: Practice = OURS, share: float = 1.0
+) -> Seconds:
+    """Every pass twice, and every product, but once where its weight is frozen (all but a `share`); a kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1)."""
     attention = 2.0
     if kernel := practice.kernel:
         slowed, slowed_backward = kernel.slowed(accelerator, length)
         attention = 2.5 * slowed_backward / slowed
-    return Seconds(2 * forward.matmul, attention * forward.attention, 2 * forward.memory)
+    return Seconds((1 + share) * forward.matmul, attention * forward.attention, 2 * forward.memory)
 
 
 def weight_passes(config: Config, accelerator: Accelerator, practice: Practice = OURS) -> Seconds:
@@ -182,7 +209,7 @@ def weight_passes(config: Config, accelerator: Accelerator, practice: Practice =
     """
     block, moved = shapes.held(config).block, 0.0
     if config.parallel.microbatches > 1:
-        moved += practice.sum_bytes * block.whole
+        moved += practice.sum_bytes * shapes.trained(config).block.whole
     if gathers_at_use(config):
         moved += practice.copy_bytes * block.whole
     return Seconds(memory=moved / accelerator.memory_rate)
@@ -202,20 +229,28 @@ def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Secon
     if parallel.remat == "dots":
         return Seconds(0.0, layer.forward.attention, layer.forward.memory)
     kept = {*parallel.names_kept, *parallel.remat_offload}
-    parts = {name: getattr(layer, name) for name in ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden")}
+    names = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", *["mlp_out"] * config.model.post_norms)
+    parts = {name: getattr(layer, name) for name in names}
     again = layer.norms + layer.residual
     return sum((part for name, part in parts.items() if name not in kept), again)
 
 
 @functools.lru_cache(maxsize=65536)
 def head(
-    model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int, practice: Practice = OURS
-) -> Seconds:
+    model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int, practice: Practice = OURS, trained: bool = True
+) -> Seconds:  # fmt: skip
     """Final norm, logits, cross-entropy and their backward, the vocabulary shared by `ways` devices."""
     rows = -(-model.vocab_size // ways)
-    matmul = 3 * product(accelerator, dtype, tokens, model.d_model, rows)
+    matmul = (2 + trained) * product(accelerator, dtype, tokens, model.d_model, rows)
     moved = 4.0 * tokens * rows * practice.loss_passes + 8 * shapes.itemsize(dtype) * tokens * model.d_model
     return Seconds(matmul, 0.0, moved / accelerator.memory_rate)
+
+
+def head_forward(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int) -> Seconds:
+    """Final norm, logits and cross-entropy alone: the logits are written and read once."""
+    rows = -(-model.vocab_size // ways)
+    moved = 2 * 4.0 * tokens * rows + 4 * shapes.itemsize(dtype) * tokens * model.d_model
+    return Seconds(product(accelerator, dtype, tokens, model.d_model, rows), 0.0, moved / accelerator.memory_rate)
 
 
 def optimizer(config: Config, accelerator: Accelerator, elements: float, practice: Practice = OURS) -> float:
@@ -228,11 +263,11 @@ def optimizer(config: Config, accelerator: Accelerator, elements: float, practic
     if (
         practice.compiled
         and accelerator.platform == "gpu"
-        and config.mesh.data > 1
+        and config.mesh.shards > 1
         and config.parallel.zero_stage
         and not gathers_at_use(config)
     ):
-        held = shapes.held(config)
+        held = shapes.trained(config)
         whole = held.block.whole * stages(config).on_device + held.outer.whole
         moved += (4 + 8 + 2 * shapes.itemsize(config.precision.compute)) * whole
     return moved / accelerator.memory_rate

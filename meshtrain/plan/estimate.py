@@ -10,9 +10,9 @@ from meshtrain.plan import compute, memory, shapes, ticks, traffic
 from meshtrain.plan.cluster.accelerators import lender
 from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.plan.compute import OURS, Practice
+from meshtrain.plan.flow import Flow
 from meshtrain.plan.memory import Item
-from meshtrain.plan.seconds import Pieces, StepTime, checkpoint_seconds, data_seconds, pieces_of
-from meshtrain.plan.traffic import Flow
+from meshtrain.plan.seconds import Pieces, StepTime, checkpoint_seconds, data_seconds, hidden_seconds, pieces_of
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulate import Timeline
 from meshtrain.shown import Shown
@@ -21,6 +21,7 @@ PART_NAMES = {
     "matmul": "matrix products", "attention": "attention", "memory": "norms, activations, sums", "recompute": "computed again",
     "head": "output head and loss", "tensor": "tensor collectives", "pipeline": "pipeline collectives", "data": "data collectives",
     "host": "copies to the host", "bubble": "pipeline bubble", "optimizer": "optimizer", "checkpoint": "checkpoints",
+    "reference": "reference forward (dpo)",
 }  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def plan(config: Config, cluster: Cluster | str | None = None, practice: Practic
 
 def usual_cluster(config: Config) -> str:
     """What a run is planned for when no cluster is named."""
-    return "cpu" if config.run.fake_devices else "h100"
+    return config.mesh.cluster or ("cpu" if config.run.fake_devices else "h100")
 
 
 def large_enough(cluster: Cluster, config: Config) -> Cluster:
@@ -130,7 +131,7 @@ def large_enough(cluster: Cluster, config: Config) -> Cluster:
     mesh = config.mesh
     if cluster.devices < mesh.devices:
         raise ConfigError(
-            f"the mesh data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline} needs {mesh.devices} devices, but cluster "
+            f"the mesh {mesh} needs {mesh.devices} devices, but cluster "
             f"{cluster.name} has {cluster.devices} ({cluster.nodes} nodes of {cluster.devices_per_node})."
         )
     return cluster
@@ -141,6 +142,7 @@ def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pla
     pieces = pieces_of(config, cluster, practice)
     facts = ticks.facts(config)
     platform = cluster.accelerator.platform
+    skips = platform == "cpu"
     held = memory.items(config, facts, platform)
     line = None
     if config.mesh.pipeline > 1:
@@ -151,14 +153,13 @@ def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pla
         m = config.parallel.microbatches
         microbatches, turns, peak, bubble = m * stage_seconds(config, pieces), m, 1, 0.0
     spent = assemble(config, cluster, pieces, microbatches, practice)
-    between = sum(item.nbytes for item in held if item.between_steps)
-    spent = replace(spent, checkpoint=checkpoint_seconds(config, cluster, between, spent.total))
+    spent = replace(spent, checkpoint=checkpoint_seconds(config, cluster, memory.saved(held), spent.total))
     return Plan(
         config=config,
         cluster=cluster,
         parameters=parameters(config.model),
         memory=held,
-        flows=traffic.flows(config, ticks.trips(config, skips=platform == "cpu")),
+        flows=traffic.flows(config, ticks.trips(config, skips), ticks.reference_trips(config, skips)),
         pieces=pieces,
         time=spent,
         depths=facts.depths,
@@ -175,14 +176,15 @@ def stage_seconds(config: Config, pieces: Pieces) -> float:
 
 
 def outside_seconds(config: Config, cluster: Cluster, practice: Practice = OURS) -> float:
-    """Seconds of a step outside the microbatches: communication over data, the optimizer, and its state's way from the host and back."""
+    """Seconds of a step outside the microbatches: communication over data as if nothing hid it, the optimizer, and its state's way from
+    the host and back."""
     return sum(_outside(config, cluster, practice))
 
 
 def _outside(config: Config, cluster: Cluster, practice: Practice) -> tuple[float, float, float]:
     stage, device = stages(config), cluster.accelerator
-    held = shapes.held(config)
-    data = data_seconds(config, cluster.axis("data", config.mesh), practice)
+    held = shapes.trained(config)
+    data = data_seconds(config, cluster, practice)
     data *= device.efficiency.exposed if practice.overlap_data else 1.0
     copied = 2 * 4 * shapes.optimizer_state(config, stage.on_device) if config.parallel.offload_optimizer else 0
     host = copied / (cluster.host_bandwidth * 1e9)
@@ -197,6 +199,7 @@ def assemble(
     layers = m * stage.on_device
     useful = pieces.forward + pieces.backward + pieces.again * -1.0
     data, optimizer, host = _outside(config, cluster, practice)
+    data -= hidden_seconds(config, cluster, pieces) if practice.compiled else 0.0
     return StepTime(
         matmul=layers * useful.matmul,
         attention=layers * useful.attention,
@@ -210,4 +213,5 @@ def assemble(
         bubble=microbatches - m * stage_seconds(config, pieces),
         optimizer=optimizer,
         checkpoint=0.0,
+        reference=ticks.reference(config, ticks.facts(config), pieces),
     )

@@ -12,6 +12,7 @@ with what has been done since: L/2 + min(τ, W) on average, to first order.
 import math
 from dataclasses import dataclass
 
+from meshtrain.plan import memory
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
 from meshtrain.plan.seconds import save_seconds
@@ -105,7 +106,7 @@ def faults(plan: Plan) -> Faults:
     """Failures of a plan on its cluster."""
     cluster, devices = plan.cluster, plan.devices
     between, restart = mean_time_between(cluster.failures_per_device_hour, devices), cluster.restart_seconds
-    copy, write = save_seconds(cluster, sum(item.nbytes for item in plan.memory if item.between_steps))
+    copy, write = save_seconds(cluster, memory.saved(plan.memory))
     interval = best_interval(copy, write, between)
     step = plan.seconds - plan.time.checkpoint
     steps = 0

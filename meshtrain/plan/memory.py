@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from meshtrain.config import Config
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages, zero_ways
-from meshtrain.plan import activations, shapes
+from meshtrain.parallel.reduce.kept import nbytes as kept_by_compression
+from meshtrain.plan import activations, bringing, shapes
 from meshtrain.plan.shapes import Held
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import Facts
@@ -23,8 +24,11 @@ class Item:
     kind: str  # parameters, gradients, optimizer_state or activations
     nbytes: float
     between_steps: bool = False
+    frozen: bool = False
 
 
+# What compression of gradients keeps from step to step, see `parallel.reduce.kept`.
+KEPT = {"residual": "residual of compressed gradients", "q": "PowerSGD's Q"}
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
@@ -58,32 +62,49 @@ def total(found: list[Item]) -> float:
     return sum(item.nbytes for item in found)
 
 
+def saved(found: list[Item]) -> float:
+    """Bytes of a checkpoint, but for what is frozen, which later ones only link to (see `checkpoint.frozen`)."""
+    return sum(item.nbytes for item in found if item.between_steps and not item.frozen)
+
+
 def state(config: Config) -> list[Item]:
     """Masters, optimizer state, weights and gradient sums: what does not depend on the activations."""
     return [*between_steps(config), *_weights(config), *_sums(config)]
 
 
 def between_steps(config: Config) -> list[Item]:
-    """Masters and optimizer state."""
+    """Masters, optimizer state, and what compression of gradients keeps."""
     state = 0 if config.parallel.offload_optimizer else 4 * shapes.optimizer_state(config, stages(config).on_device)
+    trained = _elements(config, trained=True)
+    frozen = _elements(config) - trained
     return [
-        Item("float32 masters", "parameters", 4 * _elements(config).shard, True),
+        Item("float32 masters", "parameters", 4 * trained.shard, True),
         Item(f"{config.optimizer.name} state", "optimizer_state", state, True),
+        Item("frozen weights", "parameters", _itemsize(config) * frozen.shard, True, frozen=True),
+        *[
+            Item(KEPT[name], "gradients", nbytes, True)
+            for name, nbytes in kept_by_compression(config).items()
+            if nbytes
+        ],
+        *(Item(name, "parameters", 4 * trained.shard, True) for name in bringing.copies(config)),
     ]
 
 
-def _elements(config: Config) -> Held:
-    """All weights on one device."""
+def _elements(config: Config, trained: bool = False) -> Held:
+    """All weights on one device, or those that are trained."""
     stage = stages(config)
-    held = shapes.held(config)
+    held = shapes.trained(config) if trained else shapes.held(config)
     return held.block * stage.on_device + held.outer
 
 
 def _weights(config: Config) -> list[Item]:
-    held, size = _elements(config), shapes.itemsize(config.precision.compute)
+    held, size = _elements(config, trained=True), shapes.itemsize(config.precision.compute)
     if gathers_at_use(config):
         return [Item("weights in compute dtype, sharded", "parameters", size * held.shard if size < 4 else 0)]
     found = []
+    if config.parallel.zero_stage == 3 and config.mesh.shards > 1:
+        frozen = _elements(config) - held
+        found.append(Item("frozen weights, gathered", "parameters", size * frozen.whole))
     if size < 4 or zero_ways(config) > 1:
         found.append(Item("weights in compute dtype", "parameters", size * held.whole))
     if scatters_at_use(config) and size < 4:
@@ -95,7 +116,7 @@ def _sums(config: Config) -> list[Item]:
     """Gradient sums over the microbatches, in float32; with one microbatch and one stage there is nothing to sum."""
     if config.parallel.microbatches == 1 and config.mesh.pipeline == 1:
         return []
-    held = _elements(config)
+    held = _elements(config, trained=True)
     if scatters_at_use(config):
         return [Item("float32 gradient sums, sharded", "gradients", 4 * held.shard)]
     return [Item("float32 gradient sums", "gradients", 4 * held.whole)]
@@ -106,8 +127,11 @@ def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
     stage, parallel = stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer = activations.kept(config, parallel.remat)
+    # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
+    losses = 4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
+    reference = Item("losses under the reference", "activations", losses)
     if config.mesh.pipeline == 1:
-        return [Item("activations kept for the backward", "activations", stage.on_device * layer)]
+        return [Item("activations kept for the backward", "activations", stage.on_device * layer), reference]
     cpu = platform == "cpu"
     # On CPU idle slots are skipped, and all is carried through all ticks. Elsewhere what only forwards take is gone in backwards after them.
     depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, facts.spare))
@@ -119,6 +143,7 @@ def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
         Item("activations waiting between stages", "activations", (f_inbox + depths.b_inbox) * stream),
         # what the last F and B made and the embedding that the next F takes
         Item("activations on their way", "activations", 3 * stream),
+        reference,
     ]
 
 
@@ -138,9 +163,9 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
     """
     size, tensor, several = _itemsize(config), config.mesh.tensor, config.parallel.microbatches > 1
     gathers, scatters = gathers_at_use(config), scatters_at_use(config)
-    held = shapes.held(config)
+    held, trained = shapes.held(config), shapes.trained(config)
     block, vocabulary = held.block, held.vocabulary
-    waits = gathers or not several
+    waits = bool(trained.vocabulary.whole) and (gathers or not several)
     logits = Item("logits", "activations", _logits(config, 4))
     head = [
         Item("cotangent of the logits", "activations", _logits(config, size)),
@@ -148,20 +173,19 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
     ]
     gradients = [Item("new gradients of the layers", "gradients", _new_gradients(config))]
     # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait.
-    embedding = 4 * held.tokens.whole if gathers != several else 0
-    made = [
-        Item("new gradients of the vocabulary", "gradients", embedding + (0 if waits else size * vocabulary.largest))
-    ]
+    embedding = 4 * trained.tokens.whole if gathers != several else 0
+    late = 0 if waits else size * trained.vocabulary.largest
+    made = [Item("new gradients of the vocabulary", "gradients", embedding + late)]
     remat = config.parallel.remat
     # They are set to zero before the head.
     early = remat == "full" or (several and (tensor > 1 or remat not in ("dots", "names")))
     early = early or activations.kernel(config, platform) == "fused"
     gathered = Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0)
-    largest = Item("gradient of the output head", "gradients", (size + 4 * scatters) * vocabulary.largest)
+    largest = Item("gradient of the output head", "gradients", (size + 4 * scatters) * trained.vocabulary.largest)
     layer = [
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         Item("work of one layer", "activations", activations.work(config, platform)),
-        Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
+        Item("gradients of a layer, to be scattered", "gradients", 4 * trained.block.whole if scatters else 0),
     ]
     return {
         "loss": [logits, *head, gathered, *(gradients if early else [])],
@@ -176,11 +200,10 @@ def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[It
     Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is there twice.
     """
     size, gathers, scatters = _itemsize(config), gathers_at_use(config), scatters_at_use(config)
-    held = shapes.held(config)
-    block = held.block
+    block, trained = shapes.held(config).block, shapes.trained(config).block
     always = [
         Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
-        Item("gradients of a layer, to be scattered", "gradients", 4 * block.whole if scatters else 0),
+        Item("gradients of a layer, to be scattered", "gradients", 4 * trained.whole if scatters else 0),
     ]
     # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _of_one_stage.
     logits = Item("logits", "activations", _logits(config, 4))
@@ -191,7 +214,8 @@ def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[It
     work = Item("work of one layer", "activations", activations.work(config, platform))
     # All buffers of the ticks are there already when the last weight has been gathered, and lies there a second time, in another order.
     ways = zero_ways(config)
-    weight = size * block.largest * stages(config).on_device if ways > 1 and not gathers else 0
+    gathered = block if config.parallel.zero_stage == 3 else trained
+    weight = size * gathered.largest * stages(config).on_device if ways > 1 and not gathers else 0
     gathering = Item("a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / ways))
     return {"gathering": [gathering], "loss": [*always, logits, *head], "backward": [*always, *head, work]}
 
@@ -212,5 +236,5 @@ def _hidden(config: Config) -> float:
 def _new_gradients(config: Config) -> float:
     """One microbatch's gradients of a chunk's layers, stacked."""
     stage = stages(config)
-    block = shapes.held(config).block
+    block = shapes.trained(config).block
     return _itemsize(config) * (block.shard if scatters_at_use(config) else block.whole) * stage.longest

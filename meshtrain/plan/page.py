@@ -17,7 +17,7 @@ WIDTH = 400  # of pictures, about a phone's: text in them keeps its size there
 KIND_COLOURS = {"parameters": "#3b6fb6", "gradients": "#4f9d69", "optimizer_state": "#c2843a", "activations": "#a2559c"}
 PART_COLOURS = {
     "matmul": "#3b6fb6", "attention": "#5b8fd0", "memory": "#8fb3de", "head": "#2f5590", "recompute": "#a2559c",
-    "tensor": "#c2843a", "pipeline": "#d6a05c", "data": "#a86a22", "host": "#e6c79a", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98",
+    "tensor": "#c2843a", "pipeline": "#d6a05c", "data": "#a86a22", "host": "#e6c79a", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98", "reference": "#7d6bb0",
 }  # fmt: skip
 ROW = 34
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small
@@ -42,7 +42,7 @@ def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequ
     title = f"{report.count(plan.parameters)} parameters on {plan.devices:,} × {plan.cluster.accelerator.name}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>data {mesh.data} × tensor {mesh.tensor} × pipeline {mesh.pipeline} on {escape(plan.cluster.name)}; {_verdict(plan)}</p>",
+        f"<p>{str(mesh).replace(' x ', ' × ')} on {escape(plan.cluster.name)}; {_verdict(plan)}</p>",
         _tiles(plan),
         *[f'<p class="note">{escape(note)}</p>' for note in notes],
         "<h2>What each device holds</h2>",
@@ -84,14 +84,15 @@ def _tiles(plan: Plan) -> str:
     return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
-def _svg(height: float, body: Sequence[str], label: str) -> str:
+def svg(height: float, body: Sequence[str], label: str) -> str:
+    """A picture `WIDTH` wide, as wide as its place in a page; `label` says what it shows to whoever does not see it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}" font-family="system-ui, sans-serif" '
         f'font-size="13" fill="#1d2430">{"".join(body)}</svg>'
     )
 
 
-def _row(y: float, name: str, value: str, start: float, share: float, colour: str) -> list[str]:
+def bar_row(y: float, name: str, value: str, start: float, share: float, colour: str) -> list[str]:
     """A line of text, and under it a bar from `start` as long as `share` of the width."""
     x, width = start * WIDTH, max(share * WIDTH, 1.5)
     return [
@@ -117,14 +118,14 @@ def memory_bars(plan: Plan) -> str:
     y = 40
     for item in items:
         bar = (0.0, item.nbytes / items[0].nbytes, KIND_COLOURS[item.kind])
-        body += _row(y, item.name, report.size(item.nbytes), *bar)
+        body += bar_row(y, item.name, report.size(item.nbytes), *bar)
         y += ROW
     x = 0.0
     for kind, colour in KIND_COLOURS.items():
         body.append(f'<rect x="{x:.0f}" y="{y + 8}" width="12" height="12" rx="2" fill="{colour}"/>')
         body.append(f'<text x="{x + 15:.0f}" y="{y + 19}" font-size="12">{kind.replace("_", " ")}</text>')
         x += 28 + 6.6 * len(kind)
-    return _svg(y + 30, body, "memory of one device by item")
+    return svg(y + 30, body, "memory of one device by item")
 
 
 def waterfall(plan: Plan) -> str:
@@ -134,11 +135,11 @@ def waterfall(plan: Plan) -> str:
     for name, seconds in plan.time.parts():
         share = seconds / plan.seconds
         if share >= 0.0005:
-            body += _row(
+            body += bar_row(
                 y, PART_NAMES[name], f"{report.duration(seconds)}  {share:.1%}", done, share, PART_COLOURS[name]
             )
             y, done = y + ROW, done + share
-    return _svg(y + 4, body, "time of a step by part")
+    return svg(y + 4, body, "time of a step by part")
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -153,7 +154,7 @@ def _pipeline(plan: Plan) -> list[str]:
 
 def _traffic(plan: Plan) -> str:
     rows = [
-        f'<tr><td>{flow.axis}</td><td>{escape(flow.what)}<br>{flow.kind}, {report.algorithm(plan, flow)}</td><td class="n">{flow.count:,} × {report.size(flow.nbytes)}</td>'
+        f'<tr><td>{flow.axis}</td><td>{escape(flow.what)}<br>{flow.kind}, {report.algorithm(plan, flow)}</td><td class="n">{flow.times} × {report.size(flow.nbytes)}</td>'
         f'<td class="n">{report.size(flow.sent)}</td></tr>'
         for flow in plan.flows
     ]
@@ -196,4 +197,4 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
     for i, (name, colour) in enumerate(zip(drawn, ("#3b6fb6", "#c2843a"), strict=False)):
         body.append(f'<rect x="{i * 180}" y="{top + height + 34}" width="12" height="12" rx="2" fill="{colour}"/>')
         body.append(f'<text x="{17 + i * 180}" y="{top + height + 45}">{escape(name)}</text>')
-    return _svg(top + height + 56, body, "efficiency by number of devices")
+    return svg(top + height + 56, body, "efficiency by number of devices")

@@ -5,13 +5,15 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtrain.config import Config
+from meshtrain.model.weights import told
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import search, traffic
+from meshtrain.plan import axes, search, traffic
 from meshtrain.plan.cluster.accelerators import lender
 from meshtrain.plan.cluster.algorithms import best
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.failures import Faults, faults
+from meshtrain.plan.flow import Flow
 
 
 def size(nbytes: float) -> str:
@@ -43,15 +45,16 @@ def count(number: float) -> str:
 
 def render(plan: Plan) -> RenderableType:
     """The whole report for a `rich` console."""
-    return Group(_headline(plan), _memory(plan), _traffic(plan), _time(plan))
+    return Group(_headline(plan), _memory(plan), _traffic(plan), _axes(plan), _time(plan))
 
 
 def headline(plan: Plan) -> str:
     """The answer in a few lines: fits or not, seconds, what bounds it."""
-    mesh, device = plan.config.mesh, plan.cluster.accelerator
+    config, mesh, device = plan.config, plan.config.mesh, plan.cluster.accelerator
+    trained = told(config.model, config.lora, config.train.trainable)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
-        f"{count(plan.parameters)} parameters on {plan.devices} x {device.name}: data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline}",
+        f"{count(plan.parameters)} parameters{trained} on {plan.devices} x {device.name}: {mesh}",
         f"memory  {size(plan.bytes)} of {size(device.usable_bytes)} a device: {verdict}",
         f"layers  {layers(plan)}",
         f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, {plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
@@ -109,7 +112,7 @@ def _traffic(plan: Plan) -> Table:
     for name, justify in (("axis", "left"), ("what", "left"), ("kind", "left"), ("by", "left"), ("times", "right"), ("size", "right"), ("sent", "right")):  # fmt: skip
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for flow in plan.flows:
-        row = (flow.kind, algorithm(plan, flow), f"{flow.count:,}", size(flow.nbytes), size(flow.sent))
+        row = (flow.kind, algorithm(plan, flow), f"{flow.times}", size(flow.nbytes), size(flow.sent))
         table.add_row(flow.axis, flow.what, *row)
     for axis, sent in traffic.by_axis(plan.flows).items():
         if sent:
@@ -117,7 +120,21 @@ def _traffic(plan: Plan) -> Table:
     return table
 
 
-def algorithm(plan: Plan, flow: traffic.Flow) -> str:
+def _axes(plan: Plan) -> Table:
+    cluster = plan.config.mesh.cluster
+    title = (
+        f"axes on links ({plan.cluster.topology}), the outermost first{f'; devices as in {cluster}' if cluster else ''}"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("axis", "left"), ("apart", "right"), ("blocks that meet", "left"), ("sent", "right"), ("takes", "right")):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for one in axes.lying(plan):
+        levels = ", ".join(f"{name} {fan}" for name, fan in one.levels)
+        table.add_row(f"{one.axis} {one.size}", str(one.apart), levels, size(one.sent), duration(one.seconds))
+    return table
+
+
+def algorithm(plan: Plan, flow: Flow) -> str:
     """What a collective is run by."""
     return best(flow.kind, plan.cluster.axis(flow.axis, plan.config.mesh), flow.nbytes).algorithm
 
@@ -175,6 +192,8 @@ def settings(config: Config) -> dict[str, object]:
     """The keys that a search decides."""
     mesh, parallel = config.mesh, config.parallel
     found: dict[str, object] = {"mesh.data": mesh.data, "mesh.tensor": mesh.tensor, "mesh.pipeline": mesh.pipeline}
+    if mesh.islands > 1:
+        found["mesh.islands"] = mesh.islands
     names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab")  # fmt: skip
     return found | {f"parallel.{name}": getattr(parallel, name) for name in names}
 
@@ -197,7 +216,7 @@ def compared(plan: Plan, compiled: Compiled) -> Table:
 def layout(config: Config) -> str:
     """A layout in a line."""
     mesh, parallel = config.mesh, config.parallel
-    words = [f"data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline}"]
+    words = [str(mesh)]
     if mesh.pipeline > 1:
         chunks = f" x {parallel.virtual_stages} chunks" if parallel.virtual_stages > 1 else ""
         words.append(f"{parallel.schedule}{chunks}")

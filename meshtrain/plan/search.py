@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import put
+from meshtrain.config.reduce import keeps
 from meshtrain.config.rows import sequences
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
@@ -29,7 +30,7 @@ from meshtrain.plan.choices import (
 )
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
-from meshtrain.plan.seconds import Pieces, pieces_of
+from meshtrain.plan.seconds import Pieces, hidden_seconds, pieces_of
 
 # Kept free of what a program may have: of 79 compiled programs of every kind 95% hold less than this above the formula
 # (`experiments/bench_planner.py --compile`).
@@ -136,7 +137,9 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
     )
     recomputed: dict[tuple, list[dict[str, Any]]] = {}
     for data, tensor, stages in meshes(base, devices):
-        mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages})
+        # The config's islands, as far as so many data ranks can be cut into them.
+        islands = math.gcd(data, config.mesh.islands)
+        mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages, "islands": islands})
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers
@@ -199,7 +202,8 @@ def _scheduled(
                     pieces[stage.longest] = pieces_of(scheduled, cluster)
                 seconds = ticks.quick(scheduled, facts, pieces[stage.longest])
             fits = nbytes <= usable
-            yield Candidate(seconds + zero.seconds, nbytes, scheduled, zero.zero)
+            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, pieces[stage.longest]) if fits else 0.0
+            yield Candidate(seconds + zero.seconds - hidden, nbytes, scheduled, zero.zero)
 
 
 def _with_zero(config: Config, zero: Zero) -> Config:
@@ -212,9 +216,13 @@ def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
     """
     several = config.parallel.microbatches > 1 or config.mesh.pipeline > 1
     holds = (False, True) if several else (False,)
-    choices: list[tuple[int, bool]] = [(0, False)]
+    reduce = config.parallel.reduce
+    scattered = config.mesh.data > 1 and reduce.compression != "none" and reduce.over == "data"
+    choices: list[tuple[int, bool]] = [] if scattered else [(0, False)]
     if config.mesh.data > 1:
         choices += [(1, False), *itertools.product((2, 3), holds)]
+    if keeps(config) and reduce.over == "data":
+        choices = [(stage, hold) for stage, hold in choices if stage < 2 or hold]
     hosts = (False, True) if cluster.accelerator.platform == "gpu" else (False,)
     for (stage, hold), host in itertools.product(choices, hosts):
         chosen = _with_zero(config, zero := Zero(stage, hold, host))

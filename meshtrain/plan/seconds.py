@@ -1,15 +1,18 @@
 """How long a step takes, and what for: compute by shape, communication by the cheapest collective, the pipeline by its table."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 from meshtrain.config import Config
-from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages
-from meshtrain.plan import activations, compute, shapes
-from meshtrain.plan.cluster import algorithms
+from meshtrain.config.mesh import DATA, ISLAND
+from meshtrain.parallel.placement import buckets, closes_early, gathers_at_use, scatters_at_use, stages
+from meshtrain.parallel.sync.when import summed_axes
+from meshtrain.plan import activations, bringing, compute, reducing, shapes
+from meshtrain.plan.cluster import algorithms, programs
 from meshtrain.plan.cluster.accelerators import Accelerator
 from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
-from meshtrain.plan.cluster.cluster import Cluster, Group
+from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.compute import OURS, Practice, Seconds
 from meshtrain.plan.traffic import BOTH, edge_flows, layer_flows
 
@@ -25,6 +28,7 @@ class Pieces:
     forward: Seconds
     backward: Seconds  # recomputation counted
     again: Seconds  # the recomputation alone
+    weight_grad: float  # the weights' gradients alone, which are products
     forward_sends: float
     backward_sends: float
     forward_copies: float
@@ -35,6 +39,9 @@ class Pieces:
     message: float  # one hop to the next stage, while the stages work on
     waits: float  # the same where the stages wait for it
     layers: int  # of the longest virtual stage
+    # a chunk and the head of dpo's forward without adapters, with their collectives
+    reference: float = 0.0
+    reference_head: float = 0.0
     leaving: float = (
         0.0  # what the input gradient of a layer writes for a weight gradient of its own, in tables that split the two
     )
@@ -55,8 +62,8 @@ class Pieces:
 
     @property
     def chunk_weight_grad(self) -> float:
-        """The half of the backward's products that only the weights need."""
-        return self.layers * (self.backward.matmul - self.again.matmul) / 2
+        """The part of the backward's products that only the weights need: half of them where all is trained."""
+        return self.layers * self.weight_grad
 
 
 def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pieces:
@@ -66,6 +73,9 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
     length = config.train.sequence_length
     layer = compute.layer(config.model, device, dtype, shapes.sequences(config), length, mesh.tensor, parallel.sequence_parallel, practice)  # fmt: skip
     again = compute.recomputed(config, layer, practice)
+    adapters, share = compute.adapters(config, device), compute.trained_share(config)
+    again += adapters * (config.parallel.remat != "none")
+    weight_grad = layer.forward.matmul * share + adapters.matmul
     copy = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     tensor = cluster.axis("tensor", mesh)
     exposed = device.efficiency.exposed if practice.overlap_tensor else 1.0
@@ -78,13 +88,19 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
             hiding += seconds
         else:
             sends[moment] += seconds
-    # The weights' gradients are half of the backward's products.
-    sends["backward"] += max(0.0, hiding - layer.forward.matmul)
+    sends["backward"] += max(0.0, hiding - weight_grad)
     copies = _copies(config, device) if practice.compiled and device.platform == "gpu" else (Seconds(), Seconds())
-    edges = {axis: 0.0 for axis in groups}
-    for _, f in edge_flows(config):
-        edges[f.axis] += f.count * algorithms.best(f.kind, groups[f.axis], f.nbytes).seconds
-    head = compute.head(config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config), practice)
+    edges, first = {axis: 0.0 for axis in groups}, list[float]()
+    for moment, f in edge_flows(config):
+        spent = f.count * algorithms.best(f.kind, groups[f.axis], f.nbytes).seconds
+        edges[f.axis] += spent
+        first += [spent] if moment in ("embedding", "head") else []
+    head = compute.head(
+        config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config),
+        practice, _head_is_trained(config),
+    )  # fmt: skip
+    dpo = config.train.objective == "dpo"
+    head_forward = compute.head_forward(config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config))  # fmt: skip
     stream = shapes.stream(config) * shapes.itemsize(dtype)
     message = 0.0
     if mesh.pipeline > 1:
@@ -92,12 +108,14 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message = algorithms.best(PERMUTE, pipeline, stream / shared).seconds
         message += algorithms.best(ALL_GATHER, tensor, stream).seconds if shared > 1 else 0.0
     return Pieces(
-        forward=layer.forward + copies[0],
-        backward=compute.layer_backward(layer.forward, device, length, practice)
+        forward=layer.forward + adapters + copies[0],
+        backward=compute.layer_backward(layer.forward, device, length, practice, share)
+        + adapters * 2
         + copies[1]
         + compute.weight_passes(config, device, practice)
         + again,
         again=again,
+        weight_grad=weight_grad,
         forward_sends=sends["forward"],
         backward_sends=sends["backward"],
         forward_copies=max(0.0, copy - layer.forward.total),
@@ -108,10 +126,17 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message=message if practice.overlap_pipeline else 0.0,
         waits=0.0 if practice.overlap_pipeline else message,
         layers=stage.longest,
+        reference=dpo * (stage.longest * (layer.forward.total + sends["forward"])),
+        reference_head=dpo * (head_forward.total + sum(first)),
         leaving=2 * activations.left(config) / device.memory_rate
         if practice.compiled and device.platform == "gpu"
         else 0.0,
     )
+
+
+def _head_is_trained(config: Config) -> bool:
+    held = shapes.trained(config)
+    return bool(held.tokens.whole if config.model.tied_head else held.output.whole)
 
 
 def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
@@ -146,6 +171,7 @@ class StepTime:
     bubble: float
     optimizer: float
     checkpoint: float
+    reference: float
 
     @property
     def total(self) -> float:
@@ -158,7 +184,7 @@ class StepTime:
     def bound(self) -> str:
         """What takes the largest share: compute, memory, communication or bubble."""
         groups = {
-            "compute": self.matmul + self.attention + self.recompute + self.head,
+            "compute": self.matmul + self.attention + self.recompute + self.head + self.reference,
             "memory": self.memory + self.optimizer + self.checkpoint,
             "communication": self.tensor + self.pipeline + self.data + self.host,
             "bubble": self.bubble,
@@ -166,37 +192,69 @@ class StepTime:
         return max(groups, key=lambda name: groups[name])
 
 
-def data_seconds(config: Config, group: Group, practice: Practice = OURS) -> float:
+def data_seconds(config: Config, cluster: Cluster, practice: Practice = OURS) -> float:
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
-    if group.size == 1:
+    mesh = config.mesh
+    if mesh.data == 1:
         return 0.0
-    stage, zero = stages(config), config.parallel.zero_stage
-    held = shapes.held(config)
-    block, outer = held.block, held.outer
+    ranks, stage, zero = mesh.shards, stages(config), config.parallel.zero_stage
+    algorithm = config.parallel.reduce.algorithm
+    trained = shapes.trained(config)
+    gathered = shapes.held(config) if zero == 3 else trained
     weight = shapes.itemsize(config.precision.compute)
     reduce = shapes.itemsize(config.precision.reduce) if practice is OURS else practice.gradient_bytes
-    if not zero:
-        return algorithms.best(ALL_REDUCE, group, (block.whole * stage.on_device + outer.whole) * reduce).seconds
-    m, seconds = config.parallel.microbatches, 0.0
-    for kind, size, at_use, times in (
-        (ALL_GATHER, weight, gathers_at_use(config), 2),
-        (REDUCE_SCATTER, reduce, scatters_at_use(config), 1),
-    ):
+    compressed = practice is OURS and config.parallel.reduce.compression != "none"
+    if not zero and not compressed:
+        whole = trained.block.whole * stage.on_device + trained.outer.whole
+        by_themselves = bringing.seconds(config, cluster)
+        return by_themselves + programs.seconds(
+            algorithm, ALL_REDUCE, summed_axes(config), mesh, cluster, whole * reduce
+        )
+    m, seconds, sends = config.parallel.microbatches, bringing.seconds(config, cluster), []
+    if zero:
+        sends.append((ALL_GATHER, weight, gathers_at_use(config), 2, gathered, "psum"))
+    if compressed:
+        seconds += sum(reducing.seconds(config, cluster))
+    else:
+        sends.append((REDUCE_SCATTER, reduce, scatters_at_use(config), 1, trained, algorithm))
+    for kind, size, at_use, times, sent, by in sends:
+        block, outer = sent.block, sent.outer
         if at_use:  # layer by layer, so the steps of each collective count every time
-            layer = algorithms.best(kind, group, block.shard * group.size * size).seconds
+            layer = programs.seconds(by, kind, (DATA,), mesh, cluster, block.shard * ranks * size)
             seconds += times * m * (stage.on_device * layer)
-            seconds += times * m * algorithms.best(kind, group, outer.shard * group.size * size).seconds
+            seconds += times * m * programs.seconds(by, kind, (DATA,), mesh, cluster, outer.shard * ranks * size)
         else:
-            seconds += algorithms.best(
-                kind, group, (block.shard * stage.on_device + outer.shard) * group.size * size
-            ).seconds
+            whole = (block.shard * stage.on_device + outer.shard) * ranks * size
+            seconds += programs.seconds(by, kind, (DATA,), mesh, cluster, whole)
+    if mesh.islands > 1 and not compressed and not config.parallel.sync.every:
+        across = (trained.block.shard * stage.on_device + trained.outer.shard) * reduce
+        seconds += programs.seconds(algorithm, ALL_REDUCE, (ISLAND,), mesh, cluster, across)
     return seconds
 
 
+def hidden_seconds(config: Config, cluster: Cluster, pieces: Pieces) -> float:
+    """Seconds of the reductions of gradients that our program hides on accelerators (`parallel.accumulate`): where there is one stage, a
+    bucket of layers is on its way while the last microbatch goes back through the one before; nothing hides the first bucket, nor the
+    embedding and the head.
+    """
+    if config.mesh.pipeline > 1 or not closes_early(config) or cluster.accelerator.platform == "cpu":
+        return 0.0
+    trained, layers = shapes.trained(config), stages(config).on_device
+    gathered = shapes.held(config) if config.parallel.zero_stage == 3 else trained
+    whole = (gathered.block.shard * layers + gathered.outer.shard) * config.mesh.shards
+    size = whole * shapes.itemsize(config.precision.compute)
+    gathers = programs.seconds("psum", ALL_GATHER, (DATA,), config.mesh, cluster, size)
+    share = trained.block.whole / (trained.block.whole * layers + trained.outer.whole)
+    sent = (data_seconds(config, cluster) - bringing.seconds(config, cluster) - gathers) * share
+    back = pieces.chunk_backward / layers
+    sizes = [behind - first for first, behind in buckets(layers)]
+    return sum(min(later * sent, before * back) for before, later in itertools.pairwise(sizes))
+
+
 def save_seconds(cluster: Cluster, held_bytes: float) -> tuple[float, float]:
-    """Seconds of a checkpoint of `held_bytes` a device: the copy to the host, which stops training, and the write beside it."""
+    """Seconds of a checkpoint of `held_bytes` a device: the stop of training, for the copy to the host, and the write beside it."""
     write = held_bytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
-    return held_bytes / (cluster.host_bandwidth * 1e9), write
+    return cluster.save_seconds + held_bytes / (cluster.host_bandwidth * 1e9), write
 
 
 def checkpoint_seconds(config: Config, cluster: Cluster, held_bytes: float, step: float) -> float:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.config import Config, MeshConfig, ModelConfig
+from meshtrain.config.model import LoraConfig
 from meshtrain.config.rows import sequences
 from meshtrain.config.schema import OptimizerConfig
-from meshtrain.model.weights import weights
+from meshtrain.model.weights import Weight, every_weight, is_trained
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.placement import Placed, part, placed, splits, zero_ways
 
@@ -24,6 +25,10 @@ class Held:
 
     def __add__(self, other: "Held") -> "Held":
         return Held(self.whole + other.whole, self.shard + other.shard, max(self.largest, other.largest))
+
+    def __sub__(self, other: "Held") -> "Held":
+        """Without a part of it."""
+        return Held(self.whole - other.whole, self.shard - other.shard, self.largest)
 
     def __mul__(self, count: int) -> "Held":
         return Held(self.whole * count, self.shard * count, self.largest)
@@ -49,23 +54,41 @@ class Parts(NamedTuple):
 
 
 def held(config: Config) -> Parts:
-    """What one device holds of a config's model."""
-    return _held(config.model, config.mesh, config.parallel.vocab, config.parallel.zero_stage > 0)
+    """What one device holds of a config's model, adapters among it."""
+    return _held(*_sizes(config), False)
+
+
+def trained(config: Config) -> Parts:
+    """The part of it that is trained."""
+    return _held(*_sizes(config), True)
+
+
+Sizes = tuple[ModelConfig, MeshConfig, str, int, LoraConfig, tuple[str, ...]]
+
+
+def _sizes(config: Config) -> Sizes:
+    """What the weights on a device follow from. Of what is trained ZeRO shards as much in every stage from 1 on."""
+    lora, trainable = config.lora, config.train.trainable
+    stage = config.parallel.zero_stage if lora.rank or trainable else min(config.parallel.zero_stage, 1)
+    return config.model, config.mesh, config.parallel.vocab, stage, lora, trainable
 
 
 @functools.lru_cache(maxsize=65536)
-def _held(model: ModelConfig, mesh: MeshConfig, vocab: str, zero: bool) -> Parts:
-    found, data = _of_one_layer(model, mesh, vocab, zero), mesh.data if zero else 1
+def _held(model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora: LoraConfig, trainable: tuple[str, ...], alone: bool) -> Parts:  # fmt: skip
+    """`alone`: of what is trained."""
+    found, data = _of_one_layer((model, mesh, vocab, zero, lora, trainable)), mesh.shards if zero else 1
 
     def under(name: str) -> Held:
-        return _sum(Held(p.on_device(), p.on_rank(data), p.on_device()) for p in found if p.name.startswith(name))
+        chosen = [p for p in found if p.name.startswith(name) and (p.trained or not alone)]
+        return _sum(Held(p.on_device(), p.on_rank(data), p.on_device()) for p in chosen)
 
     return Parts(*map(under, ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight")))
 
 
-def _of_one_layer(model: ModelConfig, mesh: MeshConfig, vocab: str, zero: bool) -> tuple[Placed, ...]:
+def _of_one_layer(sizes: Sizes) -> tuple[Placed, ...]:
     """Every weight, where each stage has a single layer."""
-    return placed(model, mesh, vocab, mesh.pipeline, zero)
+    model, mesh, vocab, zero, lora, trainable = sizes
+    return placed(model, mesh, vocab, mesh.pipeline, zero, lora, trainable)
 
 
 def _sum(parts: Iterable[Held]) -> Held:
@@ -74,16 +97,16 @@ def _sum(parts: Iterable[Held]) -> Held:
 
 def optimizer_state(config: Config, layers: int) -> float:
     """Elements of all moments on one device with so many layers; counts and other scalars are left out."""
-    block, outer = _moments(config.optimizer, config.model, config.mesh, config.parallel.vocab, config.parallel.zero_stage > 0)  # fmt: skip
+    block, outer = _moments(config.optimizer, *_sizes(config))
     return block * layers + outer
 
 
 @functools.lru_cache(maxsize=65536)
-def _moments(o: OptimizerConfig, model: ModelConfig, mesh: MeshConfig, vocab: str, zero: bool) -> tuple[int, int]:
+def _moments(o: OptimizerConfig, model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora: LoraConfig, trainable: tuple[str, ...]) -> tuple[int, int]:  # fmt: skip
     """(of one layer, outside the layers)."""
-    kind, data = OPTIMIZERS[o.name], mesh.data if zero else 1
+    kind, data = OPTIMIZERS[o.name], mesh.shards if zero else 1
     found = {True: 0, False: 0}
-    for weight in _of_one_layer(model, mesh, vocab, zero):
+    for weight in (p for p in _of_one_layer((model, mesh, vocab, zero, lora, trainable)) if p.trained):
         for dims in kind.moments(o, weight):
             moment = part(weight, [*range(weight.stacked), *dims], data) if kind.by_matrix else weight
             found[weight.stacked] += moment.on_rank(data)
@@ -91,9 +114,9 @@ def _moments(o: OptimizerConfig, model: ModelConfig, mesh: MeshConfig, vocab: st
 
 
 def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
-    """Elements, after ZeRO, of weights that are whole over model-parallel axes, by (axes, devices of the group); of `layers` layers."""
+    """Elements, after ZeRO, of trained weights that are whole over model-parallel axes, by (axes, devices of the group); of `layers` layers."""
     mesh, data, found = config.mesh, zero_ways(config), dict[tuple[str, int], int]()
-    for weight in _of_one_layer(config.model, mesh, config.parallel.vocab, config.parallel.zero_stage > 0):
+    for weight in (p for p in _of_one_layer(_sizes(config)) if p.trained):
         group = {axis: getattr(mesh, axis) for axis in weight.replicated if getattr(mesh, axis) > 1}
         if group:
             key = "+".join(group), math.prod(group.values())
@@ -127,15 +150,35 @@ def stream(config: Config) -> int:
     return tokens(config) * config.model.d_model // split
 
 
+def seen(model: ModelConfig, length: int) -> float:
+    """Keys that a query of a sequence sees, twice their mean over the layers: `length` where it sees all before it, as FLOPs are
+    counted (PaLM); fewer in a window."""
+    near = min(model.window or length, length)
+    whole = model.layers // model.global_every / model.layers if model.global_every else 0.0
+    return whole * length + (1 - whole) * (2 * near - near * near / length)
+
+
 def itemsize(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
 def model_flops(config: Config) -> float:
     """FLOPs of forward and backward for one step, recomputation and rows that fill up a batch not counted
-    (PaLM, appendix B: 6 N + 12 L H Q T a token)."""
+    (PaLM, appendix B: 6 N + 12 L H Q T a token; of what is frozen 4 N, since its gradient is not made). dpo's reference has a forward
+    more, without adapters: 2 N + 4 L H Q T."""
     model, train = config.model, config.train
-    matrices = sum(weight.size for weight in weights(model) if weight.stacked and weight.decayed)
-    head = model.d_model * model.vocab_size
-    per_token = 6 * (matrices + head) + 12 * model.layers * model.heads * model.head_dim * train.sequence_length
+
+    reference = 2 if train.objective == "dpo" else 0
+
+    def of(weight: Weight) -> int:
+        passes = 6 if is_trained(weight, config.lora, train.trainable) else 4
+        return (passes + (0 if weight.adapter else reference)) * weight.size
+
+    every = every_weight(model, config.lora)
+    matrices = sum(of(weight) for weight in every if weight.stacked and weight.decayed)
+    head = next(
+        of(weight) for weight in every if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
+    )
+    scores = model.layers * model.heads * model.head_dim * seen(model, train.sequence_length)
+    per_token = matrices + head + (12 + 2 * reference) * scores
     return float(per_token * train.global_batch_size * train.sequence_length)

@@ -7,12 +7,12 @@ import numpy as np
 from meshtrain.config import Config
 from meshtrain.parallel.placement import stages
 from meshtrain.plan.compute import OURS, Practice
+from meshtrain.plan.flow import Trips
 from meshtrain.plan.seconds import Pieces
-from meshtrain.plan.traffic import Trips
 from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.facts import ONE_STAGE, Facts
 from meshtrain.schedule.generators import facts_of, make_table
-from meshtrain.schedule.segments import segments, work_per_tick
+from meshtrain.schedule.segments import forward_alone, needed, segments, work_per_tick
 from meshtrain.schedule.shifted import one_later
 from meshtrain.schedule.simulate import Durations, PerChunk, Timeline, simulate
 from meshtrain.schedule.table import B, F, Table
@@ -42,6 +42,20 @@ def trips(config: Config, skips: bool = False) -> Trips:
         ticks = table(config).ticks
         return Trips(m * v, m, m * v, embedding=m, unembedding=m, down=ticks, up=ticks)
     return _trips(table(config))
+
+
+def reference_trips(config: Config, skips: bool = False) -> Trips | None:
+    """The same of dpo's forward without adapters, which takes the table's forwards alone."""
+    if config.train.objective != "dpo":
+        return None
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
+    if p == 1:
+        return Trips(m, m, 0, unhead=0)
+    busy = int(needed(table(config))[:, 0].sum())
+    if skips:
+        return Trips(m * v, m, 0, embedding=m, unhead=0, down=busy)
+    forward, head, _, _, enter, _ = work_per_tick(forward_alone(segments(table(config)))).sum(axis=0).tolist()
+    return Trips(forward, head, 0, embedding=1 + enter, unhead=0, down=_trips(table(config)).of("down"))
 
 
 @functools.lru_cache(maxsize=32)
@@ -108,7 +122,7 @@ def quick(config: Config, facts: Facts, pieces: Pieces) -> float:
     """Seconds of all microbatches by the facts alone, for searches: in lockstep, all stages as long as the longest."""
     if config.mesh.pipeline == 1:
         layers = stages(config).chunks * (pieces.chunk_forward + pieces.chunk_backward)
-        return config.parallel.microbatches * (layers + pieces.head_total)
+        return config.parallel.microbatches * (layers + pieces.head_total) + reference(config, facts, pieces)
     weight = pieces.chunk_weight_grad
     leaving = pieces.layers * pieces.leaving if facts.depths.cot else 0.0
     each = Durations(pieces.chunk_forward, pieces.chunk_backward - weight + leaving, weight, head=pieces.head_total)
@@ -116,4 +130,14 @@ def quick(config: Config, facts: Facts, pieces: Pieces) -> float:
     shown = (facts.forward + facts.backward - 2 * facts.together) * pieces.message
     for hides in (pieces.chunk_forward, pieces.chunk_backward):
         shown += facts.together * max(0.0, pieces.message - hides)
-    return facts.seconds(each) + shown
+    return facts.seconds(each) + shown + reference(config, facts, pieces)
+
+
+def reference(config: Config, facts: Facts, pieces: Pieces) -> float:
+    """Seconds of dpo's forward without adapters, of all microbatches: there are no backwards that would hide its messages."""
+    if config.mesh.pipeline == 1:
+        each = stages(config).chunks * pieces.reference + pieces.reference_head
+        return config.parallel.microbatches * each
+    # without the objective nothing is sent
+    message = pieces.message if pieces.reference else 0.0
+    return facts.forward * (pieces.reference + message) + facts.head * pieces.reference_head

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -18,8 +19,7 @@ from meshtrain.config import Config
 from meshtrain.hlo.module import Module, Operation, byte_count, elements
 from meshtrain.hlo.traffic import axes_of
 from meshtrain.hlo.work import Work
-from meshtrain.mesh import PIPELINE, TENSOR
-from meshtrain.plan import compute
+from meshtrain.plan import compute, shapes
 from meshtrain.plan.cluster import algorithms
 from meshtrain.plan.cluster.cluster import Cluster, Group
 from meshtrain.plan.compute import OURS
@@ -28,25 +28,59 @@ KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where H
 
 
 @dataclass
+class Sent:
+    """Collectives of one sort over an axis: bytes of the whole arrays, those of them that travel under compute, seconds, and those of
+    them that are waited for."""
+
+    bytes: float = 0.0
+    under: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def add(self, other: "Sent", times: float = 1) -> None:
+        self.bytes += times * other.bytes
+        self.under += times * other.under
+        self.seconds += times * other.seconds
+        self.waited += times * other.waited
+
+
+@dataclass
 class Timed:
-    """Seconds of a device: in all, in matrix products and attention, in memory, and waiting for the collectives of an axis."""
+    """Seconds of a device: in all, in matrix products and attention, and in memory; and its collectives by axis and kind."""
 
     seconds: float = 0.0
     products: float = 0.0
     memory: float = 0.0
-    waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sent: dict[tuple[str, str], Sent] = field(default_factory=lambda: defaultdict(Sent))
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Seconds of waiting for the collectives of each axis."""
+        found: dict[str, float] = defaultdict(float)
+        for (axis, _), sent in self.sent.items():
+            found[axis] += sent.waited
+        return found
 
     def add(self, other: "Timed", times: float = 1) -> None:
         self.seconds += times * other.seconds
         self.products += times * other.products
         self.memory += times * other.memory
-        for axis, spent in other.waits.items():
-            self.waits[axis] += times * spent
+        for key, sent in other.sent.items():
+            self.sent[key].add(sent, times)
 
 
 def timed(module: Module, mesh: Mesh, config: Config, cluster: Cluster) -> Timed:
     """What a device of the cluster spends on one run of a module that was compiled for a config on `mesh`."""
     return _Clock(module, mesh, config, cluster).run(module.entry)
+
+
+class _Transfer(NamedTuple):
+    """One that was started: where it is counted, its bytes, when it ends, and the seconds in products when it began."""
+
+    sent: Sent
+    bytes: float
+    end: float
+    products: float
 
 
 class _Clock:
@@ -61,52 +95,48 @@ class _Clock:
         if computation in self._known:
             return self._known[computation]
         found = Timed()
-        ends: dict[str, tuple[float, str]] = {}
+        under_way: dict[str, _Transfer] = {}
         free: dict[str, float] = defaultdict(float)
         ops = self.module.computations[computation]
         waited = {op.operands[0] for op in ops if op.opcode.endswith("-done") and op.operands}
         for op in ops:
             if op.kind:
-                axis, seconds = self._collective(op)
+                axis, size, seconds = self._collective(op)
                 free[axis] = max(found.seconds, free[axis]) + seconds
-                ends[op.name] = free[axis], axis
+                sent = found.sent[axis, op.kind]
+                sent.add(Sent(size, 0.0, seconds))
+                under_way[op.name] = _Transfer(sent, size, free[axis], found.products)
                 if op.name not in waited:
-                    self._wait(found, *ends[op.name])
-            elif op.opcode.endswith("-done") and op.operands[0] in ends:
-                self._wait(found, *ends[op.operands[0]])
+                    self._wait(found, under_way[op.name])
+            elif op.opcode.endswith("-done") and op.operands[0] in under_way:
+                self._wait(found, under_way[op.operands[0]])
             elif op.opcode == "while":
                 body, _, turns = self.module.loop(op)
                 found.add(self.run(body), turns or 1)
+            elif op.opcode == "conditional":
+                found.add(max(map(self.run, self.module.called(op)), key=lambda branch: branch.seconds))
             else:
                 found.add(self._instruction(computation, op))
         self._known[computation] = found
         return found
 
-    def _wait(self, found: Timed, end: float, axis: str) -> None:
-        if end > found.seconds:
-            found.waits[axis] += end - found.seconds
-            found.seconds = end
+    def _wait(self, found: Timed, transfer: "_Transfer") -> None:
+        if found.products > transfer.products:
+            transfer.sent.under += transfer.bytes
+        if transfer.end > found.seconds:
+            transfer.sent.waited += transfer.end - found.seconds
+            found.seconds = transfer.end
 
-    def _collective(self, op: Operation) -> tuple[str, float]:
-        """Its axis, and its seconds where nothing else is under way there."""
+    def _collective(self, op: Operation) -> tuple[str, float, float]:
+        """Its axis, its bytes, and its seconds where nothing else is under way there."""
         axes, ranks = axes_of(op, self.mesh)
         group = self._group(axes)
         whole = byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1)
         seconds = algorithms.best(KINDS.get(op.kind, op.kind), group, whole).seconds if group else 0.0
-        return "+".join(axes), seconds
+        return "+".join(axes), float(whole), seconds
 
     def _group(self, axes: tuple[str, ...]) -> Group | None:
-        mesh = self.config.mesh
-        if not axes:
-            return None
-        if len(axes) == 1:
-            return self.cluster.axis(axes[0], mesh)
-        if set(axes) == {TENSOR, PIPELINE}:
-            return self.cluster.group(mesh.tensor * mesh.pipeline, 1)
-        size = 1
-        for axis in axes:
-            size *= getattr(mesh, axis)
-        return self.cluster.group(size, 1)
+        return self.cluster.axis("+".join(axes), self.config.mesh) if axes else None
 
     def _instruction(self, computation: str, op: Operation) -> Timed:
         moved = self.work.moved(computation, op).bytes
@@ -142,5 +172,6 @@ class _Clock:
         for n in re.findall(r"\d+", sizes.group(1)):
             scores *= int(n)
         width, length = self.config.model.head_dim, self.config.train.sequence_length
+        scores *= shapes.seen(self.config.model, length) / length
         forward = compute.attention(self.device, self.dtype, width, length, scores, OURS)
         return (compute.layer_backward(forward, self.device, length) if backward else forward).total

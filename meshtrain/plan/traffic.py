@@ -4,6 +4,8 @@
     tensor     sums of partial activations of each layer (Shoeybi et al. 2019)           4 a layer and pass, 1 more if recomputed
                or gathers and scatters of the sequence (Korthikanti et al. 2022)        10 a layer and pass, 1 more if recomputed
     data       weights gathered, gradients scattered or summed (ZeRO, section 7)         once a step, or a pass if not held
+    island     what data scattered, summed                                               once a step
+               or what islands moved by themselves (`bringing`)                          once in `parallel.sync.every` steps
     pipeline   activations down, cotangents up                                           a tick
                sums over the stages that share the vocabulary                            a tick, or a head
 
@@ -11,67 +13,47 @@ A pass is a microbatch without stages. With stages it is a tick: all devices run
 in a tick computes and sends all the same (its work is masked), and fills and drains cost traffic too.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshtrain.config import Config
-from meshtrain.config.schema import ACTIVATIONS, AXES
-from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages
-from meshtrain.plan import shapes
-from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, sent
+from meshtrain.config.mesh import AXES
+from meshtrain.config.schema import ACTIVATIONS
+from meshtrain.parallel.placement import gathers_at_use, stages
+from meshtrain.parallel.sync.when import summed_axes
+from meshtrain.plan import bringing, shapes
+from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from meshtrain.plan.flow import Flow, Trips
+from meshtrain.plan.reducing import gradient_flows
 
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
 
 
-@dataclass(frozen=True)
-class Trips:
-    """How often a device goes forward and backward through a chunk and through the loss head in a step.
-
-    The embedding's passes, forward and backward (`unembedding`), and the messages `down` and `up` are as many where not given.
-    """
-
-    forward: int
-    head: int
-    backward: int
-    embedding: int | None = None
-    unembedding: int | None = None
-    down: int | None = None
-    up: int | None = None
-
-    def of(self, moment: str) -> int:
-        """Passes through what one of the fields names."""
-        own = getattr(self, moment)
-        return own if own is not None else self.forward if moment in ("embedding", "down") else self.backward
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Collectives of one sort in a step: `nbytes` is the size S of the whole array (see `algorithms`), `count` how many."""
-
-    axis: str
-    kind: str
-    what: str
-    nbytes: float
-    count: int
-    size: int  # devices that talk to each other
-    hides: bool = False  # products of the weights' gradients, which wait for nothing, can be computed meanwhile
-
-    @property
-    def sent(self) -> float:
-        """Bytes that one device sends in a step."""
-        return self.count * sent(self.kind, self.size, self.nbytes)
-
-
-def flows(config: Config, trips: Trips) -> list[Flow]:
-    """Every collective of a step on one device."""
+def flows(config: Config, trips: Trips, reference: Trips | None = None) -> list[Flow]:
+    """Every collective of a step on one device; `reference`: of dpo's forward without adapters, which comes first."""
     found = [_times(flow, trips.of(moment)) for moment, flow in [*layer_flows(config), *edge_flows(config)]]
     found += [*_data(config, trips), *_messages(config, trips), *_replicated(config)]
+    found += _reference(config, reference) if reference is not None else []
+    found += bringing.flows(config)
     return [flow for flow in found if flow.size > 1 and flow.count]
+
+
+def _reference(config: Config, trips: Trips) -> list[Flow]:
+    found = [_times(flow, trips.of(moment)) for moment, flow in [*layer_flows(config), *edge_flows(config)]]
+    found += _messages(config, trips)
+    stages, base = config.mesh.pipeline, shapes.held(config).block - shapes.trained(config).block
+    if gathers_at_use(config):
+        found += _gathers(config, trips, base.shard * config.mesh.shards)
+    if config.parallel.vocab == "edge":
+        losses = 4 * shapes.tokens(config) * config.parallel.microbatches
+        found.append(Flow("pipeline", ALL_REDUCE, "losses to all stages", losses, 1, stages))
+    return [replace(flow, what=f"reference: {flow.what}") for flow in found]
 
 
 def by_axis(found: list[Flow]) -> dict[str, float]:
     """Bytes that one device sends in a step by mesh axis; sums over tensor and pipeline at once have a line of their own."""
-    axes = [*AXES, *sorted({flow.axis for flow in found} - set(AXES))]
+    axes = dict.fromkeys([*AXES, *sorted({flow.axis for flow in found})])
     return {axis: sum(f.sent for f in found if f.axis == axis) for axis in axes}
 
 
@@ -92,13 +74,16 @@ def layer_flows(config: Config) -> list[Moment]:
     parallel, ranks, whole = config.parallel, config.mesh.tensor, _whole(config)
     layers = stages(config).longest
     names = ACTIVATIONS if parallel.remat == "none" else (*parallel.names_kept, *parallel.remat_offload)
-    again = 0 if "attention_out" in names else 1  # of the layer's own output the backward has no use
+    # of the layer's own output the backward has no use, unless a norm stands behind it
+    again = ("attention_out" not in names) + (config.model.post_norms and "mlp_out" not in names)
     # Of products that are computed again the backward waits for the inputs; else only the weights' gradients take them.
     late = ("qkv" in names) + ("mlp_in" in names) if parallel.remat != "dots" else 2
 
-    def over(moment: str, kind: str, what: str, count: int, hides: bool = False) -> Moment:
-        return moment, Flow("tensor", kind, what, whole, count * layers, ranks, hides)
+    def over(moment: str, kind: str, what: str, count: int, hides: bool = False, nbytes: float = whole) -> Moment:
+        return moment, Flow("tensor", kind, what, nbytes, count * layers, ranks, hides)
 
+    scales = config.model.d_model * shapes.itemsize(config.precision.compute)
+    shared = ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
     if parallel.sequence_parallel:
         return [
             over("forward", ALL_GATHER, "layer inputs gathered", 2),
@@ -113,11 +98,17 @@ def layer_flows(config: Config) -> list[Moment]:
         over("forward", ALL_REDUCE, "layer outputs summed", 2),
         over("backward", ALL_REDUCE, "layer outputs summed again", again),
         over("backward", ALL_REDUCE, "input cotangents summed", 2, hides=True),
+        *[over(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales) for moment in shared],
     ]
 
 
-def edge_flows(config: Config) -> Iterator[Moment]:
-    """Collectives of embedding and loss head, in one pass."""
+def edge_flows(config: Config) -> list[Moment]:
+    """Collectives of embedding and loss head, in one pass; a frozen embedding has no backward."""
+    frozen = not shapes.trained(config).embedding.whole
+    return [(moment, flow) for moment, flow in _edge_flows(config) if not (frozen and moment == "unembedding")]
+
+
+def _edge_flows(config: Config) -> Iterator[Moment]:
     mesh, whole, tokens = config.mesh, _whole(config), shapes.tokens(config)
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     shared = config.parallel.vocab == "spread" and mesh.pipeline > 1  # the stages share the vocabulary
@@ -133,12 +124,12 @@ def edge_flows(config: Config) -> Iterator[Moment]:
             yield flow("embedding", "pipeline", ALL_REDUCE, "embedding summed", stream, mesh.pipeline)
         yield flow("unembedding", "tensor", ALL_GATHER, "embedding's cotangent gathered", whole, mesh.tensor)
         yield flow("head", "tensor", ALL_GATHER, "last output gathered", whole, mesh.tensor)
-        yield flow("head", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", whole, mesh.tensor)
+        yield flow("unhead", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", whole, mesh.tensor)
         if shared:
-            yield flow("head", "pipeline", ALL_REDUCE, "last output's cotangent summed", stream, mesh.pipeline)
+            yield flow("unhead", "pipeline", ALL_REDUCE, "last output's cotangent summed", stream, mesh.pipeline)
     else:
         yield flow("embedding", sums[0], ALL_REDUCE, "embedding summed", whole, sums[1])
-        yield flow("head", sums[0], ALL_REDUCE, "last output's cotangent summed", whole, sums[1])
+        yield flow("unhead", sums[0], ALL_REDUCE, "last output's cotangent summed", whole, sums[1])
     if shared:
         yield flow("head", "pipeline", ALL_REDUCE, "last output to all stages", stream, mesh.pipeline)
         yield flow("unembedding", "pipeline", ALL_REDUCE, "embedding's cotangent to all stages", stream, mesh.pipeline)
@@ -148,43 +139,36 @@ def edge_flows(config: Config) -> Iterator[Moment]:
 
 
 def _data(config: Config, trips: Trips) -> list[Flow]:
-    ranks, zero = config.mesh.data, config.parallel.zero_stage
-    weight, reduce = shapes.itemsize(config.precision.compute), shapes.itemsize(config.precision.reduce)
-    stage = stages(config)
-    held = shapes.held(config)
-    block, outer = held.block, held.outer
-    if not zero:
-        summed = block.whole * stage.on_device + outer.whole - sum(_partial(config).values())
-        return [Flow("data", ALL_REDUCE, "gradients summed", summed * reduce, 1, ranks)]
-    layers, edge = block.shard * ranks, outer.shard * ranks
-    everything = layers * stage.on_device + edge
+    ranks, zero = config.mesh.shards, config.parallel.zero_stage
     found: list[Flow] = []
-    elements: float
+    # What is frozen is whole everywhere but in stage 3.
+    gathered = shapes.held(config) if zero == 3 else shapes.trained(config)
     if gathers_at_use(config):
-        passes = stage.longest * (trips.forward + trips.backward)
-        found.append(Flow("data", ALL_GATHER, "weights of a layer gathered", layers * weight, passes, ranks))
-        for moment, elements in edge_uses(config):
-            times = trips.of(moment)
-            found.append(Flow("data", ALL_GATHER, f"weights of the {moment} gathered", elements * weight, times, ranks))
-    else:
+        found += _gathers(config, trips, gathered.block.shard * ranks)
+    elif zero:
+        everything = (gathered.block.shard * stages(config).on_device + gathered.outer.shard) * ranks
+        weight = shapes.itemsize(config.precision.compute)
         found.append(Flow("data", ALL_GATHER, "weights gathered", everything * weight, 1, ranks))
-    if scatters_at_use(config):
-        passes = stage.longest * trips.backward
-        found.append(Flow("data", REDUCE_SCATTER, "gradients of a layer scattered", layers * reduce, passes, ranks))
-        for moment, elements in edge_uses(config, scattered=True):
-            times = trips.of("head" if moment == "head" else "unembedding")
-            found.append(Flow("data", REDUCE_SCATTER, f"gradients of the {moment} scattered", elements * reduce, times, ranks))  # fmt: skip
-    else:
-        found.append(Flow("data", REDUCE_SCATTER, "gradients scattered", everything * reduce, 1, ranks))
+    return [flow for flow in found + gradient_flows(config, trips) if flow.nbytes]
+
+
+def _gathers(config: Config, trips: Trips, layer: float) -> list[Flow]:
+    """Weights gathered where they are used, of a layer so many elements."""
+    weight, ranks = shapes.itemsize(config.precision.compute), config.mesh.shards
+    passes = stages(config).longest * (trips.forward + trips.backward)
+    found = [Flow("data", ALL_GATHER, "weights of a layer gathered", layer * weight, passes, ranks)]
+    for moment, elements in edge_uses(config):
+        times = trips.of(moment)
+        found.append(Flow("data", ALL_GATHER, f"weights of the {moment} gathered", elements * weight, times, ranks))
     return found
 
 
-def edge_uses(config: Config, scattered: bool = False) -> list[tuple[str, float]]:
-    """(embedding or head, elements) that are gathered or scattered where they are used. A tied weight is used twice: without
-    stages it is gathered once for both uses, but its gradients are scattered one by one."""
-    held, ranks = shapes.held(config), config.mesh.data
+def edge_uses(config: Config) -> list[tuple[str, float]]:
+    """(embedding or head, elements) that are gathered where they are used. A tied weight is used twice: without stages it is gathered
+    once for both uses."""
+    held, ranks = shapes.held(config), config.mesh.shards
     embedding, head = held.embedding.shard * ranks, held.head.shard * ranks
-    if config.model.tied_head and (scattered or config.mesh.pipeline > 1):
+    if config.model.tied_head and config.mesh.pipeline > 1:
         head += held.tokens.shard * ranks
     return [("embedding", embedding), ("head", head)]
 
@@ -201,10 +185,11 @@ def _messages(config: Config, trips: Trips) -> list[Flow]:
 def _replicated(config: Config) -> list[Flow]:
     """Gradients of weights that are whole on several model-parallel ranks, each of which has a part of the sum. Without ZeRO they
     are summed over data in the same go."""
-    data = 1 if config.parallel.zero_stage else config.mesh.data
+    axes = summed_axes(config)
+    data = 1 if config.parallel.zero_stage else math.prod(config.mesh.ways(axis) for axis in axes)
     found = []
     for (axis, size), elements in _partial(config).items():
-        joined = f"data+{axis}" if data > 1 else axis
+        joined = "+".join((*axes, axis)) if data > 1 else axis
         found.append(Flow(joined, ALL_REDUCE, "gradients of replicated weights", 4 * elements, 1, size * data))
     return found
 

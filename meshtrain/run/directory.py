@@ -10,6 +10,9 @@ from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import sync, write_atomically
 
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+TRACES = "traces"  # a directory each: `telemetry.trace`
+# Samples of every process, alerts, findings of a report; what trackers call the run.
+RESOURCES, ALERTS, FINDINGS, TRACKERS = WATCHED = ("resources", "alerts.jsonl", "findings.json", "trackers.json")
 # The newest step that was ever committed: beside the checkpoints, of whose loss it is to warn.
 NEWEST = ".newest-checkpoint"
 

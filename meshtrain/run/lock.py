@@ -5,6 +5,8 @@ import io
 import os
 import socket
 import stat
+import struct
+import sys
 from pathlib import Path
 
 from meshtrain.errors import ConfigError, refusal
@@ -100,3 +102,22 @@ class RunLock:
         if not self._file.closed:
             self._held.discard(self.path)
             self._file.close()
+
+
+def in_use(directory: Path) -> bool | None:
+    """Whether a run holds the lock of a directory, asked without taking it; None where the system cannot say."""
+    path = directory.resolve() / LOCK
+    # Opened and closed here, this process's own lock would be gone.
+    if path in RunLock._held:
+        return True
+    if sys.platform != "linux":
+        return None
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            # struct flock: type, whence, start, length, process; the kernel answers with who is in the way.
+            asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            return struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None

@@ -11,7 +11,7 @@ leaves virtual stage 0 returns to it one B later. So they fall into the ticks th
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -102,10 +102,33 @@ def _count(runs: list[tuple[int, Work]], i: int, length: int) -> int:
     return repeats
 
 
+def forward_alone(found: list[Segment]) -> list[Segment]:
+    """The same ticks with their forwards, heads and embeddings alone; without the segments that have none."""
+
+    def left(work: Work) -> Work:
+        return Work(work.forward, work.head, False, False, work.enter, False)
+
+    bodies = [tuple((ticks, left(work)) for ticks, work in segment.body) for segment in found]
+    return [replace(s, body=body) for s, body in zip(found, bodies, strict=True) if any(w.forward for _, w in body)]
+
+
 def work_per_tick(found: list[Segment]) -> np.ndarray:
     """bool [ticks, 6]: what the compiled program does in each tick, idly or not, as `Work` has it."""
     turns = [(segment.repeats, [work for ticks, work in segment.body for _ in range(ticks)]) for segment in found]
     return np.array([work for repeats, turn in turns for work in turn * repeats])
+
+
+def idle_shares(table: Table) -> dict[str, float]:
+    """Of the slots that a program without conditionals computes, the share that the table leaves idle: of forward, backward (with the
+    weights' gradients where the table splits them) and the loss head, which all stages share."""
+    done = work_per_tick(segments(table)).sum(axis=0)
+    asked = table.microbatches * table.chunks
+    backward = done[2] + done[3]
+    return {
+        "forward": 1 - asked / done[0],
+        "backward": 1 - asked * (2 if table.split else 1) / backward,
+        "head": 1 - table.microbatches / done[1],
+    }
 
 
 def _runs(work: np.ndarray) -> list[tuple[int, Work]]:

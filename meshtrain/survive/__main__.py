@@ -6,6 +6,7 @@ if __name__ == "__main__":
     early.hear()
 
 import json
+import os
 import re
 import socket
 import sys
@@ -13,9 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.cli import DONE, Parser, command
-from meshtrain.config import ConfigError, load
-from meshtrain.errors import nearest, short
+from meshtrain.config import Config, ConfigError, load
+from meshtrain.errors import nearest, say, short
 from meshtrain.files import write_atomically
+from meshtrain.plan import flags
+from meshtrain.plan.cluster.cluster import named
 from meshtrain.survive import history, picture, stats, status
 from meshtrain.survive.inject import KINDS, Request, parse, requests
 from meshtrain.survive.records import NAME
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--node", default=None, help="this node's name, which no other node of the run has; default: the host's"
     )
     parser.add_argument("--address", default=None, help="how other nodes reach this one; default: the host's name")
+    parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain.plan --flags shows them")  # fmt: skip
     if given and not given[0].startswith("-"):
         parser.error(
             f"there is no command {short(given[0])}{nearest(given[0], WORDS) or '; legal are ' + ', '.join(WORDS) + '.'}"
@@ -56,7 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not ADDRESS.fullmatch(address):
         raise ConfigError(f"--address is {short(repr(address))}; it must be a host's name or IP address.")
     _check(requests(config.survive.inject), config.survive.most, "the run")
+    if options.flags:
+        _set_flags(config, options.flags)
     return Supervisor(config, node, address).run()
+
+
+def _set_flags(config: Config, cluster: str) -> None:
+    """In the environment of this process, which its training processes have from it."""
+    chosen = flags.settings(config, named(cluster, config.mesh.devices), flags.installed(), os.environ)
+    for one in chosen:
+        say(f"{one.name} is left alone: {one.left}." if one.left else f"{one.name}={one.value}: {one.reason}.")
+    os.environ.update(flags.environment(chosen, os.environ))
 
 
 def _check(asked: Sequence[Request], ranks: int, run: str) -> None:

@@ -42,7 +42,7 @@ PATIENCE = 2.0  # seconds for the last words, which go to a disk that may hang
 # What the seconds of a phase count as.
 KIND_OF = dict.fromkeys(("start", "open", "join", "init", "end"), "init") | {
     "restore": "restore", "compile": "compile", "data": "data", "dispatch": "step", "wait": "step", "log": "step",
-    "eval": "eval", "save": "checkpoint",
+    "eval": "eval", "trace": "eval", "save": "checkpoint",
 }  # fmt: skip
 KINDS = ("init", "compile", "restore", "step", "data", "eval", "checkpoint")
 HOST = ("data", "dispatch", "log")  # phases of a step in which a rank waits for nobody else
@@ -134,6 +134,7 @@ class Beat:
         self.supervised = supervised
         self.name, self.step, self.changes, self.alive = "start", 0, 0, 0
         self.seconds = dict.fromkeys(KINDS, 0.0)
+        self._spent = dict.fromkeys(KIND_OF, 0.0)  # by phase
         self.start: int | None = None  # the step that the process goes on from
         self.at_save: dict[str, Any] | None = None  # the seconds when the newest save began that was due
         self.saved: int | None = None  # the newest step on disk
@@ -181,6 +182,7 @@ class Beat:
         with self._lock:
             spent, self._since = now - self._since, now
             self.seconds[KIND_OF[self.name]] += spent
+            self._spent[self.name] += spent
             self._pace.spend(self.name, spent)
             if taken is not None:
                 self._pace.end_step()
@@ -199,6 +201,11 @@ class Beat:
         return self._medians["pace"]
 
     # --- both threads
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase so far, of the one that goes on too."""
+        with self._lock:
+            return self._spent | {self.name: self._spent[self.name] + time.perf_counter() - self._since}
 
     def said(self) -> dict[str, Any]:
         """What the file says."""

@@ -3,6 +3,11 @@
     128 nodes of 8 devices, tensor 8 x pipeline 8, batch 1024:  data 16
     one of them lost:                                           data 15 on 120 nodes, 1035 rows, 7 nodes to spare
 
+Islands stay equally large: each loses as many ranks as the smallest has, or one island goes and the others stay as they were,
+whichever keeps more ranks. Which nodes make an island follows from their order alone, as `mesh` numbers devices.
+
+    4 islands of 8 data ranks, 31 left: data 28, 4 of 7        8 of 2, 15 left: data 14, 7 of 2
+
 The batch stays what it was, filled up where the data axis does not divide it (`train.uneven_batch`), and a microbatch gets no more
 rows, since activations are what memory would run out for. Where tensor x pipeline itself has no place the planner's search proposes
 another mesh. No JAX.
@@ -17,6 +22,7 @@ from pathlib import Path
 
 from meshtrain.config import Config, SurviveConfig, check, resolve, short
 from meshtrain.config.follow import put
+from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.rows import filled_rows, pieces, sequences
 from meshtrain.plan.cluster.cluster import Cluster, known, named
 from meshtrain.plan.estimate import usual_cluster
@@ -61,9 +67,11 @@ def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> 
 def _shrunk(config: Config, devices: int) -> Config | None:
     """The config with another data axis, tensor x pipeline kept; None where they do not fit, or nothing is legal."""
     mesh, batch = config.mesh, config.train.global_batch_size
-    data = devices // (mesh.tensor * mesh.pipeline)
+    data, islands = devices // (mesh.tensor * mesh.pipeline), mesh.islands
     if data != mesh.data:
-        data = min(data, batch)
+        # One that steps by itself has nobody to be brought together with.
+        fewest = min(2, mesh.islands) if config.parallel.sync.every else 1
+        data, islands = _whole_islands(mesh, min(data, batch), fewest)
     if data == mesh.data:
         return config
     if data == 0:
@@ -72,8 +80,21 @@ def _shrunk(config: Config, devices: int) -> Config | None:
     # The table of a file is for one number of microbatches.
     if mesh.pipeline == 1 or not config.parallel.schedule.endswith(".csv"):
         counts = islice(microbatches(math.ceil(batch / data), sequences(config)), TRIES)
-    cut = (_even(put(config, mesh={"data": data}, parallel={"microbatches": count})) for count in counts)
+    sizes = {"data": data, "islands": islands}
+    cut = (_even(put(config, mesh=sizes, parallel={"microbatches": count})) for count in counts)
     return next(filter(_legal, cut), None)
+
+
+def _whole_islands(mesh: MeshConfig, most: int, fewest: int) -> tuple[int, int]:
+    """(data, islands) with the most data ranks up to `most`; where two have as many, the islands that stay as they were, so that
+    no device gets more of ZeRO's state. At least `fewest` islands.
+    """
+
+    def cut(islands: int) -> tuple[int, int]:
+        each = most // islands
+        return islands * (each if islands == mesh.islands else min(each, mesh.shards)), islands
+
+    return max(map(cut, range(fewest, mesh.islands + 1)), key=lambda found: (found[0], -found[1]))
 
 
 def microbatches(rows: int, most: int) -> Iterator[int]:
@@ -143,11 +164,11 @@ def _sentence(config: Config, found: Config, nodes: int, used: int, each: int, f
     """data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16"""
     mesh, before = found.mesh, config.mesh
     if fits:
-        words = f"data {mesh.data} of {before.data}: "
+        words = f"data {mesh.data} of {before.data}{_of_islands(mesh, before)}: "
     else:
         words = (
             f"tensor {before.tensor} x pipeline {before.pipeline} has no place on {nodes} nodes of {each} devices, "
-            f"data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline} in its stead: "
+            f"{mesh} in its stead: "
         )
     parts = [f"{nodes - used or 'none'} of {nodes} nodes idle"]
     if left := used * each - mesh.devices:
@@ -163,3 +184,10 @@ def _sentence(config: Config, found: Config, nodes: int, used: int, each: int, f
             f"microbatches of {sequences(found)} rows in place of {sequences(config)} since {table} is for {cut} of them"
         )
     return words + ", ".join(parts)
+
+
+def _of_islands(mesh: MeshConfig, before: MeshConfig) -> str:
+    if before.islands == 1:
+        return ""
+    left = f"{mesh.islands} of {before.islands}" if mesh.islands < before.islands else f"{mesh.islands}"
+    return f" in {left} islands of {mesh.shards}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Seconds in a phase that are a hang; the phases of a step follow survive.step_timeout.
 TIMEOUTS = {
     "start": 600.0, "join": 400.0, "open": 3600.0, "init": 600.0, "restore": 600.0, "compile": 3600.0,
-    "eval": 600.0, "save": 600.0, "end": 600.0,
+    "eval": 600.0, "save": 600.0, "trace": 600.0, "end": 600.0,
 }  # fmt: skip
 FIRST_STEP = 600.0  # it may compile still
 LEAST, TIMES = 60.0, 10.0  # of a step: seconds, and of the median
@@ -39,6 +39,7 @@ PHASES = (
     "data",
     "compile",
     "dispatch",
+    "trace",
     "wait",
     "end",
 )

@@ -20,7 +20,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.compat import vary, varying
-from meshtrain.mesh import AXES
 from meshtrain.run.failures import SickDevice
 from meshtrain.run.processes import gathered
 from meshtrain.survive.beat import Beat
@@ -64,10 +63,12 @@ class Health:
         def local(params: Tree) -> jax.Array:
             leaves = jax.tree.leaves(params)
             sums = [checksum(x) if i in copied else jnp.uint32(0) for i, x in enumerate(leaves)]
-            return jnp.stack([vary(x, AXES) for x in sums])[None]
+            return jnp.stack([vary(x, self._mesh.axis_names) for x in sums])[None]
 
         specs = jax.tree.map(lambda x: x.sharding.spec, self._params)
-        return jax.jit(jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=PartitionSpec(AXES)))
+        return jax.jit(
+            jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=PartitionSpec(self._mesh.axis_names))
+        )
 
     @cached_property
     def _groups(self) -> list[list[list[int]]]:

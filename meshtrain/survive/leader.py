@@ -103,7 +103,7 @@ class Leader:
         new = Plan(
             **what | kept | {
                 "state": "running", "members": members, "incarnations": [by_name[m].incarnation for m in members],
-                "coordinator": _reached_at(first), "mesh": vars(config.mesh), "microbatches": config.parallel.microbatches,
+                "coordinator": _reached_at(first), "mesh": config.mesh.shape, "microbatches": config.parallel.microbatches,
             }
         )  # fmt: skip
         write_atomically(self.store.config(new), to_yaml(config).encode())

@@ -47,6 +47,7 @@ class Store:
             with contextlib.suppress(FileExistsError):
                 (self.root / part).mkdir(mode=0o700)
             refuse_unsafe(self.root / part, follow=False)
+        self._directory = self.root.stat().st_ino
 
     # --- nodes
 
@@ -138,6 +139,12 @@ class Store:
     def _reach(self) -> None:
         if self._lost:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.root))
+        # Renamed away, and another run has begun under its name: a record of ours there would take that run from it.
+        if self._published and self.root.stat().st_ino != self._directory:
+            found = decode(Node, _read(self.root / "nodes" / f"{self.name}.json", RECORD))
+            if found is not None and found.incarnation != self._published:
+                raise twin(found, self.root)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.root))
 
     def config(self, plan: Plan) -> Path:
         """Where the config of a plan's processes stands."""

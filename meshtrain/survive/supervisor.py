@@ -23,6 +23,7 @@ from meshtrain.run.early import heard
 from meshtrain.survive import words
 from meshtrain.survive.child import Child, train_command
 from meshtrain.survive.decide import Options
+from meshtrain.survive.done import done_already
 from meshtrain.survive.hangs import timeout
 from meshtrain.survive.leader import Leader, sizes
 from meshtrain.survive.node_injector import NodeInjector
@@ -82,8 +83,8 @@ class Supervisor:
             signal.signal(number, self._asked)
         words.begin()
         self.view.refuse_twin(self.node.name)
-        if (step := self._done_already()) is not None:
-            say(f"step {step} of {self.config.train.steps} was taken: the run is done already.")
+        if done := done_already(self.store.plans(), self.config, self.run_directory):
+            say(f"{done}: the run is done already.")
             words.finish()
             return 0
         try:
@@ -101,13 +102,6 @@ class Supervisor:
                 with contextlib.suppress(OSError, ConfigError):
                     self.store.publish(replace(self.node, state="idle", sequence=self.node.sequence + 1))
             words.finish()
-
-    def _done_already(self) -> int | None:
-        """The last step, of a run that came to its end before this supervisor began."""
-        plans = self.store.plans()
-        if not plans or plans[-1].kind != "done" or (plans[-1].step or 0) < self.config.train.steps:
-            return None
-        return plans[-1].step
 
     def _tick(self) -> int | None:
         """One round; the exit code if it is the last."""

@@ -1,7 +1,21 @@
-"""What a person sees of a run while it goes on.
+"""A run is watched: the loop leaves rows and goes on, a thread hands them to whoever listens.
 
     step 75/150  loss 2.1181  4,582 tokens/s  27 s left
 
-`meshtrain.telemetry.progress` shows a bar on a terminal and such lines elsewhere. A reader that goes away ends no run. The same
-numbers for programs, in full precision: `meshtrain.run.rows`.
+    loop ─────► rows of steps ───┐                ┌─► alerts: log, file, webhook, command
+                                 ├─► hub (thread) ┼─► a page of metrics for Prometheus
+    resources ► samples ─────────┘                └─► TensorBoard, Weights & Biases, MLflow
+
+Training writes rows and files; everything else reads them: `meshtrain.run.rows` for programs, in full precision. What watches changes no
+loss, and whatever happens to it ends no run.
+
+- `meshtrain.telemetry.catalogue`: every metric once. `meshtrain.telemetry.measured`: those of a step.
+- `meshtrain.telemetry.resources`, `meshtrain.telemetry.cgroup`, `meshtrain.telemetry.gpu`: what a process and its machine use;
+  `meshtrain.telemetry.samples`: where all processes leave it.
+- `meshtrain.telemetry.hub`: between the loop and the listeners, which `meshtrain.telemetry.watching` puts together.
+- `meshtrain.telemetry.endpoint`: the page, of what `meshtrain.telemetry.board` knows, as `meshtrain.telemetry.exposition` writes it.
+- `meshtrain.telemetry.trackers`, `meshtrain.telemetry.tensorboard`: where rows may go besides.
+- `meshtrain.telemetry.rules`, `meshtrain.telemetry.alerts`: when something is wrong, and who is told.
+- `meshtrain.telemetry.trace`: a few steps as JAX's profiler sees them.
+- `meshtrain.telemetry.progress`: a bar on a terminal, and such lines as above elsewhere.
 """

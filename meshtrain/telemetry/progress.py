@@ -58,6 +58,8 @@ class Reporter:
         """One step's metrics; `show` false only moves the bar."""
         self.seconds = [*self.seconds[-19:], row["step_seconds"]]
         text = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+        if "rewards_accuracies" in row:
+            text += f"  preferred {row['rewards_accuracies']:.0%}"
         if "eval_loss" in row:
             text += f"  eval loss {row['eval_loss']:.4f}"
         if self.bar:

@@ -51,6 +51,25 @@ def test_show_prints_the_newest_step_and_its_tree(run, capsys):
     assert any(line.startswith("model: family llama, layers 5") for line in lines)
 
 
+def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
+    run = saved(tmp_path / "run", 3, evals={1: 0.5, 2: 0.25, 3: 0.75})
+    assert [line.endswith(" kB  best") for line in call(capsys, "ls", run)[1]] == [False, False, True, False]
+    assert call(capsys, "show", run, "--step", "best")[1][0] == f"step 2 in {run}/checkpoints/2"
+    for word, named in (("best", "2"), ("newest", "3"), ("1", "1")):
+        code, (line,), _ = call(capsys, "verify", run, "--step", word)
+        assert code == 0 and line.startswith(f"{named}: intact")
+    assert call(capsys, "show", run, "--step", "4")[2] == f"meshtrain: there is no step 4 in {run}; it has 1, 2, 3.\n"
+
+
+def test_no_step_is_the_best_where_none_was_evaluated(run, capsys):
+    assert not any("best" in line for line in call(capsys, "ls", run)[1])
+    code, _, said = call(capsys, "verify", run, "--step", "best")
+    assert code == 2 and said.startswith(f"meshtrain: no checkpoint in {run} has an eval loss, so none is the best;")
+    with pytest.raises(SystemExit, match="2"):
+        main(["show", str(run), "--step", "lowest"])
+    assert "'lowest' is none; give a number, newest or best" in capsys.readouterr().err
+
+
 def test_verify_tells_intact_from_damaged(run, damaged, capsys):
     assert call(capsys, "verify", run)[0] == 0
     code, lines, _ = call(capsys, "verify", damaged)
@@ -106,7 +125,7 @@ def test_what_the_system_refuses_is_one_sentence(run, monkeypatch, capsys):
 
 
 def test_a_newer_format_is_named(damaged, monkeypatch, capsys):
-    monkeypatch.setattr(steps, "FORMAT", 4)
+    monkeypatch.setattr(steps, "WHOLE", 4)
     steps.commit(damaged / "checkpoints" / "3")
     monkeypatch.undo()
     assert any("format 4, of a later meshtrain" in line for line in call(capsys, "ls", damaged)[1])

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -70,6 +71,28 @@ def test_llama_has_no_position_table_that_a_longer_sequence_would_change():
     assert reported(new) == ["train.sequence_length was 16 and is 32 from here on."]
 
 
+def test_a_key_of_an_inner_section_goes_by_its_line_too():
+    old = {"parallel": {"reduce": {"compression": "int8"}}}
+    assert reported(config(parallel={"reduce": {"compression": "int8", "block": 64}}), **old) == [
+        "parallel.reduce.block was 256 and is 64 from here on."
+    ]
+    with pytest.raises(ConfigError, match=r"parallel\.sync\.every is 5 but was 0"):
+        mesh = {"data": 4, "islands": 2}
+        reported(config(mesh=mesh, parallel={"sync": {"every": 5}}), mesh=mesh)
+    before = dataclasses.asdict(config())
+    del before["parallel"]["reduce"], before["parallel"]["sync"]
+    assert compare(before, config(), "x", weights_only=False) == [], "a checkpoint older than the section"
+
+
+def test_islands_are_reported_and_never_refused():
+    assert reported(config(mesh={"data": 4, "islands": 2}), mesh={"data": 4}) == [
+        "mesh.islands was 1 and is 2 from here on."
+    ]
+    assert reported(config(mesh={"data": 4}), mesh={"data": 4, "islands": 4}) == [
+        "mesh.islands was 4 and is 1 from here on."
+    ]
+
+
 def test_a_refused_key_that_is_allowed_by_name_is_reported_instead():
     new = config(run={"seed": 1}, checkpoint={"allow": ["run.seed"]})
     assert reported(new) == ["run.seed was 0 and is 1 from here on."]
@@ -87,8 +110,8 @@ def test_a_checkpoint_that_holds_null_for_what_follows_fits_the_same_config(layo
     before = dataclasses.asdict(new)
     for path, key in keys(Config).items():
         if key.null:
-            section, name = path.split(".")
-            before[section][name] = None
+            *sections, name = path.split(".")
+            functools.reduce(dict.__getitem__, sections, before)[name] = None
     assert compare(before, new, "x", weights_only=False) == []
     before["parallel"]["zero_stage"] = 0
     assert compare(before, new, "x", weights_only=False) == [
@@ -142,7 +165,10 @@ def test_a_model_of_another_size_is_shown_the_way_through_its_weights():
             {"weights_only": True},
             "takes the weights of another run, but checkpoint.resume is auto; give that run's path",
         ),
-        ({"allow": ["data.sorce"]}, "did you mean data.source"),
+        (
+            {"allow": ["data.sorce"]},
+            "legal are run.seed, model.layers, model.vocab_size, .*data.source, .* did you mean data.source",
+        ),
         ({"allow": ["model.layers"]}, "with checkpoint.weights_only model.layers and model.vocab_size can"),
         (
             {"allow": ["model.d_model"], "weights_only": True, "resume": "runs/a"},

@@ -70,13 +70,13 @@ def test_a_damaged_step_is_reported_and_set_aside_and_the_run_goes_on_from_the_o
 
 def test_a_checkpoint_of_a_newer_format_is_refused_and_nothing_is_touched(tmp_path, ended, monkeypatch):
     run = shutil.copytree(ended, tmp_path / "run")
-    monkeypatch.setattr(steps, "FORMAT", 2)
+    monkeypatch.setattr(steps, "WHOLE", 3)
     steps.commit(run / "checkpoints" / str(STEPS))
     before = rows(run), sorted(path.name for path in (run / "checkpoints").iterdir())
     trainer = Trainer(settings(tmp_path, STEPS, EVERY))
     assert trainer.end() == 2
     assert trainer.log.read_text().count("\n") == 1
-    assert "has format 2, and this meshtrain reads up to 1; update meshtrain" in trainer.log.read_text()
+    assert "has format 3, and this meshtrain reads up to 2; update meshtrain" in trainer.log.read_text()
     assert before == (rows(run), sorted(path.name for path in (run / "checkpoints").iterdir()))
 
 

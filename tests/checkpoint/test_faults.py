@@ -70,6 +70,7 @@ def assert_little_is_lost(lost, every):
             assert saving - newest == every and 0 <= reached - saving <= every, (reached, newest, saving)
 
 
+@pytest.mark.thorough
 def test_killed_runs_go_on_with_the_same_losses(tmp_path, undisturbed):
     config = settings(tmp_path, STEPS, EVERY)
     lost = killed_again_and_again(config, 3, STEPS, EVERY)
@@ -98,7 +99,14 @@ def test_thirty_kills(tmp_path):
 # --- asked to stop
 
 
-@pytest.mark.parametrize("name, when", [("SIGTERM", "a step"), ("SIGINT", "a step"), ("SIGTERM", "a save")])
+@pytest.mark.parametrize(
+    "name, when",
+    [
+        ("SIGTERM", "a step"),
+        pytest.param("SIGINT", "a step", marks=pytest.mark.thorough),
+        pytest.param("SIGTERM", "a save", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step_and_code_75(name, when, tmp_path, undisturbed):
     config = settings(tmp_path, STEPS, EVERY)
     trainer = Trainer(config)

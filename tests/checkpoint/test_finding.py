@@ -5,9 +5,10 @@ import random
 import shutil
 
 import pytest
-from checkpoint_runs import config, numbered, program, same
+from checkpoint_runs import config, numbered, program, same, saved
 
 from meshtrain.checkpoint import Checkpointer, steps
+from meshtrain.checkpoint.finding import best_step
 from meshtrain.config import ConfigError
 from meshtrain.run.directory import NEWEST
 
@@ -54,7 +55,9 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
             checkpointer = Checkpointer(config(run), program(), say=(said := []).append)
             try:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, start: start.directory.name)
+                    patch.setattr(
+                        "meshtrain.checkpoint.checkpointer.restore", lambda _, start, say: start.directory.name
+                    )
                     assert checkpointer.restore_or_init() == ("2", 2), damaged
             finally:
                 checkpointer.close()
@@ -122,10 +125,10 @@ def test_if_all_is_damaged_nothing_is_started_or_touched(run):
 
 
 def test_a_newer_format_is_refused_not_damaged(run, monkeypatch):
-    monkeypatch.setattr(steps, "FORMAT", 2)
+    monkeypatch.setattr(steps, "WHOLE", 3)
     steps.commit(run / "checkpoints" / "3")
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="has format 2, and this meshtrain reads up to 1; update meshtrain"):
+    with pytest.raises(ConfigError, match="has format 3, and this meshtrain reads up to 2; update meshtrain"):
         restored(run)
     assert (run / "checkpoints" / "3").is_dir()
 
@@ -153,13 +156,14 @@ def test_leftovers_are_removed_and_reported(run):
 
 
 def test_never_moves_what_was_there_out_of_the_way(run):
-    for name in ("metrics.jsonl", "config.yaml"):
+    names = ("metrics.jsonl", "config.yaml", "alerts.jsonl", "trackers.json")
+    for name in names:
         (run / name).write_text("{}\n")
     step, _, said = restored(run, resume="never")
     assert step == 0 and "are now in" in said[0]
     assert steps.committed_in(run / "checkpoints") == []
     assert steps.committed_in(run / "earlier-1" / "checkpoints") == [1, 2, 3]
-    for name in ("metrics.jsonl", "config.yaml"):
+    for name in names:
         assert (run / "earlier-1" / name).read_text() == "{}\n" and not (run / name).exists()
     assert restored(run)[0] == 0  # what was set aside is not missed
 
@@ -283,3 +287,30 @@ def test_processes_that_read_different_data_are_refused(run, monkeypatch):
     monkeypatch.setattr("meshtrain.checkpoint.checkpointer.gathered", others)
     with pytest.raises(ConfigError, match="the processes of this run read different data; "):
         restored(run, {"digest": "aa"})
+
+
+def test_the_best_step_is_the_intact_one_with_the_lowest_eval_loss_and_of_equal_ones_the_earlier(tmp_path):
+    run = saved(tmp_path / "run", 5, evals={2: 1.5, 3: 1.0, 4: 1.0}, keep_best=0)
+    assert best_step(run) == best_step(run / "checkpoints") == 3
+    for step, left in ((3, 4), (4, 2)):
+        flip(run / "checkpoints" / str(step) / "arrays")
+        assert best_step(run) == left
+    flip(run / "checkpoints" / "2" / "arrays")
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* that has an eval loss is damaged; give a step"):
+        best_step(run)
+
+
+def test_where_no_step_has_an_eval_loss_none_is_the_best(run, tmp_path):
+    for place in (run, tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"no checkpoint in .* has an eval loss, so none is the best; give a step"
+        ):
+            best_step(place)
+
+
+def flip(arrays):
+    """A bit of a step's arrays."""
+    path = max(files(arrays), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

@@ -20,7 +20,7 @@ def chosen(directory, **checkpoint):
     checkpointer = Checkpointer(config(directory, checkpoint={"keep": 3, **checkpoint}), program(), say=said.append)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, start: start.directory.name)
+            patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, start, say: start.directory.name)
             state, step = checkpointer.restore_or_init()
     finally:
         checkpointer.close()

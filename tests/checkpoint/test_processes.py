@@ -13,7 +13,7 @@ from checkpoint_runs import build_for, take
 from free_port import free_port
 from process_of_two import settings
 
-from meshtrain.checkpoint import Checkpointer, steps
+from meshtrain.checkpoint import Checkpointer, digests, steps
 
 WORKER = Path(__file__).parents[1] / "helpers" / "process_of_two.py"
 
@@ -76,13 +76,23 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(two):
 @pytest.mark.thorough
 def test_one_process_goes_on_from_the_checkpoint_of_two(two):
     program, _, heard = two
-    assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [2, 3]
+    assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [2, 3, 4]
     checkpointer = Checkpointer(program.config, program)
     state, step = checkpointer.restore_or_init()
     checkpointer.close()
-    assert step == 3
-    _, loss = take(program, state, 4)
-    assert abs(loss - heard[0]["losses"][1]) <= 2e-6 * loss
+    assert step == 4
+    _, loss = take(program, state, 5)
+    assert abs(loss - heard[0]["losses"][2]) <= 2e-6 * loss
+
+
+@pytest.mark.thorough
+def test_two_processes_write_what_is_frozen_once_and_link_to_what_they_went_on_from(two):
+    root = Path(two[0].config.run.directory) / "checkpoints"
+    one, other, last = (
+        {p.stat().st_ino for p in (root / step / "frozen").rglob("*") if p.is_file()} for step in ("2", "3", "4")
+    )
+    assert last == one and other and not other & one
+    assert not digests.problems(root / "4")
 
 
 @pytest.mark.thorough

@@ -154,10 +154,10 @@ def full_at_step_2(monkeypatch):
     """The disk is full while step 2 is committed."""
     write = digests.write
 
-    def failing(directory):
+    def failing(directory, known):
         if directory.name == "2.writing":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(directory)
+        return write(directory, known)
 
     monkeypatch.setattr(digests, "write", failing)
 

@@ -75,7 +75,7 @@ def test_a_marker_that_vouches_for_nothing_is_damage(step):
 
 
 def test_a_newer_format_is_no_damage(step, monkeypatch):
-    monkeypatch.setattr(steps, "FORMAT", 7)
+    monkeypatch.setattr(steps, "WHOLE", 7)
     steps.commit(step)
     monkeypatch.undo()
     with pytest.raises(steps.NewerFormat) as newer:

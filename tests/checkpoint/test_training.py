@@ -69,6 +69,7 @@ def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_lo
     assert [[row[name] for name in names] for row in rows(run)] == before
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_on_another_mesh_with_the_same_batches(tmp_path, capsys):
     """Its losses are those of the run that stayed, to rounding, on text whose batches are in a shuffled order."""
     text = {"data": {"source": "stdlib"}, "model": {"vocab_size": 260}, "train": {"global_batch_size": 8}}
@@ -144,3 +145,16 @@ def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "went away while the run goes on, and are made again; checkpoints that went" in said
+
+
+@pytest.mark.thorough
+def test_a_run_of_islands_tells_when_they_met_and_goes_on_in_between_with_the_same_bits(tmp_path):
+    sections = {"mesh": {"data": 2, "islands": 2}, "parallel": {"sync": {"every": 3, "start": 1}}, "log": {"every": 1}}
+    config = settings(tmp_path, 8, 6, **sections)
+    assert main(["--config", str(config)]) == 0
+    run, names = tmp_path / "run", ("step", "loss", "grad_norm", "sync_islands", "sync_drift", "sync_bytes")
+    before = [[row.get(name) for name in names] for row in rows(run)]
+    assert [row["step"] for row in rows(run) if "sync_islands" in row] == [4, 7]
+    steps.remove(run / "checkpoints" / "8")  # as if it had been killed after step 6, between two meetings
+    assert main(["--config", str(config)]) == 0
+    assert [[row.get(name) for name in names] for row in rows(run)] == before

@@ -87,6 +87,20 @@ def test_sequences_offered_for_sequence_parallelism_are_legal():
         configuration(mesh={"tensor": int(number)}, **sections)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "says"),
+    [
+        ({"data": 4, "islands": 4}, {"zero_stage": 3}, "parallel.zero_stage 3 shards nothing: each of the 4 islands"),
+        ({"data": 4, "islands": 2}, {"zero_stage": 0}, "mesh.islands 2 has no use with parallel.zero_stage 0"),
+    ],
+)
+def test_islands_that_leave_zero_nothing_to_do_are_noted(mesh, parallel, says):
+    (note,) = notes(configuration(mesh=mesh, parallel=parallel))
+    assert note.startswith(says)
+    assert notes(configuration(mesh={"data": 4, "islands": 2}, parallel={"zero_stage": 3})) == []
+    assert notes(configuration(mesh={"data": 4}, parallel=parallel)) == []
+
+
 def test_a_warm_up_that_outlasts_the_run_is_noted():
     found = notes(load({"train": {"steps": 5}, "optimizer": {"warmup_steps": 10}}))
     assert any("warmup_steps 10 is more than train.steps 5" in sentence for sentence in found)

@@ -7,7 +7,8 @@ import pytest
 
 from meshtrain.checkpoint.compatible import check_keys, compare
 from meshtrain.config import Config, ConfigError, load, replaced, resolve, to_yaml
-from meshtrain.config.key import Resume, key, keys
+from meshtrain.config.follow import differences, nested, put, value_of
+from meshtrain.config.key import Resume, key, keys, known
 
 SHAPES = {"round": 1, "square": 2}
 
@@ -111,9 +112,45 @@ def test_a_key_on_which_nothing_depends_is_not_compared():
         compare(old, replaced(square, toy={"corners": 4}), "x", weights_only=False)
 
 
+def test_a_section_may_have_sections():
+    inner = {"parallel": {"zero_stage": 2, "reduce": {"block": 32}}}
+    config = put(WithToy(), **inner, toy={"size": 3})
+    assert config.parallel.reduce.block == 32 and config.parallel.reduce.rank == WithToy().parallel.reduce.rank
+    assert (config.parallel.zero_stage, config.parallel.sync, config.toy.size) == (2, WithToy().parallel.sync, 3)
+    assert nested("parallel.reduce.block", 32) == {"parallel": {"reduce": {"block": 32}}}
+    assert value_of(config, "parallel.reduce.block") == 32
+    again = replaced(resolve(config), parallel={"reduce": {"rank": 7}})
+    assert again.parallel.reduce == dataclasses.replace(resolve(config).parallel.reduce, rank=7)
+
+
+def test_what_null_stands_for_in_an_inner_section_follows_too():
+    chosen = load(None, ["parallel.reduce.compression=powersgd"])
+    assert chosen.parallel.reduce.feedback is True
+    assert replaced(chosen, parallel={"reduce": {"compression": "int8"}}).parallel.reduce.feedback is False
+    given = load(None, ["parallel.reduce.compression=int8", "parallel.reduce.feedback=true"])
+    assert replaced(given, parallel={"reduce": {"block": 64}}).parallel.reduce.feedback is True
+
+
+def test_differences_name_a_key_of_an_inner_section_by_its_path():
+    old, new = (dataclasses.asdict(load(None, [f"parallel.reduce.block={block}"])) for block in (32, 64))
+    assert list(differences(old, new)) == [("parallel.reduce.block", 32, 64)]
+    del old["parallel"]["reduce"]["block"]
+    assert list(differences(old, new)) == [], "a key that one of them does not know is not compared"
+    del old["parallel"]["reduce"]
+    assert list(differences(old, new)) == []
+
+
+def test_what_another_version_has_is_known_at_every_depth():
+    theirs = {
+        "mesh": {"data": 2, "gone": 1},
+        "parallel": {"reduce": {"block": 32, "gone": 2}, "gone": {"a": 1}},
+        "gone": {},
+    }
+    assert known(theirs, Config) == {"mesh": {"data": 2}, "parallel": {"reduce": {"block": 32}}}
+
+
 def test_no_key_is_left_to_follow():
     config = resolve(WithToy())
     for path, rules in keys(WithToy).items():
-        section, name = path.split(".")
         if rules.null:
-            assert getattr(getattr(config, section), name) is not None, path
+            assert value_of(config, path) is not None, path

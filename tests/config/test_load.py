@@ -28,6 +28,15 @@ def test_keys_left_out_keep_their_defaults(read):
     assert read("mesh:").mesh == Config().mesh, "a section may stand there without keys"
 
 
+def test_sections_of_sections_are_read_overridden_and_printed(read):
+    config = read("parallel:\n  zero_stage: 2\n  reduce:\n    ratio: 1e-3\n", "parallel.reduce.block=32")
+    assert (config.parallel.reduce.ratio, config.parallel.reduce.block, config.parallel.zero_stage) == (0.001, 32, 2)
+    assert config == load({"parallel": {"zero_stage": 2, "reduce": {"ratio": 0.001, "block": 32}}})
+    assert read(to_yaml(config)) == config
+    assert read("parallel: {reduce: }").parallel.reduce == load(None).parallel.reduce
+    assert yaml.safe_load(to_yaml(config))["parallel"]["reduce"]["block"] == 32
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-3", 0.001), ("1.0e-3", 0.001), (".5", 0.5), ("3", 3.0), ("'0.25'", 0.25), ("1_000", 1000.0), ("+2", 2.0)],

@@ -116,6 +116,7 @@ def test_an_interrupted_run_goes_on_where_it_was(text: Path, tmp_path: Path, sma
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
+@pytest.mark.thorough
 def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_text("".join(f'{{"text": "{i}{"." * 180}"}}\n' for i in range(63_000)))  # three units of 4 MiB

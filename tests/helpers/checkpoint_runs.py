@@ -1,7 +1,9 @@
 """Small states and runs, shared by the tests of the checkpoints."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -83,11 +85,13 @@ def take(built: Program, state: State, step: int) -> tuple[State, float]:
     return state, float(metrics["loss"])
 
 
-def saved(directory: Path, steps: int = 3, **checkpoint: Any) -> Path:
-    """A run directory with checkpoints of `steps` numbered states of one device; step k from seed k."""
+def saved(
+    directory: Path, steps: int = 3, evals: Mapping[int, float] = MappingProxyType({}), **checkpoint: Any
+) -> Path:
+    """A run directory with checkpoints of `steps` numbered states of one device; step k from seed k, with the eval loss that `evals` has for it."""
     checkpointer = Checkpointer(config(directory, checkpoint={"keep": steps, **checkpoint}), program())
     for step in range(1, steps + 1):
-        checkpointer.save(step, numbered(program(), step), loss=1 / step)
+        checkpointer.save(step, numbered(program(), step), loss=1 / step, eval_loss=evals.get(step))
     checkpointer.wait()
     checkpointer.close()
     return directory

@@ -1,6 +1,6 @@
 """One process of two, a CPU device each: python process_of_two.py RANK PORT RUN_DIRECTORY. tests/checkpoint/test_processes.py starts both.
 
-Goes on from the run's checkpoint for a step, saves, takes one more, then waits to be told to stop.
+Goes on from the run's checkpoint for two steps, of which it saves each, takes one more, then waits to be told to stop.
 """
 
 import json
@@ -18,8 +18,9 @@ from meshtrain.run.signals import StopSignals
 
 
 def settings(directory: Path) -> Config:
-    """5 layers over two stages, one in each process: what is saved has to be rearranged between them."""
-    return config(directory, mesh={"pipeline": 2}, parallel={"schedule": "gpipe", "microbatches": 2})
+    """5 layers over two stages, one in each process: what is saved has to be rearranged between them. The base is frozen."""
+    layout = {"mesh": {"pipeline": 2}, "parallel": {"schedule": "gpipe", "microbatches": 2}}
+    return config(directory, lora={"rank": 2}, optimizer={"learning_rate": 0.1}, **layout)
 
 
 def main(rank: int, port: str, directory: Path) -> None:
@@ -29,14 +30,17 @@ def main(rank: int, port: str, directory: Path) -> None:
     program = build_for(settings(directory))
     checkpointer = Checkpointer(program.config, program)
     state, step = checkpointer.restore_or_init()
-    state, first = take(program, state, step + 1)
-    checkpointer.save(step + 1, state, first)
-    state, second = take(program, state, step + 2)
+    losses = []
+    for k in (step + 1, step + 2):
+        state, loss = take(program, state, k)
+        checkpointer.save(k, state, loss)
+        losses.append(loss)
+    losses.append(take(program, state, step + 3)[1])
     checkpointer.wait()
     checkpointer.close()
     asked = 0
     with StopSignals() as stop:
-        tell(step=step, losses=[first, second])
+        tell(step=step, losses=losses)
         while not stop.requested and asked < 1000:
             asked += 1
             time.sleep(0.02)

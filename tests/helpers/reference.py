@@ -26,6 +26,15 @@ class Model:
     norm_eps: float = 1e-5
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    window: int = 0
+    activation: str = ""  # "": the family's
+    plus_one: bool = False  # norms multiply by 1 + scale
+    scaled_embedding: bool = False
+    query_scalar: int = 0  # 0: the heads' width
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    global_every: int = 0  # the last layer of so many sees all
+    rope_theta_local: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,43 +70,61 @@ class Recipe:
 
 
 def norm(model: Model, p: Tree, x: jax.Array) -> jax.Array:
-    if model.family == "gpt2":  # LayerNorm
+    if "bias" in p:  # LayerNorm
         x = x - x.mean(-1, keepdims=True)
     x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + model.norm_eps)
-    return x * p["scale"] + p.get("bias", 0.0)
+    return x * (p["scale"] + model.plus_one) + p.get("bias", 0.0)
 
 
-def rotate(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
+def cap(limit: float, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x / limit) * limit if limit else x
+
+
+def rotate(model: Model, x: jax.Array, positions: jax.Array, sees_all: jax.Array | bool = True) -> jax.Array:
     """RoPE on [T, heads, K]: the pair (i, i + K/2) is a complex number, turned by position · theta^(-2i/K)."""
     width = x.shape[-1]
-    turns = positions[:, None] * (model.rope_theta ** (-2 * np.arange(width // 2) / width)).astype(np.float32)
+    far, near = (
+        (theta ** (-2 * np.arange(width // 2) / width)).astype(np.float32)
+        for theta in (model.rope_theta, model.rope_theta_local or model.rope_theta)
+    )
+    turns = positions[:, None] * jnp.where(sees_all, far, near)
     z = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * jnp.exp(1j * turns)[:, None]
     return jnp.concatenate([z.real, z.imag], -1)
 
 
 def attention(
-    model: Model, p: Tree, x: jax.Array, positions: jax.Array, segments: jax.Array | None, drop: Tree
+    model: Model, p: Tree, x: jax.Array, positions: jax.Array, segments: jax.Array | None, drop: Tree, index: jax.Array
 ) -> jax.Array:
+    sees_all = (index + 1) % model.global_every == 0 if model.global_every else not model.window
     q, k, v = (jnp.einsum("td,dhk->thk", x, p[n]) + p.get(f"{n}_bias", 0.0) for n in ("q", "k", "v"))
-    if model.family == "llama":
-        q, k = rotate(model, q, positions), rotate(model, k, positions)
+    if "q_norm" in p:
+        q, k = (norm(model, p[f"{n}_norm"], a) for n, a in (("q", q), ("k", k)))
+    if model.family != "gpt2":
+        q, k = (rotate(model, a, positions, sees_all) for a in (q, k))
     length, heads, width = q.shape
     k, v = (jnp.repeat(a, heads // a.shape[1], axis=1) for a in (k, v))  # grouped queries: heads in a row share one
     allowed = np.tril(np.ones((length, length), bool))
+    if model.window:
+        allowed = allowed & (sees_all | np.triu(np.ones((length, length), bool), 1 - model.window))
     if segments is not None:
         allowed = allowed & (segments[:, None] == segments[None, :])
-    scores = jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(width)
+    scores = cap(model.score_cap, jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(model.query_scalar or width))
     weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1) * drop["scores"]
     return jnp.einsum("hqs,shk,hkd->qd", weights, v, p["out"]) + p.get("out_bias", 0.0)
 
 
 def mlp(model: Model, p: Tree, x: jax.Array) -> jax.Array:
     up = x @ p["up"] + p.get("up_bias", 0.0)
-    if model.family == "llama":
-        gate = x @ p["gate"]
-        hidden = gate / (1 + jnp.exp(-gate)) * up  # SwiGLU
+    first = x @ p["gate"] if "gate" in p else up
+    kind = model.activation or ("gelu" if model.family == "gpt2" else "silu")
+    if kind == "silu":
+        first = first / (1 + jnp.exp(-first))
+    elif kind == "gelu":  # GPT-2's
+        first = 0.5 * first * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (first + 0.044715 * first**3)))
     else:
-        hidden = 0.5 * up * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))  # GPT-2's GELU
+        assert kind == "gelu_exact"
+        first = 0.5 * first * (1 + jax.lax.erf(first / np.sqrt(2)))
+    hidden = first * up if "gate" in p else first  # SwiGLU and its kin
     return hidden @ p["down"] + p.get("down_bias", 0.0)
 
 
@@ -117,19 +144,25 @@ def logits(
     if drops is None:
         drops = {"embedding": 1.0} | dict.fromkeys(DROPPED, jnp.ones(len(parameters["blocks"]["attention"]["q"])))
     x = parameters["embedding"]["tokens"][tokens]
+    x = x * np.sqrt(x.shape[-1]) if model.scaled_embedding else x
     if model.family == "gpt2":
         x = x + parameters["embedding"]["positions"][positions]
     x = x * drops["embedding"]
     of_layers = {name: drops[name] for name in DROPPED}
 
-    def block(x: jax.Array, of_layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
-        p, drop = of_layer
-        a = attention(model, p["attention"], norm(model, p["attention_norm"], x), positions, segments, drop)
+    def block(x: jax.Array, of_layer: tuple[Tree, Tree, jax.Array]) -> tuple[jax.Array, None]:
+        p, drop, index = of_layer
+        a = attention(model, p["attention"], norm(model, p["attention_norm"], x), positions, segments, drop, index)
+        a = norm(model, p["attention_post_norm"], a) if "attention_post_norm" in p else a
         x = x + a * drop["attention"]
-        return x + mlp(model, p["mlp"], norm(model, p["mlp_norm"], x)) * drop["mlp"], None
+        m = mlp(model, p["mlp"], norm(model, p["mlp_norm"], x))
+        m = norm(model, p["mlp_post_norm"], m) if "mlp_post_norm" in p else m
+        return x + m * drop["mlp"], None
 
-    x = norm(model, parameters["head"]["norm"], jax.lax.scan(block, x, (parameters["blocks"], of_layers))[0])
-    return x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T)
+    indices = jnp.arange(len(parameters["blocks"]["attention"]["q"]))
+    x, _ = jax.lax.scan(block, x, (parameters["blocks"], of_layers, indices))
+    x = norm(model, parameters["head"]["norm"], x)
+    return cap(model.logit_cap, x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T))
 
 
 def loss(model: Model, parameters: Tree, tokens: jax.Array, labels: jax.Array, **more: Tree) -> jax.Array:

@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.mesh import make_mesh
+from meshtrain.model.weights import lora_scale
 from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed
 from meshtrain.step import Program, State
@@ -41,6 +43,20 @@ def place(layout: Layout, canonical: Tree) -> Tree:
         return jax.device_put(out, jax.NamedSharding(layout.mesh, shard_spec(leaf)))
 
     return layout.map(live, canonical)
+
+
+def merged(config: Config, parameters: Tree) -> Tree:
+    """A canonical tree's model without adapters: W + scale A B."""
+    blocks = {part: dict(leaves) for part, leaves in parameters["blocks"].items()}
+    for part in ("attention", "mlp"):
+        for name in [name.removesuffix("_lora_a") for name in blocks[part] if name.endswith("_lora_a")]:
+            a, b = (blocks[part].pop(f"{name}_lora_{which}") for which in "ab")
+            layers, rank = b.shape[:2]
+            product = jnp.einsum("lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1))
+            blocks[part][name] = blocks[part][name] + lora_scale(config.lora) * product.reshape(
+                blocks[part][name].shape
+            )
+    return {**parameters, "blocks": blocks}
 
 
 def token_batches(config: Config, steps: int, seed: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -27,6 +27,9 @@ rank, number = told["rank"], told["number"]
 files, local, run = Path(told["generation"]), Path(told["local"]), Path(told["survive"]).parent
 faulthandler.register(signal.SIGUSR1, open(files / f"rank-{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+# From within: if the directory is renamed away, what is written goes with it, and not to the run that has taken its name.
+os.chdir(run)
+run = Path()
 saved, rows = run / "step", run / "rows"
 told_to = os.open(local / "beat", os.O_WRONLY | os.O_CREAT)
 step = start = n = alive = 0

@@ -236,3 +236,12 @@ def test_a_compiled_loop_over_slots_moves_slots_not_the_ring():
     assert loops == (6,)
     # one fusion cuts the slot out, the next reads it and x and puts it back; the rest are places
     assert 5 * 4000 <= slot <= 5 * 4000 + 100
+
+
+def test_of_a_conditional_the_dearest_branch_counts():
+    def step(once, x):
+        return jax.lax.cond(once, lambda x: x @ x, lambda x: x @ x @ x, x)
+
+    given = jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((16, 16), np.float32)
+    work = Work(Module(jax.jit(step).lower(*given).compile().as_text()))
+    assert work.products(work.module.entry) == 2 * 2 * 16**3

@@ -9,10 +9,10 @@ from meshtrain.errors import ConfigError
 from meshtrain.launch import job
 
 
-def _job(tmp_path, nodes: int, overrides: tuple[str, ...] = (), **sections) -> job.Job:
+def _job(tmp_path, nodes: int, overrides: tuple[str, ...] = (), cluster=None, no_flags=False, **sections) -> job.Job:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"mesh": {"data": 4, "tensor": 2}, **sections}))
-    options = argparse.Namespace(config=str(path), set=list(overrides))
+    options = argparse.Namespace(config=str(path), set=list(overrides), cluster=cluster, no_flags=no_flags)
     return job.make(job.load(str(path), overrides), options, nodes, "python")
 
 
@@ -28,6 +28,19 @@ def test_a_config_with_nodes_keeps_them(tmp_path, nodes):
     made = _job(tmp_path, nodes, survive={"wanted": 2})
     assert (made.nodes, made.devices) == (nodes, 4)
     assert "--set" not in made.supervisor
+
+
+def test_nodes_set_the_flags_of_their_cluster_unless_they_are_not_to(tmp_path):
+    """Eight devices are one node of H100s, which need none; two of four."""
+    assert "--flags" not in _job(tmp_path, 2).supervisor
+    two = tmp_path / "two.yaml"
+    two.write_text(
+        "nodes: 2\ndevices_per_node: 4\naccelerator: {name: h100}\n"
+        "links: {node: {devices: 4, bandwidth: 450}, rail: {devices: 8, bandwidth: 50}}\n"
+    )
+    assert _job(tmp_path, 2, cluster=str(two)).supervisor[-2:] == ("--flags", str(two))
+    assert "--flags" not in _job(tmp_path, 2, cluster=str(two), no_flags=True).supervisor
+    assert "--flags" not in _job(tmp_path, 2, run={"fake_devices": 8}).supervisor
 
 
 def test_devices_that_do_not_divide_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import thorough_but
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
@@ -18,21 +19,26 @@ from meshtrain.model import attention, fused
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.kernels import BLOCK, BLOCKS, attention_kernel
-from meshtrain.model.layers import linear
+from meshtrain.model.products import linear
 
 
-def attend(q: jax.Array, *others: Any) -> jax.Array:
-    return attention.attend(q, *others).reshape(q.shape)
+def attend(q: jax.Array, *others: Any, **named: Any) -> jax.Array:
+    return attention.attend(q, *others, **named).reshape(q.shape)
 
 
-def full(q: jax.Array, k: jax.Array, v: jax.Array, segments: np.ndarray | None) -> jax.Array:
+def full(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: np.ndarray | None, window: int = 0, scale: float = 0.0, cap: float = 0.0
+) -> jax.Array:  # fmt: skip
     """Softmax over the whole [T, T] square of each head."""
     length, heads = q.shape[1:3]
     k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
     allowed = np.tril(np.ones((length, length), bool))[None, None]
+    if window:
+        allowed = allowed & ~np.tril(np.ones((length, length), bool), -window)[None, None]
     if segments is not None:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
-    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)), v)
 
 
@@ -44,37 +50,75 @@ def numbers(length: int, heads: int, groups: int, width: int = 8) -> tuple[jax.A
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("length", "heads", "groups"),
+    ("length", "heads", "groups", "window"),
     [
-        (1, 2, 2),
-        (7, 4, 1),
-        (BLOCK - 1, 2, 1),
-        (BLOCK, 4, 2),
-        (BLOCK + 1, 3, 3),
-        (2 * BLOCK + 5, 6, 2),
-        (BLOCKS * BLOCK + 3, 2, 1),
+        (1, 2, 2, 0),
+        (7, 4, 1, 0),
+        (7, 4, 1, 3),
+        (BLOCK - 1, 2, 1, 0),
+        (BLOCK, 4, 2, 0),
+        (BLOCK, 2, 2, BLOCK),
+        (BLOCK + 1, 3, 3, 0),
+        (BLOCK + 1, 3, 1, 1),
+        (2 * BLOCK + 5, 6, 2, 0),
+        (2 * BLOCK + 5, 6, 2, 50),
+        (BLOCKS * BLOCK + 3, 2, 1, 0),
+        (BLOCKS * BLOCK + 3, 2, 1, 2 * BLOCK + 1),
     ],
 )
-def test_output_and_gradients_are_those_of_the_full_square(length, heads, groups, packed):
+def test_output_and_gradients_are_those_of_the_full_square(length, heads, groups, window, packed):
     q, k, v, cotangent = numbers(length, heads, groups)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (2, length)), axis=1) if packed else None
 
     def blockwise(q, k, v):
-        return attend(q, k, v, None if segments is None else jnp.asarray(segments), Collectives())
+        return attend(q, k, v, None if segments is None else jnp.asarray(segments), Collectives(), window=window)
 
     out, vjp = jax.vjp(jax.jit(blockwise), q, k, v)
-    right, right_vjp = jax.vjp(lambda q, k, v: full(q, k, v, segments), q, k, v)
+    right, right_vjp = jax.vjp(lambda q, k, v: full(q, k, v, segments, window), q, k, v)
     np.testing.assert_allclose(out, right, atol=3e-6)
     for g, r in zip(vjp(cotangent), right_vjp(cotangent), strict=True):
         np.testing.assert_allclose(g, r, atol=3e-5)
 
 
+@pytest.mark.parametrize("local", [pytest.param(None, marks=pytest.mark.thorough), True, False])
+def test_scores_are_scaled_and_capped_and_the_device_says_whether_the_window_counts(local):
+    q, k, v, cotangent = numbers(2 * BLOCK + 5, 4, 2)
+    how, window = {"scale": 0.7, "cap": 1.5}, 0 if local is False else 50
+
+    def blockwise(local, q, k, v):
+        return attend(q, k, v, None, Collectives(), window=50, local=local, **how)
+
+    run = partial(jax.jit(blockwise), None if local is None else jnp.asarray(local))
+    out, vjp = jax.vjp(run, q, k, v)
+    right, right_vjp = jax.vjp(lambda q, k, v: full(q, k, v, None, window, **how), q, k, v)
+    np.testing.assert_allclose(out, right, atol=3e-6)
+    for g, r in zip(vjp(cotangent), right_vjp(cotangent), strict=True):
+        np.testing.assert_allclose(g, r, atol=3e-5)
+
+
+@pytest.mark.thorough
 def test_no_query_sees_a_later_key():
     q, k, v, _ = numbers(BLOCK + 9, 2, 1)
     gradient = jax.grad(lambda v, at: attend(q, k, v, None, Collectives())[:, at].sum())
     for at in (0, BLOCK - 1, BLOCK, BLOCK + 5):
         seen = np.abs(gradient(v, at)).sum((0, 2, 3)) > 0
         assert seen.tolist() == [s <= at for s in range(BLOCK + 9)]
+
+
+def test_no_query_sees_further_back_than_the_window():
+    q, k, v, _ = numbers(BLOCK + 9, 2, 1)
+    gradient = jax.grad(lambda v, at: attend(q, k, v, None, Collectives(), window=20)[:, at].sum())
+    for at in (0, 19, 20, BLOCK, BLOCK + 5):
+        seen = np.abs(gradient(v, at)).sum((0, 2, 3)) > 0
+        assert seen.tolist() == [at - 20 < s <= at for s in range(BLOCK + 9)]
+
+
+def test_keys_before_the_window_of_a_block_are_never_multiplied():
+    q, k, v, _ = numbers(8 * BLOCK, 1, 1)
+    runs = [partial(attend, segments_BT=None, collectives=Collectives(), window=window) for window in (0, BLOCK)]
+    whole, near = (jax.jit(run).lower(q, k, v).compile().cost_analysis()["flops"] for run in runs)
+    # a block of queries meets its own keys and, but for the first, those before: 15 blocks of 36
+    assert near / whole == pytest.approx(15 / 36, rel=0.1)
 
 
 def test_scores_beyond_the_block_of_a_query_are_never_computed():
@@ -107,6 +151,7 @@ def test_scores_of_float16_do_not_overflow():
     assert jnp.isfinite(out).all()
 
 
+@pytest.mark.thorough
 def test_dropped_probabilities_still_sum_to_one_on_average():
     q, k, v, _ = numbers(32, 2, 2)
     dropout = Dropout(0.3, jax.random.key(0), jnp.arange(2))
@@ -118,6 +163,8 @@ def test_dropped_probabilities_still_sum_to_one_on_average():
 @pytest.mark.parametrize(
     "platform, dtype, width, length, packed, dropout, kernel",
     [
+        ("gpu capped", "bfloat16", 64, 100, False, False, "fused"),
+        ("tpu capped", "bfloat16", 64, 384, False, False, "splash"),
         ("gpu", "bfloat16", 64, 100, False, False, "cudnn"),
         ("gpu", "float16", 60, 100, False, False, "fused"),
         ("gpu", "bfloat16", 256, 100, False, False, "fused"),
@@ -135,7 +182,8 @@ def test_dropped_probabilities_still_sum_to_one_on_average():
 def test_the_kernel_follows_from_platform_dtype_shape_packing_and_dropout(
     platform, dtype, width, length, packed, dropout, kernel
 ):
-    assert attention_kernel(platform, dtype, width, length, packed, dropout) == kernel
+    platform, _, capped = platform.partition(" ")
+    assert attention_kernel(platform, dtype, width, length, packed, dropout, bool(capped)) == kernel
 
 
 class On(Collectives):
@@ -155,12 +203,12 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True}))
 
 
-def on_mesh(platform, segments, dropout_rate, q, k, v, cotangent):
+def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
     """Output and gradients of attention whose sequences are shared over `data`, its heads over `tensor`."""
 
     def local(q, k, v, cotangent, segments, rows):
         dropout = Dropout(dropout_rate, jax.random.key(3), rows)
-        run = lambda q, k, v: attention.attend(q, k, v, segments, On(platform), dropout).reshape(q.shape)  # noqa: E731
+        run = lambda q, k, v: attend(q, k, v, segments, On(platform), dropout, **how)  # noqa: E731
         out, vjp = jax.vjp(run, q, k, v)
         return out, *vjp(cotangent)
 
@@ -175,17 +223,22 @@ def on_mesh(platform, segments, dropout_rate, q, k, v, cotangent):
 
 
 @pytest.mark.parametrize(
-    "platform, length, heads, groups, width, dtype, documents, dropout",
+    "platform, length, heads, groups, width, dtype, documents, dropout, window",
     [
-        ("gpu", 131, 4, 2, 24, "float32", 3, 0.0),
-        ("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3),
-        ("gpu", 64, 6, 2, 16, "float32", 40, 0.3),
-        ("tpu", 128, 4, 2, 64, "float32", 3, 0.0),
-        ("tpu", 256, 2, 2, 64, "float32", 0, 0.0),
+        ("gpu", 131, 4, 2, 24, "float32", 3, 0.0, 0),
+        ("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3, 0),
+        ("gpu", 64, 6, 2, 16, "float32", 40, 0.3, 0),
+        ("gpu", 259, 4, 2, 16, "float32", 0, 0.0, 100),
+        ("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65),
+        ("tpu", 128, 4, 2, 64, "float32", 3, 0.0, 0),
+        ("tpu", 256, 2, 2, 64, "float32", 0, 0.0, 0),
+        ("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130),
+        ("gpu", 100, 2, 2, 16, "float32", 0, 0.0, {"window": 40, "cap": 1.5, "scale": 0.7, "local": True}),
+        ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"window": 130, "cap": 1.5, "scale": 0.2, "local": False}),
     ],
 )
 def test_kernels_of_accelerators_compute_what_blocks_do(
-    interpreted, platform, length, heads, groups, width, dtype, documents, dropout
+    interpreted, platform, length, heads, groups, width, dtype, documents, dropout, window
 ):
     """Inside a mesh, where types are right too; and dropout drops the same."""
     given = [a.astype(dtype) for a in numbers(length, heads, groups, width)]
@@ -194,14 +247,16 @@ def test_kernels_of_accelerators_compute_what_blocks_do(
         ids = np.random.default_rng(1).permutation(documents)
         lengths = np.sort(np.random.default_rng(2).integers(0, documents, (2, length)), axis=1)
         segments = jnp.asarray(np.where(np.arange(length) < length - 3, ids[lengths], ids[0]), jnp.int32)
-    for found, right in zip(*(on_mesh(p, segments, dropout, *given) for p in (platform, "cpu")), strict=True):
+    how = window if isinstance(window, dict) else {"window": window}
+    how = {key: jnp.asarray(value) if key == "local" else value for key, value in how.items()}
+    for found, right in zip(*(on_mesh(p, segments, dropout, how, *given) for p in (platform, "cpu")), strict=True):
         assert found.dtype == right.dtype
         np.testing.assert_allclose(
             *(np.asarray(a, np.float32) for a in (found, right)), atol=1e-5 if dtype == "float32" else 0.06
         )
 
 
-def on_accelerator(platform, drops):
+def on_accelerator(platform, drops, **how):
     """A layer's attention and the product after it, of heads [1, 256, 4, 64] and two groups, packed where it does not drop."""
     q, k, v, _ = (a[:1].astype(jnp.bfloat16) for a in numbers(256, 4, 2, 64))
     segments = None if drops or platform == "gpu" else jnp.zeros((1, 256), jnp.int32)
@@ -210,7 +265,7 @@ def on_accelerator(platform, drops):
     collectives.platform = platform
 
     def run(q, k, v, weight):
-        return linear(attention.attend(q, k, v, segments, collectives, dropout), weight)
+        return linear(attention.attend(q, k, v, segments, collectives, dropout, **how), weight)
 
     return run, (q, k, v, jnp.ones((256, 256), jnp.bfloat16))
 
@@ -241,23 +296,31 @@ def test_output_is_kept_once(described, platform, drops):
     assert [a.shape for a in kept if a.dtype == jnp.float32] == [(1, 4, 256)]
 
 
-@pytest.mark.parametrize("platform, drops", KERNELS)
-def test_who_keeps_the_output_runs_no_forward_again(described, platform, drops):
-    """In the program as it is lowered for the platform, where nothing is of the size of the scores either."""
-    run, given = on_accelerator(platform, drops)
+ALONE = [(*kernel, None) for kernel in KERNELS]
+BY_TURNS = [(*kernel, cap) for kernel in KERNELS for cap in (0.0, 30.0)]
+NOW = [*ALONE, ("gpu", False, 0.0), ("gpu", False, 30.0)]
+
+
+@pytest.mark.parametrize("case", thorough_but(ALONE + BY_TURNS, NOW.__contains__), ids=str)
+def test_who_keeps_the_output_runs_no_forward_again(described, case):
+    """In the program as it is lowered for the platform, where nothing is of the size of the scores either; with a window that counts or
+    does not, of two ways to compute each."""
+    platform, drops, cap = case
 
     def lowered(*names):
         policy = jax.checkpoint_policies.save_only_these_names("qkv", *names)
 
-        def step(cotangent, *given):
+        def step(local, cotangent, *given):
+            how = {} if cap is None else {"window": 100, "local": local, "cap": cap}
+            run, _ = on_accelerator(platform, drops, **how)
             out, vjp = jax.vjp(jax.checkpoint(run, policy=policy), *given)
             return out, *vjp(cotangent)
 
-        to = ("cuda" if platform == "gpu" else platform,)
-        return jax.jit(step).trace(given[3], *given).lower(lowering_platforms=to).as_text()
+        to, (_, given) = ("cuda" if platform == "gpu" else platform,), on_accelerator(platform, drops)
+        return jax.jit(step).trace(True, given[3], *given).lower(lowering_platforms=to).as_text()
 
     calls = [len(re.findall(r"custom_call @(?!Sharding)", lowered(*names))) for names in ((), ("attention",))]
-    assert calls[0] - calls[1] == 1
+    assert calls[0] - calls[1] == (1 if cap is None else 2)
     assert "256x256xf32" not in lowered()
 
 

@@ -139,7 +139,7 @@ def expected() -> tuple[Any, dict[str, np.ndarray], Any, Any]:
     return parameters, batch, *jax.jit(jax.value_and_grad(reference_loss))(parameters, batch)
 
 
-NOW = ("zero bubble, ZeRO-3, sequence parallel", "interleaved, remat, ZeRO-2")
+NOW = ("interleaved, remat, ZeRO-2",)
 
 
 @pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__))
@@ -242,6 +242,15 @@ def test_a_hook_that_does_not_fit_is_told_in_one_sentence(wrong):
 def test_a_key_that_the_replaced_loss_would_not_obey_is_refused():
     with pytest.raises(ConfigError, match=r"train\.z_loss is 0\.1, but the loss is replaced by capped_loss"):
         mt.Program(configuration(train={"z_loss": 0.1}), loss=capped_loss)
+
+
+@pytest.mark.parametrize("key, value", [("window", 5), ("score_cap", 30.0), ("query_scalar", 3)])
+def test_what_the_replaced_attention_would_not_keep_is_refused(key, value):
+    def own(q, k, v, segments, collectives, dropout, /):
+        return q.reshape(-1, q.shape[2] * q.shape[3])
+
+    with pytest.raises(ConfigError, match=rf"model\.{key} is {value}, but the attention is replaced by own"):
+        mt.Program(configuration(model={key: value}), attention=own)
 
 
 # --- a loss that takes its share of the vocabulary for the whole

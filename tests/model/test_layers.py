@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from meshtrain.config import load
-from meshtrain.model.layers import Norm, rotary, rotate
+from meshtrain.model.layers import Norm
 
 
 def model(family: str) -> object:
@@ -33,25 +33,3 @@ def test_norm_of_half_precision_is_computed_in_float32():
     norm.scale[...] = norm.scale[...].astype(jnp.float16)
     y = norm(jnp.full((1, 16), 300.0, jnp.float16))  # whose square is beyond float16
     np.testing.assert_allclose(y, 1, rtol=1e-3)
-
-
-def test_rotated_queries_and_keys_meet_by_their_distance_alone():
-    q, k = jax.random.normal(jax.random.key(0), (2, 1, 8))
-    at = lambda x, p: rotate(x[None, None], *rotary(jnp.array([p]), 8, 100.0))[0, 0]  # noqa: E731
-    near = (at(q, 3) * at(k, 1)).sum()
-    np.testing.assert_allclose((at(q, 45) * at(k, 43)).sum(), near, rtol=1e-4)
-    assert abs((at(q, 3) * at(k, 2)).sum() - near) > 1e-3
-    np.testing.assert_allclose(at(q, 0), q, rtol=1e-6)
-
-
-def test_rotation_keeps_lengths_and_turns_each_pair_at_its_own_pace():
-    cos, sin = rotary(jnp.arange(5), 4, 10000.0)
-    np.testing.assert_allclose(cos**2 + sin**2, 1, rtol=1e-6)
-    np.testing.assert_allclose(jnp.arctan2(sin, cos)[1], [1.0, 0.01], rtol=1e-5)
-
-
-def test_positions_may_differ_between_sequences():
-    x = jax.random.normal(jax.random.key(1), (2, 3, 1, 8))
-    both = rotate(x, *rotary(jnp.array([[0, 1, 2], [5, 0, 1]]), 8, 10000.0))
-    one = rotate(x[1:], *rotary(jnp.array([5, 0, 1]), 8, 10000.0))
-    np.testing.assert_allclose(both[1:], one, rtol=1e-6)

@@ -33,7 +33,7 @@ def test_logits_are_the_references_on_every_layout(name):
     )  # fmt: skip
     program = Program(config)
     if "accelerator" in name:
-        program.forward = Forward(program.layout, program.zero, "accelerator")
+        program.local.forward = Forward(program.layout, program.local.zero, "accelerator")
     weights, tokens = canonical_numbers(program.layout), token_batches(config, 1)[0][0]
     found = program.logits(place(program.layout, weights), tokens)
     assert (found.shape, found.dtype) == ((8, 16, 257), np.float32)

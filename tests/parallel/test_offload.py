@@ -66,7 +66,14 @@ def test_offloaded_activations_of_all_layers_wait_in_host_memory_for_the_backwar
 def test_the_check_notices_a_gradient_that_differs():
     a = {"w": np.ones(100, np.float32)}
     b = {"w": np.ones(100, np.float32) * np.float32(1.001)}
-    assert float(offload.relative_difference(a, b)) == pytest.approx(1e-3, rel=0.01)
+    difference = float(offload.relative_difference(a, b))
+    assert difference == pytest.approx(1e-3, rel=0.01)
+    assert offload.judged(difference, "bfloat16") == "offloaded activations checked: gradients differ by 1.0e-03"
+    for wrong in (difference, float("nan")):
+        with pytest.raises(
+            FloatingPointError, match=r"with parallel.remat_offload the gradients differ by .*, so leave it out\.$"
+        ):
+            offload.judged(wrong, "float32")
 
 
 def test_devices_without_host_memory_are_refused_in_one_sentence():

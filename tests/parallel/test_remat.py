@@ -40,10 +40,10 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
     shapes: list[tuple[int, ...]] = []
 
     def local(masters: Any, batch: Any) -> jax.Array:
-        batches, _ = program.microbatches(batch)
-        stage = Stage(program.forward, 1, program.zero.open(masters), batches, None)
+        batches, _ = program.local.microbatches(batch)
+        stage = Stage(program.local.forward, 1, program.local.zero.open(masters), batches, None)
         zero = jnp.int32(0)
-        _, vjp = stage._traced(stage._layer(zero), zero, stage.zeros())
+        _, vjp, _ = stage._traced(stage._layer(zero), zero, stage.zeros())
         shapes.extend(r.shape for r in residuals(vjp))
         return jnp.zeros(())
 
@@ -92,6 +92,7 @@ def test_full_keeps_nothing_of_the_microbatch():
     assert all(np.prod(shape) <= LENGTH * WIDTH / 4 / 2 for shape in kept("full"))
 
 
+@pytest.mark.thorough
 def test_selective_gives_the_same_gradients_of_packed_sequences_with_dropout():
     """On one stage too, where the backward runs after the loop over layers whose arrays attention was given."""
     found = []

@@ -75,9 +75,52 @@ def test_a_mesh_shows_each_device_once_where_it_is(program):
 def test_every_device_of_a_mesh_has_a_colour_of_its_own():
     from meshtrain.pictures.mesh import colours
 
-    for shape in ((2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 1, 2)):
-        found = colours(mt.make_mesh(mt.load({"mesh": dict(zip(("data", "tensor", "pipeline"), shape, strict=True))})))
-        assert len(set(found.values())) == 8, shape
+    for *shape, islands in (
+        (2, 2, 2, 1),
+        (8, 1, 1, 1),
+        (1, 8, 1, 1),
+        (1, 1, 8, 1),
+        (4, 1, 2, 1),
+        (4, 1, 2, 2),
+        (8, 1, 1, 4),
+    ):
+        sizes = dict(zip(("data", "tensor", "pipeline"), shape, strict=True)) | {"islands": islands}
+        found = colours(mt.make_mesh(mt.load({"mesh": sizes})))
+        assert len(set(found.values())) == 8, sizes
+
+
+@pytest.fixture(scope="module")
+def islands() -> mt.Program:
+    return mt.Program(
+        mt.load({**TINY, "mesh": {"data": 4, "pipeline": 2, "islands": 2}, "parallel": {"microbatches": 1}})
+    )
+
+
+def test_a_mesh_of_islands_shows_them_one_below_the_other(islands):
+    mesh = islands.mesh
+    picture = shown(mt.show(mesh))
+    assert sorted(titles(picture.html)) == sorted(
+        f"device {device.id}: island {i}, data {d}, tensor {t}, pipeline {p}"
+        for (i, d, t, p), device in np.ndenumerate(mesh.devices)
+    )
+    _, _, *rows = (line.split() for line in picture.text.splitlines())
+    wanted = [[str(mesh.devices[i, d, 0, p].id) for p in (0, 1)] for i in (0, 1) for d in (0, 1)]
+    named = [["island", "0", "data", "0"], ["data", "1"], ["island", "1", "data", "0"], ["data", "1"]]
+    assert rows == [name + numbers for name, numbers in zip(named, wanted, strict=True)]
+    places = {e.get("y") for drawing in drawings(picture.html) for e in drawing.iter() if e.tag.endswith("rect")}
+    assert len(places) == 4, "a row a data rank, none upon another"
+
+
+def test_what_lies_on_islands_is_drawn_in_the_colours_of_their_devices(islands):
+    from meshtrain.pictures.mesh import colours
+
+    leaf = max(jax.tree.leaves(islands.layout.masters), key=lambda x: x.size)
+    drawing = drawings(shown(islands.layout).html)[1]
+    assert {e.get("fill") for e in drawing.iter() if e.tag.endswith("rect")} <= {
+        "none",
+        *colours(islands.mesh).values(),
+    }
+    assert "island" not in str(leaf.sharding.spec), "each island has all of it"
 
 
 SPECS = [
@@ -210,6 +253,15 @@ def test_a_config_shows_what_is_not_by_default_and_can_be_loaded_again(tmp_path)
     assert mt.load(yaml.safe_load(text)) == config
     assert "kv_heads: 2" in text and "beta1" not in text
     assert shown(mt.load(None)).text == "{}  # the defaults"
+
+
+def test_a_config_shows_the_sections_of_a_section_once_each_below_it():
+    reduce, sync = {"block": 64, "compression": "int8"}, {"outer_momentum": 0.5, "outer_learning_rate": 0.25}
+    config = mt.load({"mesh": {"data": 4, "islands": 2}, "parallel": {"zero_stage": 2, "reduce": reduce, "sync": sync}})
+    text = shown(config).text
+    assert mt.load(yaml.safe_load(text)) == config
+    assert text.count("parallel:") == text.count("  reduce:") == text.count("  sync:") == 1
+    assert "\n  reduce:\n    compression: int8\n    block: 64\n  sync:\n    outer_learning_rate: 0.25" in text
 
 
 def test_a_plan_shows_the_pictures_of_its_page(program):

@@ -76,7 +76,7 @@ def test_no_checkpoint_begins_before_the_one_before_is_written():
 
 def test_thousands_of_gpus_save_as_often_as_their_store_can_take_it(llama_8b):
     """A copy alone would be worth it after every step; a store of 0.01 GB/s a node needs longer for what a node holds."""
-    cluster = replace(named("h100", 16384), storage_bandwidth=0.01)
+    cluster = replace(named("h100", 16384), storage_bandwidth=0.01, save_seconds=0.0)
     config = llama_8b({"data": 1024, "tensor": 8, "pipeline": 2}, {"global_batch_size": 2048}, microbatches=2)
     planned = plan(config, cluster)
     found, held = faults(planned), sum(item.nbytes for item in planned.memory if item.between_steps)
@@ -86,6 +86,14 @@ def test_thousands_of_gpus_save_as_often_as_their_store_can_take_it(llama_8b):
     assert daly(found.copy, found.between) < found.write
     often = replaced(config, checkpoint={"every": 1})
     assert faults(plan(often, cluster)).configured_goodput < 0.5 < found.goodput
+
+
+def test_what_a_save_costs_however_little_it_copies_sets_how_often_thousands_of_gpus_save(llama_8b):
+    """Of 8 GB on 16,384 GPUs each copies next to nothing: without the fixed part a save after every step would seem best."""
+    config = llama_8b({"data": 1024, "tensor": 8, "pipeline": 2}, {"global_batch_size": 2048}, microbatches=2)
+    free, real = (faults(plan(config, replace(named("h100", 16384), save_seconds=s))) for s in (0.0, 0.2))
+    assert free.interval_steps * 4 < real.interval_steps
+    assert real.interval == pytest.approx(daly(real.copy, real.between)) and real.copy > 0.2
 
 
 def test_goodput_without_failures_loses_only_the_writes():

@@ -9,8 +9,9 @@ import pytest
 from covering import covering, thorough_but
 from jax.sharding import PartitionSpec
 
+from experiments.adopt import stash
 from meshtrain.compat import residuals, vary, varying
-from meshtrain.config import load
+from meshtrain.config import load, replaced
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
@@ -67,6 +68,31 @@ def test_optimizer_state_on_a_device_is_that_of_the_program(name, mesh, family):
     assert memory.between_steps(config)[1].nbytes == pytest.approx(found, rel=0.005)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    "tuned",
+    [{"lora": {"rank": 3}}, {"lora": {"rank": 2, "targets": ("q", "up")}}, {"train": {"trainable": ("head.*",)}}],
+    ids=str,
+)
+def test_what_lies_on_a_device_between_steps_of_a_tuned_model_is_that_of_the_program(tuned, stage):
+    config = replaced(odd("llama", (2, 2, 2), zero_stage=stage), precision={"compute": "bfloat16"}, **tuned)
+    shapes_ = Program(config, make_mesh(config)).state_shapes
+
+    def held(tree):
+        return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
+
+    masters, moments, frozen = (item.nbytes for item in memory.between_steps(config))
+    assert masters + frozen == held(shapes_.params)
+    assert moments == pytest.approx(held(shapes_.optimizer), rel=0.005)
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "dots", "full"])
+@pytest.mark.parametrize("case", stash.CASES)
+def test_a_tuned_layer_keeps_what_the_pipelines_stash_has_of_it(case, remat):
+    config = stash.config(stash.CASES[case], remat)
+    assert activations.kept(config, remat) == pytest.approx(stash.stashed(config), rel=0.03)
+
+
 def test_parameters_are_counted_without_padding():
     for family in ("llama", "gpt2"):
         config = odd(family, (1, 1, 1))
@@ -80,12 +106,12 @@ def traced_residuals(config) -> float:
     found: list[int] = []
 
     def local(masters, tokens):
-        weights = program.zero.open(masters)
+        weights = program.local.zero.open(masters)
         batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(tokens.shape[0])}
         key = jax.random.key(0) if config.model.dropout else None
-        x = program.forward.embed(weights, batch, None)
-        stack = program.forward.layers(
-            batch, key, jnp.asarray(program.forward.layout.layer_at[0, 0]), config.parallel.remat
+        x = program.local.forward.embed(weights, batch, None)
+        stack = program.local.forward.layers(
+            batch, key, jnp.asarray(program.local.forward.layout.layer_at[0, 0]), config.parallel.remat
         )
         y, vjp = jax.vjp(stack, weights.part("blocks"), x)
         layers = config.model.layers
@@ -121,7 +147,9 @@ def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, **parallel):
 
 # Of each layer: family, what is kept, sequence parallelism, dropout.
 LAYERS = list(
-    itertools.product(("llama", "gpt2"), ("none", "selective", "dots", "full", *KEPT), (False, True), (0.0, 0.1))
+    itertools.product(
+        ("llama", "gpt2", "gemma3"), ("none", "selective", "dots", "full", *KEPT), (False, True), (0.0, 0.1)
+    )
 )
 
 
@@ -146,7 +174,7 @@ def traced_stage(config) -> tuple[float, float]:
             "rows": jnp.arange(math.prod(tokens.shape[:2])).reshape(tokens.shape[:2]),
         }
         key = jax.random.key(0) if config.model.dropout else None
-        stage = Stage(program.forward, 1, program.zero.open(masters), batch, key)
+        stage = Stage(program.local.forward, 1, program.local.zero.open(masters), batch, key)
         found.extend(
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in stage.stashed(split=True)
         )
@@ -163,7 +191,7 @@ def traced_stage(config) -> tuple[float, float]:
 # Of each stage: family, what is kept, sequence parallelism.
 STAGES = list(
     itertools.product(
-        ("llama", "gpt2"),
+        ("llama", "gpt2", "gemma3"),
         ("none", "selective", "dots", "full", (), ("attention",), ("qkv", "mlp_in"), ("mlp_hidden",)),
         (False, True),
     )

@@ -191,6 +191,7 @@ def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp
     assert "</html>" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.thorough
 def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, tmp_path, capsys):
     """Advice that asks for other microbatches than the table's is no advice."""
     (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
@@ -287,6 +288,7 @@ def test_compile_sets_the_compilers_bytes_beside_the_plans(config, capsys):
     assert {c["axis"] for c in compiled["collectives"]} >= {"data", "tensor", "pipeline"}
 
 
+@pytest.mark.thorough
 def test_measure_describes_this_machine_as_a_cluster(tmp_path):
     """In a process of its own, with two fake devices."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}

@@ -9,6 +9,7 @@ from meshtrain.config import ConfigError, check, load, replaced
 from meshtrain.config.rows import sequences
 from meshtrain.plan import named, plan
 from meshtrain.plan.choices import meshes
+from meshtrain.plan.report import settings
 from meshtrain.plan.search import candidates, made_of, reason, search
 
 
@@ -23,6 +24,7 @@ def small():
     )
 
 
+@pytest.mark.thorough
 def test_every_candidate_is_legal_and_none_comes_twice(small):
     seen = set()
     for candidate in candidates(small, named("h100", 8), 8):
@@ -31,6 +33,20 @@ def test_every_candidate_is_legal_and_none_comes_twice(small):
         assert mesh.data * mesh.tensor * mesh.pipeline == 8
         seen.add((mesh, candidate.config.parallel))
     assert len(seen) == len(list(candidates(small, named("h100", 8), 8))) > 500
+
+
+@pytest.mark.thorough
+def test_a_search_keeps_the_islands_of_the_config_where_they_divide_data(small):
+    config = replaced(small, mesh={"data": 4, "islands": 4})
+    meshes_found = {candidate.config.mesh for candidate in candidates(config, named("h100", 8), 8)}
+    assert {(mesh.data, mesh.islands) for mesh in meshes_found} == {(8, 4), (4, 4), (2, 2), (1, 1)}
+    best = search(config, named("h100", 8), 8, best=3).plans
+    assert all(settings(plan.config).get("mesh.islands", 1) == plan.config.mesh.islands for plan in best)
+    for candidate in itertools.islice(candidates(config, named("h100", 8), 8), 0, None, 97):
+        check(candidate.config)
+        planned = plan(candidate.config, named("h100", 8))
+        if candidate.config.mesh.islands > 1 and candidate.config.parallel.zero_stage:
+            assert any(flow.axis == "island" for flow in planned.flows)
 
 
 def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):

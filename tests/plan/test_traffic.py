@@ -7,15 +7,26 @@ from meshtrain.config import load
 from meshtrain.plan import named, plan, ticks, traffic
 from meshtrain.plan.compiled import compile_step
 
+PREFERENCES = {"train": {"objective": "dpo"}, "data": {"format": "pairs"}, "lora": {"rank": 4}}
 
-def small(mesh, **parallel):
+
+def small(mesh, family="llama", sections=None, **parallel):
     data, tensor, stages = mesh
     return load(
         {
-            "model": {"layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 96, "vocab_size": 128},
+            "model": {
+                "family": family,
+                "layers": 2,
+                "d_model": 64,
+                "heads": 4,
+                "kv_heads": 2,
+                "d_ff": 96,
+                "vocab_size": 128,
+            },
             "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
             "parallel": parallel,
-            "train": {"global_batch_size": 16, "sequence_length": 32},
+            **(sections or {}),
+            "train": {"global_batch_size": 16, "sequence_length": 32, **(sections or {}).get("train", {})},
         }
     )
 
@@ -35,7 +46,11 @@ MORE = {
     "sequence parallel": small((2, 2, 1), sequence_parallel=True, microbatches=2),
     "1f1b": small((2, 1, 2), microbatches=4),
     "1f1b, all axes, sequence parallel": small((2, 2, 2), microbatches=4, sequence_parallel=True, remat="full"),
+    "norms behind": small((1, 2, 1), "gemma3", microbatches=2),
+    "norms behind, recomputed": small((2, 2, 2), "gemma3", microbatches=4, remat="selective"),
     "1f1b, vocabulary on the edge": small((1, 2, 2), microbatches=4, vocab="edge"),
+    # without stages: of conditionals in a forward alone nobody knows how often they are taken
+    "preferences, sequence parallel": small((1, 4, 1), sections=PREFERENCES, microbatches=2, sequence_parallel=True),
 }
 CASES = QUICK | MORE
 slow = [pytest.param(config, id=name, marks=pytest.mark.slow) for name, config in MORE.items()]

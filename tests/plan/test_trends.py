@@ -86,7 +86,12 @@ def test_strong_scaling_is_less_than_linear_and_weak_scaling_stays_flatter(model
     strong = scaling.strong(config, named(cluster, 8), most=256)
     weak = scaling.weak(config, named(cluster, 8), most=256)
     assert [p.devices for p in strong] == [p.devices for p in weak] == [8, 16, 32, 64, 128, 256]
-    assert falls((p.efficiency for p in strong), strictly=False) and strong[-1].efficiency < 0.999
+    # A step of one microbatch adds no gradients up, which is gained once.
+    several = [p.plan.config.parallel.microbatches > 1 for p in strong]
+    for accumulates in (True, False):
+        like = [p.efficiency for p, more in zip(strong, several, strict=True) if more is accumulates]
+        assert falls(iter(like), strictly=False)
+    assert max(p.efficiency for p in strong) <= 1.0 and strong[-1].efficiency < 0.999
     # ranks that share the state of ZeRO hold less, so that the optimizer's part shrinks: 2% may be gained
     assert all(0.5 < p.efficiency < 1.02 for p in weak)
     assert all(w.efficiency > s.efficiency for w, s in zip(weak[2:], strong[2:], strict=True))

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from meshtrain.config import ConfigError
-from meshtrain.run.lock import RunLock
+from meshtrain.run.lock import RunLock, in_use
 
 HOLD = """
 import fcntl, sys
@@ -88,3 +88,17 @@ def test_a_file_system_without_locks_is_reported_and_leaves_nothing_held(tmp_pat
         with pytest.raises(ConfigError, match="cannot be the run's lock: no locks available"):
             RunLock(tmp_path)
     RunLock(tmp_path).release()
+
+
+def test_who_only_asks_learns_of_a_run_and_takes_nothing(tmp_path):
+    assert in_use(tmp_path) is False  # there is no lock yet
+    command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        assert in_use(tmp_path) is True
+        process.kill()
+    assert in_use(tmp_path) is False
+    lock = RunLock(tmp_path)
+    assert in_use(tmp_path) is True
+    assert subprocess.run([sys.executable, "-c", ASK, tmp_path / ".lock"]).returncode == 1  # it is still held
+    lock.release()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
+from meshtrain.schedule.segments import Segment, Work, idle_shares, segments, work_per_tick
 from meshtrain.schedule.table import B, F, Table, W
 
 LETTERS = "FHBWel"  # of the fields of Work: e an embedding to come, l the gradient of one that left
@@ -109,3 +109,23 @@ def test_segments_follow_one_another_without_gap_or_overlap():
         assert segment.first == tick
         tick += segment.repeats * segment.period
     assert tick == make_table("zb_interleaved", 4, 18, 2).ticks
+
+
+def test_idle_shares_are_those_of_the_slots_that_no_stage_asked_for():
+    # 1F1B on 4 stages with 8 microbatches: 11 ticks have a forward and 11 a backward; the last stage's 8 have a loss
+    shares = idle_shares(make_table("1f1b", 4, 8, 1))
+    assert shares == pytest.approx({"forward": 3 / 11, "backward": 3 / 11, "head": 0})
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+def test_idle_shares_count_what_the_segments_compute(name):
+    table = make_table(name, 4, 4, 1)
+    done = work_per_tick(segments(table))
+    slots = [F, *([B, W] if table.split else [B])]
+    asked = {slot: int((table.cells[:, :, slot, 0] >= 0).sum()) for slot in slots}
+    computed = {F: done[:, 0].sum() * 4, B: done[:, 2].sum() * 4, W: done[:, 3].sum() * 4}
+    shares = idle_shares(table)
+    assert shares["forward"] == pytest.approx(1 - asked[F] / computed[F])
+    assert shares["backward"] == pytest.approx(
+        1 - sum(asked[s] for s in slots[1:]) / sum(computed[s] for s in slots[1:])
+    )

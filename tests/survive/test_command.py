@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.survive.__main__ import main
+from meshtrain.config import load
+from meshtrain.survive.__main__ import _set_flags, main
 from meshtrain.survive.inject import KINDS, parse
 from meshtrain.survive.records import Plan
 from meshtrain.survive.store import Store
@@ -196,3 +197,17 @@ def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     found = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], env=environment, capture_output=True)
     assert (found.returncode, found.stdout, found.stderr) == (2, b"", b"")
+
+
+def test_flags_of_the_cluster_are_set_where_the_node_has_none_of_its_own(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    _set_flags(load({"mesh": {"tensor": 4, "pipeline": 4}}), "h100")
+    permute = "xla_gpu_collective_permute_connected_components=true"
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/x --{permute}" and os.environ["NCCL_DEBUG"] == "INFO"
+    said = capsys.readouterr().err
+    assert f"{permute}: messages go through" in said and "NCCL_DEBUG is left alone: set by the user." in said
+
+
+def test_flags_of_a_cluster_that_there_is_not(config, capsys):
+    assert "did you mean h100?" in refused(capsys, "--config", str(config), "--flags", "h10")

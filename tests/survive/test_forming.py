@@ -12,6 +12,7 @@ import pytest
 
 from meshtrain.config import Config, ConfigError, SurviveConfig, check, load, resolve, to_yaml
 from meshtrain.config.follow import put
+from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.rows import filled_rows, sequences
 from meshtrain.plan import named, plan
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
@@ -61,18 +62,23 @@ def shapes(count: int) -> Iterator[tuple[Config, int, int]]:
     base = put(Config(), model=MODEL)
     while count:
         tensor, stages, data = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 3, 5, 8]), draw.randint(1, 24)
-        each = draw.choice([1, 2, 4, 8])
+        each, islands = draw.choice([1, 2, 4, 8]), draw.choice([1, 1, 2, 3, 4])
         wanted, left = divmod(data * tensor * stages, each)
         name = draw.choice([name for name in SCHEDULES if SCHEDULES[name].chunks in (None, 1, 2)])
         cut, pads = draw.randint(1, 12), draw.random() < 0.3
         batch = draw.randint(data, 40 * data) if pads else data * cut * draw.randint(1, 9)
         batching = draw.choice(["window", "budget"])
         fewest = -(-tensor * stages // each)
-        if left or wanted < fewest:
+        if left or wanted < fewest or data % islands:
             continue
         chosen = put(
             base,
-            mesh={"data": data, "tensor": tensor, "pipeline": stages},
+            mesh={
+                "data": data,
+                "tensor": tensor,
+                "pipeline": stages,
+                "islands": islands,
+            },
             parallel={"microbatches": cut, "schedule": name, "zero_stage": draw.randint(0, 3)},
             train={"global_batch_size": batch, "uneven_batch": "pad" if pads else "refuse"},
             data={"batching": batching},
@@ -84,6 +90,19 @@ def shapes(count: int) -> Iterator[tuple[Config, int, int]]:
         count -= 1
 
 
+def most_ranks(before: MeshConfig, devices: int, rows: int) -> tuple[int, int]:
+    """By trying all: as many ranks as can be in islands of one size, which have never been larger where one of them is gone."""
+    places = min(devices // (before.tensor * before.pipeline), rows)
+    found = [
+        (islands * each, islands)
+        for islands in range(1, before.islands + 1)
+        for each in range(1, places // islands + 1)
+        if islands == before.islands or each <= before.data // before.islands
+    ]
+    return min(found, key=lambda cut: (-cut[0], cut[1]))
+
+
+@pytest.mark.thorough
 def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
     shrunk = grown = 0
     for config, nodes, each in shapes(5000):
@@ -95,7 +114,7 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
         if mesh == before:
             assert found.config == apart_from_survive(config)
             continue
-        assert mesh.data == min(most * each // (mesh.tensor * mesh.pipeline), config.train.global_batch_size)
+        assert (mesh.data, mesh.islands) == most_ranks(before, most * each, config.train.global_batch_size)
         # Nothing else than what it says has changed.
         keys = {"microbatches": config.parallel.microbatches}
         back = dataclasses.replace(
@@ -104,6 +123,52 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
         assert dataclasses.replace(back, train=config.train) == apart_from_survive(config)
         shrunk, grown = shrunk + (mesh.data < before.data), grown + (mesh.data > before.data)
     assert shrunk > 2000 and grown > 200
+
+
+# Islands of nodes with fast links: equally large, so each loses what the smallest lost, or one of them goes.
+@pytest.mark.parametrize(
+    ("data", "islands", "left", "becomes", "says"),
+    [
+        (16, 2, 15, (14, 2), "data 14 of 16 in 2 islands of 7: 1 of 15 nodes idle"),
+        (16, 2, 14, (14, 2), "data 14 of 16 in 2 islands of 7: none of 14 nodes idle"),
+        (32, 4, 31, (28, 4), "data 28 of 32 in 4 islands of 7: 3 of 31 nodes idle"),
+        (16, 8, 15, (14, 7), "data 14 of 16 in 7 of 8 islands of 2: 1 of 15 nodes idle"),
+        (16, 4, 15, (12, 3), "data 12 of 16 in 3 of 4 islands of 4: 3 of 15 nodes idle"),
+        (16, 2, 9, (8, 1), "data 8 of 16 in 1 of 2 islands of 8: 1 of 9 nodes idle"),
+        (6, 2, 1, (1, 1), "data 1 of 6 in 1 of 2 islands of 1: none of 1 nodes idle"),
+        (5, 5, 4, (4, 4), "data 4 of 5 in 4 of 5 islands of 1: none of 4 nodes idle"),
+    ],
+)
+def test_islands_stay_equally_large_and_keep_the_most_ranks(data, islands, left, becomes, says):
+    config = run_of({"data": data, "islands": islands}, 8 * data, data, parallel={"microbatches": 4})
+    found = on(config, left)
+    assert (found.config.mesh.data, found.config.mesh.islands) == becomes
+    assert found.sentence.startswith(says)
+    assert found.nodes == becomes[0]
+
+
+def test_islands_that_step_by_themselves_stay_at_least_two():
+    config = run_of({"data": 16, "islands": 2}, 128, 16, parallel={"microbatches": 4, "sync": {"every": 5}})
+    mesh = on(config, 9).config.mesh
+    assert (mesh.data, mesh.islands) == (8, 2)
+
+
+def test_with_all_its_nodes_islands_are_as_they_were_written():
+    config = run_of({"data": 8, "islands": 4, "tensor": 2}, 16, 8)
+    assert on(config, 8).config == apart_from_survive(config)
+    assert on(config, 8).sentence.startswith("data 8 of 8 in 4 islands of 2: none of 8 nodes idle")
+
+
+def test_more_nodes_than_were_wanted_make_islands_larger():
+    config = run_of({"data": 4, "islands": 2}, 64, 4, survive={"wanted": 4, "most": 7})
+    mesh = on(config, 7).config.mesh
+    assert (mesh.data, mesh.islands) == (6, 2)
+
+
+def test_a_search_for_another_mesh_leaves_islands_that_divide_data():
+    config = run_of({"data": 2, "islands": 2, "tensor": 4, "pipeline": 2}, 8, 8, parallel={"microbatches": 2})
+    found = on(config, 3, cluster="h100")
+    assert found.config.mesh.devices in (4, 6)
 
 
 def test_with_all_its_nodes_a_run_is_as_it_was_written():
@@ -220,9 +285,10 @@ def test_a_search_for_another_mesh_keeps_no_supervisor_silent():
 
 
 def _seconds(config: Config, nodes: int) -> float:
-    began = time.perf_counter()
+    """Of a processor: what others take of it is none of ours."""
+    began = time.process_time()
     formed(config, nodes, cluster="h100")
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def test_a_supervisor_that_forms_has_no_jax():

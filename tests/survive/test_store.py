@@ -65,6 +65,27 @@ def test_its_own_record_is_not_written_into_something_else(store, what):
     store.say("join")
 
 
+def test_a_run_that_has_taken_the_directorys_name_gets_neither_record_nor_plan(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    first = Store(run, "n0")
+    first.publish(Node("n0", "first", "host"))
+    run.rename(tmp_path / "away")
+    run.mkdir()
+    second = Store(run, "n0")
+    for use in (lambda: first.publish(Node("n0", "first", "host")), first.nodes, first.plans):
+        with pytest.raises(OSError, match="Stale"):
+            use()
+    assert second.nodes() == {}
+    second.publish(Node("n0", "second", "host"))
+    with pytest.raises(ConfigError, match="another supervisor"):
+        first.plans()
+    run.rename(tmp_path / "later")
+    (tmp_path / "away").rename(run)
+    first.publish(Node("n0", "first", "host"))
+    assert list(first.nodes()) == ["n0"]
+
+
 def test_names_that_are_no_records_names(store):
     for name in ("../x.json", "x", ".hidden.json", "-x.json", "a b.json", "x" * 65 + ".json"):
         if "/" not in name:

@@ -10,6 +10,7 @@ from free_port import free_port
 from supervised import Rank, supervised
 from training_processes import rows, settings
 
+from meshtrain.checkpoint.steps import committed_in
 from meshtrain.run.lock import RunLock
 from meshtrain.survive.child import ABORTED
 from meshtrain.train import main
@@ -76,6 +77,15 @@ def alone(tmp_path_factory):
         assert codes(start(directory, 1, mesh)) == [0]
         runs[mesh] = directory / "run"
     return runs
+
+
+def test_patience_ends_all_processes_after_the_same_step(tmp_path):
+    """With so small a learning rate no evaluation is lower than the first."""
+    still = {"optimizer": {"learning_rate": 1e-30}, "eval": {"every": 1, "batches": 1, "patience": 2}}
+    ranks = start(tmp_path, 2, **still)
+    assert codes(ranks) == [0, 0], [rank.output.read_text() for rank in ranks]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    assert committed_in(tmp_path / "run" / "checkpoints") == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("mesh", "processes"), [("2x2x2", 2), ("2x2x2", 4), ("4x2x1", 2), ("4x2x1", 4), ("3x1x1", 3)])

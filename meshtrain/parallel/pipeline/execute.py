@@ -25,14 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshtrain import scopes
 from meshtrain.compat import vary, varying
-from meshtrain.mesh import AXES, PIPELINE
-from meshtrain.parallel.forward import Batch, Forward
+from meshtrain.mesh import PIPELINE
+from meshtrain.parallel.forward import Batch, Forward, Totals
 from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.pipeline.storage import empty, read, write
 from meshtrain.parallel.zero import Weights
 from meshtrain.schedule.executed import executed
-from meshtrain.schedule.segments import Segment, Work, segments, work_per_tick
+from meshtrain.schedule.segments import Segment, Work, forward_alone, segments, work_per_tick
 from meshtrain.schedule.table import B, F, Table
 
 Tree = Any
@@ -49,13 +50,14 @@ class Carry(NamedTuple):
     gx: jax.Array  # the cotangent that the last B made, not yet sent
     stash: Tree  # [places, layers, ..]: of each layer (its input, residuals)
     left: Tree  # [places, layers, ..]: what I leaves for W
-    loss: jax.Array
-    blocks: Tree  # float32 gradients; None in an evaluation
+    loss: jax.Array  # summed; of a forward alone those of all tokens, [M, b, T]
+    measured: dict[str, jax.Array]  # beside the loss, summed
+    blocks: Tree  # float32 gradients; None in a forward alone
     edge: Tree  # float32 gradients of embedding and head
 
 
 class Executor:
-    """One table over one model: call `train` or `evaluate` inside shard_map."""
+    """One table over one model: call `train` or `losses` inside shard_map."""
 
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward, self.table = forward, table
@@ -65,10 +67,11 @@ class Executor:
 
     # --- the two programs
 
-    def train(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> tuple[jax.Array, Tree]:
+    def train(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> tuple[Totals, Tree]:
         """Loss summed over the microbatches [M, b, T] (on each data rank), and `seed` times its gradient in float32."""
         carry = self.run(weights, batches, key, seed)
-        return self._total(carry.loss), {**carry.edge, "blocks": carry.blocks}
+        totals = jax.tree.map(self._total, (carry.loss, carry.measured))
+        return totals, {**carry.edge, "blocks": carry.blocks}
 
     def run(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> Carry:
         """All ticks; what the buffers hold after the last one is in the carry."""
@@ -78,13 +81,17 @@ class Executor:
             carry = self._segment(step, segment, carry)
         return step.end(carry)
 
-    def evaluate(self, weights: Weights, batches: Batch) -> jax.Array:
-        """Summed loss: the table's forward slots alone."""
+    def losses(self, weights: Weights, batches: Batch) -> jax.Array:
+        """The losses of the tokens one by one, float32 [M, b, T], on every stage: the table's forward slots alone."""
         step = _Step(self, Stage(self.forward, self.table.chunks, weights, batches, None), jnp.zeros(()))
         carry = step.start(forward_only=True)
-        busy = np.flatnonzero(self.buffers.f_active.any(axis=1))
-        rows = self._rows(busy)
-        return self._total(_scan(step, Work(True, True, False, False, True, False), carry, rows).loss)
+        if self.skips:
+            rows = self._rows(np.flatnonzero(self.buffers.f_active.any(axis=1)))
+            carry = _scan(step, Work(True, True, False, False, True, False), carry, rows)
+        else:
+            for segment in forward_alone(self.segments):
+                carry = self._segment(step, segment, carry)
+        return self._total(carry.loss)
 
     def _total(self, loss: jax.Array) -> jax.Array:
         return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss
@@ -127,13 +134,19 @@ class _Step:
     def start(self, forward_only: bool = False) -> Carry:
         depths, stage, x = self.buffers.depths, self.stage, self.stage.zeros()
         zero = jnp.zeros((), jnp.int32)
-        loss = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, jnp.array(True)), x)
+        here, microbatches = jnp.array(True), stage.batches["tokens"].shape[0]
+        zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))  # noqa: E731
         stash: Tree = []
         left: Tree = []
         gradients: tuple[Tree, Tree] = (None, None)
-        if not forward_only:
+        if forward_only:
+            losses = jax.eval_shape(lambda x: stage.losses(x, zero, here), x)
+            loss, measured = zeros((microbatches, *losses.shape), losses), {}
+        else:
+            totals = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, here), x)
+            loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
             stash, left = stage.stashed(self.table.split)
-            f32 = lambda w: vary(jnp.zeros(w.shape, jnp.float32), AXES)  # noqa: E731
+            f32 = lambda w: vary(jnp.zeros(w.shape, jnp.float32), stage.model.config.mesh.axes)  # noqa: E731
             gradients = (jax.tree.map(f32, stage.blocks.differentiated), jax.tree.map(f32, stage.edge))
         return Carry(
             f_inbox=empty((depths.f_inbox,), x),
@@ -142,7 +155,8 @@ class _Step:
             gx=x,
             stash=empty((depths.stash, stage.layers), stash),
             left=empty((depths.cot, stage.layers), left),
-            loss=vary(jnp.zeros(()), varying(loss)),
+            loss=loss,
+            measured=measured,
             blocks=gradients[0],
             edge=gradients[1],
         )
@@ -182,6 +196,7 @@ class _Step:
             carry = carry._replace(f_inbox=self.keep(carry.f_inbox, arriving_f, row))
         return carry
 
+    @jax.named_scope(scopes.FORWARD)
     def do_forward(self, carry: Carry, row: Row, trains: bool) -> tuple[Carry, jax.Array]:
         x = read(carry.f_inbox, row["f_in"])
         x = jnp.where(row["first"], carry.entering, x)
@@ -195,21 +210,28 @@ class _Step:
         y, stash = self.if_active(slot.active, run, lambda stash: (self.stage.zeros(), stash), carry.stash)
         return carry._replace(stash=self.settled(stash)), y
 
+    @jax.named_scope(scopes.HEAD)
     def do_head(self, carry: Carry, row: Row, y: jax.Array) -> Carry:
         exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
-        trains = carry.edge is not None
+        if carry.edge is None:
 
-        def run(loss: jax.Array, edge: Tree, b_inbox: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
-            if not trains:
-                return loss + self.stage.loss(self.stage.edge, y, row["exit"], row["last"]), edge, b_inbox
-            more, vjp = jax.vjp(lambda w, y: self.stage.loss(w, y, row["exit"], row["last"]), self.stage.edge, y)
+            def keep(losses: jax.Array) -> jax.Array:
+                return write(losses, self.stage.losses(y, row["exit"], row["last"]), row["exit"])
+
+            return carry._replace(loss=self.when(exits, keep, lambda same: same, carry.loss))
+
+        def run(totals: Totals, edge: Tree, b_inbox: jax.Array) -> tuple[Totals, Tree, jax.Array]:
+            of = lambda w, y: self.stage.loss(w, y, row["exit"], row["last"])  # noqa: E731
+            more, vjp, measured = jax.vjp(of, self.stage.edge, y, has_aux=True)
             gradient, gy = vjp(vary(self.seed, varying(more)))
             b_inbox = write(b_inbox, gy, row["head_out"], active=row["last"])
-            return loss + more, _add(edge, gradient), b_inbox
+            return jax.tree.map(jnp.add, totals, (more, measured)), _add(edge, gradient), b_inbox
 
-        loss, edge, b_inbox = self.when(exits, run, lambda *same: same, carry.loss, carry.edge, carry.b_inbox)
-        return carry._replace(loss=loss, edge=edge, b_inbox=b_inbox)
+        before = (carry.loss, carry.measured), carry.edge, carry.b_inbox
+        (loss, measured), edge, b_inbox = self.when(exits, run, lambda *same: same, *before)
+        return carry._replace(loss=loss, measured=measured, edge=edge, b_inbox=b_inbox)
 
+    @jax.named_scope(scopes.BACKWARD)
     def do_backward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         cotangent, slot = read(carry.b_inbox, row["b_in"]), of_row(row, "b")
 
@@ -223,6 +245,7 @@ class _Step:
         gx, blocks, left = self.if_active(slot.active, run, idle, carry.blocks, carry.left)
         return carry._replace(blocks=blocks, left=self.settled(left)), gx
 
+    @jax.named_scope(scopes.BACKWARD)
     def do_weight(self, carry: Carry, row: Row) -> Carry:
         slot = of_row(row, "w")
 
@@ -233,14 +256,18 @@ class _Step:
 
     # --- the vocabulary's other end
 
+    @jax.named_scope(scopes.EMBEDDING)
     def enter(self, before: jax.Array, microbatch: jax.Array) -> jax.Array:
         """The embedding of a microbatch, where there is one to come; of use on stage 0."""
         return self.when(
             self.at_first_stage(microbatch >= 0), lambda _: self.stage.embed(self.stage.edge, microbatch), lambda x: x, before,
         )  # fmt: skip
 
+    @jax.named_scope(scopes.EMBEDDING)
     def leave(self, carry: Carry, microbatch: jax.Array) -> Carry:
         """What the last B of virtual stage 0 made is the embedding's gradient."""
+        if not jax.tree.leaves(carry.edge["embedding"]):
+            return carry
         leaves = microbatch >= 0
 
         def embedding_gradient(edge: Tree) -> Tree:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from meshtrain.compat import bind
+from meshtrain.compat import bind, scopes_of
 
 _INLINED = {
     "jit": "jaxpr",
@@ -76,7 +76,8 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Value
         if eqn.primitive.name in _INLINED:
             inner = eqn.params[_INLINED[eqn.primitive.name]]
             jaxpr_of, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
-            outs = _evaluate(jaxpr_of, consts, values)
+            with scopes_of(eqn):
+                outs = _evaluate(jaxpr_of, consts, values)
         elif eqn.primitive.name == "name":
             # what `checkpoint_name` named is the value itself, not another that W would have to be left
             outs = values

@@ -15,9 +15,11 @@ from jax import lax
 
 from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.mesh import DATA, PIPELINE
-from meshtrain.parallel.forward import Batch, Forward
+from meshtrain.parallel.beside import after
+from meshtrain.parallel.forward import Batch, Forward, Totals
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
 from meshtrain.parallel.pipeline.storage import add, read, write
+from meshtrain.parallel.placement import buckets
 from meshtrain.parallel.zero import Weights
 
 Tree = Any
@@ -42,7 +44,7 @@ class Stage:
         self.blocks = weights.part("blocks")
         # Of a chunk; its layers lie one after the other in the weights' first axis.
         self.layers = forward.layout.layer_at.shape[-1]
-        assert len(jax.tree.leaves(self.blocks.differentiated)[0]) == chunks * self.layers
+        assert len(jax.tree.leaves(self.blocks)[0]) == chunks * self.layers
         layer_at = jnp.asarray(forward.layout.layer_at)
         self.layer_at = lax.dynamic_index_in_dim(layer_at, lax.axis_index(PIPELINE), 0, keepdims=False).reshape(-1)
 
@@ -61,9 +63,13 @@ class Stage:
         weights, batch = Weights(self.edge, self.constant), self._batch(microbatch)
         return edge | {"embedding": self.model.add_embedding_gradient(edge["embedding"], weights, batch, self.key, gx)}
 
-    def loss(self, edge: Tree, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> jax.Array:
+    def loss(self, edge: Tree, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> Totals:
         """Loss of what left the last stage, on the stages that share the vocabulary; zero but where `here`."""
         return self.model.loss(Weights(edge, self.constant), y, self._batch(microbatch), here)
+
+    def losses(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> jax.Array:
+        """Those of its tokens one by one, [b, T]."""
+        return self.model.losses(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
 
     # --- the layers of a chunk
 
@@ -93,6 +99,32 @@ class Stage:
             return gx, add(gradients, gradient, at, active=slot.active)
 
         return self._over_layers(slot.chunk, (cotangent, gradients), one, reverse=True)
+
+    def backward_sending(self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]) -> tuple[jax.Array, Tree]:  # fmt: skip
+        """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those in `gradients`
+        (None: to nothing). A bucket of layers is sent while the one before it is gone through.
+        """
+        layer = self._layer(slot.microbatch)
+
+        def one(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
+            found, gx = self._vjp(layer, at, *read(stash, slot.place, at))(cotangent)
+            return gx, found
+
+        def backward(cotangent: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
+            gx, found = lax.scan(one, cotangent, jnp.arange(first, behind, dtype=jnp.int32), reverse=True)
+            found = jax.tree.map(lambda g: g.astype(jnp.float32), found)
+            return gx, found if gradients is None else jax.tree.map(
+                lambda total, g: total[first:behind] + g, gradients, found
+            )
+
+        (first, behind), *others = buckets(self.layers)[::-1]
+        cotangent, complete = backward(cotangent, first, behind)
+        sent = []
+        for first, behind in others:
+            sent.append(send(after(complete, cotangent)))
+            cotangent, complete = backward(cotangent, first, behind)
+            complete = after(complete, sent[-1])
+        return cotangent, jax.tree.map(lambda *x: jnp.concatenate(x), *[*sent, send(complete)][::-1])
 
     def input_gradient(self, stash: Tree, cotangent: jax.Array, left: Tree, place: jax.Array, slot: Slot) -> tuple[jax.Array, Tree]:  # fmt: skip
         """I: the input gradient, and at `place` of `left` what the weight gradient needs of it."""
@@ -146,21 +178,27 @@ class Stage:
     def _weights(self, at: jax.Array) -> Weights:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks)
 
-    def _traced(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, Callable]:
-        """A layer's output, and its vjp to the gradients of its weights and of x."""
+    def _traced(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, Callable, list[bool]]:
+        """A layer's output, its vjp to the gradients of its weights and of x, and which of the residuals depend on the microbatch:
+        no weights that are only read, which are there in the backward as they were."""
         weights, index = self._weights(at), self.layer_at[at]
-        return jax.vjp(lambda w, x: layer(weights._replace(differentiated=w), index, x), weights.differentiated, x)
+        run = lambda w, x: layer(weights._replace(differentiated=w), index, x)  # noqa: E731
+        y, vjp = jax.vjp(run, weights.differentiated, x)
+        constant = {id(w) for w in jax.tree.leaves(weights.constant)}
+        return y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
 
     def _kept(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """A layer's output, and the residuals that depend on the microbatch."""
-        y, vjp = self._traced(layer, at, x)
-        return y, [r for r in residuals(vjp) if DATA in varying(r)]
+        y, vjp, stored = self._traced(layer, at, x)
+        return y, [r for r, is_stored in zip(residuals(vjp), stored, strict=True) if is_stored]
 
     def _vjp(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> Callable:
         """The layer's vjp over residuals from the stash; the forward pass traced here is dead code."""
-        _, vjp = self._traced(layer, at, x)
-        stored = iter(kept)
-        return with_residuals(vjp, [next(stored) if DATA in varying(r) else r for r in residuals(vjp)])
+        _, vjp, stored = self._traced(layer, at, x)
+        place = iter(kept)
+        return with_residuals(
+            vjp, [next(place) if is_stored else r for r, is_stored in zip(residuals(vjp), stored, strict=True)]
+        )
 
     def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> Halves:
         """The layer's vjp as I (x, kept, cotangent) -> input gradient and W (what I left, x, kept) -> leaves of the weight gradient."""

@@ -19,11 +19,11 @@ from meshtrain.mesh import PIPELINE
 Tree = Any
 
 
-def empty(shape: tuple[int, ...], like: Tree) -> Tree:
-    """Zeros: `shape` places for values like `like`, which may differ between stages."""
+def empty(shape: tuple[int, ...], like: Tree, zero: jax.Array | float = 0) -> Tree:
+    """Zeros: `shape` places for values like `like`, which may differ between stages; made of `zero`, so not before it is there."""
 
     def zeros(a: jax.Array) -> jax.Array:
-        return vary(jnp.zeros((*shape, *a.shape), a.dtype), (*varying(a), PIPELINE))
+        return vary(jnp.full((*shape, *a.shape), zero, a.dtype), (*varying(a), PIPELINE))
 
     return jax.tree.map(zeros, like)
 

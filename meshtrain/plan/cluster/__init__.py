@@ -8,8 +8,9 @@ may be given in their place. A device's rates are its maker's, the share of them
 
 A message costs its latency and its bytes over the bandwidth: the alpha-beta model (Thakur et al. 2005, section 3).
 
-- `meshtrain.plan.cluster.cluster`: nodes, links by level, failures; which devices talk over which link.
+- `meshtrain.plan.cluster.cluster`: nodes, links by level, failures. `meshtrain.plan.cluster.groups`: which devices talk over which link.
 - `meshtrain.plan.cluster.accelerators`: peak rates and memory with their data sheets, and six efficiencies.
+- `meshtrain.plan.cluster.topology`: fat trees, rails, tori, dragonflies, hypercubes.
 - `meshtrain.plan.cluster.algorithms`: rings, trees, butterflies and hierarchies, with their papers. `meshtrain.plan.cluster.nccl`: GPUs.
 
 `python -m meshtrain.plan --measure` writes such a file for the machine at hand.

@@ -1,6 +1,7 @@
 """What a collective costs, in the alpha-beta model: alpha seconds a message, beta seconds a byte.
 
-S is the size of the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter begins with.
+S is the size of the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an all-to-all begin
+with on a device.
 n devices, k = ceil(log2 n).
 
     all-reduce      steps      bytes that a device sends         source
@@ -9,8 +10,12 @@ n devices, k = ceil(log2 n).
     tree            2 k        2 S                               two binary trees, each half of S: Sanders et al. 2009; NCCL 2.4
     hierarchical    reduce-scatter inside the block of the lowest level, all-reduce of a share between blocks, all-gather inside
 
-An all-gather or reduce-scatter is half of a ring, butterfly or hierarchical all-reduce; trees have no such half.
+An all-gather or reduce-scatter is half of a ring, butterfly or hierarchical all-reduce; trees have no such half. An all-to-all has
+nothing to pass on: a device sends each other one its part of S/n, by itself.
 
+    all-to-all      n-1        S (n-1)/n, each part over all levels between the two      pairwise exchange, Thakur et al. 2005, section 4.6
+
+On a torus whose dimensions are known, and on a hypercube, far partners share wires: `meshtrain.plan.cluster.topology` counts them.
 On GPUs the choice is NCCL's: `meshtrain.plan.cluster.nccl`. Elsewhere the cheapest of these is taken.
 """
 
@@ -19,10 +24,12 @@ import math
 from dataclasses import dataclass
 
 from meshtrain.plan.cluster import nccl
-from meshtrain.plan.cluster.cluster import Group, Hop
+from meshtrain.plan.cluster.groups import Group, Hop
+from meshtrain.plan.cluster.topology import TORUS, Meeting
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
-KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE)
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+ALL_TO_ALL, PERMUTE = "all-to-all", "permute"
+KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE)
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,14 @@ def sent(kind: str, size: int, nbytes: float) -> float:
     if size == 1:
         return 0.0
     share = (size - 1) / size
-    return nbytes * {ALL_REDUCE: 2 * share, ALL_GATHER: share, REDUCE_SCATTER: share, PERMUTE: 1.0}[kind]
+    return nbytes * {ALL_REDUCE: 2 * share, PERMUTE: 1.0}.get(kind, share)
 
 
 def ring(kind: str, group: Group, nbytes: float) -> float:
     """A ring over all members; on a torus one ring for each direction of a dimension, which the bandwidth counts already."""
     n, passes = group.size, 2 if kind == ALL_REDUCE else 1
+    if group.paths:
+        return passes * _meeting(group, group.paths.ring, nbytes)
     return passes * ((n - 1) * group.latency + nbytes * (n - 1) / n / group.bytes_per_second)
 
 
@@ -49,11 +58,13 @@ def butterfly(kind: str, group: Group, nbytes: float) -> float:
     """Halving and doubling among 2^k ranks. What is beyond, up to as many again, hands all it has to one of them before and is
     given the result after, S and a step each time (Thakur et al. 2005, section 4.5).
 
-    Its partners are 1, 2, 4, ... apart: on a torus their messages share links, n/8 to a link; on a dragonfly they are sent by way of a
-    third group, which doubles the load (Kim et al. 2008, section 4)."""
+    Its partners are 1, 2, 4, ... apart: on a torus their messages share links, n/8 to a link."""
+    if group.paths:
+        met = group.paths.butterfly
+        return (2 if kind == ALL_REDUCE else 1) * _meeting(group, met, nbytes) if met else math.inf
     passes, k = 2 if kind == ALL_REDUCE else 1, group.size.bit_length() - 1
     n = 1 << k
-    crossing = {"torus": max(1.0, n / 8), "dragonfly": 2.0}.get(group.topology, 1.0)
+    crossing = max(1.0, n / 8) if group.topology == TORUS else 1.0
     folded = 0.0 if n == group.size else group.latency + nbytes / group.bytes_per_second
     return passes * (folded + k * group.latency + crossing * nbytes * (n - 1) / n / group.bytes_per_second)
 
@@ -65,8 +76,10 @@ def tree(kind: str, group: Group, nbytes: float) -> float:
     the ranks stood along one dimension)."""
     if kind != ALL_REDUCE:
         return math.inf
+    if group.paths:
+        return 2 * _meeting(group, group.paths.tree, nbytes)
     k = math.ceil(math.log2(group.size))
-    crossing = k if group.topology == "torus" else 1
+    crossing = k if group.topology == TORUS else 1
     return 2 * k * group.latency + 2 * crossing * nbytes / group.bytes_per_second
 
 
@@ -82,13 +95,36 @@ def hierarchical(kind: str, group: Group, nbytes: float) -> float:
 
 
 def _level(hop: Hop, passes: int, nbytes: float) -> float:
-    steps = min(hop.fan - 1, 2 * math.ceil(math.log2(hop.fan)))
+    steps = hop.paths.ring.hops if hop.paths else min(hop.fan - 1, 2 * math.ceil(math.log2(hop.fan)))
     return passes * (steps * hop.latency + nbytes * (hop.fan - 1) / hop.fan / hop.bytes_per_second)
 
 
+def exchange(group: Group, nbytes: float) -> tuple[float, float]:
+    """An all-to-all's (seconds of latency if one message follows the other, seconds of bytes), level by level.
+
+    Nobody shares the work of crossing a level: what leaves a block is all that its members send to others. On a torus a message passes
+    n/4 wires on its way along a ring of n, of which it has two directions: n/8 times as much as to a neighbour, if n is that large.
+    """
+    n, inside, latency, seconds = group.size, 1, 0.0, 0.0
+    for hop in group.hops:
+        others = min(inside * hop.fan, n) - inside
+        crossing = max(1.0, n / 8) if group.topology == "torus" else 1.0
+        latency += others * (hop.latency + hop.detour)
+        seconds += crossing * nbytes * others / n / hop.bytes_per_second * hop.slower
+        inside += others
+    return latency, seconds
+
+
 def permute(group: Group, nbytes: float) -> float:
-    """One message to a neighbour, over the widest level that any of the neighbours must cross."""
-    return group.latency + nbytes / min(h.bytes_per_second for h in group.hops)
+    """One message to a neighbour, over the widest level that any of the neighbours must cross, and on another rail if it stands there."""
+    if group.paths:
+        return _meeting(group, group.paths.permute, nbytes)
+    latency = max(h.latency + h.detour for h in group.hops)
+    return latency + nbytes / min(h.bytes_per_second / h.slower for h in group.hops)
+
+
+def _meeting(group: Group, met: Meeting, nbytes: float) -> float:
+    return met.hops * group.latency + met.load * nbytes / group.bytes_per_second
 
 
 ALGORITHMS = {"ring": ring, "butterfly": butterfly, "tree": tree, "hierarchical": hierarchical}
@@ -106,6 +142,11 @@ def best(kind: str, group: Group, nbytes: float) -> Cost:
 
 def all_of(kind: str, group: Group, nbytes: float) -> dict[str, float]:
     """Seconds by algorithm, those that do not apply left out."""
+    if kind == ALL_TO_ALL:
+        latency, seconds = exchange(group, nbytes)
+        if group.library == "nccl":
+            return {"direct": nccl.direct(latency, seconds)}
+        return {"pairwise": latency + seconds}
     if group.library == "nccl":
         return dict(nccl.costs(2 if kind == ALL_REDUCE else 1, group, nbytes))
     costs = {name: f(kind, group, nbytes) for name, f in ALGORITHMS.items()}

@@ -4,13 +4,15 @@
     rail    ├──────────┐        ├──────────┐
     node   [12345678] [12345678] ...
 
-A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends.
+A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends. What else messages meet on
+the way is the network's shape: `meshtrain.plan.cluster.topology`.
 """
 
 import dataclasses
 import functools
 import math
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,73 +22,15 @@ from meshtrain.config.load import filled, read_given
 from meshtrain.config.schema import key
 from meshtrain.errors import nearest
 from meshtrain.plan.cluster.accelerators import ACCELERATORS, Accelerator, Peak
+from meshtrain.plan.cluster.groups import LEVELS, Legs, Levels, Link, Links, Network, group, torus_of
+from meshtrain.plan.cluster.groups import Group as Group
+from meshtrain.plan.cluster.groups import Hop as Hop
+from meshtrain.plan.cluster.topology import DRAGONFLY, FAT_TREE, HYPERCUBE, RAILS, TORUS
 
 DIRECTORY = Path(__file__).parent / "known"
 
 
-# The bounds are wider than any machine of 2026 and narrower than a slip of units.
-SECONDS, ONE_WAY = "seconds (3 µs are 3e-06)", "GB/s that one device sends in one direction (400 Gbit/s are 50)"
-
-
-@dataclass(frozen=True)
-class Link:
-    """One level of the network, seen from one device."""
-
-    devices: int = key(0, "devices in a block of this level; 0: there is no such level", least=0)
-    latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.01, unit=SECONDS)
-    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.01, most=5000.0, unit=ONE_WAY)
-    sums: bool = key(False, "its switches sum, as NVLink SHARP does: NCCL's all-reduces in a machine are cheaper")
-
-
-@dataclass(frozen=True)
-class Cable(Link):
-    """A level between machines: the world is some 0.1 s wide, and a device has network cards for 1.6 Tbit/s at most."""
-
-    latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.1, unit=SECONDS)
-    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.001, most=200.0, unit=ONE_WAY)
-
-
-@dataclass(frozen=True)
-class Links:
-    island: Link = field(default_factory=Link)
-    node: Link = field(default_factory=Link)
-    rail: Cable = field(default_factory=Cable)
-    spine: Cable = field(default_factory=Cable)
-
-
 EXAMPLE = "it needs at least 'accelerator: {name: h100}' and 'links: {node: {devices: 8, bandwidth: 450}}'"
-LEVELS = ("island", "node", "rail", "spine")
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A level as a group of devices meets it: `fan` blocks of the level below (or devices) meet in one block here."""
-
-    level: str
-    fan: int
-    latency: float
-    bytes_per_second: float
-    members: int  # devices of the group in one of the blocks that meet: they share the work of crossing
-    sums: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Devices that talk to each other, and the levels they cross, lowest first. Equal groups of a cluster are one object."""
-
-    size: int
-    hops: tuple[Hop, ...]
-    topology: str = "fat_tree"
-    library: str = ""  # nccl, or the best of all algorithms
-
-    @functools.cached_property
-    def latency(self) -> float:
-        return max((h.latency for h in self.hops), default=0.0)
-
-    @functools.cached_property
-    def bytes_per_second(self) -> float:
-        """What one device can send when all of the group send at once, members of a block sharing its way out evenly."""
-        return min((h.bytes_per_second * h.members for h in self.hops), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -97,7 +41,18 @@ class Cluster:
     shared: bool = key(
         False, "fake devices: all devices are one machine, and the accelerator's figures are of all of them together"
     )
-    topology: Literal["fat_tree", "torus", "dragonfly", "flat"] = key("fat_tree", "shape of the network between nodes")
+    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(
+        FAT_TREE, "shape of the network"
+    )
+    dimensions: tuple[int, ...] = key(
+        (),
+        "torus: places along each dimension, neighbours in the last; the level that joins as many is the torus",
+        least=1,
+    )
+    between_rails: Literal["node", "spine"] = key(
+        "node",
+        "rail_optimised: the way to a device of another number in its node, over the node's links first (NCCL's PXN) or over the spine",
+    )
     failures_per_device_hour: float = key(
         2e-5,
         "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
@@ -108,6 +63,13 @@ class Cluster:
     restart_seconds: float = key(
         300.0, "from a failure to the first step after the restart", least=0.0, most=86400.0, unit="seconds"
     )
+    save_seconds: float = key(
+        0.2,
+        "for which a save stops training however little it copies (barrier, directory, names of arrays): the quickstart's 10 MB, median of 10",
+        least=0.0,
+        most=3600.0,
+        unit="seconds",
+    )
     storage_bandwidth: float = key(
         1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one node"
     )
@@ -115,6 +77,10 @@ class Cluster:
         20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one device"
     )
     price_per_device_hour: float = key(0.0, "price of one device for an hour, in any currency", least=0.0)
+    device_order: tuple[str, ...] = key(
+        (),
+        "devices as HOST/NUMBER, neighbours by their links, as the probe found them; mesh.cluster has a mesh take them so",
+    )
     accelerator: Accelerator = field(default_factory=Accelerator)
     links: Links = field(default_factory=Links)
 
@@ -122,36 +88,43 @@ class Cluster:
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
-    def levels(self) -> tuple[tuple[str, Link], ...]:
+    def levels(self) -> Levels:
         """The levels that there are, innermost first."""
         return tuple((name, getattr(self.links, name)) for name in LEVELS if getattr(self.links, name).devices)
 
     def group(self, size: int, stride: int) -> Group:
         """The group of `size` devices that stand `stride` apart in the numbering."""
-        device = self.accelerator
-        library = "nccl" if device.platform == "gpu" else ""
-        return _group(self.levels(), device.efficiency.link, self.topology, library, size, stride)
+        return self._group(((size, stride),))
 
     def axis(self, name: str, mesh: MeshConfig) -> Group:
-        """The group of a mesh axis, or of several joined by +; devices are numbered with pipeline outermost, then data, tensor
-        innermost."""
-        strides = {"tensor": 1, "data": mesh.tensor, "pipeline": mesh.tensor * mesh.data}
-        axes = name.split("+")
-        return self.group(math.prod(getattr(mesh, axis) for axis in axes), min(strides[axis] for axis in axes))
+        """The group of a mesh axis, or of several joined by +; devices are numbered as `mesh.order` says."""
+        legs = ((mesh.ways(axis), mesh.stride(axis)) for axis in name.split("+"))
+        return self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
 
+    def _group(self, legs: Legs) -> Group:
+        device = self.accelerator
+        library = "nccl" if device.platform == "gpu" else ""
+        return group(self.levels(), device.efficiency.link, self.network, library, legs)
 
-@functools.lru_cache(maxsize=4096)
-def _group(
-    levels: tuple[tuple[str, Link], ...], reached: float, topology: str, library: str, size: int, stride: int
-) -> Group:
-    hops, inside = [], 1
-    for name, link in levels:
-        members = max(1, min(size, link.devices // stride))
-        if members > inside:
-            fan = math.ceil(members / inside)
-            hops.append(Hop(name, fan, link.latency, link.bandwidth * 1e9 * reached, inside, link.sums))
-            inside = members
-    return Group(size, tuple(hops), topology, library)
+    @functools.cached_property
+    def network(self) -> Network:
+        """The shape, with what it needs."""
+        torus, level = torus_of(self.levels(), self.topology, self.dimensions)
+        return Network(self.topology, self.between_rails, self.devices_per_node, torus, level)
+
+    @property
+    def bisection(self) -> float:
+        """GB/s that one half of all devices can send to the other half over the highest level at once."""
+        if not self.levels():
+            return 0.0
+        name, top = self.levels()[-1]
+        devices, network = top.devices, self.network
+        if network.torus and network.torus_level == name:
+            return network.torus.bisection * top.reached * (devices // network.torus.size) / network.torus.links
+        blocks = devices // (self.levels()[-2][1].devices if len(self.levels()) > 1 else 1)
+        # Of a dragonfly's links some lead to groups of the same half.
+        across = blocks / 2 / max(1, blocks - 1) if self.topology == DRAGONFLY else 1.0
+        return devices / 2 * top.reached * across
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -209,6 +182,12 @@ def checked(cluster: Cluster, source: str) -> Cluster:
                 "levels must grow from island to spine."
             )
         before = name, link
+    _check_shape(cluster, source)
+    named = Counter(cluster.device_order)
+    if twice := [name for name, times in named.items() if times > 1]:
+        raise ConfigError(f"{source}: device_order names {short(twice[0])} twice.")
+    if named and len(named) != cluster.devices and not cluster.shared:
+        raise ConfigError(f"{source}: device_order names {len(named)} devices, and the cluster has {cluster.devices}.")
     reach = levels[-1][1].devices if levels else 1
     if not cluster.shared and reach < cluster.devices:
         top = "rail or spine" if cluster.nodes > 1 else "node"
@@ -217,6 +196,34 @@ def checked(cluster: Cluster, source: str) -> Cluster:
             f"reaches {reach}; add links.{top} with devices: {cluster.devices}."
         )
     return dataclasses.replace(cluster, name=cluster.name or Path(source).stem)
+
+
+def _check_shape(cluster: Cluster, source: str) -> None:
+    """ConfigError for a shape that lacks what it needs, or has what is another's."""
+    levels, topology = dict(cluster.levels()), cluster.topology
+    if cluster.dimensions and topology != TORUS:
+        raise ConfigError(f"{source}: dimensions are a torus's, and topology is {topology}; leave them out.")
+    below, joined = 1, []
+    for name, link in levels.items():
+        joined.append(f"{link.devices // below} at links.{name}")
+        if (topology == HYPERCUBE and name == [*levels][-1]) and (link.devices // below).bit_count() > 1:
+            raise ConfigError(
+                f"{source}: links.{name} joins {link.devices // below} blocks, and a hypercube has a power of two of them."
+            )
+        below = link.devices
+    if cluster.dimensions and cluster.network.torus is None:
+        places = math.prod(cluster.dimensions)
+        raise ConfigError(
+            f"{source}: dimensions {' x '.join(map(str, cluster.dimensions))} are {places} places, and no level joins as many; there are {', '.join(joined)}."
+        )
+    if topology == RAILS:
+        needed = ("node", "rail", *["spine"] * (cluster.between_rails == "spine"))
+        if missing := [name for name in needed if name not in levels]:
+            raise ConfigError(f"{source}: a rail-optimised network needs links.{', links.'.join(missing)}.")
+    elif cluster.between_rails == "spine":
+        raise ConfigError(
+            f"{source}: between_rails is of rail_optimised networks, and topology is {topology}; leave it out."
+        )
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:

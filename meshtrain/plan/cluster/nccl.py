@@ -27,11 +27,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshtrain.plan.cluster.cluster import Group, Hop
+from meshtrain.plan.cluster.groups import Group, Hop
 
 INSIDE = ("island", "node")  # levels of NVLink, others are of a network
 SUMMED, SUM_SECONDS, SUM_BETWEEN_SECONDS = 0.75, 25e-6, 140e-6  # of NVLS
 TREE = 0.92  # of a link's bandwidth that trees reach
+
+
+# Messages of an all-to-all, which is sends and receives of each with each, that are under way at once (NVIDIA/nccl,
+# src/include/device.h: NCCL_MAX_DEV_WORK_P2P_PER_BATCH).
+AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,11 @@ def costs(passes: int, group: Group, nbytes: float) -> Iterator[tuple[str, float
             yield f"tree {p.name}", p.tree_start + 2 * (latency + nbytes / bandwidth)
     if passes == 2 and group.hops[0].sums:
         yield _summed(group, nbytes)
+
+
+def direct(latency: float, seconds: float) -> float:
+    """An all-to-all, of `algorithms.exchange`, in Simple: single messages are sent so from 16 KiB on (NCCL_P2P_LL_THRESHOLD)."""
+    return PROTOCOLS[-1].ring_start + latency / AT_ONCE + seconds
 
 
 def _summed(group: Group, nbytes: float) -> tuple[str, float]:

@@ -99,8 +99,12 @@ def words(strategy: str) -> str:
 
 
 def mesh(config: Config | None) -> str:
-    """Data x tensor x pipeline."""
-    return f"{config.mesh.data} x {config.mesh.tensor} x {config.mesh.pipeline}" if config else ""
+    """Data x tensor x pipeline, and in how many islands."""
+    if config is None:
+        return ""
+    shape = config.mesh
+    islands = f", {shape.islands} islands" if shape.islands > 1 else ""
+    return f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
 
 
 def place(placed: Placed, per_node: int) -> str:
@@ -275,7 +279,8 @@ def _plan_json(plan: Plan | None) -> dict:
         return {"mesh": None, "step_seconds": None, "tokens_per_second": None}
     shape = plan.config.mesh
     return {
-        "mesh": {"data": shape.data, "tensor": shape.tensor, "pipeline": shape.pipeline},
+        "mesh": {"data": shape.data, "tensor": shape.tensor, "pipeline": shape.pipeline}
+        | ({"islands": shape.islands} if shape.islands > 1 else {}),
         "step_seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,
     }

@@ -8,10 +8,11 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshtrain.config import Config, ConfigError, load
+from meshtrain.config.follow import differences
 from meshtrain.plan import advice
 from meshtrain.plan.cluster.cluster import Cluster, resized
 from meshtrain.plan.estimate import Plan, estimate
@@ -204,18 +205,12 @@ def _searched(config: Config, cluster: Cluster, devices: int) -> Config | None:
 
 def settings(before: Config, after: Config) -> list[str]:
     """What `--set` takes to make one config of another that a search found: only mesh and parallel differ."""
-    changed = []
-    for section in ("mesh", "parallel"):
-        old, new = getattr(before, section), getattr(after, section)
-        for entry in fields(new):
-            value = getattr(new, entry.name)
-            if value != getattr(old, entry.name):
-                changed.append(f"{section}.{entry.name}={_text(value)}")
-    return changed
+    changed = differences(asdict(before), asdict(after))
+    return [f"{path}={_text(value)}" for path, _, value in changed if path.startswith(("mesh.", "parallel."))]
 
 
 def _text(value: object) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return f"[{', '.join(map(str, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

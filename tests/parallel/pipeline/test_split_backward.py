@@ -155,8 +155,8 @@ def slots_products(**parallel: Any) -> list[Counter]:
     counted: list[Counter] = []
 
     def local(masters: Any, batch: Any) -> jax.Array:
-        batches, _ = program.microbatches(batch)
-        stage = Stage(program.forward, 1, program.zero.open(masters), batches, None)
+        batches, _ = program.local.microbatches(batch)
+        stage = Stage(program.local.forward, 1, program.local.zero.open(masters), batches, None)
         zero, x = jnp.int32(0), stage.zeros()
         work = Slot(jnp.array(True), zero, zero, zero)
         stash, left = (empty((1, stage.layers), of) for of in stage.stashed(split=True))
@@ -177,6 +177,7 @@ def slots_products(**parallel: Any) -> list[Counter]:
     return counted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_of_a_stage_i_and_w_together_do_the_products_of_b(zero, remat):

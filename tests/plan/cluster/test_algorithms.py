@@ -6,6 +6,7 @@ from meshtrain.plan.cluster.algorithms import (
     ALGORITHMS,
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     PERMUTE,
     REDUCE_SCATTER,
     all_of,
@@ -82,6 +83,17 @@ def test_the_best_is_the_cheapest_of_all():
     for nbytes in (1, 1e4, 1e8):
         for group in (flat(5), two_levels(8, 3)):
             assert best(ALL_REDUCE, group, nbytes).seconds == min(all_of(ALL_REDUCE, group, nbytes).values())
+
+
+def test_an_all_to_all_passes_each_part_over_the_levels_between_the_two_and_shares_no_way_out():
+    nbytes = 1e9
+    assert best(ALL_TO_ALL, flat(8), nbytes).seconds == pytest.approx(7 * ALPHA + 7 / 8 * nbytes / RATE)
+    # Of 16 devices in two nodes 7 are near, and 8 beyond a link that is ten times as slow.
+    near, far = 7 * ALPHA + 7 / 16 * nbytes / (10 * RATE), 8 * ALPHA + 8 / 16 * nbytes / RATE
+    assert best(ALL_TO_ALL, two_levels(8, 2), nbytes).seconds == pytest.approx(near + far)
+    # A ring leaves each node once for all its members.
+    assert ALGORITHMS["ring"](REDUCE_SCATTER, two_levels(8, 2), nbytes) < far
+    assert best(ALL_TO_ALL, flat(64, "torus"), nbytes).seconds > 7 * best(ALL_TO_ALL, flat(64), nbytes).seconds
 
 
 def test_one_device_sends_nothing():

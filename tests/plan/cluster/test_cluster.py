@@ -24,7 +24,15 @@ BAD = {
     "accelerator: {name: h100, reserved: 90}": "leaves nothing of its memory",
     "links:\n  node: {devices: 8, bandwidth: 450}": "no link joins all 32 devices",
     "links:\n  node: {devices: 8, bandwidth: 450}\n  rail: {devices: 8, bandwidth: 50}": "levels must grow",
-    "topology: ring": "must be one of fat_tree, torus, dragonfly, flat",
+    "topology: ring": "must be one of fat_tree, rail_optimised, torus, dragonfly, hypercube, flat",
+    "topology: torus\ndimensions: [2, 5]": "dimensions 2 x 5 are 10 places, and no level joins as many; there are 8 at links.node, 4 at links.rail.",
+    "dimensions: [4, 8]": "dimensions are a torus's, and topology is fat_tree",
+    "topology: torus\ndimensions: [0, 8]": "dimensions.* must be at least 1",
+    "between_rails: spine": "between_rails is of rail_optimised networks, and topology is fat_tree",
+    "topology: rail_optimised\nbetween_rails: spine": "a rail-optimised network needs links.spine.",
+    "links:\n  rail: {devices: 32, bandwidth: 50}\ntopology: rail_optimised": "a rail-optimised network needs links.node.",
+    "links:\n  node: {devices: 8, bandwidth: 450}\n  rail: {devices: 48, bandwidth: 50}\ntopology: hypercube": "links.rail joins 6 blocks, and a hypercube has a power of two",
+    "links:\n  node: {devices: 32, bandwidth: 450, oversubscription: 0.5}": "links.node.oversubscription is 0.5; it must be at least 1",
     "nodes: 0": "nodes is 0; it must be at least 1",
     "node: 3": "did you mean nodes?",
     "accelerator: {name: h100, memory: -3}": "must be at least 0",
@@ -148,6 +156,13 @@ def test_a_group_crosses_the_levels_between_its_members(tmp_path):
     # two in each node: they share the way out
     wide = MeshConfig(data=8, tensor=4, pipeline=1)
     assert [(h.level, h.fan, h.members) for h in cluster.axis("data", wide).hops] == [("node", 2, 1), ("rail", 4, 2)]
+
+
+def test_axes_joined_by_a_sum_need_not_be_neighbours(tmp_path):
+    """Tensor ranks in a node, and stages four nodes further: the sum of both crosses the rail."""
+    cluster = load_cluster(write(tmp_path / "mine.yaml", GOOD))
+    both = cluster.axis("tensor+pipeline", MeshConfig(data=4, tensor=4, pipeline=2))
+    assert both.size == 8 and [(h.level, h.fan, h.members) for h in both.hops] == [("node", 4, 1), ("rail", 2, 4)]
 
 
 def test_an_unknown_cluster_names_the_nearest():

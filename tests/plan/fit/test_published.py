@@ -71,6 +71,7 @@ def test_at_most_six_numbers_are_fitted():
     assert len(calibrate.NAMES) <= 6
 
 
+@pytest.mark.thorough
 def test_the_shipped_numbers_are_what_the_fit_gives():
     assert rounded(fit(family("Ampere"))) == AMPERE
     assert rounded(fit(family("Hopper"))) == HOPPER

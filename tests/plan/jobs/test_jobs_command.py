@@ -158,3 +158,14 @@ def test_the_docstring_shows_a_file_of_jobs(written):
     given = yaml.safe_load(text[text.index("    strategy") : text.index("\n\nA job")])
     names = [job.name for job in listed.read(written(yaml.safe_dump(given))).jobs]
     assert names == ["base", "short", "other"]
+
+
+def test_a_jobs_islands_are_told(written, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("mesh: {data: 4, islands: 2}\ntrain: {steps: 3}")
+    jobs = written(f"nodes: 1\njobs:\n  - {{name: one, config: {tmp_path / 'run.yaml'}}}")
+    assert main(["--jobs", jobs, "--cluster", "h100"]) == 0
+    out = capsys.readouterr().out  # the column is narrow
+    assert "4 x 1 x" in out and "islands" in out
+    assert main(["--jobs", jobs, "--cluster", "h100", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["jobs"]
+    assert one["mesh"] == {"data": 4, "tensor": 1, "pipeline": 1, "islands": 2}

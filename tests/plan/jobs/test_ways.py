@@ -93,6 +93,7 @@ def test_the_block_with_the_fewest_of_its_devices_sets_the_pace(cluster, config)
     assert uneven.seconds > even.seconds == speeds.side_by_side(way).seconds
 
 
+@pytest.mark.thorough
 def test_of_several_numbers_each_has_its_own_layout(asked, config, cluster):
     job = Job(name="any", config=str(config), any_of=(4, 8))
     request = asked(job, goal="throughput")

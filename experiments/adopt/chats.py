@@ -1,0 +1,54 @@
+"""Writes what transformers makes of conversations, ids and masks, which the tests hold ours against: tests/data/golden/chats/.
+
+The tokenizer is trained here on a few words; like Llama's it puts the beginning of text before whatever it is given, unless told not to.
+
+pip install -e '.[parity]' && python -m experiments.adopt.chats
+"""
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+WHERE = Path(__file__).resolve().parents[2] / "tests" / "data" / "golden" / "chats"
+SPECIAL = ["<s>", "<|turn|>", "<|end|>"]
+CONVERSATIONS = [
+    [("user", "2 + 2?"), ("assistant", "4")],
+    [("system", "Be brief."), ("user", "the mesh\n\nof shards"), ("assistant", " a token \n"), ("user", "é?"), ("assistant", "漢字 😀")],
+    [("assistant", "the first word"), ("user", "x"), ("assistant", "\tif y:\n\t\treturn 1")],
+    [("user", "end<|end|> it"), ("assistant", "the"), ("tool", "{}"), ("assistant", "the the")],
+]  # fmt: skip
+
+
+def main() -> None:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user assistant system the mesh of shards a token of the mesh"] * 3, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(WHERE / "tokenizer.json"), pretty=False)
+    (WHERE / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": None}) + "\n"
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(WHERE / "tokenizer.json"), bos_token="<s>")
+    template, found = (WHERE / "chat_template.jinja").read_text(), []
+    for turns in CONVERSATIONS:
+        messages = [{"role": role, "content": content} for role, content in turns]
+        made = theirs.apply_chat_template(
+            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        )
+        found.append({"messages": messages, "ids": made["input_ids"], "learned": made["assistant_masks"]})
+    lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)
+    (WHERE / "conversations.json").write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Writes the small models of transformers that the tests hold ours against: tests/adopt/golden/NAME/ with their logits.
+
+pip install -e '.[parity]' && python -m experiments.adopt.golden
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+import transformers as hf
+
+from experiments.adopt.parity import randomise
+
+WHERE = Path(__file__).resolve().parents[2] / "tests" / "adopt" / "golden"
+LENGTH = 48
+PROMPT, SAID = 16, 12  # tokens that a text begins with, and of the likeliest text after them
+SIZES = dict(
+    hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24, vocab_size=45,
+    max_position_embeddings=64, initializer_range=0.3, attn_implementation="eager", bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def models() -> Iterator[tuple[str, Any]]:
+    """By name; one after the other, so that a model added behind the others leaves their numbers as they are."""
+    llama3 = dict(
+        rope_type="llama3", rope_theta=500000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    )  # fmt: skip
+    gpt2 = dict(
+        n_embd=16,
+        n_layer=3,
+        n_head=4,
+        vocab_size=45,
+        n_positions=64,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    yield from {
+        "llama3": hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, rope_parameters=llama3)),
+        "mistral": hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=10)),
+        "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, tie_word_embeddings=True)),
+        "qwen3": hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)),
+        "gpt2": hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, attn_implementation="eager")),
+    }.items()
+    gemma = dict(SIZES, head_dim=8, sliding_window=10, query_pre_attn_scalar=6, pad_token_id=None)
+    ropes = dict(
+        full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0),
+        sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+    )
+    caps = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+    yield "gemma2", hf.Gemma2ForCausalLM(hf.Gemma2Config(**gemma, **caps))
+    yield "gemma3", hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**gemma, sliding_window_pattern=2, rope_parameters=ropes))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    made = {}
+    for name, model in models():
+        made[name] = model
+        randomise(model)
+        # so small that the index is used
+        model.eval().save_pretrained(WHERE / name, max_shard_size="8KB")
+        (WHERE / name / "generation_config.json").unlink(missing_ok=True)
+        tokens = np.random.default_rng(0).integers(0, 45, (2, LENGTH))
+        with torch.no_grad():
+            np.save(WHERE / name / "logits.npy", model(torch.tensor(tokens)).logits.numpy())
+        said = model.generate(torch.tensor(tokens[:, :PROMPT]), max_new_tokens=SAID, do_sample=False, eos_token_id=None)
+        np.save(WHERE / name / "generated.npy", said[:, PROMPT:].numpy().astype(np.int32))
+        print(name, sum(file.stat().st_size for file in (WHERE / name).iterdir()), "bytes")
+    torch.manual_seed(0)
+    tune(made["llama3"], WHERE / "llama3_lora")
+    for name, settings in ADAPTERS.items():
+        adapt(made[name], WHERE / f"{name}_lora", **settings)
+
+
+ADAPTERS = {
+    "qwen3": dict(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"]),
+    "gpt2": dict(r=4, lora_alpha=6, target_modules=["c_attn", "c_proj"]),
+}
+
+
+def adapt(model: Any, to: Path, **settings: Any) -> None:
+    """An adapter of random numbers, and the logits with it."""
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    # else the directory that it was made in
+    adapted.peft_config["default"].base_model_name_or_path = to.name.partition("_")[0]
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+        adapted.save_pretrained(to)
+        (to / "README.md").unlink(missing_ok=True)
+        tokens = np.random.default_rng(0).integers(0, 45, (2, LENGTH))
+        np.save(to / "logits.npy", adapted(torch.tensor(tokens)).logits.numpy())
+    print(to.name, sum(file.stat().st_size for file in to.iterdir()), "bytes")
+
+
+def tune(model: Any, to: Path) -> None:
+    """Five steps of PEFT's LoRA: the adapter before and after them, and their losses, on tokens that the test draws likewise."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path="llama3"
+    )
+    tuned = peft.get_peft_model(model, config)
+    # what is at zero would hide a mistake in A for a step
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    tuned.save_pretrained(to / "before")
+    optimizer = torch.optim.AdamW(tuned.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    losses = []
+    for step in range(5):
+        tokens = torch.tensor(np.random.default_rng(step).integers(0, 45, (4, LENGTH + 1)))
+        logits = tuned(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 45), tokens[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    tuned.save_pretrained(to / "after")
+    np.save(to / "losses.npy", np.array(losses))
+    for directory in ("before", "after"):
+        (to / directory / "README.md").unlink(missing_ok=True)
+    print("llama3_lora", losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Our logits, loss and gradients beside those of transformers, float32, on random tiny models of every family.
+
+    pip install -e '.[parity]' && python -m experiments.adopt.parity
+
+Norms and biases are random too: at ones and zeros a mapping that drops them would pass. Goal: logits within 1e-4, gradients within 1e-3 of
+each weight's largest.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers as hf
+from flax import nnx
+
+from meshtrain.adopt.mapping import layers, rows, whole
+from meshtrain.config import load
+from meshtrain.config.model import ModelConfig
+from meshtrain.config.theirs import model_section
+from meshtrain.model.decoder import Decoder
+from meshtrain.model.weights import weights
+
+WIDTH, LAYERS, HEADS, GROUPS, HIDDEN, WORDS = 64, 3, 4, 2, 96, 131
+LENGTH = 96
+LOGITS, GRADIENTS = 1e-4, 1e-3  # goals
+COMMON: dict[str, Any] = dict(
+    hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=GROUPS, intermediate_size=HIDDEN,
+    vocab_size=WORDS, max_position_embeddings=4096, attn_implementation="eager", initializer_range=0.2,
+)  # fmt: skip
+
+
+def models() -> Iterator[tuple[str, Any]]:
+    """Tiny models of transformers, by name."""
+    llama3 = dict(
+        rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    )  # fmt: skip
+    yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+    yield "Llama 2", hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON))
+    yield "Llama 3.1, 3 x its length", hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, rope_parameters=llama3))
+    yield "Llama, YaRN, 3 x its length", hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, rope_parameters=yarn))
+    yield "Mistral, window 20 of 96", hf.MistralForCausalLM(hf.MistralConfig(**COMMON, sliding_window=20))
+    yield "Qwen2.5, tied", hf.Qwen2ForCausalLM(hf.Qwen2Config(**COMMON, tie_word_embeddings=True))
+    yield "Qwen3, heads of 32", hf.Qwen3ForCausalLM(hf.Qwen3Config(**COMMON, head_dim=32))
+    # its own padding token would have an embedding of zeros, and no gradient
+    gemma = dict(head_dim=24, num_hidden_layers=7, sliding_window=20, query_pre_attn_scalar=40, pad_token_id=None)
+    linear = dict(
+        full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0),
+        sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+    )
+    # caps so low that they bend scores and logits of these sizes
+    caps = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+    yield "Gemma 2, window 20 of 96", hf.Gemma2ForCausalLM(hf.Gemma2Config(**COMMON | gemma | caps))
+    yield (
+        "Gemma 3, window 20 of 96",
+        hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**COMMON | gemma, rope_parameters=linear)),
+    )
+    gpt2 = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=WORDS, n_positions=128, initializer_range=0.2)
+    none = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    yield "GPT-2", hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **none, attn_implementation="eager"))
+
+
+def randomise(model: Any) -> None:
+    """Norms and biases as well."""
+    plus_one = "gemma" in model.config.model_type
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                middle = 1.0 if name.endswith("weight") and not plus_one else 0.0
+                parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
+
+
+def ours(model: ModelConfig, theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Their tensors as our weights, by name."""
+    found, used = {}, set()
+    for weight in weights(model):
+        row = rows(model)[weight.name]
+        each = []
+        for layer in layers(weight):
+            name = row.name(layer)
+            used.add(name)
+            assert theirs[name].shape == row.shape(weight), (name, theirs[name].shape, row.shape(weight))
+            each.append(row.cut(weight, whole(weight), theirs[name][row.box(weight, whole(weight))]))
+        found[weight.name] = np.stack(each) if weight.stacked else each[0]
+    left = set(theirs) - used - ({"lm_head.weight"} if model.tied_head else set())
+    assert not left, left
+    return found
+
+
+def tree(found: dict[str, np.ndarray]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, array in found.items():
+        *path, last = name.split(".")
+        here = made
+        for word in path:
+            here = here.setdefault(word, {})
+        here[last] = jnp.asarray(array)
+    return made
+
+
+def numbers(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
+    return {n: (p.grad if gradients else p).detach().numpy() for n, p in model.named_parameters()}
+
+
+def compared(theirs: Any) -> tuple[float, float, float, str]:
+    """Largest difference of logits, difference of losses, worst relative gradient and its weight."""
+    given = theirs.config.to_dict()
+    config = load({"model": model_section(given, "config.json"), "train": {"sequence_length": LENGTH}})
+    tokens = np.random.default_rng(0).integers(0, WORDS, (2, LENGTH))
+    result = theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
+    result.loss.backward()
+    decoder = nnx.eval_shape(lambda: Decoder(config.model, nnx.Rngs(0)))
+    graph, _ = nnx.split(decoder)
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        state = nnx.state(decoder)
+        nnx.replace_by_pure_dict(state, params)
+        logits = nnx.merge(graph, state)(jnp.asarray(tokens))
+        log_p = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(log_p, jnp.asarray(tokens)[:, 1:, None], -1)), logits
+
+    params = tree(ours(config.model, numbers(theirs)))
+    (value, logits), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    right = tree(ours(config.model, numbers(theirs, gradients=True)))
+    worst, where = 0.0, ""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True):
+        off = float(jnp.abs(a - b).max() / jnp.abs(b).max())
+        # a key's bias has no gradient in theory: noise over noise
+        if off > worst and path[-1].key != "k_bias":
+            worst, where = off, ".".join(p.key for p in path)
+    off = np.abs(np.asarray(logits) - result.logits.detach().numpy()).max()
+    return float(off), abs(float(value) - result.loss.item()), worst, where
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    good = True
+    print(f"{'transformers ' + hf.__version__:30}{'logits':>10}{'loss':>10}{'gradients':>11}  worst at")
+    for name, model in models():
+        randomise(model)
+        logits, loss, gradient, where = compared(model.eval())
+        good &= logits <= LOGITS and gradient <= GRADIENTS
+        print(f"{name:30}{logits:10.1e}{loss:10.1e}{gradient:11.1e}  {where}", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What a layer of Llama-3 8B leaves for its backward, in full fine-tuning and with LoRA: bytes a microbatch in the pipeline's stash.
+
+    python -m experiments.adopt.stash
+
+Goal: at most 1.05 times full fine-tuning's. Shapes alone: nothing is allocated or compiled.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshtrain.config import Config, load
+from meshtrain.mesh import make_mesh
+from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.step import Program
+
+GOAL = 1.05
+MODEL = {"layers": 8, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+CASES: dict[str, dict[str, Any]] = {
+    "full fine-tuning": {},
+    "LoRA, rank 16, all projections": {"lora": {"rank": 16}},
+    "LoRA, rank 64, all projections": {"lora": {"rank": 64}},
+    "LoRA, rank 16, q and v": {"lora": {"rank": 16, "targets": ["q", "v"]}},
+    "norms alone": {"train": {"trainable": ["blocks.*_norm.scale"]}},
+}
+
+
+def config(case: dict[str, Any], remat: str = "none") -> Config:
+    """A stage of 8B on tensor 2, a microbatch of one sequence of 4,096 tokens, bfloat16."""
+    return load(
+        {
+            "model": MODEL,
+            "mesh": {"tensor": 2, "pipeline": 2},
+            "parallel": {"microbatches": 4, "schedule": "1f1b", "sequence_parallel": True, "remat": remat},
+            "precision": {"compute": "bfloat16"},
+            "lora": case.get("lora", {}),
+            "train": {"global_batch_size": 4, "sequence_length": 4096, **case.get("train", {})},
+        }
+    )
+
+
+def stashed(chosen: Config) -> int:
+    """Bytes of a layer and a microbatch in the stash of one device."""
+    program = Program(chosen, make_mesh(chosen))
+    found: list[int] = []
+
+    def local(masters: Any, batch: Any) -> jax.Array:
+        batches, _ = program.local.microbatches(batch)
+        stage = Stage(program.local.forward, 1, program.local.zero.open(masters), batches, None)
+        kept, _ = stage.stashed(split=False)
+        found.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)))
+        return jnp.zeros(())
+
+    specs = (program.layout.shards, PartitionSpec("data"))
+    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec())
+    jax.eval_shape(mapped, program.layout.masters, program.batch_shapes())
+    return found[0]
+
+
+def main() -> int:
+    worst = 0.0
+    print(f"{'':32} {'remat none':>12} {'':>7} {'selective':>12}")
+    for name, case in CASES.items():
+        row = [stashed(config(case, remat)) / stashed(config({}, remat)) for remat in ("none", "selective")]
+        sizes = [stashed(config(case, remat)) for remat in ("none", "selective")]
+        worst = max(worst, *row)
+        print(f"{name:32} {sizes[0] / 2**20:8.1f} MiB {row[0]:7.3f} {sizes[1] / 2**20:8.1f} MiB {row[1]:7.3f}")
+    print(f"largest share of full fine-tuning's: {worst:.3f} (goal {GOAL})")
+    return int(worst > GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,381 @@
+"""Eight slowdowns made on purpose, and healthy runs: does the diagnosis name what was done?
+
+    python -m experiments.watch.slowdowns --repeats 5            the table: 9 kinds, 5 times each, about 15 minutes
+    python -m experiments.watch.slowdowns --only loader disk     some kinds
+    python -m experiments.watch.slowdowns --healthy 20           healthy runs alone: how often anything is found
+
+Each run is a short training of a tiny model in processes of its own, which the slowdown is put into: the product knows nothing of it. The
+machine must be quiet, else "the machine is shared" is what is found, rightly. Devices are faked, each with one thread, as a GPU has its
+own units: then a stage that waits is time lost on a machine with as many cores as devices.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+SECONDS = 180  # that a run may take
+QUIET, PATIENCE = 10.0, 20.0  # per cent of the machine that others use before a run; seconds to wait for it
+HOGS = 1  # busy processes a core
+BALLAST_LIMIT = 3.0  # GiB that the memory run is to stay below
+WRITING = 4e6  # bytes a second of the throttled disk
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is done, and what must be found first."""
+
+    name: str
+    finds: str
+    does: str
+    settings: tuple[str, ...] = ()
+    processes: int = 1
+    cached: bool = True  # whether programs come from the cache of compilations
+
+
+def mesh(data: int, tensor: int, pipeline: int) -> tuple[str, ...]:
+    devices = data * tensor * pipeline
+    return (f"mesh.data={data}", f"mesh.tensor={tensor}", f"mesh.pipeline={pipeline}", f"run.fake_devices={devices}")
+
+
+# quickstart's model and batch, data parallel: nothing to be won by another layout.
+BASE = (
+    *(
+        "model.family=llama",
+        "model.layers=4",
+        "model.d_model=128",
+        "model.heads=8",
+        "model.kv_heads=4",
+        "model.d_ff=352",
+    ),
+    *("model.vocab_size=260", "data.source=stdlib", "data.tokenizer=byte", "train.global_batch_size=16"),
+    *("train.sequence_length=128", "checkpoint.every=20", "checkpoint.keep=1", "log.every=1", "telemetry.every=1"),
+    *("train.steps=40", "telemetry.trace_at=[30]", *mesh(2, 1, 1)),
+)
+
+# Runs of which nothing is to be said, one after the other.
+HEALTHY: tuple[tuple[str, ...], ...] = (
+    (),
+    mesh(1, 1, 1),
+    ("parallel.zero_stage=0", "eval.every=20", "eval.batches=2"),
+    ("model.family=gpt2", "model.kv_heads=8", "parallel.microbatches=2"),
+)
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("healthy", "none", "nothing"),
+        Kind("loader", "loader", "each batch is read 0.4 s late", ("train.steps=16", "telemetry.trace_at=[10]")),
+        Kind(
+            "disk",
+            "disk",
+            "checkpoints are written at 4 MB/s",
+            ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]"),
+        ),
+        Kind(
+            "slow_rank",
+            "slow_rank",
+            "one of two processes is 0.3 s late at each step",
+            ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]"),
+            processes=2,
+        ),
+        Kind(
+            "bubble",
+            "bubble",
+            "2 stages, 2 microbatches",
+            (*mesh(1, 1, 2), "parallel.microbatches=2", "parallel.schedule=1f1b", "parallel.virtual_stages=1"),
+        ),
+        Kind(
+            "tensor",
+            "tensor",
+            "8 ways over tensor",
+            ("model.kv_heads=8", "train.steps=24", "telemetry.trace_at=[16]", *mesh(1, 8, 1)),
+        ),
+        Kind(
+            "memory",
+            "memory",
+            f"{0.96 * BALLAST_LIMIT:.2f} of the {BALLAST_LIMIT:.0f} GiB that it may use are taken",
+            (f"telemetry.memory_limit={BALLAST_LIMIT}",),
+        ),
+        Kind(
+            "compiling",
+            "compiling",
+            "batches of many lengths, each to be compiled",
+            (
+                *(
+                    "data.batching=grouped",
+                    "data.lengths=32",
+                    "data.length_multiple=4",
+                    "train.steps=8",
+                    "telemetry.trace_at=[]",
+                ),
+                *("model.layers=1", "model.d_model=32", "model.d_ff=64", "checkpoint.every=0", *mesh(1, 1, 1)),
+            ),
+            cached=False,
+        ),
+        Kind("hog", "shared", "a busy process a core beside it"),
+    )
+}
+
+
+# --- the run, in a process of its own
+
+
+def child(kind: str, directory: str, number: int) -> int:
+    """Trains, with the slowdown put in; the healthy runs take turns."""
+    rank = int(os.environ.get("JAX_PROCESS_ID", "0"))
+    _SLOWED.get(kind, lambda rank: None)(rank)
+    from meshtrain.config import load
+    from meshtrain.train import train
+
+    settings = [*BASE, *_settings(KINDS[kind], number), f"run.directory={directory}"]
+    if kind == "compiling":
+        settings.append(f"data.source={_texts(Path(directory).parent / 'texts')}")
+    return train(load({}, settings))
+
+
+def _settings(kind: Kind, number: int) -> tuple[str, ...]:
+    return HEALTHY[number % len(HEALTHY)] if kind.name == "healthy" else kind.settings
+
+
+def _texts(directory: Path) -> Path:
+    """Documents of all lengths that a sequence may have."""
+    directory.mkdir()
+    lengths = [4 + number % 125 for number in range(4000)]
+    (directory / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths))
+    return directory
+
+
+def _slow_loader(rank: int) -> None:
+    from meshtrain.data import TextBatches
+
+    whole = TextBatches.batch
+
+    def late(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        time.sleep(0.4)
+        return whole(self, *arguments, **named)
+
+    TextBatches.batch = late  # type: ignore[method-assign]
+
+
+def _slow_disk(rank: int) -> None:
+    from meshtrain.checkpoint import saving
+
+    whole = saving._written
+
+    def late(response, directory, published):  # type: ignore[no-untyped-def]
+        whole(response, directory, published)
+        time.sleep(sum(p.stat().st_size for p in Path(directory).rglob("*") if p.is_file()) / WRITING)
+
+    saving._written = late
+
+
+def _slow_rank(rank: int) -> None:
+    from meshtrain.survive.tended import Tended
+
+    whole = Tended.check_product
+
+    def late(self, *arguments):  # type: ignore[no-untyped-def]
+        time.sleep(0.3 if rank == 1 else 0.0)
+        return whole(self, *arguments)
+
+    Tended.check_product = late  # type: ignore[method-assign]
+
+
+def _fill_memory(rank: int) -> None:
+    """Takes memory until little of the limit is left, on a thread."""
+    import numpy as np
+
+    def fill() -> None:
+        taken, process = [], psutil.Process()
+        while True:
+            missing = 0.96 * BALLAST_LIMIT * 2**30 - process.memory_info().rss
+            if missing > 2**20:
+                taken.append(np.ones(int(min(missing, 2**28)), np.uint8))
+            else:
+                time.sleep(0.2)
+
+    threading.Thread(target=fill, daemon=True).start()
+
+
+_SLOWED: dict[str, Callable[[int], None]] = {
+    "loader": _slow_loader,
+    "disk": _slow_disk,
+    "slow_rank": _slow_rank,
+    "memory": _fill_memory,
+}
+
+# --- the campaign
+
+
+def quiet() -> None:
+    """Waits for a moment in which others leave the machine alone, but not for ever."""
+    end = time.monotonic() + PATIENCE
+    while (busy := psutil.cpu_percent(interval=0.5)) > QUIET:
+        if time.monotonic() > end:
+            print(f"the machine is not quiet: others use {busy:.0f}% of it", flush=True)
+            return
+
+
+@contextlib.contextmanager
+def hogs(count: int) -> Iterator[None]:
+    """Busy processes, ended with the run."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+
+
+def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> dict[str, str]:
+    said = [s for s in (*BASE, *_settings(kind, number)) if s.startswith("run.fake_devices=")]
+    devices = int(said[-1].partition("=")[2])
+    flags = f"--xla_force_host_platform_device_count={devices // kind.processes} --xla_cpu_multi_thread_eigen=false"
+    found = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    if kind.cached:
+        found |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    if kind.processes > 1:
+        found |= {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": str(kind.processes),
+            "JAX_PROCESS_ID": str(rank),
+        }
+    return found
+
+
+def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
+    """One run, with all its processes; RuntimeError if it fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    directory.mkdir(parents=True)
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.watch.slowdowns",
+        "--child",
+        kind.name,
+        str(directory / "run"),
+        str(number),
+    ]
+    with contextlib.ExitStack() as stack:
+        if kind.name == "hog":
+            stack.enter_context(hogs(HOGS * (os.cpu_count() or 1)))
+        processes = []
+        for rank in range(kind.processes):
+            log = stack.enter_context((directory / f"log-{rank}").open("wb"))
+            own = environment(kind, number, cache, rank, port)
+            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+        end = time.monotonic() + SECONDS
+        try:
+            codes = [process.wait(max(0.0, end - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"took more than {SECONDS} s") from None
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if any(codes):
+        last = (directory / "log-0").read_text(errors="replace").splitlines()[-1:]
+        raise RuntimeError(f"ended with {codes}: {' '.join(last)}")
+
+
+def judged(directory: Path) -> dict:
+    """The diagnosis of a run, as data; its trace is read if it has one."""
+    from meshtrain.report.diagnosis import diagnose
+    from meshtrain.report.diagnosis.reading import attributed, newest_trace, read
+
+    trace = newest_trace(directory)
+    return diagnose(read(directory, None if trace is None else attributed(trace))).as_json()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: Kind
+    first: str
+    seconds: float
+    sentence: str
+
+    @property
+    def right(self) -> bool:
+        return self.first == self.kind.finds
+
+
+def once(kind: Kind, work: Path, number: int) -> Outcome:
+    """One run and its diagnosis; one that fails is an outcome too."""
+    quiet()
+    began, directory = time.monotonic(), work / f"{kind.name}-{number}"
+    try:
+        train_one(kind, number, directory, work / "compiled")
+        found = judged(directory / "run")
+        (directory / "diagnosis.json").write_text(json.dumps(found, indent=1))
+        sentence = found["findings"][0]["sentence"] if found["findings"] else ""
+        outcome = Outcome(kind, found["first"], time.monotonic() - began, sentence)
+    # Whatever it is, the others go on.
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(kind, "failed", time.monotonic() - began, str(error))
+    shutil.rmtree(directory / "run" / "checkpoints", ignore_errors=True)
+    print(
+        f"{kind.name} {number}: {outcome.first} {'ok' if outcome.right else 'WRONG'} ({outcome.seconds:.0f} s) {outcome.sentence}",
+        flush=True,
+    )
+    return outcome
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = ["", "| done | to be found | found first | right |", "| --- | --- | --- | --- |"]
+    for name in dict.fromkeys(o.kind.name for o in outcomes):
+        of = [o for o in outcomes if o.kind.name == name]
+        lines.append(
+            f"| {of[0].kind.does} | {of[0].kind.finds} | {', '.join(o.first for o in of)} | {sum(o.right for o in of)} of {len(of)} |"
+        )
+    right = sum(o.right for o in outcomes)
+    return "\n".join([*lines, "", f"right: {right} of {len(outcomes)}"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.watch.slowdowns", description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="N healthy runs, and nothing else")
+    parser.add_argument("--work", type=Path, help="directory of the runs, kept; default: a temporary one, removed")
+    parser.add_argument("--child", nargs=3, metavar=("KIND", "DIR", "NUMBER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        kind, directory, number = options.child
+        return child(kind, directory, int(number))
+    work = options.work or Path(tempfile.mkdtemp(prefix="slowdowns-"))
+    work.mkdir(parents=True, exist_ok=True)
+    names = (
+        ["healthy"] * options.healthy if options.healthy else [n for _ in range(options.repeats) for n in options.only]
+    )
+    began, outcomes = time.monotonic(), []
+    try:
+        for number, name in enumerate(names, 1):
+            outcomes.append(once(KINDS[name], work, number))
+    finally:
+        print(table(outcomes), flush=True)
+        print(f"{time.monotonic() - began:.0f} s", flush=True)
+        if options.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

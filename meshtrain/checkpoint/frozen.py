@@ -1,0 +1,92 @@
+"""What a run never changes is written once or twice, and linked by every later step: the base of LoRA, and all else that is frozen.
+
+    step     1          2          3          4
+    arrays/  written    written    written    written      what is trained, its optimizer state
+    frozen/  written    written    links: 1   links: 2     hard links: whichever step goes, the files stay as long as one has them
+
+Each step still has all its files under its own name: it is copied, renamed, retained, removed and verified as any other.
+
+Two copies and not one, because a bit that flips in a file flips in every step that links to it: with one copy it would cost the whole
+run. Since neighbours never share a file, a damaged step is followed by the one before, as everywhere. A run that keeps one step alone
+(checkpoint.keep: 1) has one copy: a second would protect nothing. So has one of which a save has failed, since there may be no room for
+two: a step that can be saved is worth more.
+
+Links are made to what this process itself has written, or verified and restored from: an earlier one of the run may have held other
+numbers, rounded to another dtype. Digests are carried over: one taken anew would call a file intact that was damaged in between.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint import digests, steps
+from meshtrain.errors import refusal
+from meshtrain.files import sync
+
+COPIES = 2
+
+
+def records(leaves: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Of a manifest's leaves those that are frozen."""
+    return {name: record for name, record in leaves.items() if record.get("frozen")}
+
+
+class Copies:
+    """The newest steps of this process that have what is frozen; `keep` as in the config. The first process alone has them."""
+
+    def __init__(self, keep: int, say: Callable[[str], None]) -> None:
+        self._wanted, self._say = min(COPIES, keep), say
+        self._steps: deque[tuple[Path, digests.Files]] = deque(maxlen=COPIES)
+        self._refused: set[str] = set()  # why links could not be made, each said once
+
+    def add(self, step: Path) -> None:
+        """A step that is committed, which this process has written or verified."""
+        # one that has gone meanwhile is no copy
+        with contextlib.suppress(steps.Damaged):
+            self._steps.append((step, digests.files_in(step, steps.FROZEN)))
+
+    def be_content_with_one(self) -> None:
+        """A save has failed: it may have been for want of room."""
+        self._wanted = 1
+
+    def link(self, directory: Path) -> digests.Files | None:
+        """Makes frozen/ of a step that is being written, of links; their digests. None where it is to be written."""
+        there = [(step, files) for step, files in self._steps if step.is_dir()]
+        if len(there) < self._wanted:
+            return None
+        step, files = there[0]
+        try:
+            _link(step, directory, files)
+        except OSError as error:
+            reason = refusal(error)
+        else:
+            return files
+        if (directory / steps.FROZEN).exists():
+            shutil.rmtree(directory / steps.FROZEN)
+        if reason not in self._refused:
+            self._refused.add(reason)
+            again = "they are written again, as at each later save that meets the same."
+            self._say(f"the frozen weights in {step} cannot be linked to ({reason}); {again}")
+        return None
+
+
+def _link(step: Path, directory: Path, files: digests.Files) -> None:
+    """OSError if one of the files is not what was written, or the file system refuses."""
+    made = set()
+    for name, (size, _) in files.items():
+        source, target = step / name, directory / name
+        found = source.lstat()
+        # what a person has put somewhere else would be missing in a copy of the step
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            raise OSError("a file there is not as it was written")
+        if target.parent not in made:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            made |= {target.parent, *(p for p in target.parent.parents if directory in p.parents)}
+        os.link(source, target)
+    for parent in made:
+        sync(parent)

@@ -1,0 +1,98 @@
+"""The mesh: the section `mesh`, and the names of its axes.
+
+Data is cut into islands of equal size; `MeshConfig.shape` has the axes of the mesh that follows.
+
+    data 4, islands 2:      island 0   data 0, 1        links within an island are fast,
+                            island 1   data 0, 1        those across are slow
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshtrain.config.key import key
+from meshtrain.errors import ConfigError, divisors, nearest, short
+
+DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
+ISLAND = "island"
+ORDER = (ISLAND, PIPELINE, DATA, TENSOR)  # outermost first
+
+
+# A key keeps together what it says.
+# fmt: off
+@dataclass(frozen=True)
+class MeshConfig:
+    data: int = key(1, "data-parallel replicas; ZeRO shards state over this axis, or over its part in an island", least=1)
+    tensor: int = key(1, "tensor-parallel ranks: heads, d_ff and vocabulary are split over this axis", least=1)
+    pipeline: int = key(1, "pipeline stages: layers are split over this axis", least=1)
+    islands: int = key(
+        1, "islands that data consists of, with slow links between them: ZeRO shards within each, and each has all of the state (HSDP)", least=1
+    )
+    order: tuple[str, ...] = key(
+        ORDER, f"axes in the order in which devices are numbered, the outermost first: neighbours talk over the last one; legal are {', '.join(ORDER)}"
+    )
+    cluster: str | None = key(
+        None, "a cluster file with a device_order, as the probe writes it where links join other devices than JAX numbers as neighbours: the mesh takes them so"
+    )
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> "MeshConfig":
+        """Of the axes of a mesh and their sizes, as `shape` has them."""
+        islands = sizes.get(ISLAND, 1)
+        return cls(sizes[DATA] * islands, sizes[TENSOR], sizes[PIPELINE], islands)
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def shards(self) -> int:
+        """Data ranks of an island."""
+        return self.data // self.islands
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The axes of the mesh and their sizes; that of islands comes first, if there are several."""
+        inside = {DATA: self.shards, TENSOR: self.tensor, PIPELINE: self.pipeline}
+        return {ISLAND: self.islands, **inside} if self.islands > 1 else inside
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.shape)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Those over which the rows of a batch are split, major first."""
+        return (ISLAND, DATA) if self.islands > 1 else (DATA,)
+
+    def ways(self, axis: str) -> int:
+        """Devices along an axis, 1 for one that the mesh lacks."""
+        return self.shape.get(axis, 1)
+
+    def stride(self, axis: str) -> int:
+        """How far apart in the numbering of devices two neighbours along an axis are."""
+        return math.prod(self.ways(inner) for inner in self.order[self.order.index(axis) + 1 :])
+
+    def __str__(self) -> str:
+        """data 2 x tensor 2 x pipeline 2, as every message says it."""
+        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+        return f"{words}, {self.islands} islands" if self.islands > 1 else words
+# fmt: on
+
+
+def check(mesh: MeshConfig) -> None:
+    """ConfigError for islands that data cannot be cut into, and for an order that is none of the axes."""
+    if mesh.data % mesh.islands:
+        raise ConfigError(
+            f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {divisors(mesh.data)}."
+        )
+    for axis in mesh.order:
+        if axis not in ORDER:
+            raise ConfigError(
+                f"mesh.order has {short(repr(axis))}; it must be {', '.join(ORDER)} in any order"
+                + (nearest(axis, ORDER) or ".")
+            )
+    if len(mesh.order) != len(ORDER) or set(mesh.order) != set(ORDER):
+        raise ConfigError(
+            f"mesh.order is [{', '.join(mesh.order)}]; it must be {', '.join(ORDER)} in any order, each once."
+        )

@@ -1,0 +1,143 @@
+"""What is trained: the sections `model` and `lora`."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshtrain.config.key import Resume, key
+from meshtrain.errors import ConfigError, divisors
+from meshtrain.families import ACTIVATIONS as FUNCTIONS
+from meshtrain.families import FAMILIES
+
+FREE, REFUSED, SHAPE, SIZE = Resume.FREE, Resume.REFUSED, Resume.SHAPE, Resume.SIZE
+
+# What LoRA may adapt, in the order in which a layer has it.
+PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+
+
+def _head_dim(config: Any) -> int:
+    model = config.model
+    if model.d_model % model.heads:
+        raise ConfigError(
+            f"model.d_model {model.d_model} does not divide into model.heads {model.heads}; "
+            f"give model.head_dim, or heads that divide it: {divisors(model.d_model)}."
+        )
+    return model.d_model // model.heads
+
+
+# A key keeps together what it says.
+# fmt: off
+@dataclass(frozen=True)
+class ModelConfig:
+    family: str = key(
+        "llama",
+        "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults below; gpt2: "
+        "LayerNorm, learned positions, GELU, biases; or one registered from outside",
+        one_of=FAMILIES, resume=SHAPE
+    )
+    layers: int = key(8, "transformer blocks", least=1, most=65536, resume=SIZE)
+    d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=SHAPE)
+    heads: int = key(8, "query heads", least=1, resume=SHAPE)
+    kv_heads: int = key(
+        None, "key/value heads (grouped-query attention); null: as many as heads",
+        least=1, follows=lambda c: c.model.heads, resume=SHAPE
+    )
+    head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
+    d_ff: int = key(
+        None, "hidden width of the MLP; null: as wide as the family has it for d_model",
+        least=1, follows=lambda c: FAMILIES[c.model.family].d_ff(c.model.d_model), resume=SHAPE
+    )
+    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size", least=2, resume=SIZE)
+    dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
+    tied_head: bool = key(
+        None, "use the embedding as output head; null: as the family does",
+        follows=lambda c: FAMILIES[c.model.family].tied_head, resume=SHAPE
+    )
+    qkv_bias: bool = key(
+        None, "biases of the query, key and value projections; null: as the family has it",
+        follows=lambda c: FAMILIES[c.model.family].biases or FAMILIES[c.model.family].biased_qkv, resume=SHAPE
+    )
+    qk_norm: bool = key(
+        None, "RMSNorm over each head's queries and keys, before they are turned; null: as the family has it",
+        follows=lambda c: FAMILIES[c.model.family].qk_norm, resume=SHAPE
+    )
+    activation: str = key(
+        None, "the MLP's function: silu, gelu (by tanh), gelu_exact, relu; null: as the family has it",
+        one_of=FUNCTIONS, follows=lambda c: FAMILIES[c.model.family].activation, resume=SHAPE
+    )
+    window: int = key(
+        None, "positions that a query sees, its own and those before it (sliding window); 0: all; null: as the family has it",
+        least=0, follows=lambda c: FAMILIES[c.model.family].window, resume=SHAPE
+    )
+    rope_theta: float = key(10000.0, "base of the rotary frequencies, where positions are rotary", above=1.0, resume=SHAPE)
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
+        "none", "how rotary frequencies are stretched for sequences longer than those of the first training", resume=SHAPE
+    )
+    rope_factor: float = key(1.0, "rope_scaling: by how much", least=1.0, resume=SHAPE)
+    rope_original: int = key(8192, "rope_scaling llama3, yarn: the sequence length before", least=1, resume=SHAPE)
+    rope_slow: float = key(
+        1.0, "llama3, yarn: frequencies that go round so often in rope_original, or less, are slowed by the whole factor", above=0.0, resume=SHAPE
+    )
+    rope_fast: float = key(
+        None, "llama3, yarn: those that go round so often, or more, stay; null: 4 (llama3), 32 (yarn)",
+        above=0.0, follows=lambda c: 32.0 if c.model.rope_scaling == "yarn" else 4.0, resume=SHAPE
+    )
+    rope_amplitude: float = key(0.0, "yarn: cos and sin are larger by this; 0: 0.1 ln(rope_factor) + 1", least=0.0, resume=SHAPE)
+    rope_truncate: bool = key(True, "yarn: the ramp begins and ends at whole pairs", resume=SHAPE)
+    max_positions: int = key(
+        None, "rows of the position table, where positions are learned; null: train.sequence_length",
+        least=1, follows=lambda c: c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
+    )
+    norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
+    init_std: float = key(
+        0.02, "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)",
+        above=0.0
+    )
+    norm_plus_one: bool = key(
+        None, "RMSNorm multiplies by 1 + its scale, which begins at 0; null: as the family has it",
+        follows=lambda c: FAMILIES[c.model.family].norm_plus_one, resume=SHAPE
+    )
+    post_norms: bool = key(
+        None, "norms after attention and MLP too, before they are added to the stream; null: as the family has it",
+        follows=lambda c: FAMILIES[c.model.family].post_norms, resume=SHAPE
+    )
+    scaled_embedding: bool = key(
+        None, "embeddings are multiplied by the root of d_model; null: as the family has it",
+        follows=lambda c: FAMILIES[c.model.family].scaled_embedding, resume=SHAPE
+    )
+    query_scalar: int = key(
+        None, "scores are divided by the root of this; null: head_dim", least=1, follows=lambda c: c.model.head_dim, resume=SHAPE
+    )
+    score_cap: float = key(
+        None, "scores are kept within this of 0, smoothly (c tanh(x / c)); 0: they are not; null: as the family has it",
+        least=0.0, follows=lambda c: FAMILIES[c.model.family].score_cap, resume=SHAPE
+    )
+    logit_cap: float = key(
+        None, "the same of the logits, before the loss", least=0.0, follows=lambda c: FAMILIES[c.model.family].logit_cap, resume=SHAPE
+    )
+    global_every: int = key(
+        None, "one layer of so many, the last of them, sees all positions and the others the window; 0: with a window all layers have it; "
+        "null: as the family has it",
+        least=0, follows=lambda c: FAMILIES[c.model.family].global_every, resume=SHAPE
+    )
+    rope_theta_local: float = key(
+        None, "rope_theta of the layers that see the window, which then have no rope_scaling; 0: they turn as those that see all; null: as "
+        "the family has it",
+        least=0.0, follows=lambda c: FAMILIES[c.model.family].rope_theta_local, resume=SHAPE
+    )
+    weights: str | None = key(
+        None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", resume=FREE
+    )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = key(0, "width of the adapters beside frozen projections (Hu et al. 2021); 0: none", least=0, most=4096, resume=REFUSED)
+    alpha: float = key(
+        None, "adapters are scaled by alpha / rank; null: 2 rank",
+        above=0.0, follows=lambda c: 2.0 * max(1, c.lora.rank), resume=REFUSED
+    )
+    targets: tuple[str, ...] = key(
+        (), f"projections that get adapters: {', '.join(PROJECTIONS)}; empty: all that the family has", resume=REFUSED
+    )
+    dropout: float = key(0.0, "probability of dropping an input of the adapters", least=0.0, most=0.99)
+    rslora: bool = key(False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023)", resume=REFUSED)

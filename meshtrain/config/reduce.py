@@ -1,0 +1,211 @@
+"""How gradients travel over data: the sections `parallel.reduce` and `parallel.sync`."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshtrain.config.key import Resume, key
+from meshtrain.errors import ConfigError
+
+COMPRESSIONS = ("bfloat16", "float8", "int8", "int4", "topk", "powersgd")
+# What these leave out of a step must come with a later one, or training stands still (Karimireddy et al. 2019).
+FED_BACK = ("int4", "topk", "powersgd")
+# Of top-k's ratio: a number with its place takes twice the bytes of a float32.
+MOST_RATIO = 0.5
+ALGORITHMS = ("psum", "ring", "two_way_ring", "halving_doubling", "double_tree", "hierarchical")
+
+
+def _feedback(config: Any) -> bool:
+    return config.parallel.reduce.compression in FED_BACK and not config.parallel.sync.every
+
+
+def _compresses(config: Any) -> bool:
+    return config.parallel.reduce.compression != "none"
+
+
+# A key keeps together what it says.
+# fmt: off
+@dataclass(frozen=True)
+class ReduceConfig:
+    algorithm: Literal["psum", "ring", "two_way_ring", "halving_doubling", "double_tree", "hierarchical"] = key(
+        "psum", "how gradients are summed over data: psum (what XLA and NCCL choose), or one of our own programs of messages, to learn from"
+    )
+    compression: Literal["none", "bfloat16", "float8", "int8", "int4", "topk", "powersgd"] = key(
+        "none", "what gradients are sent as: bfloat16; float8, int8 and int4 in blocks with a scale each; topk, the largest alone; powersgd, "
+        "two thin matrices (Vogels et al. 2019)"
+    )
+    over: Literal["data", "islands"] = key("data", "what compression is for: sums over data, or those across islands alone", counts=_compresses)
+    block: int = key(256, "float8, int8, int4: numbers that share a scale", least=16, most=65536, counts=_compresses)
+    ratio: float = key(0.01, "topk: share of a gradient's numbers that is sent", above=0.0, most=1.0, counts=_compresses)
+    rank: int = key(4, "powersgd: columns of its two matrices", least=1, most=4096, counts=_compresses)
+    feedback: bool = key(
+        None, "keep what compression left out, and add it to the next step's gradient; null: true for int4, topk and powersgd",
+        follows=_feedback, counts=_compresses
+    )
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    every: int = key(
+        0, "steps that islands take by themselves before they are brought together (local SGD, DiLoCo: Douillard et al. 2023); 0: every "
+        "step sums gradients over all islands", least=0, resume=Resume.REFUSED
+    )
+    outer_learning_rate: float = key(0.7, "of the outer step, SGD with Nesterov momentum along the mean of what the islands moved", above=0.0)
+    outer_momentum: float = key(0.9, "of the outer step; 0: none", least=0.0, most=0.99999)
+    start: int = key(
+        0, "steps with gradients summed over all islands before the first one alone", least=0, resume=Resume.REFUSED
+    )
+    fragments: int = key(
+        1, "parts of the model that are brought together one after the other, each every `every` steps (Streaming DiLoCo: Douillard et al. "
+        "2025)", least=1, resume=Resume.REFUSED
+    )
+    delay: int = key(0, "steps that islands go on while what they sent is under way", least=0, resume=Resume.REFUSED)
+# fmt: on
+
+
+def scatters_at_use(config: Any) -> bool:
+    """ZeRO-2 and 3 without holding: gradients are scattered where they are made, in the backward."""
+    return config.parallel.zero_stage >= 2 and config.mesh.shards > 1 and not config.parallel.zero_hold
+
+
+def keeps(config: Any) -> bool:
+    """Compression keeps something from step to step: what it left out, or PowerSGD's Q."""
+    reduce = config.parallel.reduce
+    return reduce.compression != "none" and (reduce.feedback or reduce.compression == "powersgd")
+
+
+def check(config: Any) -> None:
+    """ConfigError for gradients that cannot travel so."""
+    _check_algorithm(config)
+    _check_compression(config)
+    _check_kept(config)
+    _check_sync(config)
+
+
+def _check_compression(config: Any) -> None:
+    reduce, zero = config.parallel.reduce, config.parallel.zero_stage
+    if reduce.compression != "none" and reduce.over == "data" and config.mesh.data > 1 and not zero:
+        out = "set it to 1, 2 or 3" + (", or parallel.reduce.over to islands." if config.mesh.islands > 1 else ".")
+        raise ConfigError(
+            f"parallel.reduce.compression {reduce.compression} over data is for gradients that ZeRO scatters, but parallel.zero_stage is 0; {out}"
+        )
+
+
+def _check_kept(config: Any) -> None:
+    """What keeps something of a gradient needs the whole of it, once a step; across islands its shard is enough."""
+    reduce = config.parallel.reduce
+    if keeps(config) and reduce.over == "data" and scatters_at_use(config):
+        what = "with parallel.reduce.feedback" if reduce.feedback else "with its Q"
+        raise ConfigError(
+            f"parallel.reduce.compression {reduce.compression} {what} compresses a step's gradients once, but parallel.zero_stage "
+            f"{config.parallel.zero_stage} scatters them wherever they are made; set parallel.zero_hold to true, or zero_stage to 1."
+        )
+    if reduce.compression == "topk" and reduce.ratio > MOST_RATIO:
+        raise ConfigError(
+            f"parallel.reduce.ratio is {reduce.ratio}, but topk sends 8 bytes for a number and its place, which float32 needs 4 for; give "
+            f"at most {MOST_RATIO}, or leave parallel.reduce.compression out."
+        )
+
+
+def _check_sync(config: Any) -> None:
+    sync, reduce, islands, layers = (
+        config.parallel.sync,
+        config.parallel.reduce,
+        config.mesh.islands,
+        config.model.layers,
+    )
+    if not sync.every:
+        for name, unused in (("start", 0), ("fragments", 1), ("delay", 0)):
+            if (value := getattr(sync, name)) != unused:
+                raise ConfigError(
+                    f"parallel.sync.{name} is {value}, but parallel.sync.every is 0, so that islands never step by themselves; give every."
+                )
+        return
+    if islands == 1:
+        raise ConfigError(
+            f"parallel.sync.every is {sync.every}, but mesh.islands is 1: there is nothing to bring together; give at least 2 islands."
+        )
+    if sync.delay >= sync.every:
+        raise ConfigError(
+            f"parallel.sync.delay {sync.delay} is not less than parallel.sync.every {sync.every}: what is sent must arrive before it is "
+            f"sent again; legal are at most {sync.every - 1}."
+        )
+    if sync.fragments > min(sync.every, layers):
+        raise ConfigError(
+            f"parallel.sync.fragments {sync.fragments} is more than parallel.sync.every {sync.every} steps or model.layers {layers}: each "
+            f"has a step and a layer of its own; legal are at most {min(sync.every, layers)}."
+        )
+    if reduce.compression != "none" and (reduce.feedback or reduce.compression in ("topk", "powersgd")):
+        raise ConfigError(
+            f"parallel.reduce.compression {reduce.compression} keeps from step to step what it left out, but with parallel.sync.every "
+            "islands send what they moved, not gradients; give bfloat16, float8, int8 or int4 with parallel.reduce.feedback: false."
+        )
+
+
+def notes(config: Any) -> list[str]:
+    """What is legal but costs something, or has no use, a sentence each."""
+    return _compression_notes(config) + _sync_notes(config)
+
+
+def _compression_notes(config: Any) -> list[str]:
+    reduce, mesh = config.parallel.reduce, config.mesh
+    if reduce.compression == "none":
+        return []
+    if mesh.data == 1:
+        return [f"parallel.reduce.compression {reduce.compression} has no use with mesh.data 1: no gradients are sent."]
+    if reduce.over == "islands" and mesh.islands == 1:
+        return [
+            f"parallel.reduce.compression {reduce.compression} has no use over islands with mesh.islands 1: none is far from another."
+        ]
+    return []
+
+
+def _sync_notes(config: Any) -> list[str]:
+    sync, steps = config.parallel.sync, config.train.steps
+    if not sync.every:
+        return []
+    found = []
+    left = (steps - sync.start) % sync.every
+    if steps <= sync.start:
+        found.append(
+            f"parallel.sync.start {sync.start} is not less than train.steps {steps}: islands never step by themselves."
+        )
+    elif left or sync.delay:
+        lost = left or sync.delay
+        found.append(
+            f"the last {lost} steps of islands by themselves never reach the shared model: train.steps - parallel.sync.start is "
+            f"{steps - sync.start}, parallel.sync.every {sync.every}, parallel.sync.delay {sync.delay}."
+        )
+    return found
+
+
+def _check_algorithm(config: Any) -> None:
+    mesh, zero, reduce = config.mesh, config.parallel.zero_stage, config.parallel.reduce
+    named = f"parallel.reduce.algorithm is {reduce.algorithm}"
+    if reduce.algorithm == "psum" or mesh.data == 1:
+        return
+    if reduce.compression != "none":
+        raise ConfigError(
+            f"{named}, and parallel.reduce.compression {reduce.compression}, which has an exchange of its own; leave one of them out."
+        )
+    if reduce.algorithm == "hierarchical" and mesh.islands == 1:
+        raise ConfigError(
+            f"{named}, which sums in islands first, but mesh.islands is 1; give mesh.islands, or algorithm ring."
+        )
+    if not zero or mesh.shards == 1:
+        return
+    # On CPU a stage that is idle skips its work, and a message is one of all devices: those that skip it would be waited for.
+    if zero >= 2 and mesh.pipeline > 1 and not config.parallel.zero_hold:
+        raise ConfigError(
+            f"{named}, whose messages all stages send together, but with parallel.zero_stage {zero} and mesh.pipeline {mesh.pipeline} each "
+            "stage scatters gradients by itself; set parallel.zero_hold to true."
+        )
+    if reduce.algorithm == "double_tree":
+        raise ConfigError(
+            f"{named}, which ends at the roots of its trees and has no reduce-scatter, but parallel.zero_stage is {zero}; "
+            "give zero_stage 0, or algorithm ring."
+        )
+    if reduce.algorithm == "halving_doubling" and mesh.shards & (mesh.shards - 1):
+        raise ConfigError(
+            f"{named}, whose reduce-scatter is for powers of two, but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its "
+            "state; give zero_stage 0, or algorithm two_way_ring."
+        )

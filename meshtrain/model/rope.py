@@ -1,0 +1,81 @@
+"""Rotary positions (RoPE, Su et al. 2021), and how a model that was trained on short sequences is stretched to long ones.
+
+    model.rope_scaling      frequencies                                                 published in
+    none                    theta^(-2i/K)
+    linear                  all of them slower by the factor                            Chen et al. 2023
+    llama3                  the slow ones by the factor, fast ones not, a ramp between  Llama 3 (2024), section 3.4.2
+    yarn                    likewise, a ramp by pair; cos and sin a little larger       Peng et al. 2023, sections 3.2 to 3.4
+
+A pair i turns through theta^(-2i/K) a position; `turns` is how often it goes round in the sequence length of before.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtrain.config import ModelConfig
+from meshtrain.families import FAMILIES
+
+
+class Rope(NamedTuple):
+    """What the angles follow from."""
+
+    frequency: np.ndarray  # [K / 2] radians a position, float32
+    amplitude: float = 1.0  # of cos and sin
+
+
+def rope(model: ModelConfig) -> Rope:
+    """The frequencies of a resolved config's model."""
+    pairs = np.arange(0, model.head_dim, 2, dtype=np.float32)
+    frequency = np.float32(model.rope_theta) ** (-pairs / np.float32(model.head_dim))
+    factor, slow = model.rope_factor, frequency / np.float32(model.rope_factor)
+    if model.rope_scaling == "none":
+        return Rope(frequency)
+    if model.rope_scaling == "linear":
+        return Rope(slow)
+    if model.rope_scaling == "llama3":
+        turns = model.rope_original * frequency / (2 * math.pi)
+        fast = np.clip((turns - model.rope_slow) / (model.rope_fast - model.rope_slow), 0, 1)
+        return Rope((frequency * fast + slow * (1 - fast)).astype(np.float32))
+    low, high = (_pair(model, turns) for turns in (model.rope_fast, model.rope_slow))
+    if model.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, model.head_dim - 1)
+    stretched = np.clip((pairs / 2 - low) / max(high - low, 0.001), 0, 1)
+    amplitude = model.rope_amplitude or 0.1 * math.log(factor) + 1
+    return Rope((frequency * (1 - stretched) + slow * stretched).astype(np.float32), amplitude)
+
+
+def _pair(model: ModelConfig, turns: float) -> float:
+    """The pair, a fraction, that goes round so often in the length of before."""
+    ratio = model.rope_original / (turns * 2 * math.pi)
+    return model.head_dim * math.log(ratio) / (2 * math.log(model.rope_theta))
+
+
+def angles(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+    """cos and sin at `positions`: [..., K / 2] each, float32."""
+    angle = positions[..., None].astype(jnp.float32) * rope.frequency
+    return rope.amplitude * jnp.cos(angle), rope.amplitude * jnp.sin(angle)
+
+
+def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """cos and sin of rotary positions; None where they are learned."""
+    return angles(positions, rope(config)) if FAMILIES[config.family].rotary else None
+
+
+def _turned(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs (x[i], x[i + K/2]) by the angles of their positions."""
+    cos, sin = cos[..., None, :].astype(x_BTHK.dtype), sin[..., None, :].astype(x_BTHK.dtype)
+    low, high = jnp.split(x_BTHK, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+# Its transpose turns back: nothing is kept but the angles.
+rotate = jax.custom_vjp(_turned)
+rotate.defvjp(
+    lambda x, cos, sin: (_turned(x, cos, sin), (cos, sin)),
+    lambda angles, cotangent: (_turned(cotangent, angles[0], -angles[1]), None, None),
+)

@@ -1,0 +1,84 @@
+"""PowerSGD (Vogels, Karimireddy & Jaggi 2019, algorithm 1): a gradient M [n, c] is summed as two thin matrices, P [n, r] and Q [c, r].
+
+    rank i                          all ranks
+    P_i = M_i Q      ──sum──►       P   ──orthonormalised──► P̂
+    Q_i = M_iᵀ P̂     ──sum──►       Q                              the sum of all M_i is taken to be  P̂ Qᵀ
+                                                                   of M_i there came through          P̂ Q_iᵀ = P̂ P̂ᵀ M_i
+
+The next step begins from this Q, so that over the steps it is a power iteration (section 3, "warm-start"). A device sends
+2 (N-1)/N · 4 r (n + c) bytes in the place of (N-1)/N · 4 n c. P is orthonormalised by Householder's QR and not by Gram and Schmidt:
+columns that depend on each other (a layer that only pads a stage, a gradient of lower rank) stay orthonormal, and what is zero
+in every M_i stays zero.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshtrain.mesh import DATA
+from meshtrain.parallel.placement import Placed
+from meshtrain.parallel.reduce.kept import Matrix
+
+
+class Factors(NamedTuple):
+    """Of the matrices of the layers: P̂ [L, n, r], the same on all ranks, and Q [L, c, r]."""
+
+    p: jax.Array
+    own: jax.Array  # this rank's Q_i
+    total: jax.Array  # the sum of all
+
+
+def factors(m: jax.Array, q: jax.Array, ranks: tuple[str, ...]) -> Factors:
+    """P̂ and Q of the sum over `ranks` of the matrices `m` float32 [L, n, c], begun from `q` [L, c, r]; inside shard_map."""
+    p, _ = jnp.linalg.qr(lax.psum(_product("lnc,lcr->lnr", m, q), ranks))
+    own = _product("lnc,lnr->lcr", m, p)
+    return Factors(p, own, lax.psum(own, ranks))
+
+
+class Sent(NamedTuple):
+    """What the ranks have of a gradient that PowerSGD summed."""
+
+    sum: jax.Array  # of all ranks: like the gradient, or this data rank's shard of it
+    arrived: jax.Array  # like the gradient: what of this rank's own came through
+    q: jax.Array  # to begin the next step from
+
+
+def summed(weight: Placed, seen: Matrix, g: jax.Array, q: jax.Array, ranks: tuple[str, ...], shard: bool) -> Sent:
+    """A device's gradient `g` float32, summed over `ranks`; its `q` as `kept.q` has it, on one device.
+
+    shard: of the sum only what ZeRO gives this data rank is computed.
+    """
+    first, columns = int(weight.stacked), weight.stacked + seen.rows
+    layers, row_dims, column_dims = g.shape[:first], g.shape[first:columns], g.shape[columns:]
+    m = g.reshape(math.prod(layers), math.prod(row_dims), math.prod(column_dims))
+    found = factors(m, q.reshape(len(m), m.shape[2], seen.rank), ranks)
+    arrived = _product("lnr,lcr->lnc", found.p, found.own).reshape(g.shape)
+    p = found.p.reshape(*layers, *row_dims, seen.rank)
+    total = found.total.reshape(*layers, *column_dims, seen.rank)
+    if shard:
+        p, total = _of_this_rank(weight, columns, p, total)
+    shape = (*layers, *p.shape[first:-1], *total.shape[first:-1])
+    thin = [x.reshape(len(m), -1, seen.rank) for x in (p, total)]
+    return Sent(_product("lnr,lcr->lnc", *thin).reshape(shape), arrived, found.total.reshape(q.shape))
+
+
+def _of_this_rank(weight: Placed, columns: int, p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """P and Q with of the dimension that ZeRO shards this data rank's part alone, padded where it is."""
+    dim = weight.zero_dim
+    assert dim is not None
+    each = weight.padded[dim] // weight.ways[dim] // lax.axis_size(DATA)
+
+    def part(x: jax.Array, at: int) -> jax.Array:
+        more = weight.padded[dim] - weight.whole[dim]
+        x = jnp.pad(x, [(0, more if d == at else 0) for d in range(x.ndim)])
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(DATA) * each, each, at)
+
+    return (part(p, dim), q) if dim < columns else (p, part(q, dim - columns + weight.stacked))
+
+
+def _product(what: str, *factors: jax.Array) -> jax.Array:
+    # TensorFloat-32 would lose of each step more than what feedback brings back
+    return jnp.einsum(what, *factors, precision=lax.Precision.HIGHEST)

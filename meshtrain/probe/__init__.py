@@ -1,0 +1,17 @@
+"""What the links and devices at hand really give, and which of them is slow.
+
+    mesh ──► links: barrier, collectives over each axis, pairs ──┐
+      │                                                          ├──► figures ──► judge: against the described cluster, against each other
+      └────► devices: matrix products, passes over memory ───────┘       │
+                                                                         └──► describe: a cluster file that `meshtrain.plan --cluster` reads
+
+- `meshtrain.probe.conventions`: sizes and bandwidths as nccl-tests counts them.
+- `meshtrain.probe.clock`: programs timed in turns, on all processes.
+- `meshtrain.probe.links`, `meshtrain.probe.devices`: the programs.
+- `meshtrain.probe.fit`: latency and bandwidth of a line through times, and how well it predicts a size that it has not seen.
+- `meshtrain.probe.judge`: scores; slow devices and slow pairs by name.
+- `meshtrain.probe.report`, `meshtrain.probe.page`: for people, as lines and as a page.
+- `meshtrain.probe.describe`: for the planner.
+
+`python -m meshtrain.probe --help` says what the command takes. Only `clock`, `links`, `devices` and `measure` load JAX.
+"""

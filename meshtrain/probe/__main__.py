@@ -1,0 +1,215 @@
+"""python -m meshtrain.probe: what the links and devices really give, and which is slow."""
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from meshtrain.cli import DONE, Parser, command
+from meshtrain.config import Config, ConfigError, MeshConfig, load, short
+from meshtrain.config.mesh import check as mesh_check
+from meshtrain.config.reduce import ALGORITHMS
+from meshtrain.config.schema import AXES
+from meshtrain.errors import nearest, say
+from meshtrain.files import write_atomically
+from meshtrain.plan.cluster.cluster import Cluster, named
+from meshtrain.probe import describe, judge, report
+from meshtrain.probe.conventions import PARTS
+from meshtrain.probe.figures import Probe
+
+DESCRIPTION = (
+    "What the links and devices really give, and which of them is slow; start it on every node as a run is started."
+)
+
+SIZES = (*AXES, "islands")  # of a mesh
+PROGRAMS = ALGORITHMS[1:]  # psum is what XLA does
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    config = _config(options)
+    _check(options, config)
+    from meshtrain.mesh import join_cluster
+    from meshtrain.probe.measure import measure, mesh_of
+    from meshtrain.run.processes import first_decides, is_first
+
+    with _output_to_errors():
+        join_cluster()
+        mesh = mesh_of(config)
+        first_decides(lambda: _check_files(options, mesh.size))
+        first = is_first()
+        parts = (options.only,) if options.only else PARTS
+        probe = measure(
+            mesh,
+            parts,
+            algorithms=_algorithms(options),
+            progress=lambda what: say(f"measuring {what}") if first else None,
+            every_pair=options.every_pair,
+        )
+    if first:
+        _tell(probe, _cluster(options.cluster, probe.size), options)
+    return DONE
+
+
+@contextlib.contextmanager
+def _output_to_errors() -> Iterator[None]:
+    """Standard output is for the figures alone: Gloo, which joins CPUs of several processes, writes words of its own there."""
+    # Started with its standard output closed, a process has none.
+    if sys.stdout is None:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m meshtrain.probe", description=DESCRIPTION)
+    parser.add_config(required=False)
+    parser.add_argument("--mesh", metavar="AXIS=N,...", help="the mesh to measure, as in data=4,islands=2,tensor=4; default: a machine's devices are tensor ranks, machines are data ranks")  # fmt: skip
+    parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file or an accelerator that the figures are held against")  # fmt: skip
+    parser.add_argument("--every-pair", action="store_true", help="measures every pair of devices, of more than 16 too, as a device_order needs: minutes")  # fmt: skip
+    parser.add_argument("--only", choices=PARTS, help="one part of it; default: all")
+    parser.add_argument("--algorithms", metavar="NAME,...|all", help=f"programs of messages to measure beside what XLA does: {', '.join(PROGRAMS)}")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
+    parser.add_argument("--output", metavar="FILE", help="writes a cluster file for python -m meshtrain.plan --cluster")
+    parser.add_argument("--svg", metavar="FILE", help="draws how fast each pair of devices talks")
+    parser.add_argument("--html", metavar="FILE", help="writes all of it as one page, with pictures")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> Config | None:
+    if options.config and options.mesh:
+        raise ConfigError("--mesh and --config both give a mesh; leave one out.")
+    if options.set and not options.config:
+        raise ConfigError("--set overrides a key of --config FILE, which is missing; --mesh gives a mesh without one.")
+    if options.config:
+        return load(options.config, options.set)
+    return replace(Config(), mesh=parse_mesh(options.mesh)) if options.mesh else None
+
+
+def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
+    """The programs that --algorithms names. ConfigError for others."""
+    if options.algorithms in (None, "all"):
+        return PROGRAMS if options.algorithms else ()
+    names = tuple(dict.fromkeys(options.algorithms.split(",")))
+    for name in names:
+        if name not in PROGRAMS:
+            legal = nearest(name, PROGRAMS) or f"; legal are {', '.join(PROGRAMS)}, or all."
+            raise ConfigError(f"--algorithms has {short(repr(name))}{legal}")
+    return names
+
+
+def parse_mesh(text: str) -> MeshConfig:
+    """data=2,tensor=4, and islands that data consists of: what is not named is 1. ConfigError otherwise."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, number = part.partition("=")
+        if axis not in SIZES:
+            legal = nearest(axis, SIZES) or f"; legal are {', '.join(SIZES)}."
+            raise ConfigError(f"--mesh {short(text)}: there is no axis {short(repr(axis))}{legal}")
+        if axis in sizes:
+            raise ConfigError(f"--mesh {short(text)}: {axis} is given twice.")
+        if not re.fullmatch("[1-9][0-9]{0,6}", number):
+            raise ConfigError(f"--mesh {short(text)}: {axis} is {short(repr(number))}; it must be a whole number of at least 1.")  # fmt: skip
+        sizes[axis] = int(number)
+    data, tensor, pipeline, islands = (sizes.get(name, 1) for name in SIZES)
+    mesh = MeshConfig(data, tensor, pipeline, islands)
+    mesh_check(mesh)
+    return mesh
+
+
+def _check(options: argparse.Namespace, config: Config | None) -> None:
+    """What would be refused when all is measured is refused at once."""
+    if options.output and options.only:
+        raise ConfigError("--output writes all that a cluster file holds; leave --only out.")
+    if (
+        "hierarchical" in _algorithms(options)
+        and options.algorithms != "all"
+        and (config is None or config.mesh.islands == 1)
+    ):
+        raise ConfigError(
+            "--algorithms: hierarchical sums in islands first, and the mesh has none; give islands, as in --mesh data=4,islands=2."
+        )
+    if options.algorithms and options.only not in (None, "collectives"):
+        raise ConfigError(f"--algorithms are of collectives, which --only {options.only} leaves out.")
+    if options.svg and options.only not in (None, "pairs"):
+        raise ConfigError(f"--svg draws pairs of devices, which --only {options.only} leaves out.")
+    for path, endings in ((options.output, (".yaml", ".yml")), (options.svg, (".svg",)), (options.html, (".html",))):
+        if path and Path(path).suffix.lower() not in endings:
+            raise ConfigError(f"{short(path)}: its name must end in {endings[0]}.")
+
+
+def _check_files(options: argparse.Namespace, devices: int) -> None:
+    """The files that the first process reads and writes; the others may be on machines that have none of them."""
+    if options.svg and devices == 1:
+        raise ConfigError("--svg draws pairs of devices, and there is one device.")
+    for path in filter(None, (options.output, options.svg, options.html)):
+        target = Path(path).resolve()
+        if not target.parent.is_dir():
+            raise ConfigError(f"{short(path)} cannot be written: there is no directory {short(target.parent)}.")
+        if target.is_dir():
+            raise ConfigError(f"{short(path)} cannot be written: {os.strerror(errno.EISDIR).lower()}.")
+    _cluster(options.cluster, devices)
+
+
+def _cluster(name: str | None, devices: int) -> Cluster | None:
+    if name is None:
+        return None
+    cluster = named(name, devices)
+    if cluster.devices < devices:
+        raise ConfigError(f"--cluster {short(name)} describes {cluster.devices} devices, and {devices} are measured.")
+    return cluster
+
+
+def _tell(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(as_json(probe, cluster), indent=2, allow_nan=False))
+    else:
+        print(report.to_text(probe, cluster))
+    if options.output:
+        write_atomically(Path(options.output).resolve(), describe.to_yaml(probe).encode())
+        say(f"wrote {options.output}")
+        if (together := describe.by_pairs(probe)) and not together.in_order:
+            say(
+                f"devices that fast links join are no neighbours in the mesh; mesh.cluster={options.output} has it take them in the order found."
+            )
+    if options.svg:
+        from meshtrain.pictures.pairs import drawing
+
+        write_atomically(Path(options.svg).resolve(), drawing(probe).encode())
+        say(f"wrote {options.svg}")
+    if options.html:
+        from meshtrain.probe.page import page
+
+        write_atomically(Path(options.html).resolve(), page(probe, cluster).encode())
+        say(f"wrote {options.html}")
+
+
+def as_json(probe: Probe, cluster: Cluster | None) -> dict:
+    """The figures, what is slow, and with a cluster the scores."""
+    found = probe.as_json() | {"findings": [asdict(one) for one in judge.findings(probe, cluster)]}
+    if cluster:
+        for entry, collective in zip(found["collectives"], probe.collectives, strict=True):
+            entry["score"] = judge.score(cluster, probe, collective)
+            for sized, timing in zip(entry["sizes"], collective.timings, strict=True):
+                sized["described_seconds"] = judge.described(cluster, probe, timing, collective.algorithm)
+        found["cluster"] = {"name": cluster.name, "device_scores": judge.device_scores(cluster, probe)}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

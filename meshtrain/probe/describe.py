@@ -1,0 +1,158 @@
+"""A cluster file of what was measured, which `meshtrain.plan --cluster` reads: its links by level, its devices.
+
+    mesh                               levels
+    tensor 4, all of a machine    ──►  node   {devices: 4}
+    data 2, between machines      ──►  rail   {devices: 8}
+
+An axis joins blocks of those before it, as a level does; axes whose links are alike make one level. A link's figures are those of a
+permute over its axis, in which every device sends at once: what collectives are made of.
+
+Where devices that fast links join are not neighbours in the mesh, axes mix levels. Then the levels are those that the pairs of devices
+show (`meshtrain.plan.cluster.levels`), and `device_order` has them in an order that keeps to the links; probed once more with `mesh.cluster`
+naming the file, the axes tell the figures of all devices sending at once.
+"""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import yaml
+
+from meshtrain.config import ConfigError
+from meshtrain.config.key import keys
+from meshtrain.config.mesh import ORDER
+from meshtrain.plan.cluster.algorithms import PERMUTE
+from meshtrain.plan.cluster.groups import Cable, Link
+from meshtrain.plan.cluster.levels import ALIKE, Clustered, clustered
+from meshtrain.probe.figures import Probe
+
+# The inner and the outer name of levels in a machine and between machines.
+INSIDE, BETWEEN = ("island", "node"), ("rail", "spine")
+
+
+@dataclass(frozen=True)
+class Level:
+    devices: int
+    latency: float
+    bandwidth: float  # bytes/s
+    inside: bool  # a machine
+
+    def unlike(self, other: "Level") -> float:
+        """How many times the figures differ; without end between a machine and the network."""
+        if self.inside != other.inside:
+            return math.inf
+        pairs = ((self.latency, other.latency), (self.bandwidth, other.bandwidth))
+        return max(max(a, b, 1e-9) / max(min(a, b), 1e-9) for a, b in pairs)
+
+
+def by_pairs(probe: Probe) -> Clustered | None:
+    """How devices stand together, where pairs were measured and show several levels. Some pairs alone, as the probe takes them of many
+    devices, can confirm the order that there is, and tell of no other."""
+    if probe.pairs is None:
+        return None
+    found = clustered(probe.pairs.sizes, probe.pairs.seconds)
+    every = not np.isnan(probe.pairs.seconds[:, ~np.eye(probe.size, dtype=bool)]).any()
+    return found if len(found.levels) > 1 and (every or found.in_order) else None
+
+
+def _of_pairs(probe: Probe, found: Clustered) -> list[Level]:
+    levels = []
+    for level in found.levels:
+        inside = all(len({probe.machines[device] for device in block}) == 1 for block in level.blocks)
+        levels.append(Level(level.devices, level.latency, level.bandwidth, inside))
+    return levels
+
+
+def levels(probe: Probe) -> dict[str, Level]:
+    """By the planner's names, innermost first."""
+    together = by_pairs(probe)
+    found = _of_pairs(probe, together) if together and not together.in_order else _of_axes(probe)
+    while len(found) > 1:
+        gap, at = min((a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(found)))
+        most = max(sum(level.inside is side for level in found) for side in (True, False))
+        if gap > ALIKE and most <= len(INSIDE):
+            break
+        found[at : at + 2] = [_joined(found[at], found[at + 1])]
+    named: dict[str, Level] = {}
+    for side, names in ((True, INSIDE), (False, BETWEEN)):
+        of_side = [level for level in found if level.inside is side]
+        # One level alone is a machine's, or between neighbouring machines.
+        named |= zip(names if len(of_side) > 1 else (names[side],), of_side, strict=False)
+    return named
+
+
+def _of_axes(probe: Probe) -> list[Level]:
+    found: list[Level] = []
+    block = 1
+    for axis in reversed(ORDER):
+        block *= probe.mesh.ways(axis)
+        for collective in probe.over(axis):
+            if collective.kind == PERMUTE:
+                inside = all(len(set(probe.machines[i : i + block])) == 1 for i in range(0, probe.size, block))
+                found.append(Level(block, collective.line.latency, collective.line.bandwidth, inside))
+    return found
+
+
+def _joined(inner: Level, outer: Level) -> Level:
+    latency = math.sqrt(inner.latency * outer.latency) or max(inner.latency, outer.latency)
+    return replace(outer, latency=latency, bandwidth=math.sqrt(inner.bandwidth * outer.bandwidth))
+
+
+def to_yaml(probe: Probe) -> str:
+    """ConfigError where something that the file holds was not measured."""
+    devices, found = probe.devices, levels(probe)
+    if devices is None or (probe.size > 1 and not found):
+        raise ConfigError("a cluster file needs collectives and products; leave --only out.")
+    sizes = set(Counter(probe.machines).values())
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"a cluster file has machines of one size, and these have {' and '.join(map(str, sorted(sizes)))} devices; give a smaller --mesh."
+        )
+    machines = len(set(probe.machines))
+    # Fake devices share one machine, whose figures the planner divides; where their links differ the file says what each has.
+    shared = probe.platform == "cpu" and found.keys() <= {"node"}
+    ways = probe.size if shared else 1
+    described = {
+        "name": f"measured-{probe.kind}",
+        "nodes": machines,
+        "devices_per_node": probe.size // machines,
+        "shared": shared,
+        "topology": "flat" if machines == 1 else "fat_tree",
+        "accelerator": {
+            "name": probe.kind,
+            "platform": probe.platform,
+            "memory": _short(devices.memory_bytes * ways / 2**30),
+            "bandwidth": _short(devices.memory_rate * ways / 1e9),
+            "peak": {dtype: _short(rate * ways / 1e12) for dtype, rate in devices.matmul.items()},
+            # What was measured is what is reached.
+            "efficiency": {
+                "matmul": 1.0, "half_size": 0.0, "attention": 0.5, "memory": 1.0, "link": 1.0, "exposed": 1.0,
+            },
+        },
+        "links": {name: _link(name, level) for name, level in found.items()},
+    }  # fmt: skip
+    if (together := by_pairs(probe)) and probe.names:
+        described["device_order"] = [probe.names[device] for device in together.order]
+    return yaml.safe_dump(described, sort_keys=False)
+
+
+def _link(name: str, level: Level) -> dict[str, float]:
+    """Within the bounds that the planner sets, which only a machine that does other things is beyond."""
+    bounds = keys(Link if name in INSIDE else Cable)
+
+    def within(key: str, figure: float) -> float:
+        least, most = bounds[key].least, bounds[key].most
+        assert least is not None and most is not None
+        return _short(min(max(figure, least), most))
+
+    return {
+        "devices": level.devices,
+        "latency": within("latency", level.latency),
+        "bandwidth": within("bandwidth", level.bandwidth / 1e9),
+    }
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.3g}")

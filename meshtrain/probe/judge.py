@@ -1,0 +1,155 @@
+"""Scores of what was measured: against a described cluster (1: as described, 0.5: half as fast), and against its like.
+
+A device is held against the others, a pair against pairs as far apart, so that a slow one is found without any description.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.plan.cluster import programs
+from meshtrain.plan.cluster.cluster import Cluster
+from meshtrain.plan.compute import product
+from meshtrain.probe.conventions import XLA
+from meshtrain.probe.figures import STEADY, Collective, Probe, Timing
+
+SLOW = 0.75  # of its like: below it a device is called slow (NVIDIA resiliency extension's default for its scores)
+SLOW_PAIR = 0.67  # of its like, by the seconds of its largest message
+SLOW_AXIS = 0.5  # of what is described
+MACHINE, BEYOND = "in a machine", "between machines"
+APART = ("in a tensor group", "in a stage", "in an island", MACHINE, BEYOND)
+FEWEST = 3  # of its like that something is held against
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something slow. `score`: of what its like, or the description, lets expect."""
+
+    what: str  # device, memory, links, pair, axis or machine
+    devices: tuple[int, ...]
+    score: float
+    sentence: str
+
+
+def described(cluster: Cluster, probe: Probe, timing: Timing, algorithm: str = XLA) -> float:
+    """Seconds of a collective by the planner."""
+    named = "psum" if algorithm == XLA else algorithm
+    return programs.seconds(named, timing.kind, timing.axis.split("+"), probe.mesh, cluster, timing.nbytes)
+
+
+def score(cluster: Cluster, probe: Probe, collective: Collective) -> float:
+    """Of the largest size: described over measured seconds."""
+    largest = collective.timings[-1]
+    return described(cluster, probe, largest, collective.algorithm) / largest.seconds
+
+
+def device_scores(cluster: Cluster, probe: Probe) -> dict[str, float]:
+    """Measured over described rates, of one device while all are busy: of products by dtype, and of memory."""
+    if probe.devices is None:
+        return {}
+    device, side = cluster.accelerator, probe.devices.side
+    rates = {
+        dtype: rate * product(device, dtype, side, side, side) / (2 * side**3)
+        for dtype, rate in probe.devices.matmul.items()
+    }
+    return rates | {"memory": probe.devices.memory_rate / device.memory_rate}
+
+
+def findings(probe: Probe, cluster: Cluster | None = None) -> list[Finding]:
+    """What is slow, the worst first. Where times vary much the verdict is that the machine is shared, and there is no other."""
+    judges = {
+        "products": lambda: _devices(probe),
+        "pairs": lambda: _pairs(probe),
+        "collectives": lambda: _axes(probe, cluster) if cluster else [],
+    }
+    found: list[Finding] = []
+    for part, spread in probe.spread.items():
+        if spread > STEADY:
+            sentence = (
+                f"the times of {part} vary by {spread:.0%} from one repeat to the next: the machine is shared or busy, so that they tell of no "
+                "device and no link."
+            )
+            found.append(Finding("machine", (), 1 / (1 + spread), sentence))
+        else:
+            found += judges[part]()
+    return sorted(found, key=lambda one: (one.what != "machine", one.score))
+
+
+def _devices(probe: Probe) -> list[Finding]:
+    if probe.devices is None or probe.size < FEWEST:
+        return []
+    found = []
+    for what, rates, does in (
+        ("device", probe.devices.flops, "computes"),
+        ("memory", probe.devices.memory_bandwidth, "passes over memory"),
+    ):
+        shares = rates / np.median(rates)
+        for device in np.flatnonzero(shares < SLOW).tolist():
+            sentence = f"{probe.place(device)} {does} at {shares[device]:.2f} of the speed of the others."
+            found.append(Finding(what, (device,), float(shares[device]), sentence))
+    return found
+
+
+def pair_scores(probe: Probe) -> np.ndarray:
+    """Scores [devices, devices], from row to column: the seconds that the largest message takes between devices as far apart, over those
+    of this pair; NaN where there are too few of its like, or nothing was measured."""
+    assert probe.pairs is not None
+    seconds, far = probe.pairs.seconds[-1], apart(probe)
+    scores = np.full_like(seconds, np.nan)
+    for level in np.unique(far).tolist():
+        like = (far == level) & ~np.isnan(seconds)
+        if like.sum() > FEWEST:
+            scores[like] = np.median(seconds[like]) / seconds[like]
+    return scores
+
+
+def apart(probe: Probe) -> np.ndarray:
+    """How far devices are apart [from, to], as a place in APART."""
+    number, machines, mesh = np.arange(probe.size), np.array(probe.machines), probe.mesh
+    far = np.full((probe.size, probe.size), APART.index(MACHINE))
+    stage = mesh.tensor * mesh.shards
+    blocks = [mesh.tensor, stage, *([stage * mesh.pipeline] if mesh.islands > 1 else [])]
+    for level, block in reversed(list(enumerate(blocks))):
+        far[number[:, None] // block == number // block] = level
+    far[machines[:, None] != machines] = APART.index(BEYOND)
+    return far
+
+
+def _pairs(probe: Probe) -> list[Finding]:
+    if probe.pairs is None:
+        return []
+    scores = pair_scores(probe)
+    slow = [(int(a), int(b)) for a, b in np.argwhere(scores < SLOW_PAIR)]
+    measured = (~np.isnan(scores)).sum(axis=1) + (~np.isnan(scores)).sum(axis=0)
+    ends = Counter(end for pair in slow for end in pair)
+    found = []
+    for device, count in ends.items():
+        # What has many slow links is slow itself; its partners are not.
+        if count > FEWEST and count > measured[device] / 2:
+            own = float(np.median([scores[pair] for pair in slow if device in pair]))
+            sentence = f"{count} of {measured[device]} links of {probe.place(device)} reach {own:.2f} of the speed of their like."
+            found.append(Finding("links", (device,), own, sentence))
+    explained = {finding.devices[0] for finding in found}
+    for a, b in slow:
+        back = (b, a) in slow
+        if explained & {a, b} or (back and a > b):
+            continue
+        worse = min(scores[a, b], scores[b, a]) if back else scores[a, b]
+        way = "and" if back else "to"
+        sentence = (
+            f"the link from {probe.place(a)} {way} {probe.place(b)} reaches {worse:.2f} of the speed of its like."
+        )
+        sentence = sentence.replace("the link from", "the link between", 1) if back else sentence
+        found.append(Finding("pair", (a, b), float(worse), sentence))
+    return found
+
+
+def _axes(probe: Probe, cluster: Cluster) -> list[Finding]:
+    found = []
+    for axis in dict.fromkeys(c.axis for c in probe.collectives):
+        share = float(np.median([score(cluster, probe, c) for c in probe.over(axis) if c.algorithm == XLA]))
+        if share < SLOW_AXIS:
+            sentence = f"collectives over {axis} reach {share:.2f} of the speed that {cluster.name} describes."
+            found.append(Finding("axis", (), share, sentence))
+    return found

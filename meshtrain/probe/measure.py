@@ -1,0 +1,111 @@
+"""All measurements of a mesh, one after the other."""
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meshtrain.compat import joined_processes
+from meshtrain.config import Config, MeshConfig
+from meshtrain.config.mesh import ORDER
+from meshtrain.device_order import names
+from meshtrain.errors import say
+from meshtrain.mesh import fake_cpu_devices, kind_of, make_mesh, platform
+from meshtrain.plan.cluster.algorithms import ALL_REDUCE, KINDS, PERMUTE
+from meshtrain.probe import describe, links, report
+from meshtrain.probe.conventions import PARTS
+from meshtrain.probe.devices import devices as measure_devices
+from meshtrain.probe.figures import Collective, Pairs, Probe
+from meshtrain.run.processes import gathered
+
+FAKED = 8  # devices where there is no accelerator and no mesh is given
+
+
+def mesh_of(config: Config | None) -> Mesh:
+    """The mesh of a config; without one all devices, those of a machine as tensor ranks and machines as data ranks.
+
+    ConfigError where there are fewer devices than the config needs.
+    """
+    if config is None:
+        fake_cpu_devices(max(1, FAKED // joined_processes()))
+        found = jax.devices()
+        machines = Counter(machines_of(found))
+        alike = len(set(machines.values())) == 1
+        tensor = machines[0] if alike else len(found)
+        config = replace(Config(), mesh=MeshConfig(data=len(found) // tensor, tensor=tensor))
+        return make_mesh(config, found)
+    return make_mesh(config)
+
+
+def machines_of(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """Of each device the number of its machine. Processes of fake devices each stand for one."""
+    if kind_of(devices[0]) == "cpu":
+        names: list = [device.process_index for device in devices]
+    else:
+        hosts = gathered(socket.gethostname())
+        names = [hosts[device.process_index] for device in devices]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def measure(
+    mesh: Mesh,
+    parts: Sequence[str] = PARTS,
+    kinds: Sequence[str] = KINDS,
+    sizes: Sequence[int] = (),
+    pair_sizes: Sequence[int] = (),
+    algorithms: Sequence[str] = (),
+    progress: Callable[[str], object] = lambda _: None,
+    every_pair: bool = False,
+) -> Probe:
+    """Some seconds on accelerators, up to a minute on fake devices; the machine should be idle. All processes must call it.
+
+    `progress` is told what comes next. `sizes` in bytes replace those of the platform. `algorithms` are programs of messages by name, which
+    are measured beside XLA's own.
+    """
+    # As the planner numbers devices: islands outermost, then pipeline, data, tensor innermost.
+    in_place = [mesh.axis_names.index(axis) for axis in ORDER if axis in mesh.axis_names]
+    places = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(in_place).ravel().tolist()
+    numbered = [mesh.devices.flat[place] for place in places]
+    where = platform(mesh)
+    axes = links.axes_of(mesh)
+    barriers: dict[str, float] = {}
+    collectives: list[Collective] = []
+    pairs: Pairs | None = None
+    if "barrier" in parts and axes:
+        progress("barrier")
+        barriers = links.barriers(mesh)
+    if "collectives" in parts:
+        for axis in links.groups_of(mesh):
+            # What runs over all of data are its sums.
+            over = [ALL_REDUCE] if axis == links.JOINED else kinds
+            progress(f"{', '.join(over)} over {axis} {math.prod(mesh.shape[one] for one in axis.split('+'))}")
+            collectives += links.collectives(mesh, axis, over, sizes, algorithms)
+    if "pairs" in parts and axes:
+        progress(f"{len(links.partners(mesh.size, every_pair))} pairs of devices")
+        pairs = links.pairs(mesh, places, pair_sizes, every_pair)
+    if "products" in parts:
+        progress("matrix products and passes over memory")
+    return Probe(
+        platform=where,
+        kind="cpu" if where == "cpu" else numbered[0].device_kind.lower().replace(" ", "-"),
+        mesh=MeshConfig.of(mesh.shape),
+        machines=machines_of(numbered),
+        processes=jax.process_count(),
+        barriers=barriers,
+        collectives=tuple(collectives),
+        pairs=pairs,
+        devices=measure_devices(mesh, places) if "products" in parts else None,
+        names=names(numbered),
+    )
+
+
+def for_plan() -> tuple[str, str]:
+    """(cluster file, report) of all devices: what `meshtrain.plan --measure` needs, without the collectives that a file says nothing of."""
+    probe = measure(mesh_of(None), kinds=(ALL_REDUCE, PERMUTE), progress=lambda what: say(f"measuring {what}"))
+    return describe.to_yaml(probe), report.to_text(probe)

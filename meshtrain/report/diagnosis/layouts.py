@@ -1,0 +1,221 @@
+"""Layouts that cost more than they need to: a part of the step that is large, and a change that the planner shows to be faster.
+
+    measured: tensor collectives 31% of the step ──► fewer ways over tensor, each planned ──► the fastest, if it wins enough: the advice
+
+A part may be large and nothing be better by the plan: that is a remark, and no advice.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshtrain.config import Config, ConfigError, check, replaced
+from meshtrain.config.mesh import AXES, DATA
+from meshtrain.plan.estimate import Plan, estimate
+from meshtrain.report.diagnosis.evidence import Evidence
+from meshtrain.report.diagnosis.findings import Finding
+from meshtrain.report.trace.attribution import Attribution
+
+LARGE = 0.1  # share of the step that a part must take
+# Share of the step that another layout must win: the planner itself is off by 3% in the median on what it was fitted to, and by more
+# on a machine that it only has described.
+WORTH = 0.1
+SLOW_LINK = 1.5  # times what the plan expects
+
+Change = Mapping[str, Mapping[str, Any]]  # section → key → value
+
+WORDS: dict[str, str] = {
+    "tensor": "collectives over tensor",
+    "data": "collectives over data",
+    "pipeline": "messages between the pipeline's stages",
+    "bubble": "slots of the pipeline in which a stage has no work",
+    "recomputation": "computing activations a second time",
+}
+
+
+@dataclass(frozen=True)
+class Cure:
+    """A layout that the planner shows to be faster."""
+
+    settings: tuple[str, ...]
+    planned: Plan
+
+
+def layouts(evidence: Evidence) -> Iterator[Finding]:
+    """Each part of the step that another layout would make smaller."""
+    for part, share, plan in _large(evidence):
+        cure = fastest(plan, part)
+        if cure is None:
+            continue
+        won = 1 - cure.planned.seconds / plan.seconds
+        yield Finding(
+            part,
+            f"share of the step: {part}",
+            share,
+            min(share, dict(shares(cure.planned))[part]),
+            # What a part takes is all that curing it wins, whatever else the other layout makes faster by the plan.
+            min(won, share),
+            f"{_words(evidence, part, share)}.",
+            f"Try {' '.join('--set ' + s for s in cure.settings)}: by the plan for {plan.cluster.name} a step then takes {1 - won:.0%} of "
+            "the time.",
+            cure.settings,
+            # Of fake devices the plan knows a machine, and not this one.
+            sure=plan.cluster.accelerator.platform != "cpu",
+        )
+
+
+def remarks(evidence: Evidence) -> Iterator[str]:
+    """Large parts of a step that no other layout makes smaller, so that there is nothing to advise."""
+    for part, share, plan in _large(evidence):
+        if fastest(plan, part) is None:
+            yield f"{_words(evidence, part, share)}; by the plan for {plan.cluster.name} no other layout is faster by more than {WORTH:.0%}."
+
+
+def links(evidence: Evidence) -> Iterator[Finding]:
+    """Collectives of an axis that take longer than the described links allow. A machine that fakes its devices has no links."""
+    plan, attribution = evidence.plan, evidence.attribution
+    if plan is None or attribution is None or plan.cluster.accelerator.platform == "cpu":
+        return
+    for axis in AXES:
+        took, expected = _took(attribution, axis), dict(plan.time.parts())[axis]
+        excess = (took - expected) / attribution.wall_seconds
+        if excess < LARGE or took < SLOW_LINK * expected:
+            continue
+        yield Finding(
+            "links",
+            f"seconds of a step: {axis}",
+            took,
+            expected,
+            excess,
+            f"{_words(evidence, axis, took / attribution.wall_seconds)}, {took:.3f} s, where the links of {plan.cluster.name} allow for {expected:.3f} s.",
+            "Measure the links with `python -m meshtrain.probe`: one may be slow, or all of them slower than described.",
+        )
+
+
+def _large(evidence: Evidence) -> Iterator[tuple[str, float, Plan]]:
+    """(part, share of the step, plan) of what takes much of it."""
+    if evidence.plan is not None:
+        for part in WORDS:
+            share = measured(evidence, part)
+            if share is not None and share >= LARGE:
+                yield part, share, evidence.plan
+
+
+def _words(evidence: Evidence, part: str, share: float) -> str:
+    what = WORDS[part]
+    said = f"{what[0].upper()}{what[1:]} take{'s' * (part == 'recomputation')} {share:.0%} of the step"
+    across = evidence.attribution.share("island") if evidence.attribution is not None and part == DATA else 0.0
+    return f"{said}, {across:.0%} of it across islands" if across else said
+
+
+def measured(evidence: Evidence, part: str) -> float | None:
+    """The share of the step that a part took; None where it cannot be told."""
+    if part == "bubble" and evidence.plan is not None:
+        # The schedule's table is exact. A trace of accelerators shows compute in idle slots; of fake devices, which share their cores, an
+        # idle one leaves them to the others: what is lost is at most what the cores stand idle.
+        slots = evidence.plan.bubble_fraction
+        if evidence.plan.cluster.accelerator.platform != "cpu":
+            return slots
+        return None if evidence.idle is None else min(slots, evidence.idle)
+    if evidence.attribution is None:
+        return None
+    return _took(evidence.attribution, part) / evidence.attribution.wall_seconds
+
+
+def _took(attribution: Attribution, part: str) -> float:
+    """Seconds of a step, those of data with what crosses islands, as the planner has them."""
+    return attribution.parts[part] + (attribution.seconds.get("island", 0.0) if part == DATA else 0.0)
+
+
+def shares(plan: Plan) -> Iterator[tuple[str, float]]:
+    """By the plan, the shares of the parts that have cures."""
+    for part, name in (*((p, p) for p in ("tensor", "data", "pipeline", "bubble")), ("recomputation", "recompute")):
+        yield part, dict(plan.time.parts())[name] / plan.seconds
+
+
+def fastest(plan: Plan, part: str) -> Cure | None:
+    """Of the changes that make a part smaller the one with the shortest step that fits; None if none wins enough."""
+    found: Cure | None = None
+    for change in changes(plan.config, part):
+        try:
+            config = replaced(plan.config, **change)
+            check(config)
+            planned = estimate(config, plan.cluster)
+        # Not legal for this batch or model, or not for a schedule that came as a table.
+        except ConfigError:
+            continue
+        if planned.fits and (found is None or planned.seconds < found.planned.seconds):
+            found = Cure(_settings(plan.config, config, change), planned)
+    return found if found and found.planned.seconds <= (1 - WORTH) * plan.seconds else None
+
+
+def changes(config: Config, part: str) -> Iterator[Change]:
+    """What makes a part smaller, on the same number of devices."""
+    mesh, parallel = config.mesh, config.parallel
+    more = [m * parallel.microbatches for m in (2, 4, 8)]
+    if part == "tensor":
+        if not parallel.sequence_parallel:
+            yield {"parallel": {"sequence_parallel": True}}
+        for by in _powers(mesh.tensor):
+            for microbatches in {parallel.microbatches, max(1, parallel.microbatches // by)}:
+                yield {
+                    "mesh": {"tensor": mesh.tensor // by, "data": mesh.data * by},
+                    "parallel": {"microbatches": microbatches}
+                    | _one_way(mesh.tensor // by, parallel.sequence_parallel),
+                }
+    if part == "data":
+        for stage in range(parallel.zero_stage):
+            yield {"parallel": {"zero_stage": stage}}
+        if parallel.zero_stage == 3 and not parallel.zero_hold:
+            yield {"parallel": {"zero_hold": True}}
+        for by in _powers(mesh.shards):
+            yield {"mesh": {"islands": mesh.islands * by}}
+    if part == "bubble":
+        for microbatches in more:
+            yield {"parallel": {"microbatches": microbatches}}
+        for chunks in (2, 4, 8):
+            for microbatches in (parallel.microbatches, *more):
+                yield {"parallel": {"schedule": "interleaved", "virtual_stages": chunks, "microbatches": microbatches}}
+    if part == "pipeline":
+        for fewer in _powers(parallel.microbatches):
+            yield {"parallel": {"microbatches": parallel.microbatches // fewer}}
+    if part in ("bubble", "pipeline"):
+        for by in _powers(mesh.pipeline):
+            for microbatches in {parallel.microbatches, max(1, parallel.microbatches // by)}:
+                yield {
+                    "mesh": {"pipeline": mesh.pipeline // by, "data": mesh.data * by},
+                    "parallel": {"microbatches": microbatches},
+                }
+    if part == "recomputation":
+        unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
+        for remat in ("none", "selective", "dots"):
+            if remat != parallel.remat:
+                yield {"parallel": {"remat": remat, **unnamed}}
+
+
+def _one_way(tensor: int, split: bool) -> dict[str, bool]:
+    """Without tensor parallelism there is no sequence to split."""
+    return {"sequence_parallel": False} if tensor == 1 and split else {}
+
+
+def _powers(size: int) -> Iterator[int]:
+    """2, 4, 8 ... that divide an axis."""
+    by = 2
+    while size % by == 0:
+        yield by
+        by *= 2
+
+
+def _settings(before: Config, after: Config, change: Change) -> tuple[str, ...]:
+    """What differs, of what was changed, as for --set."""
+    found = []
+    for section, keys in change.items():
+        for key in keys:
+            value = getattr(getattr(after, section), key)
+            if value != getattr(getattr(before, section), key):
+                found.append(f"{section}.{key}={_text(value)}")
+    return tuple(found)
+
+
+def _text(value: object) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()

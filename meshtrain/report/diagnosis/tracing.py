@@ -1,0 +1,108 @@
+"""A trace of a run that has none: a few steps of its config on this machine, from new weights, beside the run.
+
+    parent   trace_beside(config) ──► child ──► SCRATCH/traces/4/ ──► Attribution; SCRATCH is removed
+    child    build, compile, 3 steps, 3 traced ones, 3 more; no checkpoint, nothing in the run's directory
+
+In a process of its own, since the devices are faked before JAX starts, and since a program that does not fit ends it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from meshtrain.config import Config, load, replaced, to_yaml
+from meshtrain.errors import ConfigError, say
+from meshtrain.report.diagnosis.reading import attributed, newest_trace
+from meshtrain.report.trace.attribution import NO_BUFFERS, Attribution
+from meshtrain.run.directory import CONFIG, METRICS
+
+WARM, TRACED = 3, 3  # steps before the trace, and in it
+STEPS = WARM + 2 * TRACED
+# What would make the child one of several processes, or a supervisor's.
+NOT_ITS_OWN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "MESHTRAIN_SUPERVISED")
+
+
+def trace_beside(config: Config) -> Attribution:
+    """Traces a few steps of a config in a process of its own; RuntimeError, in a sentence, if that fails."""
+    say(
+        f"there is no trace of this run, so {STEPS} steps of its config are taken beside it, from new weights; nothing of them is kept."
+    )
+    with tempfile.TemporaryDirectory(prefix="meshtrain-trace-") as scratch:
+        try:
+            return attributed(steps_traced(config, Path(scratch)))
+        except ConfigError as problem:
+            raise RuntimeError(str(problem)) from None
+
+
+def steps_traced(config: Config, directory: Path) -> Path:
+    """The trace of the child's steps, and what else it leaves in a directory; RuntimeError, in a sentence, if it fails."""
+    telemetry = {"trace_at": (WARM + 1,), "trace_steps": TRACED, "endpoint": 0, "trackers": (), "alerts": ()}
+    steps = {"steps": max(STEPS, config.train.steps)}
+    chosen = replaced(config, run={"directory": str(directory)}, telemetry=telemetry, train=steps)
+    (directory / CONFIG).write_text(to_yaml(chosen))
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_ITS_OWN}
+    # On GPUs what runs in command buffers does not tell its name; elsewhere the flag changes nothing.
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {NO_BUFFERS}".strip()
+    command = [sys.executable, "-m", __spec__.name, str(directory)]
+    # What it says of its progress is no part of this command's output.
+    with (directory / "said").open("w+") as said:
+        ended = subprocess.run(command, env=environment, stdout=sys.stderr.fileno(), stderr=said)
+        said.seek(0)
+        last = said.read().strip().splitlines()[-1:]
+    trace = newest_trace(directory)
+    if ended.returncode or trace is None:
+        raise RuntimeError(
+            f"the steps that were to be traced failed: {' '.join(last) or f'exit code {ended.returncode}'}"
+        )
+    return trace
+
+
+def main(directory: Path) -> None:
+    """The child: takes the steps of the config in a directory, one of them after the other, and leaves rows and a trace there."""
+    import jax
+
+    from meshtrain.data import open_data
+    from meshtrain.mesh import own_rows
+    from meshtrain.step import Program
+    from meshtrain.telemetry.trace import Tracer
+
+    config = load(directory / CONFIG)
+    program = Program(config)
+    data, _ = open_data(config)
+    state = program.init()
+    # The same batch each time: another may have another length, and is another program then.
+    rows = own_rows(program.batch_sharding, data.batch_shape(0)[0])
+    batch = program.place(data.batch(0, rows))
+    began = time.perf_counter()
+    compiled = program.train_step.lower(state, batch).compile()
+    print(f"compiled in {time.perf_counter() - began:.1f} s", flush=True)
+    tracer = Tracer(config, directory, program.mesh, program.layout.table)
+    with (directory / METRICS).open("w") as written:
+        for step in range(1, STEPS + 1):
+            tracer.before(step)
+            began = time.perf_counter()
+            state, metrics = compiled(state, batch)
+            # On fake devices steps may not be under way together.
+            jax.block_until_ready(metrics)
+            seconds = time.perf_counter() - began
+            tracer.after(step, compiled, metrics)
+            written.write(json.dumps({"step": step, "step_seconds": seconds}) + "\n")
+            written.flush()
+            print(
+                f"step {step}/{STEPS}  {seconds:.3f} s{' traced' if WARM < step <= WARM + TRACED else ''}", flush=True
+            )
+    tracer.close()
+
+
+if __name__ == "__main__":
+    from meshtrain.errors import ConfigError as Refused
+
+    try:
+        main(Path(sys.argv[1]))
+    except Refused as refused:
+        say(refused)
+        sys.exit(2)

@@ -1,0 +1,80 @@
+"""The lowest held-out loss of a run so far, and for how long it has stood: what the best checkpoint and eval.patience go by.
+
+    eval loss   3.1   2.4   2.5   2.4   2.6        the best is 2.4, of the second evaluation; three in a row have not been lower
+    since        0     0     1     2     3         with eval.patience: 3 the run ends here
+
+It follows from the rows of metrics.jsonl alone, where each evaluation stands once, however often the run was killed. Imports no JAX.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LONGEST = 1 << 20  # bytes of a line; what is longer is no row
+
+
+@dataclass
+class Best:
+    """Of the evaluations up to now."""
+
+    step: int | None = None
+    loss: float = math.inf
+    since: int = 0  # evaluations in a row, up to the last, without a lower loss
+    last: int = 0  # the step of the last
+
+    def add(self, step: int, loss: float) -> bool:
+        """Whether an evaluation after `step` has the lowest loss so far; an equal one has not, nor one that is no number."""
+        self.last = step
+        if loss < self.loss and math.isfinite(loss):
+            self.step, self.loss, self.since = step, loss, 0
+            return True
+        self.since += 1
+        return False
+
+    def ends(self, patience: int) -> bool:
+        """Whether eval.patience has the run end after the last evaluation."""
+        return 0 < patience <= self.since
+
+    def why(self) -> str:
+        """Why it ends, in words."""
+        lowest = "gave a finite loss" if self.step is None else f"was below {self.loss:.4f}, that of step {self.step}"
+        return f"no evaluation of {self.since} in a row {lowest}"
+
+
+def best_of(evaluations: Iterable[tuple[int, float]]) -> Best:
+    """Of (step, loss) pairs in order."""
+    best = Best()
+    for step, loss in evaluations:
+        best.add(step, loss)
+    return best
+
+
+def best_in(metrics: Path) -> Best:
+    """Of a run's rows, up to the last; of a run without any, that of no evaluation."""
+    # Reading a pipe would wait for ever.
+    if not metrics.is_file():
+        return Best()
+    found: dict[int, float] = {}
+    with metrics.open("rb") as rows:
+        while line := rows.readline(LONGEST):
+            # Few rows have one, and most of a row's cost is parsing it.
+            if b'"eval_loss"' not in line:
+                continue
+            with contextlib.suppress(ValueError, RecursionError):
+                if (evaluation := evaluation_of(json.loads(line))) is not None:
+                    found.update([evaluation])
+    return best_of(sorted(found.items()))
+
+
+def evaluation_of(row: Any) -> tuple[int, float] | None:
+    """The step and the loss of a row of metrics that tells of an evaluation; what was not finite is null there."""
+    if not isinstance(row, dict) or "eval_loss" not in row:
+        return None
+    step, loss = row.get("step"), row["eval_loss"]
+    if type(step) is not int or not 0 <= step < 1 << 63 or not (loss is None or type(loss) is float):
+        return None
+    return step, math.nan if loss is None else loss

@@ -1,0 +1,60 @@
+"""python -m meshtrain.telemetry catalogue|dashboard|rules: what is measured, a dashboard for Grafana, alert rules for Prometheus.
+
+Each is printed; copies of the last two stand in configs/monitoring/.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from meshtrain.cli import DONE, Parser, command
+from meshtrain.pictures.picture import columns
+from meshtrain.telemetry import dashboard, prometheus_rules
+from meshtrain.telemetry.catalogue import METRICS
+from meshtrain.telemetry.thresholds import THRESHOLDS
+
+HEAD = "# Alert rules for Prometheus, from meshtrain/telemetry/thresholds.py: python -m meshtrain.telemetry rules\n"
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m meshtrain.telemetry", description="Prints what monitoring of a run stands on.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (_, meaning) in PRINTED.items():
+        commands.add_parser(name, help=meaning)
+    text, _ = PRINTED[parser.parse_args(arguments).command]
+    print(text(), end="")
+    return DONE
+
+
+def catalogue() -> str:
+    """The metrics, and the alerts with their thresholds, as tables."""
+    metrics = [["metric", "of a", "kind", "labels", "meaning"]]
+    metrics += [[m.sample, m.source, m.kind, ", ".join(m.labels) or "-", m.meaning] for m in METRICS]
+    alerts = [["alert", "severity", "fires", "clears", "seconds", "what counts, and why"]]
+    alerts += [
+        [t.rule, t.severity, f"{t.fires:g}", f"{t.clears:g}", f"{t.seconds:g}", f"{t.counts}: {t.reason}"]
+        for t in THRESHOLDS
+    ]
+    return f"{columns(metrics)}\n\n{columns(alerts)}\n"
+
+
+def dashboard_text() -> str:
+    return json.dumps(dashboard.document(), indent=1) + "\n"
+
+
+def rules_text() -> str:
+    return HEAD + yaml.safe_dump(prometheus_rules.document(), sort_keys=False, width=120, allow_unicode=True)
+
+
+PRINTED = {
+    "catalogue": (catalogue, "every metric with its kind, labels and meaning; every alert with its thresholds"),
+    "dashboard": (dashboard_text, "a dashboard for Grafana, as JSON to import"),
+    "rules": (rules_text, "alert rules for Prometheus, as YAML for rule_files"),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

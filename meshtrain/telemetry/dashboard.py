@@ -1,0 +1,166 @@
+"""A dashboard for Grafana with a panel for each metric of the catalogue: python -m meshtrain.telemetry dashboard
+
+    a run         numbers of now; each metric of its steps, and its alerts
+    processes     each process metric by rank; over many ranks its least, median and greatest value
+
+Panels of what a machine does not tell (GPUs on one without) say that there is no data. The JSON is that of Grafana's dashboard model
+(https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model); `$run` and `$rank` are chosen above it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshtrain.survive.beat import KIND_OF
+from meshtrain.telemetry.catalogue import BY_NAME, METRICS, PREFIX, Metric
+
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+INFO = f'{PREFIX}process_info{{run=~"$run",rank=~"$rank"}}'
+# What a series is of: its run and rank come from the one series that has them.
+OF_RUN = f"* on (instance, job) group_left (run, rank, host) {INFO}"
+# Of what the first process alone tells: whatever ranks are chosen.
+OF_FIRST = f'* on (instance, job) group_left (run) {PREFIX}process_info{{run=~"$run"}}'
+WIDTH, HEIGHT = 8, 7  # of a panel, where the page has 24 columns
+UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "watts": "watt", "celsius": "celsius"}
+OVER = ("min", "median", "max")
+
+
+def document() -> dict[str, Any]:
+    """The dashboard, as Grafana imports it."""
+    return {
+        "title": "meshtrain",
+        "uid": "meshtrain",
+        "tags": ["meshtrain"],
+        "schemaVersion": 38,
+        "editable": True,
+        "time": {"from": "now-3h", "to": "now"},
+        "refresh": "10s",
+        "templating": {"list": _variables()},
+        "panels": [{"id": k, **panel} for k, panel in enumerate(_panels(), 1)],
+    }
+
+
+def queries() -> list[tuple[str, str]]:
+    """(title of the panel, query) of each query, as the dashboard has it."""
+    return [(panel["title"], target["expr"]) for panel in document()["panels"] for target in panel.get("targets", ())]
+
+
+def _variables() -> list[dict[str, Any]]:
+    def chosen(name: str, query: str) -> dict[str, Any]:
+        return {
+            "name": name, "type": "query", "datasource": SOURCE, "query": {"query": query, "refId": name}, "refresh": 2,
+            "includeAll": True, "multi": True, "current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".*",
+        }  # fmt: skip
+
+    return [
+        {"name": "datasource", "type": "datasource", "query": "prometheus"},
+        chosen("run", f"label_values({PREFIX}process_info, run)"),
+        chosen("rank", f'label_values({PREFIX}process_info{{run=~"$run"}}, rank)'),
+    ]
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    """Rows of panels, one below the other."""
+    below = 0
+    for title, panels in _groups():
+        yield {"type": "row", "title": title, "gridPos": {"x": 0, "y": below, "w": 24, "h": 1}, "collapsed": False}
+        below += 1
+        across = 0
+        for panel in panels:
+            size = panel["gridPos"]
+            if across + size["w"] > 24:
+                across, below = 0, below + size["h"]
+            yield panel | {"gridPos": size | {"x": across, "y": below}}
+            across += size["w"]
+        below += panels[-1]["gridPos"]["h"]
+
+
+def _groups() -> list[tuple[str, list[dict[str, Any]]]]:
+    process = [metric for metric in METRICS if metric.source == "process"]
+    return [
+        ("The run now", [_now(*entry) for entry in _numbers()]),
+        ("Its steps", [_of_steps(metric) for metric in METRICS if metric.source == "step" and metric.name != "step"]),
+        ("Its processes", [_goodput(), *(_of_process(metric) for metric in process)]),
+        ("Over all processes, from the first one", [_over(metric) for metric in process if metric.kind == "gauge"]),
+    ]
+
+
+def _numbers() -> Iterator[tuple[str, str, str]]:
+    """(title, query, unit) of what is shown as a number."""
+    for name in ("step", "loss", "tokens_per_second", "mfu"):
+        metric = BY_NAME[name]
+        yield name.replace("_", " "), f"{metric.sample} {OF_FIRST}", unit(metric)
+    yield "alerts", 'count(ALERTS{alertname=~"Meshtrain.*",alertstate="firing"}) or vector(0)', "short"
+
+
+def _now(title: str, query: str, unit: str) -> dict[str, Any]:
+    return _panel("stat", title, [(query, "{{run}}")], unit, width=4, height=4)
+
+
+def _of_steps(metric: Metric) -> dict[str, Any]:
+    return _series(metric, f"{_value(metric)} {OF_FIRST}", "{{run}}")
+
+
+def _of_process(metric: Metric) -> dict[str, Any]:
+    labels = "".join(f" {{{{{label}}}}}" for label in metric.labels)
+    return _series(metric, f"{_value(metric)} {OF_RUN}", f"{{{{run}}}} {{{{rank}}}}{labels}")
+
+
+def _over(metric: Metric) -> dict[str, Any]:
+    labels = "".join(f" {{{{{label}}}}}" for label in metric.labels if label != "device")
+    query = f"{metric.over_processes} {OF_FIRST}"
+    return _series(metric, query, f"{{{{run}}}} {{{{over}}}}{labels}", title=f"{_title(metric)}, least to greatest")
+
+
+def _goodput() -> dict[str, Any]:
+    """The share of a process's time that goes into steps."""
+    phases, steps = BY_NAME["phase_seconds"].sample, "|".join(p for p, kind in KIND_OF.items() if kind == "step")
+
+    def rate(which: str) -> str:
+        return f"sum without (phase) (rate({phases}{which}[$__rate_interval]))"
+
+    good = f'{{phase=~"{steps}"}}'
+    query = f"{rate(good)} / {rate('')} {OF_RUN}"
+    meaning = "share of the time in which a process dispatches steps, waits for them and logs them"
+    return _panel("timeseries", "goodput", [(query, "{{run}} {{rank}}")], "percentunit", meaning)
+
+
+def _series(metric: Metric, query: str, legend: str, title: str = "") -> dict[str, Any]:
+    return _panel("timeseries", title or _title(metric), [(query, legend)], unit(metric), metric.meaning)
+
+
+def _value(metric: Metric) -> str:
+    """What is drawn of a metric: of a counter what comes to it in a second."""
+    return f"rate({metric.sample}[$__rate_interval])" if metric.kind == "counter" else metric.sample
+
+
+def _title(metric: Metric) -> str:
+    return metric.name.replace("_", " ") + (" a second" if metric.kind == "counter" else "")
+
+
+def unit(metric: Metric) -> str:
+    """Grafana's name for it."""
+    if metric.kind == "counter":
+        # Seconds a second are a share.
+        return "percentunit" if metric.unit == "seconds" else "short"
+    if metric.name.endswith("bytes_per_second"):
+        return "Bps"
+    return "percentunit" if metric.name == "mfu" else UNITS.get(metric.unit, "short")
+
+
+def _panel(
+    kind: str,
+    title: str,
+    targets: list[tuple[str, str]],
+    unit: str,
+    meaning: str = "",
+    width: int = WIDTH,
+    height: int = HEIGHT,
+) -> dict[str, Any]:
+    return {
+        "type": kind, "title": title, "description": meaning, "datasource": SOURCE, "gridPos": {"w": width, "h": height},
+        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + k), "datasource": SOURCE, "expr": query, "legendFormat": legend}
+            for k, (query, legend) in enumerate(targets)
+        ],
+    }  # fmt: skip

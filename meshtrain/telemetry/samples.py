@@ -1,0 +1,117 @@
+"""resources/RANK.jsonl: what each process says of itself, on the file system that the run has in common; and the newest of all.
+
+Nothing is sent between processes. A shared file system bears so many small writes only: of many processes each writes less often,
+READS_PER_SECOND are read at most, and a file that grows beyond MOST_BYTES is thinned, so that what is long ago is known less closely.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import refusal, say
+from meshtrain.files import still_names, write_atomically
+from meshtrain.run.directory import RESOURCES
+
+Row = dict[str, Any]
+
+WRITES_PER_SECOND = 100.0  # of all processes together
+READS_PER_SECOND = 20.0  # of the first one, which is a training process too
+MOST_BYTES = 4 * 2**20
+NEWEST_ROWS = 1000  # that thinning leaves as they are
+TAIL = 64 * 1024  # bytes at the end of a file that hold a row
+
+
+def write_every(seconds: float, processes: int) -> float:
+    """Seconds between a process's samples, where `seconds` are asked for."""
+    return max(seconds, processes / WRITES_PER_SECOND)
+
+
+def read_every(seconds: float, processes: int) -> float:
+    """Seconds between two looks at what all have written."""
+    return max(write_every(seconds, processes), processes / READS_PER_SECOND)
+
+
+class Samples:
+    """Appends rows of one process. A row that the disk does not take is lost, and said once until one is taken again."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.path = directory / RESOURCES / f"{rank}.jsonl"
+        self._descriptor: int | None = None
+        self._said = False
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        try:
+            self._append(json.dumps(finite(row), allow_nan=False).encode() + b"\n")
+            self._said = False
+        except OSError as error:
+            self._close()
+            if not self._said:
+                say(f"samples cannot be written to {self.path}: {refusal(error)}; training goes on without them.")
+            self._said = True
+
+    def _append(self, line: bytes) -> None:
+        if self._descriptor is not None and not _names(self.path, self._descriptor):
+            self._close()
+        if self._descriptor is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        # What a full disk, or a killed process, has left torn.
+        torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        line = b"\n" * torn + line
+        if os.write(self._descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if size > MOST_BYTES:
+            self._thin()
+
+    def _thin(self) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        old, new = lines[:-NEWEST_ROWS], lines[-NEWEST_ROWS:]
+        write_atomically(self.path, b"".join([*old[::2], *new]))
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+        self._descriptor = None
+
+    close = _close
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return still_names(path, file)
+
+
+def finite(row: Mapping[str, Any]) -> Row:
+    """Without what is no number: JSON has none of these, and an unknown value is left out."""
+    found: Row = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found[name] = finite(value)
+        elif not isinstance(value, float) or math.isfinite(value):
+            found[name] = value
+    return found
+
+
+def newest(directory: Path, rank: int) -> Row | None:
+    """The last whole row of a process; None if there is none."""
+    try:
+        with (directory / RESOURCES / f"{rank}.jsonl").open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            # No part of an object is one.
+            if isinstance(row := json.loads(line), dict):
+                return row
+    return None

@@ -1,0 +1,183 @@
+"""Where alerts go.
+
+    log    stderr          file    RUN/alerts.jsonl         at once
+    webhook, command ──► a queue ──► a thread: TRIES times, each with a time limit
+
+Each sink takes an alert as a dict and returns at once; what hangs or refuses costs an alert, never the run.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from meshtrain.errors import refusal, say, short
+from meshtrain.run.directory import ALERTS
+from meshtrain.run.rows import MetricsFile
+from meshtrain.telemetry.entries import Entry
+
+LIMIT = {"webhook": 5.0, "command": 10.0}  # seconds of one try
+PAUSES = (1.0, 4.0)  # seconds before the second and third try
+MOST_WAITING = 100  # alerts; of more, whoever reads them has no need
+PATIENCE = 8.0  # seconds that the end of a run waits for all threads: an alert may be why it ended
+
+Sent = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    def send(self, alert: Sent) -> None: ...
+    def close(self, deadline: float) -> None: ...
+
+
+def sink(entry: Entry, directory: Path) -> Sink:
+    """The sink of an entry of `telemetry.alerts`."""
+    if entry.kind == "log":
+        return Log()
+    if entry.kind == "file":
+        return File(directory / ALERTS)
+    name = f"{entry.kind}:{entry.target}"
+    if entry.kind == "webhook":
+        # A URL may hold a password or a token: the host is enough to know it by.
+        name = f"webhook to {urlsplit(entry.target).hostname}"
+        return Delivery(name, lambda alert: post(entry.target, alert, directory.name))
+    return Delivery(name, lambda alert: run(shlex.split(entry.target), alert))
+
+
+class Log:
+    """A sentence on stderr."""
+
+    def send(self, alert: Sent) -> None:
+        state = "alert" if alert["state"] == "firing" else "over"
+        with contextlib.suppress(OSError, ValueError):
+            say(f"{state} ({alert['rule']}): {alert['sentence']}")
+
+    def close(self, deadline: float) -> None:
+        pass
+
+
+class File:
+    """Lines of alerts.jsonl; those that a full disk refuses wait until it takes them."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = MetricsFile(path)
+
+    def send(self, alert: Sent) -> None:
+        self._file.write(dict(alert))
+
+    def close(self, deadline: float) -> None:
+        self._file.close()
+
+
+class Undelivered(Exception):
+    """Why an alert did not get there, as it stands in a sentence; `final`: another try would end the same."""
+
+    def __init__(self, why: str, final: bool = False) -> None:
+        super().__init__(why)
+        self.final = final
+
+
+class Delivery:
+    """Hands alerts on one after the other, on a daemon thread; says once that they do not arrive, until one does again."""
+
+    def __init__(self, name: str, deliver: Callable[[Sent], None], pauses: tuple[float, ...] = PAUSES) -> None:
+        self._name, self._deliver, self._pauses = name, deliver, pauses
+        self._waiting: queue.Queue[Sent | None] = queue.Queue(MOST_WAITING)
+        self._ending = threading.Event()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="meshtrain-alerts", daemon=True)
+        self._thread.start()
+
+    def send(self, alert: Sent) -> None:
+        try:
+            self._waiting.put_nowait(alert)
+        except queue.Full:
+            self._fail(f"{MOST_WAITING} are waiting")
+
+    def close(self, deadline: float) -> None:
+        """Waits for what is on its way, until `deadline` of time.monotonic at most."""
+        self._ending.set()
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._fail("the run is over before they could be")
+
+    def _run(self) -> None:
+        while (alert := self._waiting.get()) is not None:
+            for pause in (*self._pauses, None):
+                try:
+                    self._deliver(alert)
+                    self._failing = False
+                    break
+                # Whatever it is: a run does not end for an alert.
+                except Exception as error:
+                    why = str(error) or type(error).__name__
+                    if pause is None or getattr(error, "final", False):
+                        self._fail(why)
+                        break
+                    # The end of a run cuts a pause short: what was refused once is tried again at once.
+                    self._ending.wait(pause)
+
+    def _fail(self, why: str) -> None:
+        if not self._failing:
+            self._failing = True
+            with contextlib.suppress(OSError, ValueError):
+                say(f"alerts are not delivered by {short(self._name)}: {short(why)}; training goes on.")
+
+
+class _Refuse(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET without its body, which nobody means."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def post(url: str, alert: Sent, run_name: str, limit: float | None = None) -> None:
+    """The alert as JSON, with `run` and with its sentence as `text`, which Slack, Mattermost and others show; Undelivered if it is not taken."""
+    state = "firing" if alert["state"] == "firing" else "resolved"
+    body = {**alert, "run": run_name, "text": f"{run_name}: {state}, {alert['rule']}: {alert['sentence']}"}
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    opener = urllib.request.build_opener(_Refuse)
+    try:
+        opener.open(request, timeout=limit or LIMIT["webhook"]).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        # Of the client's errors only "too many requests" and a timeout get better by waiting.
+        raise Undelivered(f"it answers {error.code}", final=error.code < 500 and error.code not in (408, 429)) from None
+    except (urllib.error.URLError, OSError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise Undelivered(refusal(reason) if isinstance(reason, OSError) else str(reason)) from None
+
+
+def run(words: list[str], alert: Sent, limit: float | None = None) -> None:
+    """The command, with the alert as JSON on its standard input; Undelivered if it fails or takes longer than its time."""
+    seconds = limit or LIMIT["command"]
+    try:
+        # A session of its own, so that what it starts is ended with it.
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        raise Undelivered(refusal(error), final=True) from None
+    try:
+        process.communicate(json.dumps(dict(alert)).encode() + b"\n", timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise Undelivered(f"it took longer than {seconds:g} s", final=True) from None
+    if process.returncode:
+        raise Undelivered(f"it ended with {process.returncode}")

@@ -1,0 +1,93 @@
+"""A directory of Hugging Face's as a checkpoint that every command takes."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+from golden import GOLDEN
+
+import meshtrain as mt
+from meshtrain.adopt.__main__ import main
+from meshtrain.adopt.files import Files
+from meshtrain.adopt.loading import of_layer
+from meshtrain.checkpoint.__main__ import main as checkpoint
+from meshtrain.config import load
+from meshtrain.config.theirs import CONFIG
+from meshtrain.model.weights import weights
+
+TOKENIZER = '{"model": {"vocab": {"a": 0, "b": 44}}}'
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """qwen3 as a checkpoint, its tokenizer beside it; what it was made of is gone."""
+    root = tmp_path_factory.mktemp("imported")
+    shutil.copytree(GOLDEN / "qwen3", root / "hf")
+    (root / "hf" / "tokenizer.json").write_text(TOKENIZER)
+    (root / "hf" / "tokenizer_config.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert main(["import", "hf", "out", "--set", "mesh.pipeline=2", "--set", "mesh.tensor=2"]) == 0
+    shutil.rmtree(root / "hf")
+    assert [path.name for path in root.iterdir()] == ["out"]
+    return root / "out"
+
+
+def test_it_is_an_intact_checkpoint_of_step_0_with_their_logits(out, capsys):
+    assert checkpoint(["verify", str(out)]) == 0 and checkpoint(["ls", str(out)]) == 0
+    assert capsys.readouterr().out.count("\n") == 3
+    model, tokens = mt.read_model(out), np.random.default_rng(0).integers(0, 45, (2, 48))
+    np.testing.assert_allclose(model(tokens), np.load(GOLDEN / "qwen3" / "logits.npy"), atol=1e-4)
+    assert model.step == 0
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, weights_only):
+    section = {k: v for k, v in vars(load(out / "config.yaml").model).items() if v is not None}
+    config = load(
+        {
+            "run": {"directory": str(tmp_path)},
+            "model": section,
+            "mesh": {"data": 2, "pipeline": 2},
+            "data": {"source": "synthetic", "tokenizer": "byte"},
+            "checkpoint": {"resume": str(out), "weights_only": weights_only},
+            "train": {"global_batch_size": 4, "sequence_length": 16},
+        }
+    )
+    program = mt.Program(config)
+    checkpointer = mt.Checkpointer(config, program, say=[].append)
+    state, step = checkpointer.restore_or_init()
+    checkpointer.close()
+    read = of_layer(config.model, Files(GOLDEN / "qwen3"))
+    found = dict(zip((p.name for p in program.layout.flat), jax.tree.leaves(state.params), strict=True))
+    for weight in weights(config.model):
+        live = np.asarray(found[weight.name])
+        if weight.stacked:
+            live = live[program.layout.places]
+            theirs = np.stack([read(weight, layer) for layer in range(weight.layers)])
+        else:
+            theirs = read(weight, None)
+        np.testing.assert_array_equal(live[tuple(slice(n) for n in weight.shape)], theirs)
+    assert step == int(state.step) == 0
+    assert not any(np.asarray(moment).any() for moment in jax.tree.leaves(state.optimizer))
+
+
+def test_what_it_came_with_goes_out_again(out, tmp_path):
+    assert main(["export", str(out), str(tmp_path / "hf")]) == 0
+    given, theirs = (json.loads((at / CONFIG).read_text()) for at in (tmp_path / "hf", GOLDEN / "qwen3"))
+    for key in ("bos_token_id", "eos_token_id", "max_position_embeddings", "rope_parameters", "tie_word_embeddings"):
+        assert given[key] == theirs[key], key
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == TOKENIZER
+    assert (tmp_path / "hf" / "tokenizer_config.json").exists()
+    assert not (tmp_path / "hf" / "hf_config.json").exists()
+
+
+def test_another_family_in_the_config_is_refused(out, tmp_path, capsys):
+    given = ["--set", "model.layers=4"]
+    assert main(["import", str(GOLDEN / "qwen3"), str(tmp_path / "out"), *given]) == 2
+    assert "model.layers is 4, but" in capsys.readouterr().err and not list(tmp_path.iterdir())

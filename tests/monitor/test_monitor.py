@@ -1,0 +1,227 @@
+"""What is shown of runs that go on, are not there yet, hang and end; and how the command ends."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from meshtrain.monitor.__main__ import main
+from meshtrain.monitor.lag import lagging
+from meshtrain.monitor.screen import line, screen
+from meshtrain.monitor.watched import Watched
+from meshtrain.run.lock import RunLock
+
+ROW = {"loss": 2.5, "tokens": 64, "tokens_per_second": 128.0, "step_seconds": 0.5, "data_wait_seconds": 0.01}
+
+
+@pytest.fixture
+def run(tmp_path):
+    where = tmp_path / "mine"
+    where.mkdir()
+    (where / "config.yaml").write_text("run: {fake_devices: 8}\ntrain: {steps: 100}\n")
+    return where
+
+
+def write(run, *steps, **more):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": k} | ROW | more) + "\n" for k in steps)
+
+
+def sample(run, rank, time, **phases):
+    (run / "resources").mkdir(exist_ok=True)
+    with (run / "resources" / f"{rank}.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"time": time, "rank": rank, "host": f"n{rank}", "step": 3, "phase_seconds": phases}) + "\n"
+        )
+
+
+def shown(looks, width=80, height=40):
+    file = io.StringIO()
+    Console(file=file, width=10 * width, color_system=None).print(screen(looks, width, height))
+    return file.getvalue()
+
+
+def test_a_run_that_is_not_there_yet_is_told_so_and_found_when_it_comes(tmp_path):
+    watched = Watched(tmp_path / "mine")
+    assert "there is no run here yet" in shown([watched.look()]) and "yet" in line(watched.look())
+    (tmp_path / "mine").mkdir()
+    assert "yet" in line(watched.look())
+    (tmp_path / "mine" / "config.yaml").write_text("train: {steps: 100}")
+    write(tmp_path / "mine", 1, 2, 3)
+    assert "step 3/100  loss 2.5000" in line(watched.look())
+
+
+def test_only_new_rows_are_read_and_steps_taken_again_stand_once(run):
+    watched = Watched(run)
+    write(run, *range(1, 8))
+    assert watched.look().columns.known("step").tolist() == list(range(1, 8))
+    write(run, 5, 6, loss=9.0)
+    columns = watched.look().columns
+    assert columns.known("step").tolist() == [1, 2, 3, 4, 5, 6] and columns.known("loss").tolist()[-2:] == [9.0, 9.0]
+
+
+def test_a_row_that_is_half_written_waits(run):
+    watched = Watched(run)
+    write(run, 1, 2)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert watched.look().summary.step == 2
+
+
+def test_the_state_of_a_run_is_told(run):
+    write(run, *range(1, 51))
+    assert watched_state(run) == "stopped"
+    lock = RunLock(run)
+    try:
+        look = Watched(run).look()
+        assert look.summary.state == "going on" and look.left == pytest.approx(25.0)
+        assert "25 s left" in line(look) and "25 s left" in shown([look])
+        os.utime(run / "metrics.jsonl", (1, 1))
+        stalled = Watched(run).look()
+        assert stalled.summary.state == "stalled" and "may hang" in shown([stalled])
+    finally:
+        lock.release()
+    write(run, *range(51, 101))
+    assert watched_state(run) == "done"
+
+
+def watched_state(run):
+    return Watched(run).look().summary.state
+
+
+def test_a_run_from_before_telemetry_has_all_but_what_it_does_not_say(run):
+    with (run / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps({"step": 1, "loss": 2.0}) + "\n")
+    told = shown([Watched(run).look()])
+    assert "loss 2.0000" in told and "tokens/s" not in told and "memory" not in told
+
+
+def test_alerts_that_fire_are_told_until_they_clear(run):
+    write(run, 1, 2)
+    watched = Watched(run)
+    alert = {"rule": "spike", "state": "firing", "sentence": "the loss jumped", "step": 2, "time": 1.0}
+    with (run / "alerts.jsonl").open("a") as file:
+        file.write(json.dumps(alert) + "\n")
+    assert "! spike: the loss jumped" in shown([watched.look()])
+    with (run / "alerts.jsonl").open("a") as file:
+        file.write(json.dumps(alert | {"state": "resolved"}) + "\n")
+    assert "spike" not in shown([watched.look()])
+
+
+def test_phases_and_processes_that_lag_are_told(run):
+    write(run, 1, 2)
+    for time_ in (100.0, 110.0):
+        sample(run, 0, time_, data=0.2, dispatch=0.1, wait=9.0)
+        sample(run, 1, time_, data=0.2, dispatch=0.1, wait=9.0)
+        sample(run, 2, time_, data=4.0, dispatch=0.1, wait=5.0)
+    assert "phases" not in shown([Watched(run).look()])  # nobody is at work
+    lock = RunLock(run)
+    told = shown([Watched(run).look()], 120)
+    lock.release()
+    assert (
+        "phases: wait 97%" in told and "rank 2 on n2 lags: 4.1 s of 9.1 s on its own host, another only 0.3 s" in told
+    )
+    assert "rank 1" not in told
+
+
+def samples(*times, **phases):
+    return [{"time": t, "phase_seconds": phases} for t in times]
+
+
+def test_who_does_not_lag_is_not_said_to():
+    even = {rank: samples(0, 10, data=1.0 + rank, wait=9.0 - rank) for rank in range(3)}
+    assert lagging(even, {}) == []
+    even[3] = samples(0, 10, data=4.0, wait=6.0)
+    assert len(lagging(even, {})) == 1
+    assert lagging({0: samples(0, 10, data=5.0)}, {}) == [] and lagging({}, {}) == []
+
+
+def test_who_has_gone_silent_is_told():
+    (said,) = lagging({0: samples(90, 100), 1: samples(40, 50)}, {1: "n7"})
+    assert said == "rank 1 on n7 has said nothing for 50 s"
+
+
+def test_samples_that_are_no_samples_are_passed_over():
+    odd = [{"time": "x", "phase_seconds": 3}, {"phase_seconds": {"data": "y"}}]
+    assert lagging({0: odd, 1: odd, 2: samples(0, 10, data=None)}, {}) == []
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_line_is_wider_than_the_terminal(run, width):
+    write(run, *range(1, 100), eval_loss=2.0, memory_in_use_bytes=1e9, mfu=0.5)
+    (run / "alerts.jsonl").write_text(json.dumps({"rule": "r", "state": "firing", "sentence": "x" * 300}) + "\n")
+    told = shown([Watched(run).look()] * 2, width)
+    assert max(map(len, told.splitlines())) <= width and "mine" in told
+
+
+def test_many_runs_have_a_line_each(run):
+    write(run, 1, 2)
+    told = shown([Watched(run).look()] * 12, 100, height=10).splitlines()
+    assert len(told) == 10 and told[0].startswith("mine: stopped  step 2/100") and told[-1] == "and 3 more"
+
+
+def test_the_loss_that_is_shown_is_the_newest(run):
+    write(run, *range(1, 50))
+    write(run, 50, loss=1.25)
+    assert "loss 1.2500" in line(Watched(run).look()) and "loss 1.2500" in shown([Watched(run).look()])
+
+
+def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_down(run):
+    (run / "config.yaml").write_text("run: {fake_devices: 8}\ntrain: {steps: 9999}\neval: {every: 1, patience: 4}\n")
+    lock = RunLock(run)
+    try:
+        write(run, 1, eval_loss=1.5)
+        # More than are kept.
+        write(run, *range(2, 2000))
+        write(run, 2000, eval_loss=2.0)
+        watched = Watched(run)
+        told = shown([watched.look()])
+        assert "eval 2.0000  lowest 1.5000, step 1\n" in told and "ends after 3 more without a lower eval loss" in told
+        write(run, 2001, eval_loss=1.75)
+        assert "ends after 2 more" in shown([watched.look()])
+        write(run, 2001, 2002, eval_loss=1.25)
+        assert "lowest 1.2500, step 2,001" in shown([watched.look()])
+    finally:
+        lock.release()
+
+
+def test_the_speed_that_is_shown_is_that_of_now(run):
+    write(run, *range(1, 201))
+    write(run, *range(201, 261), step_seconds=2.0, tokens_per_second=32.0)
+    assert "32 tokens/s  2 s a step" in line(Watched(run).look())
+
+
+def test_once_shows_and_ends(run, capsys):
+    write(run, 1, 2)
+    assert main(["--once", str(run), str(run / "nowhere")]) == 0
+    told = capsys.readouterr().out
+    assert "step 2 of 100" in told and "there is no run here yet" in told
+
+
+def test_without_a_terminal_it_is_a_line_and_the_last_step_ends_it(run, capsys):
+    write(run, *range(1, 101))
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["x", "--every", "0"], ["x", "--evry", "1"]])
+def test_wrong_usage_is_a_sentence_and_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_ctrl_c_ends_it_well(run):
+    write(run, 1, 2)
+    command = [sys.executable, "-m", "meshtrain.monitor", "--every", "1", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert "step 2/100" in process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0 and process.stderr.read() == ""

@@ -1,0 +1,43 @@
+"""The configs that people start a fine-tuning from: each fits with memory to spare, as planned and as XLA compiles it for described GPUs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import meshtrain as mt
+from meshtrain.config import load
+
+CUDA = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12")
+DEVICES = {"llama3_8b_lora": 8, "llama3_70b_lora": 32, "llama3_70b": 512}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_it_fits_its_gpus_with_a_fifth_of_the_memory_to_spare(name):
+    config = load(f"configs/{name}.yaml")
+    plan = mt.plan(config, "h100")
+    assert config.mesh.devices == DEVICES[name] and plan.fits
+    assert plan.bytes <= 0.8 * plan.cluster.accelerator.usable_bytes
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not CUDA, reason="needs XLA's CUDA compiler (pip install 'meshtrain[compile]'), though no GPU")
+@pytest.mark.parametrize("name", DEVICES)
+def test_its_memory_is_that_of_xlas_gpu_program(name):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.plan",
+        "--config",
+        f"configs/{name}.yaml",
+        "--json",
+        "--compile",
+        "h100",
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    found = json.loads(done.stdout)
+    assert found["per_device_bytes"]["total"] == pytest.approx(found["compiled"]["total_bytes"], rel=0.03)

@@ -1,0 +1,192 @@
+"""On four fake devices, with small arrays."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.config import MeshConfig, load
+from meshtrain.hlo import collectives as collectives_of
+from meshtrain.mesh import make_mesh
+from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, KINDS, PERMUTE, REDUCE_SCATTER
+from meshtrain.probe import clock, devices, judge, links, measure
+from meshtrain.probe.conventions import XLA, bus_factor
+
+SIZES, PAIR_SIZES = (2**10, 2**12), (2**10, 2**18)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(load({"mesh": {"data": 2, "pipeline": 2}}), jax.devices()[:4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_program_sends_what_its_name_says_as_often_and_as_much(kind, mesh):
+    arrays, nbytes, rounds = links.Arrays(mesh), 2**12, 8
+    elements = nbytes // 8 if kind == "all-gather" else nbytes // 4
+    loop = links.repeated(links._STEPS[kind]("pipeline", 2), rounds)
+    manual = jax.shard_map(loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
+    x = jax.ShapeDtypeStruct((4 * elements,), "float32", sharding=arrays.sharding)
+    found = collectives_of(jax.jit(manual).lower(x).compile().as_text(), mesh)
+    assert [(c.axis, c.times) for c in found] == [("pipeline", rounds)]
+    (one,) = found
+    assert one.kind == ("collective-permute" if kind == PERMUTE else kind)
+    assert one.bytes == nbytes and one.sent == bus_factor(kind, 2) * nbytes
+
+
+def test_in_a_permute_every_device_of_the_axis_sends_to_the_next(mesh):
+    step = links._STEPS[PERMUTE]("pipeline", 2)
+    manual = jax.shard_map(step, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
+    # Places in the mesh: data, then pipeline.
+    assert jax.jit(manual)(jax.numpy.arange(4.0)).tolist() == [1, 0, 3, 2]
+
+
+def test_pairs_are_all_of_a_few_and_of_many_those_at_powers_of_two():
+    assert len(links.partners(8)) == 8 * 7
+    assert len(links.partners(64, every=True)) == 64 * 63
+    many = links.partners(64)
+    assert {(b - a) % 64 for a, b in many} == {1, 2, 4, 8, 16, 32, 63, 62, 60, 56, 48}
+    assert {a for a, _ in many} == set(range(64))
+
+
+@pytest.fixture(scope="module")
+def bad_link(mesh):
+    """What is measured while the link from device 1 to device 3 carries every message thirty times."""
+    patch, honest = pytest.MonkeyPatch(), links.message
+    # Devices as the planner numbers them are the first four, in their order.
+    places = [list(mesh.devices.flat).index(device) for device in jax.devices()[:4]]
+
+    def message(mesh, source, target):
+        step = honest(mesh, source, target)
+        if (source, target) != (places[1], places[3]):
+            return step
+        return lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jax.lax.optimization_barrier(step(y)), x)
+
+    patch.setattr(links, "message", message)
+    # Others use the machine too.
+    patch.setattr(judge, "STEADY", 1e9)
+    told = []
+    yield measure.measure(mesh, ("barrier", "pairs"), pair_sizes=PAIR_SIZES, progress=told.append), told
+    patch.undo()
+
+
+def test_a_link_that_is_slow_in_the_machine_is_named(bad_link):
+    found, _ = bad_link
+    worst = judge.findings(found)[0]
+    assert (worst.what, worst.devices) == ("pair", (1, 3))
+    assert "from device 1 (data 1, pipeline 0) to device 3 (data 1, pipeline 1)" in worst.sentence
+
+
+def test_what_was_not_asked_for_is_left_out_and_what_comes_next_is_told(bad_link):
+    found, told = bad_link
+    assert found.barriers.keys() == {"data", "pipeline", "data+tensor+pipeline"} and all(found.barriers.values())
+    assert not found.collectives and found.devices is None and found.mesh == MeshConfig(data=2, pipeline=2)
+    assert told == ["barrier", "12 pairs of devices"]
+    assert found.as_json().keys() & {"each_device", "pairs"} == {"pairs"}
+
+
+def test_over_an_axis_every_kind_is_timed_at_every_size(mesh):
+    found = list(links.collectives(mesh, "data", (PERMUTE,), SIZES))
+    assert [(c.axis, c.kind, c.devices) for c in found] == [("data", PERMUTE, 2)]
+    assert [t.nbytes for t in found[0].timings] == list(SIZES)
+    assert all(t.seconds > 0 for t in found[0].timings)
+
+
+def test_medians_are_of_a_round_and_jobs_take_turns(monkeypatch):
+    now, order = [0.0], []
+
+    def job(name, seconds):
+        taken = iter([seconds[0], *seconds])
+
+        def run():
+            order.append(name)
+            now[0] += next(taken)
+            return 0
+
+        return clock.Job(run, rounds=2)
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    found = clock.times([job("a", [2.0, 4.0, 90.0]), job("b", [1.0, 1.0, 1.0])], repeats=3, attempts=1)
+    assert found.median.tolist() == [2.0, 0.5] and found.least.tolist() == [1.0, 0.5]
+    assert found.spread.tolist() == [pytest.approx((47 - 3) / 4), 0.0]
+    assert order == ["a", "b"] * 4
+
+
+def test_times_that_vary_are_taken_again_and_the_steadier_count(monkeypatch):
+    now = [0.0]
+
+    def job(*seconds):
+        taken = iter(seconds)
+
+        def run():
+            now[0] += next(taken)
+            return 0
+
+        return clock.Job(run)
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    # The first run compiles; then three repeats an attempt.
+    assert clock.times([job(0, 1, 9, 5, 2, 2, 2)], repeats=3).median.tolist() == [2.0]
+    assert clock.times([job(0, 1, 2, 3, 1, 9, 5)], repeats=3).median.tolist() == [2.0]
+    # Steady at once.
+    assert clock.own_times([job(0, *[4] * 7)]).median.tolist() == [4.0]
+
+
+def test_products_neither_vanish_nor_overflow_in_any_dtype():
+    x = np.random.default_rng(1).standard_normal((256, 256), np.float32)
+    for dtype in devices.DTYPES:
+        y = np.asarray(devices.products(jax.numpy.asarray(x, dtype)), np.float32)
+        assert 0.1 < y.std() < 10, dtype
+
+
+def test_without_a_mesh_a_machines_devices_are_tensor_ranks(monkeypatch):
+    assert dict(measure.mesh_of(None).shape) == {"data": 1, "tensor": 8, "pipeline": 1}
+    monkeypatch.setattr(measure, "machines_of", lambda devices: tuple(i // 2 for i in range(len(devices))))
+    assert dict(measure.mesh_of(None).shape) == {"data": 4, "tensor": 2, "pipeline": 1}
+    # Of different sizes they make no rectangle.
+    monkeypatch.setattr(measure, "machines_of", lambda devices: (0, 0, 0, *(1 for _ in devices[3:])))
+    assert dict(measure.mesh_of(None).shape) == {"data": 1, "tensor": 8, "pipeline": 1}
+
+
+def test_each_device_is_measured_by_itself_and_with_all_others(mesh, monkeypatch):
+    monkeypatch.setitem(devices.SIDES, "cpu", 128)
+    monkeypatch.setitem(devices.ELEMENTS, "cpu", 2**16)
+    found = measure.measure(mesh, ("products",)).devices
+    assert found.flops.shape == found.memory_bandwidth.shape == (4,)
+    assert found.flops.min() > 1e7 and min(found.matmul.values()) > 1e7
+    assert 1e7 < found.memory_rate < 1e13
+
+
+def test_a_kind_has_the_programs_that_it_can_be_written_as():
+    every = ("ring", "halving_doubling", "double_tree", "hierarchical")
+    assert links.algorithms_of(ALL_REDUCE, 6, True, every) == [XLA, *every]
+    assert links.algorithms_of(ALL_REDUCE, 6, False, every) == [XLA, *every[:3]]
+    assert links.algorithms_of(REDUCE_SCATTER, 6, False, every) == [XLA, "ring"]
+    assert links.algorithms_of(ALL_GATHER, 8, False, every) == [XLA, "ring", "halving_doubling"]
+    assert links.algorithms_of(PERMUTE, 8, False, every) == [XLA]
+
+
+@pytest.mark.thorough
+def test_programs_of_messages_are_measured_beside_what_xla_does():
+    mesh = make_mesh(load({"mesh": {"data": 4, "islands": 2}}), jax.devices()[:4])
+    asked = ("halving_doubling", "double_tree", "hierarchical")
+    measured = measure.measure(mesh, ("collectives",), (ALL_REDUCE, REDUCE_SCATTER), SIZES, algorithms=asked)
+    found = [(c.axis, c.kind, c.algorithm) for c in measured.collectives]
+    both = [(ALL_REDUCE, by) for by in (XLA, *asked[:2])] + [(REDUCE_SCATTER, by) for by in (XLA, asked[0])]
+    # Over all of data it is the sums alone.
+    over = {"island": both, "data": both, links.JOINED: [(ALL_REDUCE, by) for by in (XLA, *asked)]}
+    assert found == [(axis, *one) for axis, ones in over.items() for one in ones]
+    assert measured.mesh == MeshConfig(data=4, islands=2)
+    assert [entry["algorithm"] for entry in measured.as_json()["collectives"]] == [by for _, _, by in found]
+
+
+def test_what_is_measured_of_a_program_is_its_messages():
+    mesh = make_mesh(load({"mesh": {"data": 4, "islands": 2}}), jax.devices()[:4])
+    arrays, nbytes, rounds = links.Arrays(mesh), 2**12, 8
+    for by, times in (("ring", 6), ("hierarchical", 4)):
+        loop = links.repeated(links.step_of(ALL_REDUCE, by, ("island", "data"), 4), rounds)
+        manual = jax.shard_map(loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
+        x = jax.ShapeDtypeStruct((nbytes,), "float32", sharding=arrays.sharding)
+        found = collectives_of(jax.jit(manual).lower(x).compile().as_text(), mesh)
+        assert {c.kind for c in found} == {"collective-permute"}
+        assert (len(found), {c.times for c in found}) == (times, {rounds})
+        assert sum(c.sent for c in found) == bus_factor(ALL_REDUCE, 4) * nbytes

@@ -1,0 +1,60 @@
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from probed import SIZES, collective, devices, pairs, probe
+
+from meshtrain.config import MeshConfig
+from meshtrain.plan import named
+from meshtrain.plan.cluster.algorithms import ALL_REDUCE
+from meshtrain.probe.page import page
+
+MESH = MeshConfig(data=8, islands=2)
+
+
+def measured(slow=1.0):
+    """All of data by XLA, and by a ring of half the speed."""
+    found = pairs(8)
+    found.seconds[:, 2, 6] *= slow
+    xla = collective("island+data", ALL_REDUCE, 8, 1e-5, 1e10)
+    ring = replace(collective("island+data", ALL_REDUCE, 8, 4e-5, 5e9), algorithm="ring")
+    return replace(probe(MESH, {}, pairs=found, devices=devices(8)), collectives=(xla, ring))
+
+
+class Balanced(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attributes):
+        assert dict(attributes).get("src") is None and tag != "script", "the page fetches something"
+        if tag not in ("meta", "link", "rect"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "rect":
+            assert self.open.pop() == tag
+
+
+def test_it_is_one_page_that_fetches_nothing_and_closes_what_it_opens():
+    reader = Balanced()
+    reader.feed(page(measured(), named("h100", 8)))
+    assert reader.open == []
+
+
+def test_algorithms_stand_side_by_side_with_their_bandwidth_as_bars():
+    written = page(measured())
+    assert "8 × some-gpu, data 8 × tensor 1 × pipeline 1, 2 islands" in written
+    assert "Over island+data, 8 devices" in written
+    widths = [int(width) for width in re.findall(r'style="width:(\d+)px"', written)]
+    assert widths[0] == 2 * widths[1]
+    rows = re.findall(r"<tr[^>]*><td>(.*?)</td>(.*?)</tr>", written)
+    assert [name for name, _ in rows] == ["all-reduce", "ring"]
+    assert all(cells.count("<td") == 4 + len(SIZES) for _, cells in rows)
+
+
+def test_what_is_slow_stands_at_the_top_and_pairs_are_drawn_with_figures():
+    good, bad = page(measured()), page(measured(slow=3.0))
+    assert "No device and no link is slower than its like." in good
+    assert "The link from device 2" in bad.split("<h2>")[0]
+    assert good.count("<rect") == 8 * 7 and "Latency in" not in good.split("From device to device")[0]

@@ -1,0 +1,112 @@
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from meshtrain.plan import report
+from meshtrain.report.charts import HEIGHT, Curve, _ticks, binned, chart, smoothed
+from meshtrain.report.curves import OF_PROCESSES, OF_STEPS
+from meshtrain.telemetry.catalogue import BY_NAME
+
+
+def drawn(y, x=None, **options):
+    y = np.asarray(y, float)
+    x = np.arange(y.size, dtype=float) if x is None else np.asarray(x, float)
+    return chart("a curve", [Curve("y", x, y, "#123456")], lambda v: f"{v:.4g}", **options)
+
+
+def test_no_spike_is_lost_in_a_bin():
+    y = np.ones(100_000)
+    y[54_321], y[12] = 7.0, -3.0
+    centre, least, mean, greatest = binned(np.arange(1e5), y, 0, 1e5 - 1)
+    assert greatest.max() == 7.0 and least.min() == -3.0
+    assert np.all(np.diff(centre) > 0) and np.all((least <= mean) & (mean <= greatest))
+
+
+def test_a_chart_of_many_points_is_small_and_within_its_bounds():
+    dice = np.random.default_rng(0)
+    picture = drawn(dice.standard_normal(1_000_000))
+    assert len(picture) < 6000
+    ElementTree.fromstring(picture)
+    for start in re.findall(r'd="M([\d.]+) ([\d.]+)', picture):
+        assert 0 <= float(start[0]) <= 400 and 0 <= float(start[1]) <= HEIGHT
+
+
+def test_a_path_comes_out_where_it_should():
+    """The relative moves sum to the last point: of a rising line, the upper right corner."""
+    picture = drawn(np.linspace(0, 1, 50), zero=True)
+    start, moves = re.search(r'd="M([\d. ]+)l([-\d. ]+)" fill="none"', picture).groups()
+    x, y = map(float, start.split())
+    steps = np.array(moves.split(), float).reshape(-1, 2)
+    assert x + steps[:, 0].sum() == pytest.approx(392, abs=0.2) and y + steps[:, 1].sum() == pytest.approx(8, abs=0.2)
+
+
+@pytest.mark.parametrize("y", [[], [np.nan], [np.inf, np.nan]])
+def test_nothing_is_drawn_of_nothing(y):
+    assert drawn(y) == ""
+
+
+@pytest.mark.parametrize("y", [[5.0], [0.0, 0.0], [5, 5, 5], [-2, -2], [1e-12, 1e-12], [1e300, -1e300], [1, np.nan, 3]])
+def test_any_values_make_a_picture(y):
+    for zero in (False, True):
+        picture = drawn(y, zero=zero)
+        ElementTree.fromstring(picture)
+        assert "nan" not in picture and "inf" not in picture
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (1.7, 5.8), (-3, 12), (0.001, 0.0013), (990, 1010), (0, 1e-9)])
+def test_ticks_are_few_round_and_hold_the_range(low, high):
+    ticks = list(_ticks(low, high, 10))
+    assert ticks[0] <= low + 1e-9 * abs(low) and ticks[-1] >= high * (1 - 1e-9) and 3 <= len(ticks) <= 7
+
+
+def test_ticks_of_bytes_are_round_in_their_unit():
+    for high in (700, 5e6, 975e6, 1.05e9, 1.4e9, 60e9, 3e12):
+        for tick in _ticks(0, high, 2):
+            assert re.fullmatch(r"-?\d+(\.5|\.25|\.75)? \w+", report.size(tick)), report.size(tick)
+
+
+def test_names_are_escaped():
+    picture = chart("a<b", [Curve(n, np.arange(3.0), np.arange(3.0), "#000") for n in ("x<y", "z&")], str)
+    ElementTree.fromstring(picture)
+
+
+def test_one_step_that_took_a_minute_does_not_flatten_all_others():
+    y = 0.4 + 0.1 * np.random.default_rng(0).random(120)
+    y[70] = 148.0
+
+    def height(picture):
+        """Of the line, without the spike, in pixels."""
+        moves = re.search(r'd="M([\d. ]+)l([-\d. ]+)" fill="none"', picture).groups()[1]
+        down = np.cumsum(np.array(moves.split(), float).reshape(-1, 2)[:60, 1])
+        return down.max() - down.min()
+
+    assert height(drawn(y, zero=True)) < 1 < 6 < height(drawn(y, zero=True, spikes=True))
+
+
+def test_every_chart_is_of_a_metric_of_the_catalogue():
+    for source, wanted in (("step", OF_STEPS), ("process", OF_PROCESSES)):
+        for one in wanted:
+            for name in filter(None, (one.metric, one.dots)):
+                assert BY_NAME[name].source == source
+
+
+def test_a_smoothed_value_is_the_mean_of_those_about_it_and_at_the_ends_of_fewer():
+    assert smoothed(np.array([1.0, 4.0, 1.0, 4.0, 7.0]), 3).tolist() == [1.0, 2.0, 3.0, 4.0, 7.0]
+    values = np.random.default_rng(0).standard_normal(1000)
+    assert smoothed(values, 50)[500] == pytest.approx(values[475:526].mean())
+
+
+def test_the_lowest_of_the_dots_has_a_ring_though_not_every_dot_is_drawn():
+    y = 2 + np.random.default_rng(0).random(1000)
+    y[777] = 1.0
+    picture = chart("a curve", [Curve("held-out", np.arange(1000.0), y, "#123456", dots=True)], str)
+    (x,) = re.findall(r'cx="([\d.]+)" cy="[\d.]+" r="5" fill="none"', picture)
+    assert float(x) == pytest.approx(52 + 340 * 777 / 999, abs=0.1) and picture.count("<circle") < 130
+
+
+def test_marks_are_drawn_where_they_belong_and_none_outside():
+    picture = drawn(np.arange(101.0), marks=[(0, "zero"), (50, "half<"), (200, "far")])
+    assert re.findall(r'd="M([\d.]+) 8V148"', picture) == ["222.0"]
+    assert "half&lt;" in picture and "zero" not in picture and "far" not in picture

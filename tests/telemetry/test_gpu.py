@@ -1,0 +1,71 @@
+"""NVML's values, of a module that stands in for it: what cannot be, and what a board refuses, is left out."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from fake_nvml import Nvml, NVMLError
+
+from meshtrain.telemetry import gpu
+from meshtrain.telemetry.catalogue import BY_NAME
+from meshtrain.telemetry.gpu import Gpus
+
+ABSURD = 9223372036854775794
+
+
+def test_every_value_in_the_unit_of_its_metric():
+    found = Gpus([0, 1], Nvml(), {}).sample()
+    assert found["device_memory_used_bytes"] == {"0": 60 * 2**30, "1": 60 * 2**30}
+    assert found["device_load_ratio"]["0"] == 0.97
+    assert found["device_power_watts"]["1"] == 650.5
+    assert found["device_temperature_celsius"]["0"] == 55
+    assert found["device_memory_temperature_celsius"]["0"] == 70
+    assert found["device_throttled"]["0"] == {
+        "power_cap": 1, "hardware": 0, "heat": 0, "hardware_heat": 1, "power_brake": 0,
+    }  # fmt: skip
+    assert found.keys() <= BY_NAME.keys()
+
+
+@pytest.mark.parametrize("absurd", [ABSURD, 2**63 - 1, 2**32 - 1, 0])
+def test_a_memory_temperature_that_cannot_be_is_left_out(absurd):
+    found = Gpus([0], Nvml(memory_temperature=absurd), {}).sample()
+    assert "device_memory_temperature_celsius" not in found
+    assert found["device_temperature_celsius"] == {"0": 55}
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("nvmlDeviceGetMemoryInfo", {"device_memory_used_bytes", "device_memory_limit_bytes"}),
+        ("nvmlDeviceGetUtilizationRates", {"device_load_ratio"}),
+        ("nvmlDeviceGetPowerUsage", {"device_power_watts"}),
+        ("nvmlDeviceGetCurrentClocksThrottleReasons", {"device_throttled"}),
+    ],
+)
+def test_what_a_board_refuses_is_left_out_and_nothing_else(name, lost):
+    whole = Gpus([0], Nvml(), {}).sample()
+    assert Gpus([0], Nvml(refuses=[name]), {}).sample().keys() == whole.keys() - lost
+
+
+def test_loads_and_powers_that_cannot_be_are_left_out():
+    found = Gpus([0], Nvml(load=2**32 - 1, power=2**64 - 1), {}).sample()
+    assert not {"device_load_ratio", "device_power_watts"} & found.keys()
+
+
+def test_a_device_is_the_one_that_cuda_counts_for_the_process():
+    nvml = Nvml()
+    Gpus([0, 1, 2], nvml, {"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}).sample()
+    handles = [call for call in nvml.asked if "Handle" in call[0]]
+    assert handles == [("nvmlDeviceGetHandleByIndex", 3), ("nvmlDeviceGetHandleByUUID", "GPU-abc")]
+
+
+def test_without_a_driver_or_a_gpu_there_is_nothing(monkeypatch):
+    class NoDriver(SimpleNamespace):
+        @staticmethod
+        def nvmlInit():
+            raise NVMLError("Driver/library not found")
+
+    monkeypatch.setitem(sys.modules, "pynvml", NoDriver())
+    assert gpu.opened([0]) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # cannot be imported
+    assert gpu.opened([0]) is None and gpu.opened([]) is None

@@ -1,0 +1,67 @@
+"""What is measured of a step: the seconds between two of them, what was compiled, memory where a device tells it."""
+
+import jax
+import pytest
+
+from meshtrain.telemetry.catalogue import BY_NAME
+from meshtrain.telemetry.measured import Measured, compiles
+
+
+class Device:
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+
+def measured(phases=lambda: {"dispatch": 0.0, "wait": 0.0}, devices=(), peak=None):
+    return Measured(phases, devices, peak)
+
+
+def test_seconds_are_those_since_the_step_before():
+    spent = {"dispatch": 1.0, "wait": 10.0, "log": 5.0}
+    of = measured(lambda: dict(spent))
+    spent |= {"dispatch": 1.25, "wait": 12.0}
+    first = of.step(100.0)
+    assert (first["dispatch_seconds"], first["wait_seconds"]) == (0.25, 2.0)
+    spent |= {"dispatch": 1.5}
+    second = of.step(100.0)
+    assert (second["dispatch_seconds"], second["wait_seconds"]) == (0.25, 0.0)
+    assert second["time"] >= first["time"] > 1.7e9
+
+
+def test_what_was_no_part_of_the_step_is_left_out_of_its_seconds():
+    spent = {"dispatch": 1.0, "wait": 10.0}
+    of = measured(lambda: dict(spent))
+    spent |= {"wait": 15.0}
+    of.leave_out("wait", 4.0)
+    assert of.step(100.0)["wait_seconds"] == 1.0
+    spent |= {"wait": 16.0}
+    assert of.step(100.0)["wait_seconds"] == 1.0
+
+
+def test_a_program_that_is_compiled_stands_in_the_next_row_alone():
+    of = measured()
+    jax.jit(lambda x: x * 3.0 + 0.123).lower(1.0).compile()
+    found = of.row()
+    assert found["compiles"] >= 1 and found["compile_seconds"] > 0
+    assert of.row() == {}
+    jax.jit(lambda x: x * 3.0 + 0.789).lower(1.0).compile()
+    assert 1 <= of.row()["compiles"] < compiles().count, "not those of rows before"
+
+
+def test_utilisation_is_left_out_where_the_peak_is_not_known():
+    assert "mfu" not in measured().step(100.0)
+    assert measured(peak=400.0).step(100.0)["mfu"] == pytest.approx(0.25)
+
+
+def test_memory_is_that_of_the_fullest_device_and_left_out_where_no_device_tells_it():
+    told = Device({"bytes_in_use": 5, "peak_bytes_in_use": 9})
+    assert measured(devices=[Device(None)]).row() == {}
+    of = measured(devices=[told, Device({"bytes_in_use": 7}), Device(None)])
+    assert of.row() == {"memory_in_use_bytes": 7, "memory_peak_bytes": 9}
+    assert of.row() == {}, "quick steps do not ask each time"
+
+
+def test_every_name_stands_in_the_catalogue():
+    of = measured(devices=[Device({"bytes_in_use": 5, "peak_bytes_in_use": 9})], peak=1.0)
+    jax.jit(lambda x: x * 3.0 + 0.456).lower(1.0).compile()
+    assert {*of.step(1.0), *of.row()} - {"time"} <= BY_NAME.keys()

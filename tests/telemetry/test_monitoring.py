@@ -1,0 +1,82 @@
+"""Dashboard and alert rules follow from catalogue and thresholds, and their copies in configs/monitoring/ are those of now."""
+
+import json
+import re
+import shutil
+import subprocess
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshtrain.telemetry import dashboard, prometheus_rules
+from meshtrain.telemetry.__main__ import PRINTED, main
+from meshtrain.telemetry.catalogue import METRICS, PREFIX
+from meshtrain.telemetry.thresholds import THRESHOLDS
+
+COPIES = Path(__file__).parents[2] / "configs/monitoring"
+RULES = prometheus_rules.document()["groups"][0]["rules"]
+ALERTS = [rule for rule in RULES if "alert" in rule]
+SAMPLES = {metric.sample for metric in METRICS} | {f"{PREFIX}process_info"}
+OVER = {metric.over_processes for metric in METRICS if metric.source == "process"}
+
+
+@pytest.mark.parametrize("name, file", [("dashboard", "grafana-dashboard.json"), ("rules", "prometheus-rules.yaml")])
+def test_copies_are_those_of_now(name, file, capsys):
+    assert main([name]) == 0
+    printed = capsys.readouterr().out
+    assert (COPIES / file).read_text() == printed, f"python -m meshtrain.telemetry {name} > configs/monitoring/{file}"
+
+
+def test_what_is_printed_is_read_back_as_it_was():
+    assert json.loads(PRINTED["dashboard"][0]()) == dashboard.document()
+    assert yaml.safe_load(PRINTED["rules"][0]()) == prometheus_rules.document()
+
+
+def test_the_catalogue_names_every_metric_and_every_alert(capsys):
+    assert main(["catalogue"]) == 0
+    words = capsys.readouterr().out.split()
+    assert {*(metric.sample for metric in METRICS), *(threshold.rule for threshold in THRESHOLDS)} <= set(words)
+
+
+def test_each_threshold_has_a_rule_with_its_limit():
+    assert [rule["labels"]["rule"] for rule in ALERTS] == [threshold.rule for threshold in THRESHOLDS]
+    for rule, threshold in zip(ALERTS, THRESHOLDS, strict=True):
+        assert rule["labels"]["severity"] == threshold.severity
+        if threshold.rule in ("loss_spike", "throughput_drop", "slow_rank", "device_memory", "memory_limit", "machine_memory", "goodput_low"):  # fmt: skip
+            assert re.search(rf"[<>] {threshold.fires:g}\b", rule["expr"]), rule["expr"]
+
+
+def test_queries_name_metrics_of_the_catalogue_only():
+    asked = [rule["expr"] for rule in RULES] + [query for _, query in dashboard.queries()]
+    named = {name for query in asked for name in re.findall(rf"\b{PREFIX}\w+", query)}
+    assert named <= SAMPLES | OVER
+
+
+def test_the_dashboard_shows_every_metric():
+    shown = {name for _, query in dashboard.queries() for name in re.findall(rf"\b{PREFIX}\w+", query)}
+    assert shown >= SAMPLES
+
+
+def test_no_panel_lies_on_another_or_beside_the_page():
+    places = [panel["gridPos"] for panel in dashboard.document()["panels"]]
+    assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places)
+    for a, b in combinations(places, 2):
+        apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        assert apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+
+
+def test_durations_are_written_as_prometheus_reads_them():
+    assert [prometheus_rules.duration(s) for s in (0.2, 1, 20, 60, 90, 600, 3600, 5400)] == [
+        "1s", "1s", "20s", "1m", "90s", "10m", "1h", "90m",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not there (Debian: prometheus)")
+@pytest.mark.parametrize("scale", [1.0, 1 / 60])
+def test_promtool_takes_the_rules(scale, tmp_path):
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(prometheus_rules.document(scale)))
+    checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
