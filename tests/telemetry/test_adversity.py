@@ -16,7 +16,7 @@ from training_processes import Trainer, rows, settings
 from meshtrain.data.synthetic import SyntheticRows
 
 STEPS = 1500
-LEAST = 0.008  # seconds of a step, so that on the fastest machine too the run is longer than the disk is full
+LEAST = 0.012  # seconds of a step, so that on the fastest machine too the run is longer than the disk is full
 FULL = 4.0  # seconds
 
 
@@ -36,7 +36,13 @@ def fill_for_a_while(run):
     with contextlib.suppress(OSError), (run / "filler").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
-    time.sleep(FULL)
+    # What a file's last page has room for is written still.
+    samples = run / "resources/0.jsonl"
+    size, since = -1, time.monotonic()
+    while time.monotonic() - since < FULL:
+        if samples.stat().st_size != size:
+            size, since = samples.stat().st_size, time.monotonic()
+        time.sleep(0.05)
     (run / "filler").unlink()
 
 
