@@ -8,10 +8,14 @@
     gpt2     LayerNorm with bias  a learned table      gelu(up x)              yes      the embedding Radford et al. 2019
     gemma2   RMSNorm by 1 + scale rotary               gelu(gate x) * up x     no       the embedding Gemma Team 2024, section 2
     gemma3   likewise             rotary               likewise                no       the embedding Gemma Team 2025, section 2
+    vit      as gpt2              as gpt2, of patches  as gpt2, exact GELU     yes      its own       Dosovitskiy et al. 2021
 
 Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window) alternate with ones
 that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each head's q and k,
 and another rotary base where it sees the window.
+
+ViT reads images in patches: attention goes both ways, and the head gives one row of logits an image, its classes in the place of the
+vocabulary.
 
 What a family says of options that have a key is a default: the key of the model's section counts.
 
@@ -50,6 +54,10 @@ class Family:
     logit_cap: float = 0.0
     global_every: int = 0
     rope_theta_local: float = 0.0
+    # Images in patches, and classes of them, in the place of tokens.
+    images: bool = False
+    causal: bool = True
+    head_bias: bool = False
 
     @property
     def rotary(self) -> bool:
@@ -111,5 +119,18 @@ FAMILIES = Registry(
         window=1024,
         global_every=6,
         rope_theta_local=10000.0,
+    ),
+    Family(
+        name="vit",
+        centred_norms=True,
+        positions="learned",
+        gated=False,
+        activation=EXACT_GELU,
+        biases=True,
+        tied_head=False,
+        d_ff=lambda d_model: 4 * d_model,
+        images=True,
+        causal=False,
+        head_bias=True,
     ),
 )

@@ -24,6 +24,17 @@ def _head_dim(config: Any) -> int:
     return model.d_model // model.heads
 
 
+def _of_images(config: Any) -> bool:
+    return FAMILIES[config.model.family].images
+
+
+def positions_of(model: "ModelConfig") -> int:
+    """Positions of an image: its patches, and the class token where there is one; 0 of text."""
+    if not FAMILIES[model.family].images:
+        return 0
+    return (model.image_size // model.patch_size) ** 2 + (model.pool == "class")
+
+
 # A key keeps together what it says.
 # fmt: off
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class ModelConfig:
     family: str = key(
         "llama",
         "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults below; gpt2: "
-        "LayerNorm, learned positions, GELU, biases; or one registered from outside",
+        "LayerNorm, learned positions, GELU, biases; vit: the same for images, attention both ways; or one registered from outside",
         one_of=FAMILIES, resume=SHAPE
     )
     layers: int = key(8, "transformer blocks", least=1, most=65536, resume=SIZE)
@@ -46,7 +57,7 @@ class ModelConfig:
         None, "hidden width of the MLP; null: as wide as the family has it for d_model",
         least=1, follows=lambda c: FAMILIES[c.model.family].d_ff(c.model.d_model), resume=SHAPE
     )
-    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size", least=2, resume=SIZE)
+    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size; of images the classes", least=2, resume=SIZE)
     dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
     tied_head: bool = key(
         None, "use the embedding as output head; null: as the family does",
@@ -85,7 +96,7 @@ class ModelConfig:
     rope_truncate: bool = key(True, "yarn: the ramp begins and ends at whole pairs", resume=SHAPE)
     max_positions: int = key(
         None, "rows of the position table, where positions are learned; null: train.sequence_length",
-        least=1, follows=lambda c: c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
+        least=1, follows=lambda c: positions_of(c.model) or c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
     )
     norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
     init_std: float = key(
@@ -123,6 +134,12 @@ class ModelConfig:
         None, "rope_theta of the layers that see the window, which then have no rope_scaling; 0: they turn as those that see all; null: as "
         "the family has it",
         least=0.0, follows=lambda c: FAMILIES[c.model.family].rope_theta_local, resume=SHAPE
+    )
+    image_size: int = key(224, "images: height and width, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)
+    patch_size: int = key(16, "images: height and width of a patch, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)
+    channels: int = key(3, "images: numbers of a pixel (1: grey, 3: red, green, blue)", least=1, most=1024, resume=SHAPE, counts=_of_images)
+    pool: Literal["class", "mean"] = key(
+        "class", "images: what the head reads: class, a learned token before the patches; mean, the mean of the patches", resume=SHAPE, counts=_of_images
     )
     weights: str | None = key(
         None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", resume=FREE

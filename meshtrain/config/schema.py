@@ -1,11 +1,12 @@
 """Every key of the configuration in one line: its type, its default, and what `key` takes besides.
 
-Sections with a file of their own: `mesh`, `model` and `lora` (`model`), `parallel.reduce` and `parallel.sync` (`reduce`), `telemetry`. Nothing here reads a file or touches a device.
+Sections with a file of their own: `data.images` (`images`), `mesh`, `model` and `lora` (`model`), `parallel.reduce` and `parallel.sync` (`reduce`), `telemetry`. Nothing here reads a file or touches a device.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshtrain.config.images import ImagesConfig
 from meshtrain.config.key import Resume, key
 from meshtrain.config.mesh import AXES as AXES
 from meshtrain.config.mesh import DATA as DATA
@@ -13,9 +14,10 @@ from meshtrain.config.mesh import ISLAND as ISLAND
 from meshtrain.config.mesh import PIPELINE as PIPELINE
 from meshtrain.config.mesh import TENSOR as TENSOR
 from meshtrain.config.mesh import MeshConfig
-from meshtrain.config.model import LoraConfig, ModelConfig
+from meshtrain.config.model import LoraConfig, ModelConfig, positions_of
 from meshtrain.config.reduce import ReduceConfig, SyncConfig
 from meshtrain.config.telemetry import TelemetryConfig
+from meshtrain.families import FAMILIES
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, legal_chunks
 from meshtrain.shown import Shown
@@ -202,16 +204,17 @@ class DataConfig:
         True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core); sizes always are"
     )
     prefetch: int = key(2, "batches that are read and placed on the devices ahead of the step", least=1)
-    format: Literal["text", "chat", "pairs"] = key(
+    format: Literal["text", "chat", "pairs", "images"] = key(
         "text",
         "text: every token is learned; chat: conversations (OpenAI messages, ShareGPT, Alpaca), of which the answers are learned; pairs: "
-        "a chosen and a rejected answer to each prompt, for train.objective: dpo",
-        resume=CONTENT
+        "a chosen and a rejected answer to each prompt, for train.objective: dpo; images: with a class each, what a family of images reads",
+        follows=lambda c: "images" if FAMILIES[c.model.family].images else "text", resume=CONTENT
     )
     template: str | None = key(
         None, "format chat, pairs: a chat template (Jinja), or the tokenizer_config.json that holds one; null: the one beside data.tokenizer",
         resume=CONTENT
     )
+    images: ImagesConfig = field(default_factory=ImagesConfig)
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,10 @@ class TrainConfig:
         "a batch whose rows mesh.data x parallel.microbatches does not divide: refuse it, or pad it at its end with rows that weigh "
         "nothing; losses and gradients stay those of the batch"
     )
-    sequence_length: int = key(256, "tokens a sequence", least=1, resume=REFUSED)
+    sequence_length: int = key(
+        256, "tokens a sequence; of images it follows: the positions of one",
+        least=1, follows=lambda c: positions_of(c.model) or 256, resume=REFUSED
+    )
     label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
     epochs: float = key(0.0, "passes over the data, from which train.steps then follows; 0: train.steps counts", least=0.0)
@@ -232,10 +238,10 @@ class TrainConfig:
         "adapters alone",
         resume=REFUSED
     )
-    objective: Literal["next_token", "dpo"] = key(
+    objective: Literal["next_token", "dpo", "classify"] = key(
         "next_token", "next_token: cross-entropy; dpo: direct preference optimisation (Rafailov et al. 2023), the model without its adapters "
-        "as reference",
-        resume=REFUSED
+        "as reference; classify: cross-entropy of an image's class",
+        follows=lambda c: "classify" if FAMILIES[c.model.family].images else "next_token", resume=REFUSED
     )
     dpo_beta: float = key(0.1, "objective dpo: how strongly the reference holds", above=0.0)
 

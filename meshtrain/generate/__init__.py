@@ -1,0 +1,8 @@
+"""A trained or imported model goes on with a text: prefill, decode, choose, stop.
+
+    prompt ──prompts──► tokens ──prefill──► cache of keys and values ◄──decode──┐ a token a slot and step
+                                                     │ logits ──sampling──► ids ─┴──text──► what is said
+
+A slot holds one sequence; all slots decode together, and a free one takes the next request while the others go on (continuous batching:
+Yu et al. 2022). What a request gets depends on it alone, not on what runs beside it.
+"""
