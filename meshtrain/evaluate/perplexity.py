@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,29 @@ class Counts:
     @property
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / self.bytes
+
+    def record(self) -> dict[str, Any]:
+        """For --json."""
+        ratios = ("nats_per_token", "perplexity", "word_perplexity", "bits_per_byte")
+        counted = ("documents", "tokens", "words", "bytes")
+        return {name: getattr(self, name) for name in (*ratios, *counted)} | {"skipped": dict(self.skipped)}
+
+    def describe(self) -> list[str]:
+        """For people."""
+        words = "-" if self.word_perplexity is None else f"{self.word_perplexity:,.4f}"
+        return [
+            f"{self.documents:,} documents, {self.tokens:,} tokens, {self.words:,} words, {self.bytes:,} bytes",
+            f"nats per token        {self.nats_per_token:.6f}",
+            f"perplexity per token  {self.perplexity:,.4f}",
+            f"perplexity per word   {words}",
+            f"bits per byte         {self.bits_per_byte:.6f}",
+        ]
+
+
+def begin_of(tokenizer: Tokenizer) -> int:
+    """What a document stands behind: the last token that the tokenizer itself puts before a text (BOS), else the end of the one before it."""
+    begun = getattr(tokenizer, "begin", ())
+    return begun[-1] if begun else tokenizer.end_of_document
 
 
 def exp(x: float) -> float:
