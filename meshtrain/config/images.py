@@ -4,15 +4,15 @@ Everything random in it is a function of run.seed, the step and the row: the sam
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from meshtrain.config.key import Resume, key
 from meshtrain.config.model import positions_of
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.families import FAMILIES
-from meshtrain.sources import SOURCES, has_documents, has_images
+from meshtrain.sources import SOURCES, has_images, has_text
 
-IMAGES = "images"  # data.format
+IMAGES: Final = "images"  # data.format
 REFUSED = Resume.REFUSED
 
 
@@ -67,7 +67,7 @@ def check(config: Any) -> None:
             raise ConfigError(
                 f"the section data.images asks for something, but model.family {family.name} reads text; of images is {_families()}."
             )
-        if not has_documents(data.source) and SOURCES[data.source].rows is None:
+        if not has_text(data.source):
             raise ConfigError(
                 f"data.source is {data.source}, which holds images, but model.family {family.name} reads text; of images is {_families()}."
             )

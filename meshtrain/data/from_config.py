@@ -29,7 +29,7 @@ from meshtrain.data.unit import Options
 from meshtrain.data.windows import Windows
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.given import a_config
-from meshtrain.sources import MIXTURE, SOURCES, has_documents
+from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 
 GlobalBatches = RowBatches | MixedRows | Grouped | MixedGroups
 
@@ -110,12 +110,13 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         if is_preparation(path):
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):
+            assert data.format != IMAGES, "they are opened elsewhere"
             share = Options.validation if data.validation is None else data.validation
             options = Options(data.tokenizer, share, data.text_field, data.bad_documents, data.format, data.template)
             return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
-    words = [*SOURCES, MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
+    words = [*filter(has_text, SOURCES), MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
     raise ConfigError(
         f"{key} is '{short(name)}', but there is no such file or directory; it must be a file or directory of text, prepared shards "
         f"or {' or '.join(words)}" + (nearest(name, words) or ".")

@@ -12,8 +12,11 @@ from meshtrain.data.loader import Batch
 class GlobalBatches(Protocol):
     """Batches in one global order, of a bounded set of shapes (rows, T)."""
 
-    shapes: tuple[tuple[int, int], ...]
-    places_per_batch: float
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]: ...
+
+    @property
+    def places_per_batch(self) -> float: ...
 
     @property
     def batches_per_epoch(self) -> int: ...

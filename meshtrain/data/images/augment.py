@@ -18,7 +18,8 @@ RATIO = (3 / 4, 4 / 3)  # width over height of a crop (Szegedy et al. 2015, sect
 def augmented(pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generator) -> np.ndarray:
     """An image uint8 [H, W, C] as training sees it, uint8 [size, size, C]."""
     if images.crop < 1:
-        pixels = resized(pixels, random_box(*pixels.shape[:2], images.crop, draw), size)
+        height, width, _ = pixels.shape
+        pixels = resized(pixels, random_box(height, width, images.crop, draw), size)
     else:
         pixels = fitted(pixels, size, images.resize)
     if images.flip and draw.random() < images.flip:
