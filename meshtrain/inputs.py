@@ -5,7 +5,7 @@ images    patches float32 [B, N, P]    labels int32 [B, 1]   N patches of P = pa
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Array = TypeVar("Array")
 TOKENS, PATCHES, LABELS = "tokens", "patches", "labels"
@@ -13,6 +13,11 @@ TOKENS, PATCHES, LABELS = "tokens", "patches", "labels"
 OTHER_LABELS, MIX = "labels_b", "mix"
 
 
+def input_name(batch: Mapping[str, Any]) -> str:
+    """What the embedding reads is called."""
+    return PATCHES if PATCHES in batch else TOKENS
+
+
 def inputs(batch: Mapping[str, Array]) -> Array:
     """What the embedding reads: rows along the first axis (behind microbatches, where they are cut)."""
-    return batch[PATCHES] if PATCHES in batch else batch[TOKENS]
+    return batch[input_name(batch)]
