@@ -14,12 +14,13 @@ from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.config.model import positions_of
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import LABELS, TOKENS, inputs
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, inputs
 from meshtrain.mesh import PIPELINE
 from meshtrain.model.decoder import Decoder, Embedding, add_rows
 from meshtrain.model.dpo import dpo
 from meshtrain.model.dropout import ADAPTER_SITE, Dropout
 from meshtrain.model.hooks import Hooks, Parts
+from meshtrain.model.loss import Mixed
 from meshtrain.model.products import use_adapters
 from meshtrain.model.sequence import sequences
 from meshtrain.parallel.layout import Layout
@@ -106,7 +107,7 @@ class Forward:
         add = lambda total: add_rows(total, tokens, gradient, self.collectives)  # noqa: E731
         return {**added, "tokens": self.zero.accumulated(table, total["tokens"], add)}
 
-    def _embedding(self, weights: Weights) -> Embedding:
+    def _embedding(self, weights: Weights) -> Any:
         return nnx.merge(self.embedding_graph, self.zero.use("embedding", weights))
 
     def layer(self, batch: Batch, key: jax.Array | None, remat: str) -> Callable:
@@ -142,18 +143,19 @@ class Forward:
         """This device's share of the logits, float32 [b, T, V share], from the last stage's x (where `here` is true)."""
         head = nnx.merge(self.head_graph, self.zero.use("head", weights.part("head")))
         tied = self.zero.use("embedding", weights.part("embedding"))["tokens"] if self.config.model.tied_head else None
-        return head(self.collectives.from_last_stage(x, here), tied, self.collectives)
+        return head(self.collectives.from_last_stage(head.read(x), here), tied, self.collectives)
 
     @jax.named_scope(scopes.HEAD)
     def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> Totals:
         """`total` of this data rank's microbatch, from the last stage's x (where `here` is true)."""
-        return _where(here, self.total(self._losses(weights, x, batch, here), batch))
+        losses = self.parts.loss(self.logits(weights, x, here), batch[LABELS], _mixed(batch))
+        return _where(here, self.total(losses, batch))
 
     @jax.named_scope(scopes.HEAD)
     def judged(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> Judged:
         """Its labels one by one."""
         logits = self.logits(weights, x, here)
-        losses, hits = self.parts.loss(logits, batch), None
+        losses, hits = self.parts.loss(logits, batch[LABELS], _mixed(batch)), None
         if self.of_images:
             hits = (self.parts.vocabulary.likeliest(logits) == batch[LABELS]).astype(jnp.float32)
         return _where(here, Judged(losses, hits))
@@ -164,9 +166,6 @@ class Forward:
             return dpo(losses, batch, self.config.train.dpo_beta)
         return weighted(losses, batch), {}
 
-    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
-        return self.parts.loss(self.logits(weights, x, here), batch["labels"])
-
     def length(self, batch: Batch) -> int:
         """Positions of a row."""
         return positions_of(self.config.model) or batch[TOKENS].shape[-1]
@@ -176,6 +175,10 @@ class Forward:
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])
+
+
+def _mixed(batch: Batch) -> Mixed | None:
+    return Mixed(batch[OTHER_LABELS], batch[MIX]) if MIX in batch else None
 
 
 def weighted(values: jax.Array, batch: Batch) -> jax.Array:
