@@ -13,9 +13,9 @@ from meshtrain import scopes
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import PIPELINE
-from meshtrain.model.decoder import ADAPTER_SITE, Decoder, Embedding, add_rows
+from meshtrain.model.decoder import Decoder, Embedding, add_rows
 from meshtrain.model.dpo import dpo
-from meshtrain.model.dropout import Dropout
+from meshtrain.model.dropout import ADAPTER_SITE, Dropout
 from meshtrain.model.hooks import Hooks, Parts
 from meshtrain.model.products import use_adapters
 from meshtrain.model.sequence import sequences
