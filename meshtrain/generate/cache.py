@@ -10,6 +10,7 @@ An array a layer and heads before positions, so that a product reads the cache a
 first, XLA copies it every step (experiments/generate/decode.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,11 +100,11 @@ def appended(kept: jax.Array, new_S1GK: jax.Array, positions: jax.Array) -> jax.
 class Reading:
     """Attention of a prompt: the training program's, with the keys and values that it was given kept."""
 
-    def __init__(self, attend, groups: OwnGroups) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, attend: Callable[..., jax.Array], groups: OwnGroups) -> None:
         self.attend, self.groups = attend, groups
         self.found: Kept | None = None
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | None = None) -> jax.Array:  # fmt: skip
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
         first = collectives.first_head(q.shape[2])
         self.found = Kept(self.groups.of(k, first), self.groups.of(v, first))
         return self.attend(q, k, v, segments, collectives, dropout, local)
@@ -115,7 +116,7 @@ class Appending:
     def __init__(self, model: ModelConfig, groups: OwnGroups, kept: Kept, positions: jax.Array) -> None:
         self.model, self.groups, self.kept, self.positions = model, groups, kept, positions
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | None = None) -> jax.Array:  # fmt: skip
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
         first = collectives.first_head(q.shape[2])
         keys, values = (
             appended(kept, self.groups.of(new, first), self.positions)
@@ -129,7 +130,7 @@ class Appending:
         return against(q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap)
 
 
-def seen(positions: jax.Array, length: int, window: int, local: jax.Array | None) -> jax.Array:
+def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool | None) -> jax.Array:
     """bool [S, P]: which positions the token at each slot's position sees."""
     back = positions[:, None] - jnp.arange(length)
     visible = back >= 0

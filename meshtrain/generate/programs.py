@@ -5,8 +5,8 @@
                        Slots: cache, last token, position, sampling ──► decode ──► Slots, Picked ──► decode ──► ...
 
 A state is donated and the next decode reads the token that the last one chose where it lies, so that a host can dispatch a step before
-it has seen what the one before chose. Layers stand one after the other in the program, each with weights of its own: cut out of a
-stacked array they would be copied every step, which takes as long again as all else (experiments/generate/decode.py).
+it has seen what the one before chose. Layers stand one after the other in the program, each with weights of its own
+(see `weights`).
 """
 
 from collections.abc import Callable
@@ -25,31 +25,18 @@ from meshtrain.config import Config, ConfigError, replaced
 from meshtrain.families import FAMILIES
 from meshtrain.generate.cache import Appending, Kept, OwnGroups, Reading, written
 from meshtrain.generate.request import MOST_LIKELY, Sampling
+from meshtrain.generate.sampling import SamplingArrays, sample
+from meshtrain.generate.weights import Held, specs, taken_over
 from meshtrain.mesh import DATA, TENSOR, platform
 from meshtrain.model.dropout import NO_DROPOUT
 from meshtrain.model.hooks import Hooks, Parts
 from meshtrain.model.sequence import sequences
-from meshtrain.parallel.layout import Layout, shard_spec
-from meshtrain.parallel.placement import Placed
+from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.reader import Model
 
-Tree = Any
 # tokens of the smallest bucket
 LEAST_BUCKET = 16
-
-
-class SamplingArrays(NamedTuple):
-    """`Sampling` of every slot."""
-
-    temperature: jax.Array  # float32 [S]
-    top_k: jax.Array  # int32 [S]
-    top_p: jax.Array  # float32 [S]
-    seed: jax.Array  # uint32 [S]
-
-
-def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) -> jax.Array:
-    return jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
 
 
 class Slots(NamedTuple):
@@ -95,40 +82,14 @@ class Decoding:
         self.layout = Layout(self.config, self.mesh)
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = model.program.local.forward
-        self.graphs = {"embedding": forward.embedding_graph, "blocks": forward.block_graph, "head": forward.head_graph}
+        self.graphs: Held = Held(forward.embedding_graph, forward.block_graph, forward.head_graph)
         self.parts = Parts(self.config, self.collectives, Hooks(block=model.program.hooks.block))
         sizes, tensor = self.config.model, self.config.mesh.tensor
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
-        self.weights, self.specs = self._taken_over(model, keep)
+        self.weights = taken_over(model, self.layout, keep)
 
     # --- what lies on the devices
-
-    def _taken_over(self, model: Model, keep: bool) -> tuple[Tree, Tree]:
-        """The weights in the compute dtype, whole over data, and of the blocks a tree a layer; and their PartitionSpecs."""
-        theirs = model.program.layout
-
-        def cut(placed: Placed, ours: Placed, x: jax.Array) -> list[jax.Array]:
-            whole = self.layout.live_leaf(ours, theirs.canonical_leaf(placed, x)).astype(self.dtype)
-            return list(whole) if ours.stacked else [whole]
-
-        found: dict[str, list[jax.Array]] = {}
-        specs: dict[str, PartitionSpec] = {}
-        for placed, ours, x in zip(theirs.flat, self.layout.flat, jax.tree.leaves(model.params), strict=True):
-            spec = specs[ours.name] = PartitionSpec(*shard_spec(ours)[ours.stacked :])
-            to = [NamedSharding(self.mesh, spec)] * (ours.shape[0] if ours.stacked else 1)
-            found[ours.name] = jax.block_until_ready(jax.jit(partial(cut, placed, ours), out_shardings=to)(x))
-            if not keep:
-                x.delete()
-        layers = range(self.config.model.layers)
-        pick = lambda part, of: jax.tree.map(  # noqa: E731
-            lambda placed: of(placed.name), self.layout.weights[part], is_leaf=lambda x: isinstance(x, Placed)
-        )
-        tree = {part: pick(part, lambda name: found[name][0]) for part in ("embedding", "head")}
-        tree["blocks"] = [pick("blocks", lambda name, i=i: found[name][i]) for i in layers]
-        spec_tree = {part: pick(part, specs.__getitem__) for part in ("embedding", "head")}
-        spec_tree["blocks"] = [pick("blocks", specs.__getitem__) for _ in layers]
-        return tree, spec_tree
 
     @cached_property
     def state_specs(self) -> Slots:
@@ -162,12 +123,7 @@ class Decoding:
             )
         padded = np.zeros((1, self.bucket(len(tokens))), np.int32)
         padded[0, : len(tokens)] = tokens
-        how = SamplingArrays(
-            np.float32([sampling.temperature]),
-            np.int32([sampling.top_k]),
-            np.float32([sampling.top_p]),
-            np.array([sampling.seed % 2**32], np.uint32),
-        )
+        how = SamplingArrays.of(sampling)
         return self._prefill(self.weights, state, np.int32(slot), padded, np.int32(len(tokens)), how)
 
     def decode(self, state: Slots, likeliest: bool = False) -> tuple[Slots, Picked]:
@@ -193,12 +149,12 @@ class Decoding:
     def _compiled(
         self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec
     ) -> Callable[..., Any]:
-        in_specs, out_specs = (self.specs, self.state_specs, *more), (self.state_specs, picked)
+        in_specs, out_specs = (specs(self.layout), self.state_specs, *more), (self.state_specs, picked)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, donate_argnums=1)
 
     def _read_prompt(
-        self, weights: Tree, state: Slots, slot: jax.Array, tokens: jax.Array, length: jax.Array, how: SamplingArrays
+        self, weights: Held, state: Slots, slot: jax.Array, tokens: jax.Array, length: jax.Array, how: SamplingArrays
     ) -> tuple[Slots, Picked]:
         slots = len(state.tokens)
         slot = slot - lax.axis_index(DATA) * slots
@@ -210,7 +166,7 @@ class Decoding:
 
         x = self._layers(weights, tokens, jnp.arange(tokens.shape[1]), attention)
         x = lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
-        picked = self._pick(weights, x, how, length[None], told=True)
+        picked = self._pick(weights, x, jax.tree.map(lambda x: x[None], how), length[None], told=True)
         cache = tuple(
             Kept(*(written(old, new, slot, length) for old, new in zip(before, layer.found, strict=True)))
             for before, layer in zip(state.cache, kept, strict=True)
@@ -223,7 +179,7 @@ class Decoding:
         )
         return state, jax.tree.map(lambda x: x[0], picked)
 
-    def _one_more(self, weights: Tree, state: Slots, told: bool) -> tuple[Slots, Picked]:
+    def _one_more(self, weights: Held, state: Slots, told: bool) -> tuple[Slots, Picked]:
         kept = []
 
         def attention(layer: int) -> Appending:
@@ -237,21 +193,21 @@ class Decoding:
         return Slots(tuple(layer.kept for layer in kept), picked.tokens, positions, state.how), picked
 
     def _layers(
-        self, weights: Tree, tokens: jax.Array, positions: jax.Array, attention: Callable[[int], Any]
+        self, weights: Held, tokens: jax.Array, positions: jax.Array, attention: Callable[[int], Any]
     ) -> jax.Array:
         """The residual stream behind the last layer, [B, T, D]; `attention` gives a layer what it attends by."""
-        embedding = nnx.merge(self.graphs["embedding"], weights["embedding"])
+        embedding = nnx.merge(self.graphs.embedding, weights.embedding)
         x = embedding(tokens, positions, self.collectives).astype(self.dtype)
         sequence = sequences(self.config.model, positions)
-        for layer, of_layer in enumerate(weights["blocks"]):
-            block = nnx.merge(self.graphs["blocks"], of_layer)
+        for layer, of_layer in enumerate(weights.blocks):
+            block = nnx.merge(self.graphs.blocks, of_layer)
             x = self.parts.block(block, x, sequence(layer), NO_DROPOUT, attention(layer))
         return x
 
-    def _pick(self, weights: Tree, x: jax.Array, how: SamplingArrays, positions: jax.Array, told: bool) -> Picked:
+    def _pick(self, weights: Held, x: jax.Array, how: SamplingArrays, positions: jax.Array, told: bool) -> Picked:
         """From the stream of one position, [S, 1, D], the tokens for the next `positions`."""
-        head = nnx.merge(self.graphs["head"], weights["head"])
-        tied = weights["embedding"]["tokens"] if self.config.model.tied_head else None
+        head = nnx.merge(self.graphs.head, weights.head)
+        tied = weights.embedding["tokens"] if self.config.model.tied_head else None
         shares = head(x, tied, self.collectives)[:, 0]
         whole = lax.all_gather(shares, self.collectives.vocabulary, axis=1, tiled=True, to="invarying")
         logits = whole[:, : self.config.model.vocab_size]
@@ -265,6 +221,8 @@ class Decoding:
 
 def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:
     model, mesh = config.model, config.mesh
+    if not FAMILIES[model.family].causal:
+        raise ConfigError(f"model.family {model.family} reads in both directions; it cannot go on with a text.")
     if mesh.pipeline > 1 or mesh.islands > 1:
         raise ConfigError(f"the mesh is {mesh}; a model generates on data x tensor, without stages and islands.")
     if slots < 1 or slots % mesh.data:
