@@ -102,11 +102,11 @@ class Reading:
 
     def __init__(self, attend: Callable[..., jax.Array], groups: OwnGroups) -> None:
         self.attend, self.groups = attend, groups
-        self.found: Kept | None = None
+        self.kept: Kept
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
         first = collectives.first_head(q.shape[2])
-        self.found = Kept(self.groups.of(k, first), self.groups.of(v, first))
+        self.kept = Kept(self.groups.of(k, first), self.groups.of(v, first))
         return self.attend(q, k, v, segments, collectives, dropout, local)
 
 

@@ -42,10 +42,10 @@ LEAST_BUCKET = 16
 class Slots(NamedTuple):
     """What lies on the devices between two steps; slots over data, key/value heads over tensor."""
 
-    cache: tuple[Kept, ...]  # a layer each, see `cache`
-    tokens: jax.Array  # int32 [S]: chosen last, and not yet read
-    positions: jax.Array  # int32 [S]: theirs
-    how: SamplingArrays
+    cache: Any  # a tuple of `cache.Kept`, a layer each
+    tokens: Any  # int32 [S]: chosen last, and not yet read
+    positions: Any  # int32 [S]: theirs
+    how: Any  # SamplingArrays
 
 
 class Picked(NamedTuple):
@@ -82,7 +82,7 @@ class Decoding:
         self.layout = Layout(self.config, self.mesh)
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = model.program.local.forward
-        self.graphs: Held = Held(forward.embedding_graph, forward.block_graph, forward.head_graph)
+        self.graphs = Held(forward.embedding_graph, forward.block_graph, forward.head_graph)
         self.parts = Parts(self.config, self.collectives, Hooks(block=model.program.hooks.block))
         sizes, tensor = self.config.model, self.config.mesh.tensor
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, tensor)
@@ -93,25 +93,21 @@ class Decoding:
 
     @cached_property
     def state_specs(self) -> Slots:
-        layer = Kept(*[PartitionSpec(DATA, TENSOR)] * 2)
-        rows = PartitionSpec(DATA)
-        return Slots((layer,) * self.config.model.layers, rows, rows, SamplingArrays(rows, rows, rows, rows))
+        """Of arrays, their PartitionSpecs."""
+        rows, layer = PartitionSpec(DATA), PartitionSpec(DATA, TENSOR)
+        return jax.tree.map(lambda x: layer if x.ndim > 1 else rows, jax.eval_shape(self._nothing))
 
     def empty(self) -> Slots:
         """Slots that hold nothing."""
-        model = self.config.model
-        shape = (self.slots, self.groups.each * self.config.mesh.tensor, self.length, model.head_dim)
-
-        def make() -> Slots:
-            zeros = partial(jnp.zeros, (self.slots,))
-            kept = tuple(Kept(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in range(model.layers))
-            how = SamplingArrays(
-                zeros(jnp.float32), zeros(jnp.int32), jnp.ones(self.slots, jnp.float32), zeros(jnp.uint32)
-            )
-            return Slots(kept, zeros(jnp.int32), zeros(jnp.int32), how)
-
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
-        return jax.jit(make, out_shardings=shardings)()
+        return jax.jit(self._nothing, out_shardings=shardings)()
+
+    def _nothing(self) -> Slots:
+        model, rows = self.config.model, (self.slots,)
+        shape = (*rows, self.groups.each * self.config.mesh.tensor, self.length, model.head_dim)
+        cache = tuple(Kept(*(jnp.zeros(shape, self.dtype) for _ in Kept._fields)) for _ in range(model.layers))
+        greedy = jax.tree.map(lambda x: jnp.full(rows, x, x.dtype), SamplingArrays.of(Sampling()))
+        return Slots(cache, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), greedy)
 
     # --- the two calls
 
@@ -168,7 +164,7 @@ class Decoding:
         x = lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
         picked = self._pick(weights, x, jax.tree.map(lambda x: x[None], how), length[None], told=True)
         cache = tuple(
-            Kept(*(written(old, new, slot, length) for old, new in zip(before, layer.found, strict=True)))
+            Kept(*(written(old, new, slot, length) for old, new in zip(before, layer.kept, strict=True)))
             for before, layer in zip(state.cache, kept, strict=True)
         )
         # a slot of another data rank is none here

@@ -19,11 +19,11 @@ Tree = Any
 
 
 class Held(NamedTuple):
-    """Trees of arrays, or of their PartitionSpecs."""
+    """Trees of arrays, or of their PartitionSpecs; also graphs of modules."""
 
-    embedding: Tree
-    blocks: tuple[Tree, ...]  # a layer each
-    head: Tree
+    embedding: Any
+    blocks: Any  # a tuple of trees, a layer each
+    head: Any
 
 
 def specs(layout: Layout) -> Held:
