@@ -100,12 +100,14 @@ def read_model(
     block: BlockHook | None = None,
     attention: AttentionHook | None = None,
     loss: LossHook | None = None,
+    masters: bool = True,
 ) -> Model:
     """The model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on `mesh` (default: the first device);
     of the last also with an `adapter`, a directory of PEFT's.
 
     The weights are verified as a resume does: with "newest", and "best" (the lowest eval loss), a damaged step is passed over with a warning. A model that was trained
-    with a block or attention of its own must be read with them. ConfigError if there is no such step, if all there is is damaged,
+    with a block or attention of its own must be read with them. `masters` False: weights as they are computed with, in half the memory
+    where that is bfloat16. ConfigError if there is no such step, if all there is is damaged,
     or if the mesh does not fit the model. With several processes all of them call it alike.
     """
     root = Path(path).expanduser().absolute()
@@ -113,7 +115,7 @@ def read_model(
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
     if is_theirs(root):
-        return _adopted(root, mesh, adapter, block=block, attention=attention, loss=loss)
+        return _adopted(root, mesh, adapter, block=block, attention=attention, loss=loss, masters=masters)
     if adapter is not None:
         raise ConfigError(
             f"adapter is given, but {short(root)} is no Hugging Face directory; python -m meshtrain.adopt merge adds them."
@@ -127,7 +129,9 @@ def read_model(
         model = error = None
         try:
             found = problems(directory)
-            model = None if found else _model(directory, mesh, block=block, attention=attention, loss=loss)
+            model = (
+                None if found else _model(directory, mesh, block=block, attention=attention, loss=loss, masters=masters)
+            )
         except Exception as raised:
             error = raised
         # a step that is removed is renamed first: under its own name it was whole all the while
@@ -146,13 +150,13 @@ def read_model(
     )
 
 
-def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, **hooks: Any) -> Model:
+def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, **how: Any) -> Model:
     """The model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
     config = replaced(config_of(root), mesh=mesh.shape)
     adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
     config = with_adapters(config, adapters)
     check(config)
-    program = Program(config, mesh, **hooks)
+    program = Program(config, mesh, **how)
     with freed_blocks_returned():
         params = loading.read(program.layout, root, adapters=adapters)
     return Model(program, params, 0, root)
@@ -199,9 +203,9 @@ def _unchanged(directory: Path, before: list[int] | None) -> bool:
     return all(gathered(_identity(directory) == before))
 
 
-def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
+def _model(directory: Path, mesh: Mesh, **how: Any) -> Model:
     manifest = Manifest.read(directory)
-    program = Program(_config(manifest, mesh), mesh, **hooks)
+    program = Program(_config(manifest, mesh), mesh, **how)
     compatible.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
     with freed_blocks_returned():
         params = read_weights(Canonical(program), directory, manifest)
