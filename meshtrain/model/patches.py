@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
@@ -36,6 +37,7 @@ class PatchEmbedding(nnx.Module):
         """The residual stream [B, T, D] (this rank's part of it) of patches of any floating dtype; computed in the weights'."""
         weight = self.patches[...]
         own = _own(patches_BNP, len(weight), collectives).astype(weight.dtype)
+        own = vary(own, varying(weight))
         x = linear(own.reshape(-1, own.shape[-1]), weight).reshape(*own.shape[:2], -1)
         x = x + collectives.share_embedding(self.bias[...])
         if self.class_token is not None:
