@@ -45,6 +45,12 @@ class Vocabulary:
         top = self.max(jnp.max(logits, axis=-1))
         return top + jnp.log(self.sum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)))
 
+    def likeliest(self, logits_BTV: jax.Array) -> jax.Array:
+        """The id with the largest logit, int32 [B, T]: of equals the first, on whichever share it lies; `size` where a logit is NaN."""
+        logits = self.no_padding(logits_BTV, MASKED)
+        top = self.max(jnp.max(logits, axis=-1))[..., None]
+        return -self.max(-jnp.min(jnp.where(logits == top, self.ids(logits), self.size), axis=-1))
+
     def of_label(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
         """The logit of each label, [B, T]; of log-probabilities or whatever else is laid out as the logits are, too.
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
@@ -20,12 +21,12 @@ from meshtrain.model.products import linear
 
 
 class PatchEmbedding(nnx.Module):
-    """Linear embedding of patches, rows of its weight split as a vocabulary's; a class token where there is one; learned positions."""
+    """Linear embedding of patches, rows of its weight split as a vocabulary's; a class token and learned positions where they are."""
 
     patches: nnx.Param
     bias: nnx.Param
     class_token: nnx.Param | None = None
-    positions: nnx.Param
+    positions: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         make_parameters(self, "embedding", config, rngs)
@@ -36,12 +37,15 @@ class PatchEmbedding(nnx.Module):
         """The residual stream [B, T, D] (this rank's part of it) of patches of any floating dtype; computed in the weights'."""
         weight = self.patches[...]
         own = _own(patches_BNP, len(weight), collectives).astype(weight.dtype)
+        own = vary(own, varying(weight))
         x = linear(own.reshape(-1, own.shape[-1]), weight).reshape(*own.shape[:2], -1)
         x = x + collectives.share_embedding(self.bias[...])
         if self.class_token is not None:
             token = collectives.share_embedding(self.class_token[...])
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)
-        x = collectives.leave_embedding(x + collectives.share_embedding(self.positions[...])[positions])
+        if self.positions is not None:
+            x = x + collectives.share_embedding(self.positions[...])[positions]
+        x = collectives.leave_embedding(x)
         return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
 
 
