@@ -109,4 +109,4 @@ def _parsed(asked: str) -> MeshConfig:
                 f"the mesh {short(repr(asked))} has {axis} {short(repr(size))}; it must be a whole number from 1 on, as {axis}=2."
             )
         sizes[axis] = int(size)
-    return MeshConfig(**sizes)
+    return MeshConfig(sizes.get(DATA, 1), sizes.get(TENSOR, 1))
