@@ -54,7 +54,7 @@ class BlockHook(Protocol):
 class AttentionHook(Protocol):
     """Queries [B, T, H, K] against keys and values [B, T, G, K], of this device's heads, to [B T, H K] in the queries' dtype.
 
-    H is a multiple of G; rotary positions are in them already. Causal, and within `segments_BT` where that is not None: these are
+    H is a multiple of G; rotary positions are in them already. Causal where the family is, and within `segments_BT` where that is not None: these are
     the hook's own to keep, as is dropout (`dropout.attention`). It needs no collective.
     """
 
@@ -131,8 +131,16 @@ class Parts:
         if hooks.loss is not None:
             _check_shares(hooks.loss, config, collectives.vocabulary)
 
-    def block(self, block: Block, x_BTD: jax.Array, sequence: Sequence, dropout: Dropout) -> jax.Array:
-        block.attention.attend = self.attention
+    def block(
+        self,
+        block: Block,
+        x_BTD: jax.Array,
+        sequence: Sequence,
+        dropout: Dropout,
+        attend: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        """`attend`: by what it attends in place of `attention`, which a cache does."""
+        block.attention.attend = attend or self.attention
         y = self._block(block, x_BTD, sequence, self.collectives, dropout)
         wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
         _check_result("block", self._block, y, wanted, varying(x_BTD), "pass each branch through collectives.leave")
