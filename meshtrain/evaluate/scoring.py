@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
-from meshtrain.model.loss import MASKED, Vocabulary
 from meshtrain.parallel.logits import of_stream, stream
 from meshtrain.reader import Model
 
@@ -59,7 +58,6 @@ class Scorer:
     def __init__(self, model: Model, rows: int = 8) -> None:
         self.model = model
         self.rows = rows + -rows % model.config.mesh.data
-        self._vocabulary = Vocabulary(model.config.model.vocab_size, model.program.local.forward.collectives)
 
     @property
     def longest(self) -> int | None:
@@ -144,7 +142,8 @@ class Scorer:
         whether no other token has a higher one (of equals the first counts, as for argmax).
         """
         program = self.model.program
-        forward, zero, vocabulary = program.local.forward, program.local.zero, self._vocabulary
+        forward, zero = program.local.forward, program.local.zero
+        vocabulary = forward.parts.vocabulary
 
         def local(masters: Any, tokens: jax.Array, at: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
             weights = zero.open(masters)
@@ -155,9 +154,9 @@ class Scorer:
 
             def score(given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 x, labels = given
-                logits = vocabulary.no_padding(of_stream(forward, weights, x, here), MASKED)
-                best = _argmax(vocabulary, logits)
-                return vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits), best == labels
+                logits = of_stream(forward, weights, x, here)
+                logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
+                return logprobs, vocabulary.likeliest(logits) == labels
 
             cut = lambda a: jnp.moveaxis(a.reshape(len(a), pieces, -1, *a.shape[2:]), 1, 0)  # noqa: E731
             whole = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)  # noqa: E731
@@ -169,13 +168,6 @@ class Scorer:
         )
         # whole on every process, each of which reads all of it
         return jax.jit(mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec()))
-
-
-def _argmax(vocabulary: Vocabulary, logits: jax.Array) -> jax.Array:
-    """The id of the largest logit over all shares, int32 [B, T]; of equals the first."""
-    top = vocabulary.max(jnp.max(logits, axis=-1))
-    ids = jnp.where(logits == top[..., None], vocabulary.ids(logits), vocabulary.size)
-    return -vocabulary.max(-jnp.min(ids, axis=-1))
 
 
 def _padded(n: int, factor: int, most: int | None = None) -> int:
