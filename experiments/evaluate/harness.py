@@ -92,8 +92,8 @@ def answers(results: dict[str, Any], task: str) -> list[Any]:
     """(arguments, response) of each request of a task."""
     found = []
     for sample in results["samples"][task]:
-        for (_, given), response in zip(sorted(sample["arguments"].items()), sample["resps"], strict=True):
-            found.append(((given["arg_0"], given["arg_1"]), response[0]))
+        for given, response in zip(sample["arguments"], sample["resps"], strict=True):
+            found.append((tuple(given), response[0]))
     return found
 
 
