@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from meshtrain.compat import vary, varying
 from meshtrain.generate.request import Sampling
 
 
@@ -54,7 +55,9 @@ def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) ->
         distance_SV = logits_SV - jnp.max(logits_SV, axis=1, keepdims=True)
         scaled_SV = distance_SV / jnp.where(draws_S, how.temperature, 1)[:, None]
         kept_SV = jax.lax.cond(
-            jnp.any(cuts_S), lambda: kept(scaled_SV, how.top_k, how.top_p), lambda: jnp.ones(scaled_SV.shape, bool)
+            jnp.any(cuts_S),
+            lambda: kept(scaled_SV, how.top_k, how.top_p),
+            lambda: vary(jnp.ones(scaled_SV.shape, bool), varying(scaled_SV)),
         )
         noise_SV = jax.vmap(_noise, (0, 0, None))(how.seed, positions_S, logits_SV.shape[1])
         drawn_S = jnp.argmax(jnp.where(kept_SV, scaled_SV + noise_SV, -jnp.inf), axis=1)
