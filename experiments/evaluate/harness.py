@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,9 @@ def main() -> int:
             ours, hand = model(str(directory), batch_size=4), ByHand(directory)
             results = evaluated(ours)
 
-            def row(against: str, task: str, mine: float, theirs: float, difference: float, family: str = family) -> None:
+            def row(
+                against: str, task: str, mine: float, theirs: float, difference: float, family: str = family
+            ) -> None:
                 nonlocal missed
                 missed += mine != theirs or not difference <= GOAL
                 print(f"{family:7} {against:8} {task:17} {mine:7.4f} {theirs:7.4f} {difference:19.1e}", flush=True)
@@ -147,7 +149,11 @@ class _Request:
 
 def by_hand(hand: ByHand, arguments: tuple[str, Any]) -> Any:
     before, asked = arguments
-    return hand.loglikelihood(before, asked) if isinstance(asked, str) else hand.generate(before, asked["until"], asked["max_gen_toks"])
+    return (
+        hand.loglikelihood(before, asked)
+        if isinstance(asked, str)
+        else hand.generate(before, asked["until"], asked["max_gen_toks"])
+    )
 
 
 def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
@@ -156,7 +162,9 @@ def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
     def one(a: Any, b: Any) -> float:
         if isinstance(a, str):
             return 0.0 if a == b else np.inf
-        (x, *greedy), (y, *other) = (list(np.atleast_1d(v)) if not isinstance(v, tuple | list) else list(v) for v in (a, b))
+        (x, *greedy), (y, *other) = (
+            list(np.atleast_1d(v)) if not isinstance(v, tuple | list) else list(v) for v in (a, b)
+        )
         return abs(float(x) - float(y)) if greedy == other else np.inf
 
     return max(one(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -9,9 +9,7 @@ import jax
 import meshtrain as mt
 from meshtrain.adopt.writing import export, live
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 BEGIN, END, TURN = "<|begin|>", "</s>", "<|end|>"
 LENGTH = 64  # positions
 SIZES: dict[str, Any] = {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 48, "vocab_size": 320}
@@ -28,7 +26,11 @@ def tiny(directory: Path, family: str = "llama", text: str = "") -> Path:
     named = {"bos_token": BEGIN if begins else END, "eos_token": END, "chat_template": TEMPLATE}
     (beside / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | named))
     config = mt.load(
-        {"model": {"family": family, **SIZES, **FAMILIES[family]}, "train": {"sequence_length": LENGTH}, "parallel": {"zero_stage": 0}}
+        {
+            "model": {"family": family, **SIZES, **FAMILIES[family]},
+            "train": {"sequence_length": LENGTH},
+            "parallel": {"zero_stage": 0},
+        }
     )
     program = mt.Program(config)
     # at its initial scale a model finds all tokens about as likely
@@ -50,7 +52,8 @@ def _tokenizer(text: str, begins: bool) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [BEGIN, END, TURN]
     made.train_from_iterator(
-        [text], trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        [text],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     if begins:
         made.post_processor = processors.TemplateProcessing(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.errors import ConfigError, say, short
+from meshtrain.errors import ConfigError, nearest, say, short
 from meshtrain.evaluate.perplexity import begin_of
 from meshtrain.evaluate.progress import Progress
 from meshtrain.evaluate.scoring import Row, Scorer
@@ -29,6 +29,7 @@ NAME = "meshtrain"  # lm_eval --model
 MOST_TOKENS = 256  # of an answer, where the task does not say
 # How tasks call the most tokens of an answer, the first of them counts; as lm_eval.models.utils has it.
 MOST_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+SETTINGS = ("mesh", "precision", "step", "adapter")  # of model_args, as open_model takes them
 NEEDS = "tasks need lm-evaluation-harness, which is not installed: pip install 'meshtrain[evaluate]'."
 
 
@@ -135,7 +136,9 @@ class Harness:
     def _request(self, prompt: str, settings: Mapping[str, Any]) -> Request:
         most = int(next((settings[name] for name in MOST_NAMES if settings.get(name) is not None), MOST_TOKENS))
         if most >= self.longest:
-            raise ConfigError(f"a task asks for answers of {most} tokens, but the model takes {self.longest} with its prompt.")
+            raise ConfigError(
+                f"a task asks for answers of {most} tokens, but the model takes {self.longest} with its prompt."
+            )
         until = settings.get("until") or ()
         stop = (until,) if isinstance(until, str) else tuple(until)
         tokens = self.tokens(prompt)[-(self.longest - most) :] or [self.prefix]
@@ -180,7 +183,10 @@ def _sampling(settings: Mapping[str, Any]) -> Sampling:
     elif settings.get("do_sample") and "temperature" not in settings:
         temperature = 1.0
     return Sampling(
-        temperature, int(settings.get("top_k") or 0), float(settings.get("top_p") or 1.0), int(settings.get("seed") or 0)
+        temperature,
+        int(settings.get("top_k") or 0),
+        float(settings.get("top_p") or 1.0),
+        int(settings.get("seed") or 0),
     )
 
 
@@ -198,14 +204,19 @@ def model_class() -> type[Any]:
 
         def __init__(
             self, path: str | None = None, *, opened: Opened | None = None, batch_size: int | str = 8, max_length: int | None = None,
-            **settings: Any,
+            **given: Any,
         ) -> None:  # fmt: skip
-            for unused in ("device", "max_batch_size"):
-                settings.pop(unused, None)
-            if opened is None and path is None:
-                raise ConfigError("model_args need path=RUN, a run directory, a checkpoint or a Hugging Face directory.")
+            # what lm-eval tells every model
+            how = {name: value for name, value in given.items() if name not in ("device", "max_batch_size")}
+            if unknown := [name for name in how if name not in SETTINGS]:
+                near = nearest(unknown[0], ("path", "max_length", *SETTINGS))
+                raise ConfigError(f"model_args has {short(unknown[0])}, which is none of meshtrain's{near or '.'}")
             rows = int(batch_size) if str(batch_size).isdecimal() else 8
-            super().__init__(opened or open_model(path, slots=rows, **settings), rows, max_length)
+            if opened is None:
+                if path is None:
+                    raise ConfigError("model_args lacks path=RUN, a run, a checkpoint or a Hugging Face directory.")
+                opened = open_model(path, slots=rows, **how)
+            super().__init__(opened, rows, max_length)
 
     return register_model(NAME)(MeshtrainLM)
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config
 from meshtrain.config.theirs import is_theirs
-from meshtrain.data import TextBatches, open_data
+from meshtrain.data import open_data
 from meshtrain.data.digests import digests
+from meshtrain.data.split import SplitBatches
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.evaluate.perplexity import exp
 from meshtrain.model.dpo import counted
@@ -47,11 +49,14 @@ class HeldOut:
 
     def describe(self) -> list[str]:
         """For people."""
-        told = [f"{self.source}: {self.counted:,} held-out {'pairs' if self.pairs else 'tokens'}", f"eval loss             {self.loss:.6f}"]
+        told = [
+            f"{self.source}: {self.counted:,} held-out {'pairs' if self.pairs else 'tokens'}",
+            f"eval loss             {self.loss:.6f}",
+        ]
         return told if self.perplexity is None else [*told, f"perplexity per token  {self.perplexity:,.4f}"]
 
 
-def held_out_of(path: Path, model: Model) -> TextBatches:
+def held_out_of(path: Path, model: Model) -> SplitBatches:
     """The held-out batches of the run that a path names; ConfigError if it has none."""
     manifest = None if is_theirs(path) else Manifest.read(model.directory)
     if manifest is None or manifest.weights_alone:
@@ -65,7 +70,7 @@ def held_out_of(path: Path, model: Model) -> TextBatches:
 
 
 def evaluated(
-    model: Model, held_out: TextBatches, rows: int, progress: Callable[[int, int], None] = lambda done, total: None
+    model: Model, held_out: SplitBatches, rows: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> HeldOut:
     """The loss of the first eval.batches held-out batches, `rows` of a batch at a time. ConfigError where it is no number."""
     config, total, count = model.config, 0.0, 0.0
@@ -74,7 +79,7 @@ def evaluated(
         for begin in range(0, size, rows):
             batch = held_out.batch(k, slice(begin, min(begin + rows, size)))
             # what counts in a batch differs, so that a mean of means would be that of no text
-            counts = float(counted(batch)) if "weights" in batch else batch["labels"].size
+            counts = float(counted(jax.device_put(batch))) if "weights" in batch else batch["labels"].size
             if counts:
                 total += model.loss(batch) * counts
                 count += counts

@@ -1,7 +1,7 @@
 """How well a model of images names the classes of images that it has not learned from.
 
-    the run's held-out images,        ──► patches ──► logits [B, classes] ──► loss, and in which place the right class comes
-    or those of a folder or of arrays
+the run's held-out images,        ──► patches ──► logits [B, classes] ──► loss, and in which place the right class comes
+or those of a folder or of arrays
 """
 
 from collections.abc import Callable
@@ -58,10 +58,14 @@ def images_of(path: Path, config: Config, given: str | None) -> tuple[ImageBatch
     """
     if given is None:
         if is_theirs(path):
-            raise ConfigError(f"{short(path)} was not trained here, so that it has no held-out images of its own; give some with --images.")
+            raise ConfigError(
+                f"{short(path)} was not trained here, so that it has no held-out images of its own; give some with --images."
+            )
         _, held_out = open_images(config)
         if held_out is None:
-            raise ConfigError(f"the run of {short(path)} holds out no images (data.validation); give some with --images.")
+            raise ConfigError(
+                f"the run of {short(path)} holds out no images (data.validation); give some with --images."
+            )
         return held_out, config.eval.batches
     # A run's own images say what its classes are called; a model of others' numbers them in the order of the names.
     source = {"source": given} if is_theirs(path) else {}
@@ -71,7 +75,11 @@ def images_of(path: Path, config: Config, given: str | None) -> tuple[ImageBatch
 
 
 def named(
-    model: Model, held_out: ImageBatches, batches: int, rows: int, progress: Callable[[int, int], None] = lambda done, total: None
+    model: Model,
+    held_out: ImageBatches,
+    batches: int,
+    rows: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Named:
     """What a model makes of the first `batches`, `rows` images at a time. ConfigError where its loss is no number."""
     train, classes = model.config.train, model.config.model.vocab_size
@@ -87,11 +95,15 @@ def named(
             count += float(weights.sum())
         progress(k + 1, batches)
     if not np.isfinite(totals[0]) or not count:
-        raise ConfigError(f"the model of {short(model.directory)} has no loss: its weights are damaged or it has diverged.")
+        raise ConfigError(
+            f"the model of {short(model.directory)} has no loss: its weights are damaged or it has diverged."
+        )
     return Named(held_out.source, round(count), *(float(x) for x in totals / count))
 
 
-def _judged(classes: int, smoothing: float, z_loss: float, logits_BV: jax.Array, labels_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _judged(
+    classes: int, smoothing: float, z_loss: float, logits_BV: jax.Array, labels_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The loss of each image, and the place of its class among all, from 0, [B]; of equals the first comes before."""
     logits, labels = logits_BV[:, None], labels_B[:, None]
     losses = cross_entropy(logits, labels, Vocabulary(classes, Collectives()), smoothing, z_loss)[:, 0]

@@ -180,4 +180,6 @@ def _padded(n: int, factor: int, most: int | None = None) -> int:
 
 def _pieces(places: int, bytes_a_place: int) -> int:
     """Into how many equal pieces the places are cut, so that the logits of one are not many."""
-    return next(n for n in range(1, places + 1) if places % n == 0 and (places // n * bytes_a_place <= LOGITS or n == places))
+    return next(
+        n for n in range(1, places + 1) if places % n == 0 and (places // n * bytes_a_place <= LOGITS or n == places)
+    )

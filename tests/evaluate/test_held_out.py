@@ -66,7 +66,10 @@ def test_another_text_than_the_run_read_is_said(run, capsys):
 
 def test_what_was_not_trained_here_has_no_text_of_its_own():
     model = mt.read_model(GOLDEN / "llama3")
-    with pytest.raises(ConfigError, match="llama3 was not trained here, so that it has no held-out text of its own; give text with --text"):
+    with pytest.raises(
+        ConfigError,
+        match="llama3 was not trained here, so that it has no held-out text of its own; give text with --text",
+    ):
         held_out_of(GOLDEN / "llama3", model)
 
 

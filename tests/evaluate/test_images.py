@@ -67,7 +67,9 @@ def test_of_other_images_the_places_are_those_of_the_logits(run, model, tmp_path
     # pixels from 0 to 1, less 0.5, over 0.5; a patch's numbers row by row
     whole = (others["images"].astype(np.float32) / 255 - 0.5) / 0.5
     side = SIZE // PATCH
-    patches = whole.reshape(-1, side, PATCH, side, PATCH).transpose(0, 1, 3, 2, 4).reshape(-1, side * side, PATCH * PATCH)
+    patches = (
+        whole.reshape(-1, side, PATCH, side, PATCH).transpose(0, 1, 3, 2, 4).reshape(-1, side * side, PATCH * PATCH)
+    )
     order = np.argsort(-np.asarray(model(patches)), axis=1, kind="stable")
     places = np.argmax(order == others["labels"][:, None], axis=1)
     assert found.images == 21
@@ -75,7 +77,10 @@ def test_of_other_images_the_places_are_those_of_the_logits(run, model, tmp_path
 
 
 def test_what_was_not_trained_here_has_no_images_of_its_own(model):
-    with pytest.raises(ConfigError, match="llama3 was not trained here, so that it has no held-out images of its own; give some with --images"):
+    with pytest.raises(
+        ConfigError,
+        match="llama3 was not trained here, so that it has no held-out images of its own; give some with --images",
+    ):
         images_of(GOLDEN / "llama3", model.config, None)
 
 

@@ -102,7 +102,9 @@ def test_nothing_to_score_is_a_sentence(model, tmp_path):
 
 def test_text_that_the_vocabulary_cannot_hold_is_a_sentence(tmp_path):
     (tmp_path / "a.txt").write_text("abc ü")
-    with pytest.raises(ConfigError, match=r"the document a.txt has the token 195 of the tokenizer byte, but the model's are 0 to 127"):
+    with pytest.raises(
+        ConfigError, match=r"the document a.txt has the token 195 of the tokenizer byte, but the model's are 0 to 127"
+    ):
         measured(byte_model(128), [str(tmp_path / "a.txt")])
 
 

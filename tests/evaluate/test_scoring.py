@@ -106,7 +106,9 @@ def test_what_cannot_be_scored_is_a_sentence(one):
         Scorer(one)([Row(np.array([1, 1000]))])
     gpt2 = model("gpt2")
     longest = gpt2.config.model.max_positions
-    with pytest.raises(ConfigError, match=f"{longest + 1} positions are asked for, but the model has learned {longest}"):
+    with pytest.raises(
+        ConfigError, match=f"{longest + 1} positions are asked for, but the model has learned {longest}"
+    ):
         Scorer(gpt2)([Row(np.zeros(longest + 2, np.int32))])
     (full,) = Scorer(gpt2)([Row(np.zeros(longest + 1, np.int32))])
     assert len(full.logprobs) == longest

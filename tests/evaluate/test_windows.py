@@ -5,7 +5,13 @@ import pytest
 
 from meshtrain.evaluate.windows import windows
 
-CASES = [(n, length, stride) for n in (1, 2, 7, 8, 9, 30, 31) for length in (1, 5, 8) for stride in (1, 3, 5, 8) if stride <= length]
+CASES = [
+    (n, length, stride)
+    for n in (1, 2, 7, 8, 9, 30, 31)
+    for length in (1, 5, 8)
+    for stride in (1, 3, 5, 8)
+    if stride <= length
+]
 
 
 @pytest.mark.parametrize(("n", "length", "stride"), CASES)
