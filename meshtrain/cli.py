@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from meshtrain.config.key import LARGEST
 from meshtrain.errors import ConfigError, nearest, refusal, say, short
@@ -153,6 +153,15 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{short(repr(text))} is not a whole number of at least 1 and at most {LARGEST[int]}"
         )
+    return int(text)
+
+
+def a_step(text: str) -> int | Literal["newest", "best"]:
+    """An option's value that names a step of a run."""
+    if text == "newest" or text == "best":
+        return text  # type: ignore[return-value]
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no step; it must be a number, best or newest")
     return int(text)
 
 
