@@ -8,15 +8,16 @@ in the compiled step, of which there must be none, and what stays allocated from
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.interleave import Compared, Stepping, compare
 from meshtrain.config import load
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
@@ -101,33 +102,43 @@ def plain(model: Model, slots: int, length: int) -> tuple[Callable[..., Any], An
     return partial(step, weights), (jnp.zeros(slots, jnp.int32), jnp.int32(PROMPT), cache)
 
 
-def measured(size: tuple[int, ...], precision: str, turns: int, steps: int) -> dict[str, Any]:
+class Turn(NamedTuple):
+    """What a size came to."""
+
+    times: Compared
+    copies: list[str]
+    grown: int  # bytes of live arrays
+    compiled: int
+
+
+def measured(size: tuple[int, ...], precision: str, rounds: int, steps: int) -> Turn:
     *_, slots, length = size
     of = model(size, precision)
     ours, (theirs, beside) = Decoding(of, slots, length), plain(of, slots, length)
     state = ours.empty()
     for slot in range(slots):
         state, _ = ours.prefill(state, slot, np.arange(PROMPT, dtype=np.int32), Sampling())
-    text = ours.lower().compile().as_text()
-    taken: dict[str, list[float]] = {"ours": [], "plain": []}
-    held = []
-    for _ in range(turns):
-        began = time.perf_counter()
+    kept = state.cache[0].keys.nbytes
+
+    def mine(state: Any) -> tuple[Any, Any]:
         for _ in range(steps):
             state, picked = ours.decode(state)
-        jax.block_until_ready(picked)
-        taken["ours"].append((time.perf_counter() - began) / steps)
-        began = time.perf_counter()
+        return state, picked
+
+    def other(state: Any) -> tuple[Any, Any]:
         for _ in range(steps):
-            beside = theirs(beside)
-        jax.block_until_ready(beside)
-        taken["plain"].append((time.perf_counter() - began) / steps)
-        held.append(sum(x.nbytes for x in jax.live_arrays()))
-    mine, other = (float(np.median(taken[name][1:])) for name in taken)
-    return {
-        "ours": mine, "plain": other, "ratio": mine / other, "copies": copies(text, state.cache[0].keys.nbytes),
-        "grown": held[-1] - held[1], "compiled": ours.compiled,
-    }  # fmt: skip
+            state = theirs(state)
+        return state, state[0]
+
+    step, reference = Stepping(mine, state), Stepping(other, beside)
+    compare(reference, step, 1)
+    before, compiled = live(), ours.compiled
+    times = compare(reference, step, rounds)
+    return Turn(times, copies(ours.lower().compile().as_text() or "", kept), live() - before, ours.compiled - compiled)
+
+
+def live() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
 
 
 def copies(text: str, least: int) -> list[str]:
@@ -145,25 +156,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sizes", nargs="*", default=[*SIZES])
     parser.add_argument("--precision", default="float32")
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
     good = True
-    print(f"{jax.devices()[0].device_kind}, {given.precision}, medians of {given.turns} turns of {given.steps} steps")
     print(
-        f"{'':8}{'parameters':>12}{'slots':>7}{'positions':>11}{'ours':>11}{'plain JAX':>11}{'ratio':>8}{'copies':>8}{'grown':>8}"
+        f"{jax.devices()[0].device_kind}, {given.precision}, medians of {given.rounds} rounds of {given.steps} steps; copies of a layer's cache, bytes grown, programs compiled"
+    )
+    print(
+        f"{'':8}{'weights':>8}{'slots':>7}{'positions':>11}{'ours':>11}{'plain':>11}{'ratio':>7} {'(min-max)':12}{'CPU':>6}{'copies':>8}{'grown':>7}{'compiled':>10}"
     )
     for name in given.sizes:
         size = (SIZES | LARGE)[name]
-        found = measured(size, given.precision, given.turns, given.steps)
-        good &= found["ratio"] <= GOAL and not found["copies"] and found["grown"] <= 0
-        count = model_size(size)
+        times, copied, grown, compiled = measured(size, given.precision, given.rounds, given.steps)
+        each = list(zip(*times, strict=True))
+        wall = [ours.wall / plain.wall for ours, plain in each]
+        processor = median(ours.processor / plain.processor for ours, plain in each)
+        good &= median(wall) <= GOAL and not copied and grown <= 0 and not compiled
+        ours, plain = (1e3 * median(spent.wall for spent in which) / given.steps for which in times)
         print(
-            f"{name:8}{count / 1e6:>10.0f} M{size[5]:>7}{size[6]:>11}{1e3 * found['ours']:>8.2f} ms{1e3 * found['plain']:>8.2f} ms"
-            f"{found['ratio']:>8.3f}{len(found['copies']):>8}{found['grown']:>8}",
+            f"{name:8}{model_size(size) / 1e6:>6.0f} M{size[5]:>7}{size[6]:>11}{ours:>8.2f} ms{plain:>8.2f} ms{median(wall):>7.3f} "
+            f"({min(wall):.2f}-{max(wall):.2f}){processor:>8.3f}{len(copied):>8}{grown:>7}{compiled:>10}",
             flush=True,
         )
-        for line in found["copies"]:
+        for line in copied:
             print("   ", line)
     return 0 if good else 1
 
