@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from meshtrain.config import reduce, telemetry
+from meshtrain.config import images, reduce, telemetry
 from meshtrain.config.follow import followed
 from meshtrain.config.mesh import check as mesh_check
 from meshtrain.config.model import PROJECTIONS
@@ -48,7 +48,9 @@ def check(config: Config) -> None:
     reduce.check(config)
     _check_batch(config)
     _check_pipeline(config)
-    _check_data(config)
+    images.check(config)
+    if config.data.format != images.IMAGES:
+        _check_data(config)
     _check_remat(config)
     _check_tuning(config)
     if config.eval.patience and not config.eval.every:
