@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     """Raises ConfigError with the first combination of keys of a resolved config that cannot run, and the numbers that could."""
     model, mesh, parallel, train = config.model, config.mesh, config.parallel, config.train
     family = FAMILIES[model.family]
+    images.check(config)
     if model.heads % model.kv_heads:
         raise ConfigError(
             f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
@@ -54,7 +55,6 @@ def check(config: Config) -> None:
     reduce.check(config)
     _check_batch(config)
     _check_pipeline(config)
-    images.check(config)
     if config.data.format != images.IMAGES:
         _check_data(config)
     _check_remat(config)
