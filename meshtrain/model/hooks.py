@@ -54,7 +54,7 @@ class BlockHook(Protocol):
 class AttentionHook(Protocol):
     """Queries [B, T, H, K] against keys and values [B, T, G, K], of this device's heads, to [B T, H K] in the queries' dtype.
 
-    H is a multiple of G; rotary positions are in them already. Causal, and within `segments_BT` where that is not None: these are
+    H is a multiple of G; rotary positions are in them already. Causal where the family is, and within `segments_BT` where that is not None: these are
     the hook's own to keep, as is dropout (`dropout.attention`). It needs no collective.
     """
 

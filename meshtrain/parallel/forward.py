@@ -16,7 +16,7 @@ from meshtrain.config.model import positions_of
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, inputs
 from meshtrain.mesh import PIPELINE
-from meshtrain.model.decoder import Decoder, Embedding, add_rows
+from meshtrain.model.decoder import Decoder, add_rows
 from meshtrain.model.dpo import dpo
 from meshtrain.model.dropout import ADAPTER_SITE, Dropout
 from meshtrain.model.hooks import Hooks, Parts
