@@ -21,12 +21,12 @@ from meshtrain.model.products import linear
 
 
 class PatchEmbedding(nnx.Module):
-    """Linear embedding of patches, rows of its weight split as a vocabulary's; a class token where there is one; learned positions."""
+    """Linear embedding of patches, rows of its weight split as a vocabulary's; a class token and learned positions where they are."""
 
     patches: nnx.Param
     bias: nnx.Param
     class_token: nnx.Param | None = None
-    positions: nnx.Param
+    positions: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         make_parameters(self, "embedding", config, rngs)
@@ -43,7 +43,9 @@ class PatchEmbedding(nnx.Module):
         if self.class_token is not None:
             token = collectives.share_embedding(self.class_token[...])
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)
-        x = collectives.leave_embedding(x + collectives.share_embedding(self.positions[...])[positions])
+        if self.positions is not None:
+            x = x + collectives.share_embedding(self.positions[...])[positions]
+        x = collectives.leave_embedding(x)
         return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
 
 
