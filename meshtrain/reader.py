@@ -1,4 +1,4 @@
-"""From a run directory to a function of tokens: the weights of a checkpoint alone, on any mesh, without writing or waiting.
+"""From a run directory to a function of tokens, or of patches: the weights of a checkpoint alone, on any mesh, without writing or waiting.
 
     12/ ── verified against its digests ──► weights on this mesh ── still the same 12/? ──► model(tokens [B, T])
                                                                      no: retention has removed it; the newest one now
@@ -34,7 +34,8 @@ from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.theirs import is_theirs
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
-from meshtrain.given import a_batch, some_ids
+from meshtrain.given import a_batch, some_ids, some_patches
+from meshtrain.inputs import LABELS, PATCHES, WEIGHTS, inputs
 from meshtrain.mesh import check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
@@ -45,28 +46,35 @@ TRIES = 5  # steps that retention may take away under a reader, one after the ot
 
 
 class Model(Shown):
-    """The model of one checkpoint: `model(tokens)` gives logits. `config` is the run's, with this mesh in place of its own."""
+    """The model of one checkpoint: `model(tokens)`, or `model(patches)` of images, gives logits. `config` is the run's, with this mesh in place of its own."""
 
     def __init__(self, program: Program, params: Any, step: int, directory: Path) -> None:
         self.program, self.params = program, params
         self.config: Config = program.config
         self.step, self.directory = step, directory
 
-    def __call__(self, tokens: ArrayLike) -> jax.Array:
-        """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids."""
-        ids = some_ids("tokens", tokens, self.config.model.vocab_size)
+    def __call__(self, given: ArrayLike) -> jax.Array:
+        """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids.
+
+        Of a model of images logits [B, classes] of patches [B, N, P].
+        """
+        if self.program.of_images:
+            found = {PATCHES: some_patches(given, self.config.model)}
+            return self.program.logits(self.params, self._placed(found)[PATCHES])[: len(found[PATCHES]), 0]
+        ids = some_ids("tokens", given, self.config.model.vocab_size)
         self._check_length(ids.shape[1])
         placed = self._placed({"tokens": ids})
         return self.program.logits(self.params, placed["tokens"])[: len(ids)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
-        """Mean loss per token of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
+        """Mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
         positions, segments and float weights of the loss (absent: all ones).
 
         The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
         """
         found = a_batch(batch, self.config)
-        self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
+        if not self.program.of_images:
+            self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
         return float(self.program.eval_step(self.params, self._placed(found)))
 
     @cached_property
@@ -83,11 +91,11 @@ class Model(Shown):
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """The batch on the mesh, with as many more rows, which weigh nothing, as its data axis needs."""
-        rows, length = batch["tokens"].shape
+        rows = len(inputs(batch))
         missing = -rows % self.config.mesh.data
-        if missing and "labels" in batch:
-            batch = {"weights": np.ones((rows, length), np.float32), **batch}
-        padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
+        if missing and LABELS in batch:
+            batch = {WEIGHTS: np.ones(batch[LABELS].shape, np.float32), **batch}
+        padded = {name: np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) for name, x in batch.items()}
         return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
 
 
