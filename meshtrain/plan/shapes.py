@@ -16,7 +16,6 @@ from meshtrain.model.weights import Weight, every_weight, is_trained
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.placement import Placed, part, placed, splits, zero_ways
 
-
 PATCHES_WEIGHT = "embedding.patches"
 
 
