@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from meshtrain.compat import vary, varying
 from meshtrain.generate.request import Sampling
@@ -31,10 +32,10 @@ class SamplingArrays(NamedTuple):
     def of(cls, sampling: Sampling) -> "SamplingArrays":
         """Of one request; of the seed its lowest 32 bits."""
         return cls(
-            np.float32(sampling.temperature),
-            np.int32(sampling.top_k),
-            np.float32(sampling.top_p),
-            np.uint32(sampling.seed % (1 << 32)),
+            np.array(sampling.temperature, np.float32),
+            np.array(sampling.top_k, np.int32),
+            np.array(sampling.top_p, np.float32),
+            np.array(sampling.seed % (1 << 32), np.uint32),
         )
 
 
@@ -65,8 +66,9 @@ def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) ->
     return jax.lax.cond(jnp.any(draws_S), drawn, lambda: greedy_S)
 
 
-def kept(scaled_SV: jax.Array, top_k_S: jax.Array, top_p_S: jax.Array) -> jax.Array:
+def kept(scaled_SV: jax.Array, top_k_S: ArrayLike, top_p_S: ArrayLike) -> jax.Array:
     """Whether top-k and top-p leave a token, bool [S, V], of logits over their temperature [S, V]. The likeliest is always left."""
+    top_k_S, top_p_S = jnp.asarray(top_k_S), jnp.asarray(top_p_S)
     vocabulary = scaled_SV.shape[1]
     ids_SV = jnp.broadcast_to(jnp.arange(vocabulary), scaled_SV.shape)
     falling_SV, order_SV = jax.lax.sort((-scaled_SV, ids_SV), dimension=1, is_stable=True, num_keys=1)
@@ -83,7 +85,7 @@ def kept(scaled_SV: jax.Array, top_k_S: jax.Array, top_p_S: jax.Array) -> jax.Ar
     return (scaled_SV > least_S1) | ((scaled_SV == least_S1) & (ids_SV <= highest_S1))
 
 
-def _noise(seed: jax.Array, position: jax.Array, vocabulary: int) -> jax.Array:
+def _noise(seed: ArrayLike, position: jax.Array, vocabulary: int) -> jax.Array:
     """Gumbel noise [V], of which an entry depends on seed, position and id."""
     # Which generator JAX uses otherwise is a setting.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
