@@ -156,8 +156,8 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def a_step(text: str) -> int | Literal["newest", "best"]:
-    """An option's value that names a step of a run."""
+def step(text: str) -> int | Literal["newest", "best"]:
+    """An option's value that names a checkpoint of a run."""
     if text == "newest" or text == "best":
         return text  # type: ignore[return-value]
     if not (text.isascii() and text.isdigit()):

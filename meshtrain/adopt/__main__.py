@@ -17,7 +17,8 @@ from meshtrain.adopt.importing import import_weights
 from meshtrain.adopt.mapping import Source, layers, rows
 from meshtrain.adopt.theirs import config_of
 from meshtrain.adopt.writing import DTYPES, export, export_adapter
-from meshtrain.cli import DONE, Parser, a_step, command, whole_number
+from meshtrain.cli import DONE, Parser, command, step, whole_number
+from meshtrain.config.model import positions_of
 from meshtrain.config.theirs import section_of
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.model.weights import adapters, parameters, weights
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merging.add_argument("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for weights without")
     for parsed in (exporting, merging):
         parsed.add_argument(
-            "--step", type=a_step, default="newest", help="of a run: a number, best (by eval loss) or newest"
+            "--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest"
         )
         parsed.add_argument(
             "--dtype", choices=list(DTYPES), help="of the weights (that of the source; of a run, what it computes in)"
@@ -157,7 +158,7 @@ def _written(options: argparse.Namespace, found: Opened, source: Source) -> int:
             )
     export(found.config, source, options.directory, dtype, tokenizer, found.theirs)
     print(f"{short(options.directory)}: {parameters(found.config.model):,} parameters in {dtype}{_of_step(found)}")
-    if not tokenizer:
+    if not tokenizer and not positions_of(found.config.model):
         say(
             f"no tokenizer was found beside the weights, so {short(options.directory)} has none; --tokenizer DIR takes one."
         )

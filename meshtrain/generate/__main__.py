@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from meshtrain.cli import Parser, a_step, command, whole_number
+from meshtrain.cli import Parser, command, whole_number
 from meshtrain.errors import ConfigError, short
 
 
@@ -53,7 +53,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stop", action="append", default=[], metavar="TEXT", help="the answer ends before it; may be repeated")
     add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
     add("--precision", metavar="DTYPE", help="what it computes in: float32, bfloat16, float16 (the model's)")
-    add("--step", type=a_step, default="newest", help="of a run: a number, best (by eval loss) or newest")
+    add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
     add("--adapter", metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
     add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (the model's)")
     return parser.parse_args(arguments)
