@@ -117,6 +117,15 @@ class Parser(argparse.ArgumentParser):
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
 
+    def add_model(self) -> None:
+        """A model that is to be used, as every command that opens one takes it (`generate.opened.open_model`)."""
+        add = self.add_argument
+        add("path", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
+        add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
+        add("--precision", metavar="DTYPE", help="what it computes in: float32, bfloat16, float16 (the model's)")
+        add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
+        add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
         self._check_words(given[: given.index("--")] if "--" in given else given)

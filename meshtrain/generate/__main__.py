@@ -40,8 +40,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Goes on with texts, or talks. Standard output holds what the model says and nothing else.",
         epilog="In a conversation Ctrl-C stops an answer, Ctrl-D ends it.",
     )
+    parser.add_model()
     add = parser.add_argument
-    add("path", metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
     add("--prompt", action="append", default=[], metavar="TEXT", help="the text to go on with (standard input); may be repeated: they run together")  # fmt: skip
     add("--chat", action="store_true", help="a conversation by the model's own chat template, a line of standard input a message")  # fmt: skip
     add("--system", metavar="TEXT", help="of a conversation: what it begins with")
@@ -51,10 +51,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--top-p", type=_share, metavar="P", help="among the fewest whose probabilities sum to this")
     add("--seed", type=_seed, metavar="S", help="the same one makes the same choices (0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="the answer ends before it; may be repeated")
-    add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
-    add("--precision", metavar="DTYPE", help="what it computes in: float32, bfloat16, float16 (the model's)")
-    add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
-    add("--adapter", metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
     add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (the model's)")
     return parser.parse_args(arguments)
 
