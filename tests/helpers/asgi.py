@@ -29,7 +29,9 @@ class Asking:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        await self._out.put(message)
+        # As a server does: what is sent to nobody is dropped.
+        if not self._gone.is_set():
+            await self._out.put(message)
 
     async def read(self) -> dict:
         return await asyncio.wait_for(self._out.get(), 10)

@@ -29,7 +29,10 @@ def test_a_completion_is_what_the_model_says_with_what_it_took(server):
     assert answer["object"] == "text_completion" and answer["model"] == "fake" and answer["id"].startswith("cmpl-")
     expected = [bytes(continuation(prompt, 3)).decode() for prompt in (b"abc", b"x")]
     assert [choice["text"] for choice in answer["choices"]] == expected
-    assert [(choice["index"], choice["finish_reason"]) for choice in answer["choices"]] == [(0, "length"), (1, "length")]
+    assert [(choice["index"], choice["finish_reason"]) for choice in answer["choices"]] == [
+        (0, "length"),
+        (1, "length"),
+    ]
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
 
 
@@ -43,7 +46,9 @@ def test_token_ids_are_as_good_as_the_text_they_spell(server):
 
 def test_answers_to_one_prompt_differ_and_come_again_with_their_seed(server):
     def texts(**fields):
-        return [choice["text"] for choice in server.completion(n=3, max_tokens=8, temperature=1, **fields).json()["choices"]]
+        return [
+            choice["text"] for choice in server.completion(n=3, max_tokens=8, temperature=1, **fields).json()["choices"]
+        ]
 
     seeded = texts(seed=5)
     assert len(set(seeded)) == 3 and texts(seed=5) == seeded != texts(seed=8)
@@ -65,7 +70,10 @@ def test_log_probabilities_of_a_completion_are_of_each_token_with_its_place(serv
     told = choice["logprobs"]
     assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == [0, 1, 2, 3]
     assert told["token_logprobs"] == [-ord(token) / 100 for token in told["tokens"]]
-    assert all(len(likeliest) == 2 and token in likeliest for token, likeliest in zip(told["tokens"], told["top_logprobs"], strict=True))
+    assert all(
+        len(likeliest) == 2 and token in likeliest
+        for token, likeliest in zip(told["tokens"], told["top_logprobs"], strict=True)
+    )
     (alone,) = server.completion(logprobs=0, temperature=0).json()["choices"]
     assert alone["logprobs"]["tokens"] == told["tokens"] and alone["logprobs"]["top_logprobs"] is None
     assert server.completion().json()["choices"][0]["logprobs"] is None
@@ -149,7 +157,12 @@ def test_a_full_queue_is_429_and_leaves_nothing_behind():
         server.until(lambda status: status.busy + status.waiting == 2)
         refused = server.completion(n=2)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"] | {"message": ""} == {"message": "", "type": "rate_limit_error", "param": None, "code": "queue_full"}
+        assert refused.json()["error"] | {"message": ""} == {
+            "message": "",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
         server.pace.go()
         for thread in threads:
             thread.join(20)
@@ -162,7 +175,11 @@ def test_before_a_model_is_loaded_it_says_so():
         server.service.served, served = None, server.service.served
         assert server.client.get("/health").json()["status"] == "loading"
         answer = server.completion()
-        assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading" and "retry-after" in answer.headers
+        assert (
+            answer.status_code == 503
+            and answer.json()["error"]["code"] == "loading"
+            and "retry-after" in answer.headers
+        )
         server.service.served = served
         assert server.completion().status_code == 200
 
@@ -199,7 +216,9 @@ def test_eight_at_once_get_what_each_gets_alone():
         alone = [server.completion(prompt=prompt, temperature=0).json()["choices"] for prompt in prompts]
         found: dict = {}
         threads = [
-            threading.Thread(target=lambda p=prompt: found.update({p: server.completion(prompt=p, temperature=0).json()["choices"]}))
+            threading.Thread(
+                target=lambda p=prompt: found.update({p: server.completion(prompt=p, temperature=0).json()["choices"]})
+            )
             for prompt in prompts
         ]
         for thread in threads:

@@ -3,11 +3,13 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 from asgi import asking
 from fake_decoding import continuation
 from fake_serving import fake
 
+from meshtrain.generate.request import Request
 from meshtrain.serve.app import application
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -28,7 +30,10 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces():
     with fake() as server:
         server.pace.seconds = 0.002
         answer = server.completion(**BODY)
-        assert answer.headers["content-type"].startswith("text/event-stream") and answer.headers["x-accel-buffering"] == "no"
+        assert (
+            answer.headers["content-type"].startswith("text/event-stream")
+            and answer.headers["x-accel-buffering"] == "no"
+        )
         found = events(answer.text)
         assert len(found) > 2 and len({each["id"] for each in found}) == 1
         assert all("usage" not in each and each["object"] == "text_completion" for each in found)
@@ -101,17 +106,14 @@ def test_what_goes_wrong_in_the_server_ends_a_stream_too(monkeypatch, capsys):
 def test_a_stream_that_has_no_room_is_an_error_and_no_stream():
     with fake(slots=1, waiting=1) as server:
         server.pace.hold()
-        ticket = server.engine.submit(request(), lambda piece: None)
+        for busy, waiting in ((1, 0), (1, 1)):
+            server.engine.submit(request(), lambda piece: None)
+            server.until(lambda status, now=(busy, waiting): (status.busy, status.waiting) == now)
         refused = server.completion(stream=True, n=1)
         assert refused.status_code == 429 and refused.headers["content-type"] == "application/json"
-        ticket.cancel()
 
 
-def request():
-    import numpy as np
-
-    from meshtrain.generate.request import Request
-
+def request() -> Request:
     return Request(np.array([1, 2]), 60)
 
 
