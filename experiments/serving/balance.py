@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.serving import balancers
-from experiments.serving.servers import Command, Server, servers
+from experiments.serving.servers import Server, made_run, servers, serving
 from meshtrain.pictures.picture import columns
 
 CLIENTS = 8
@@ -212,18 +212,19 @@ def sent(balancer: str, work: Path, requests: int = 20) -> Sent:
 
 def table(rows: Sequence[Row]) -> str:
     head = ["balancer", "a was", "requests", "lost on a", "lost elsewhere", "longest, s", "a answers again, s"]
-    return columns([head, *([r.balancer, r.happened, *map(str, r[2:5]), f"{r.longest:.1f}", f"{r.back:.1f}"] for r in rows)])
+    return columns(
+        [head, *([r.balancer, r.happened, *map(str, r[2:5]), f"{r.longest:.1f}", f"{r.back:.1f}"] for r in rows)]
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--balancers", nargs="+", choices=list(balancers.CONFIGS), default=list(balancers.CONFIGS))
-    parser.add_argument("--command")
     options = parser.parse_args()
-    import shlex
-    def command(port: int): return shlex.split(options.command.format(port=port))
+    if missing := balancers.missing():
+        parser.error(f"{', '.join(missing)}: not installed; Debian's packages have the names of the programs")
     work = Path(tempfile.mkdtemp(prefix="balance-"))
-    with servers(command, work, 2) as (a, b):
+    with servers(serving(made_run(work)), work, 2) as (a, b):
         rows = []
         for name in options.balancers:
             for happens in HAPPENS:
@@ -232,7 +233,9 @@ def main() -> int:
     of_each = [sent(name, work) for name in options.balancers]
     print(table(rows))
     for one in of_each:
-        print(f"{one.balancer}, a cuts off what it is sent: {one.requests} requests, {one.cut_off} to a, {one.to_other} to b, {one.answered} answered")
+        print(
+            f"{one.balancer}, a cuts off what it is sent: {one.requests} requests, {one.cut_off} to a, {one.to_other} to b, {one.answered} answered"
+        )
     return int(not all(row.good for row in (*rows, *of_each)))
 
 

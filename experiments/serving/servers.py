@@ -13,12 +13,33 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-STARTED = 120.0  # seconds that a server may take to load and compile
-ENDED = 30.0
+STARTED = 120.0  # seconds that a server may take to load
+ENDED = 60.0
+SLOTS, LENGTH = 8, 128
+NOTICE = 3.0  # seconds in which a server that is to end still takes requests: those that a balancer needs to see it
 ROOT = Path(__file__).parents[2]
+# The quickstart's model on one device, after two steps: what it says is nonsense, in as much time as sense would take.
+RUN = (
+    "--config", "configs/quickstart.yaml", "--set", "train.steps=2", "--set", "eval.every=0", "--set", "mesh.data=1", "--set", "mesh.tensor=1",
+    "--set", "mesh.pipeline=1", "--set", "run.fake_devices=1",
+)  # fmt: skip
 
 # The command line of a server, by its port.
 Command = Callable[[int], Sequence[str]]
+
+
+def made_run(work: Path) -> Path:
+    """The run directory of a small model with the tokenizer byte."""
+    run = work / "small"
+    command = [sys.executable, "-m", "meshtrain.train", *RUN, "--set", f"run.directory={run}"]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    return run
+
+
+def serving(run: Path, *more: str) -> Command:
+    """The command that serves a run, by its port."""
+    sizes = ["--slots", str(SLOTS), "--length", str(LENGTH), "--notice", str(NOTICE)]
+    return lambda port: [sys.executable, "-m", "meshtrain.serve", str(run), "--port", str(port), *sizes, *more]
 
 
 class Server:
