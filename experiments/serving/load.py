@@ -10,7 +10,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import openai
 import psutil
 
-from experiments.serving.servers import SLOTS, Server, made_run, serving, servers
+from experiments.serving.servers import Server, made_run, servers, serving
 from meshtrain.pictures.picture import columns
 
 AT_ONCE = 8

@@ -1,12 +1,10 @@
 """HAProxy and nginx with the files of configs/serving/, where they are installed: see experiments/serving/balance.py."""
 
-import shutil
 import subprocess
 
 import pytest
 
 from experiments.serving import balance, balancers
-from experiments.serving.servers import made_run, servers, serving
 
 pytestmark = pytest.mark.skipif(
     bool(balancers.missing()), reason=f"{', '.join(balancers.missing())}: not installed (Debian's packages)"
