@@ -121,8 +121,10 @@ def meet(name: str, seconds: float) -> None:
         global_state.client.wait_at_barrier(name, timeout_in_ms=int(1000 * seconds))
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float) -> tuple[jax.Array, jax.Array]:
-    """cuDNN's causal attention of [B, T, H, K] and [B, T, G, K]: output [B, T, H, K] and float32 log of sums [B, H, T].
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """cuDNN's attention of [B, T, H, K] and [B, T, G, K], causal or both ways: output [B, T, H, K] and float32 log of sums [B, H, T].
 
     With a `window` a query sees no more than so many positions, its own and those before it. `scale` is of the scores.
     """
@@ -133,7 +135,7 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale
         k,
         v,
         scale=scale,
-        mask_type=cudnn.MaskType.CAUSAL,
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
         sliding_window_length=window or None,
         return_residual=True,
     )
@@ -148,13 +150,14 @@ def cudnn_attention_backward(
     d_out: jax.Array,
     window: int,
     scale: float,
+    causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the output."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    none = jnp.zeros(0, q.dtype)
+    none, mask = jnp.zeros(0, q.dtype), cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
     params = dict(
-        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=cudnn.MaskType.CAUSAL,
+        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=mask,
         layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=window or None,
     )  # fmt: skip
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # from 0.12 on

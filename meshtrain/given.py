@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshtrain.config import Config, ConfigError, short
+from meshtrain.config import Config, ConfigError, ModelConfig, short
+from meshtrain.families import FAMILIES
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, TOKENS, WEIGHTS, patches
 
 # of a batch, beside tokens and labels
 OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32, "pairs": np.int32}
+OF_IMAGES = (OTHER_LABELS, MIX, WEIGHTS)  # beside patches and labels
 PAIRS = ("segments", "positions", "weights", "pairs")  # what a batch of pairs cannot do without
 
 
@@ -21,14 +24,22 @@ def a_config(given: Any, taker: str) -> Config:
 
 
 def a_batch(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
-    """A batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments, float32 weights and pairs.
+    """A batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments, float32 weights and pairs;
+    of images see `meshtrain.inputs`.
 
     ConfigError for arrays that are missing or unknown, of different shapes, or with ids beyond the vocabulary; for a batch without
     pairs where the objective is dpo, and with them where it is not.
     """
-    if not isinstance(given, Mapping) or not {"tokens", "labels"} <= given.keys() <= {"tokens", "labels", *OTHERS}:
+    of_images = FAMILIES[config.model.family].images
+    read, others = (PATCHES, OF_IMAGES) if of_images else (TOKENS, tuple(OTHERS))
+    if not isinstance(given, Mapping) or not {read, LABELS} <= given.keys() <= {read, LABELS, *others}:
         found = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
-        raise ConfigError(f"a batch has tokens, labels and perhaps {', '.join(OTHERS)}; this one has {found}.")
+        what = "a batch of images" if of_images else "a batch"
+        raise ConfigError(f"{what} has {read}, labels and perhaps {', '.join(others)}; this one has {found}.")
+    return _images(given, config) if of_images else _text(given, config)
+
+
+def _text(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
     objective, missing = config.train.objective, [name for name in PAIRS if name not in given]
     if objective == "dpo" and missing:
         raise ConfigError(
@@ -51,6 +62,37 @@ def a_batch(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
                 f"pairs have the number {wrong}; in a row of {pairs.shape[1]} labels they are 1 to {most}, 0: none."
             )
     return arrays
+
+
+def _images(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+    if (OTHER_LABELS in given) != (MIX in given):
+        raise ConfigError(f"mixed images have both {OTHER_LABELS} and {MIX}; this batch has only one of them.")
+    labels = [name for name in (LABELS, OTHER_LABELS) if name in given]
+    arrays = {PATCHES: some_patches(given[PATCHES], config.model)}
+    arrays |= {name: some_ids(name, given[name], config.model.vocab_size) for name in labels}
+    arrays |= {name: np.asarray(given[name], np.float32) for name in (MIX, WEIGHTS) if name in given}
+    wanted = (len(arrays[PATCHES]), 1)
+    for name, array in arrays.items():
+        if name != PATCHES and array.shape != wanted:
+            raise ConfigError(f"{name} has shape {list(array.shape)}; of {wanted[0]} images it must be {list(wanted)}.")
+    if MIX in arrays and not (arrays[MIX].min() >= 0 and arrays[MIX].max() <= 1):
+        raise ConfigError(f"{MIX} is the share of an image's first class, so it must be from 0 to 1.")
+    return arrays
+
+
+def some_patches(given: ArrayLike, model: ModelConfig) -> np.ndarray:
+    """Patches [B, N, P] as float32; ConfigError for anything else, such as the images themselves."""
+    try:
+        found = np.asarray(given)
+    except ValueError:
+        raise ConfigError("patches are rows of different lengths; they must be numbers [B, N, P].") from None
+    number, size = patches(model)
+    if found.ndim != 3 or not len(found) or found.shape[1:] != (number, size) or found.dtype.kind not in "fiu":
+        raise ConfigError(
+            f"patches are {found.dtype}{list(found.shape)}; they must be numbers [B, {number}, {size}]: of images of {model.image_size} x "
+            f"{model.image_size} x {model.channels} cut into patches of {model.patch_size} x {model.patch_size}, row by row."
+        )
+    return found.astype(np.float32, copy=False)
 
 
 def some_ids(name: str, given: ArrayLike, vocabulary: int) -> np.ndarray:

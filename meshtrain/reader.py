@@ -1,4 +1,4 @@
-"""From a run directory to a function of tokens: the weights of a checkpoint alone, on any mesh, without writing or waiting.
+"""From a run directory to a function of tokens, or of patches: the weights of a checkpoint alone, on any mesh, without writing or waiting.
 
     12/ ── verified against its digests ──► weights on this mesh ── still the same 12/? ──► model(tokens [B, T])
                                                                      no: retention has removed it; the newest one now
@@ -34,7 +34,8 @@ from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.theirs import is_theirs
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
-from meshtrain.given import a_batch, some_ids
+from meshtrain.given import a_batch, some_ids, some_patches
+from meshtrain.inputs import LABELS, PATCHES, WEIGHTS, inputs
 from meshtrain.mesh import check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
@@ -45,28 +46,35 @@ TRIES = 5  # steps that retention may take away under a reader, one after the ot
 
 
 class Model(Shown):
-    """The model of one checkpoint: `model(tokens)` gives logits. `config` is the run's, with this mesh in place of its own."""
+    """The model of one checkpoint: `model(tokens)`, or `model(patches)` of images, gives logits. `config` is the run's, with this mesh in place of its own."""
 
     def __init__(self, program: Program, params: Any, step: int, directory: Path) -> None:
         self.program, self.params = program, params
         self.config: Config = program.config
         self.step, self.directory = step, directory
 
-    def __call__(self, tokens: ArrayLike) -> jax.Array:
-        """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids."""
-        ids = some_ids("tokens", tokens, self.config.model.vocab_size)
+    def __call__(self, given: ArrayLike) -> jax.Array:
+        """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids.
+
+        Of a model of images logits [B, classes] of patches [B, N, P].
+        """
+        if self.program.of_images:
+            found = {PATCHES: some_patches(given, self.config.model)}
+            return self.program.logits(self.params, self._placed(found)[PATCHES])[: len(found[PATCHES]), 0]
+        ids = some_ids("tokens", given, self.config.model.vocab_size)
         self._check_length(ids.shape[1])
         placed = self._placed({"tokens": ids})
         return self.program.logits(self.params, placed["tokens"])[: len(ids)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
-        """Mean loss per token of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
+        """Mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
         positions, segments and float weights of the loss (absent: all ones).
 
         The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
         """
         found = a_batch(batch, self.config)
-        self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
+        if not self.program.of_images:
+            self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
         return float(self.program.eval_step(self.params, self._placed(found)))
 
     @cached_property
@@ -83,11 +91,11 @@ class Model(Shown):
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """The batch on the mesh, with as many more rows, which weigh nothing, as its data axis needs."""
-        rows, length = batch["tokens"].shape
+        rows = len(inputs(batch))
         missing = -rows % self.config.mesh.data
-        if missing and "labels" in batch:
-            batch = {"weights": np.ones((rows, length), np.float32), **batch}
-        padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
+        if missing and LABELS in batch:
+            batch = {WEIGHTS: np.ones(batch[LABELS].shape, np.float32), **batch}
+        padded = {name: np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) for name, x in batch.items()}
         return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
 
 
@@ -100,20 +108,24 @@ def read_model(
     block: BlockHook | None = None,
     attention: AttentionHook | None = None,
     loss: LossHook | None = None,
+    masters: bool = True,
+    precision: str | None = None,
 ) -> Model:
     """The model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on `mesh` (default: the first device);
     of the last also with an `adapter`, a directory of PEFT's.
 
     The weights are verified as a resume does: with "newest", and "best" (the lowest eval loss), a damaged step is passed over with a warning. A model that was trained
-    with a block or attention of its own must be read with them. ConfigError if there is no such step, if all there is is damaged,
+    with a block or attention of its own must be read with them. `precision` is the dtype that computes, by default the config's; with
+    `masters` False weights are held in it too. ConfigError if there is no such step, if all there is is damaged,
     or if the mesh does not fit the model. With several processes all of them call it alike.
     """
     root = Path(path).expanduser().absolute()
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
+    how = {"block": block, "attention": attention, "loss": loss, "masters": masters}
     if is_theirs(root):
-        return _adopted(root, mesh, adapter, block=block, attention=attention, loss=loss)
+        return _adopted(root, mesh, adapter, precision, **how)
     if adapter is not None:
         raise ConfigError(
             f"adapter is given, but {short(root)} is no Hugging Face directory; python -m meshtrain.adopt merge adds them."
@@ -127,7 +139,7 @@ def read_model(
         model = error = None
         try:
             found = problems(directory)
-            model = None if found else _model(directory, mesh, block=block, attention=attention, loss=loss)
+            model = None if found else _model(directory, mesh, precision, **how)
         except Exception as raised:
             error = raised
         # a step that is removed is renamed first: under its own name it was whole all the while
@@ -146,13 +158,24 @@ def read_model(
     )
 
 
-def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, **hooks: Any) -> Model:
+def read_config(
+    path: str | Path, step: int | Literal["newest", "best"] = "newest", precision: str | None = None
+) -> Config:
+    """The config of the model that `read_model` would read, on one device; ConfigError if there is none. Nothing is verified."""
+    root = Path(path).expanduser().absolute()
+    one = MeshConfig().shape
+    if is_theirs(root):
+        return _with_precision(replaced(config_of(root), mesh=one), precision)
+    return _config(Manifest.read(_choose(root, step, {}, [])), one, precision)
+
+
+def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any) -> Model:
     """The model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
-    config = replaced(config_of(root), mesh=mesh.shape)
+    config = _with_precision(replaced(config_of(root), mesh=mesh.shape), precision)
     adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
     config = with_adapters(config, adapters)
     check(config)
-    program = Program(config, mesh, **hooks)
+    program = Program(config, mesh, **how)
     with freed_blocks_returned():
         params = loading.read(program.layout, root, adapters=adapters)
     return Model(program, params, 0, root)
@@ -199,23 +222,26 @@ def _unchanged(directory: Path, before: list[int] | None) -> bool:
     return all(gathered(_identity(directory) == before))
 
 
-def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
+def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Model:
     manifest = Manifest.read(directory)
-    program = Program(_config(manifest, mesh), mesh, **hooks)
+    program = Program(_config(manifest, mesh.shape, precision), mesh, **how)
     compatible.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
     with freed_blocks_returned():
         params = read_weights(Canonical(program), directory, manifest)
     return Model(program, params, manifest.step, directory)
 
 
-def _config(manifest: Manifest, mesh: Mesh) -> Config:
+def _config(manifest: Manifest, mesh: Mapping[str, int], precision: str | None = None) -> Config:
     """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
     sections = known(manifest.config, Config)
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.
-    config = replaced(
-        run, mesh=vars(MeshConfig.of(mesh.shape)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"}
-    )
+    config = replaced(run, mesh=vars(MeshConfig.of(mesh)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"})
+    config = _with_precision(config, precision)
     check(config)
     return config
+
+
+def _with_precision(config: Config, precision: str | None) -> Config:
+    return config if precision is None else replaced(config, precision={"compute": precision})

@@ -22,8 +22,10 @@ from meshtrain import scopes, xla_options
 from meshtrain.compat import lines_as_they_are
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.rows import filled_rows
+from meshtrain.families import FAMILIES
 from meshtrain.given import PAIRS, a_batch, a_config
 from meshtrain.hlo import Collectives, collectives
+from meshtrain.inputs import FLOATS, LABELS, PATCHES, TOKENS, WEIGHTS, inputs, row_shape
 from meshtrain.island_steps import IslandSteps
 from meshtrain.mesh import TENSOR, make_mesh, of_own_rows, own_rows, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
@@ -61,7 +63,8 @@ class Program(Shown):
 
     `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet, but that
     a loss hook is tried on made-up logits where the vocabulary is split. ConfigError for a mesh with fewer devices than the config needs,
-    and for a hook whose result is not what it must be.
+    and for a hook whose result is not what it must be. `masters` False: a program that trains nothing, whose weights are held in the
+    dtype that computes.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Program(Shown):
         block: BlockHook | None = None,
         attention: AttentionHook | None = None,
         loss: LossHook | None = None,
+        masters: bool = True,
     ) -> None:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ConfigError("JAX_DISABLE_JIT is set, but a step is one compiled program; unset it.")
@@ -86,10 +90,11 @@ class Program(Shown):
             )
         self.config, self.mesh = config, mesh
         self.rows = PartitionSpec(config.mesh.data_axes)
+        self.of_images = FAMILIES[config.model.family].images
         self.hooks = Hooks(block, attention, loss)
         self.hooks.check(config)
         offload.check_memory(config, mesh)
-        self.layout = Layout(config, mesh)
+        self.layout = Layout(config, mesh, masters)
         self.local = Local(self.layout, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)
@@ -170,14 +175,18 @@ class Program(Shown):
     # --- batches
 
     def batch_shapes(self, example: dict[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """ShapeDtypeStructs of a global batch [B, T] with the arrays of an example, rows sharded over data."""
+        """ShapeDtypeStructs of a global batch with the arrays of an example, rows sharded over data."""
         train, rows = self.config.train, filled_rows(self.config)
-        shape = (rows, train.sequence_length)
-        example = example or {name: None for name in ("tokens", "labels", *(PAIRS if train.objective == "dpo" else ()))}
+        more = PAIRS if train.objective == "dpo" else ()
+        example = example or dict.fromkeys((PATCHES if self.of_images else TOKENS, LABELS, *more))
         if rows > train.global_batch_size:
-            example = {**example, "weights": None}
-        dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in example}
-        return {n: jax.ShapeDtypeStruct(shape, d, sharding=self.batch_sharding) for n, d in dtypes.items()}
+            example = {**example, WEIGHTS: None}
+
+        def array(name: str) -> jax.ShapeDtypeStruct:
+            dtype = jnp.float32 if name in FLOATS else jnp.int32
+            return jax.ShapeDtypeStruct((rows, *row_shape(name, self.config)), dtype, sharding=self.batch_sharding)
+
+        return {name: array(name) for name in example}
 
     def place(self, batch: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
         """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own rows (`mesh.own_rows`).
@@ -185,7 +194,7 @@ class Program(Shown):
         ConfigError for arrays that make no batch, and for rows that the data ranks cannot share.
         """
         arrays, data = a_batch(batch, self.config), self.config.mesh.data
-        ranks, given = own_rows(self.batch_sharding, data), len(arrays["tokens"])
+        ranks, given = own_rows(self.batch_sharding, data), len(inputs(arrays))
         each, left = divmod(given, ranks.stop - ranks.start)
         if left:
             raise ConfigError(
@@ -202,7 +211,7 @@ class Program(Shown):
     def gradients(
         self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array, kept: Kept | None = None
     ) -> tuple[jax.Array, Tree]:
-        """Mean loss per token (dpo: per pair), and `scale` times its gradient as float32 shards; None of what is frozen.
+        """Mean loss per token (dpo: per pair; images: per image), and `scale` times its gradient as float32 shards; None of what is frozen.
 
         kept: `State.reduce`, what compression kept of the last step; by default what it has before the first one.
         """
@@ -284,10 +293,14 @@ class Program(Shown):
         return offload.move(optimizer, shardings)
 
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
+        return self._of_batch(self.local.loss, params, batch)
+
+    def _of_batch(self, function: Callable[..., Any], params: Tree, batch: Batch) -> Any:
+        """What `function(masters, batch)` gives, the same everywhere."""
         _refuse_state(params)
 
         specs = (self.layout.shards, self.rows)
-        mapped = jax.shard_map(self.local.loss, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())
         return mapped(params, batch)
 
     @cached_property
@@ -305,16 +318,25 @@ class Program(Shown):
 
     @cached_property
     def eval_step(self) -> Callable[[Tree, Batch], jax.Array]:
-        """(params, batch) -> mean loss per token (dpo: per pair)."""
+        """(params, batch) -> mean loss per token (dpo: per pair; images: per image)."""
         return jax.jit(self._evaluate)
 
     @cached_property
+    def eval_images(self) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
+        """(params, batch of images) -> (mean loss, share of the images whose likeliest class is theirs, by their weights)."""
+        return jax.jit(partial(self._of_batch, self.local.loss_and_accuracy))
+
+    @cached_property
     def logits(self) -> Callable[[Tree, jax.Array], jax.Array]:
-        """(params, tokens int32 [B, T]) -> logits float32 [B, T, vocab_size], rows over data, which must divide B."""
+        """(params, tokens int32 [B, T]) -> logits float32 [B, T, vocab_size], rows over data, which must divide B.
+
+        Of images (params, patches float32 [B, N, P]) -> [B, 1, vocab_size].
+        """
+        name = PATCHES if self.of_images else TOKENS
 
         def local(masters: Tree, tokens: jax.Array) -> jax.Array:
             return logits(
-                self.local.forward, self.local.zero.open(masters), {"tokens": tokens, "rows": jnp.arange(len(tokens))}
+                self.local.forward, self.local.zero.open(masters), {name: tokens, "rows": jnp.arange(len(tokens))}
             )
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:

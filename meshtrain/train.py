@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,6 +31,7 @@ from meshtrain.data import Loader, TextBatches, in_epochs, open_data
 from meshtrain.data.digests import digests
 from meshtrain.errors import say
 from meshtrain.given import a_config
+from meshtrain.inputs import inputs
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.modules import callable_as
@@ -210,9 +211,10 @@ class Loop:
             stopping = stop.requested
             saves = self.checkpointer.due(step) or step == steps or stopping
             if evaluates or saves or self.synchronous:
-                eval_loss = self.evaluate(state) if evaluates else None
+                measured = self.evaluate(state) if evaluates else {}
+                eval_loss = measured.get("eval_loss")
                 is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
-                row = self.log(*pending, eval_loss)
+                row = self.log(*pending, measured)
                 pending = None
                 if saves or is_best or self.evaluation.ended:
                     tended.begin_save(step, self.checkpointer.due(step) or is_best)
@@ -238,7 +240,7 @@ class Loop:
 
     def compiled(self, state: State, batch: dict[str, jax.Array], step: int) -> jax.stages.Compiled:
         """The step after `step` steps for this shape of batch; compiling is reported, and does not count as a step's time."""
-        train_step, shape = self.program.step_after(step), batch["tokens"].shape
+        train_step, shape = self.program.step_after(step), inputs(batch).shape
         key = train_step, shape
         if key not in self.steps:
             self.tended.phase("compile")
@@ -248,13 +250,14 @@ class Loop:
             if self.program.islands is not None:
                 self.program.islands.prepare()
             meet(f"compiled for {shape}, program {len(self.steps)}", COMPILING)
-            self.report.write(f"compiled for batches of {shape[0]} x {shape[1]} in {time.perf_counter() - began:.1f} s")
+            sizes = " x ".join(map(str, shape))
+            self.report.write(f"compiled for batches of {sizes} in {time.perf_counter() - began:.1f} s")
             self.tended.see_compiled(self.steps[key], self.program.mesh, self.program.busy)
             self.clock = time.perf_counter()
         return self.steps[key]
 
-    def log(self, step: int, tokens: int, metrics: dict[str, Any], eval_loss: float | None = None) -> dict[str, Any]:
-        """Waits for the metrics of `step`, writes and shows them where due."""
+    def log(self, step: int, tokens: int, metrics: dict[str, Any], evaluated: Mapping[str, float] | None = None) -> dict[str, Any]:  # fmt: skip
+        """Waits for the metrics of `step`, writes and shows them where due, with what it `evaluated` to."""
         self.tended.phase("wait")
         values = visible(metrics)
         self.tended.took(step)
@@ -263,9 +266,8 @@ class Loop:
         waited, self.waited = self.loader.waited - self.waited, self.loader.waited
         row = {"step": step, **values, "tokens": tokens, "tokens_per_second": tokens / seconds}
         row |= self.sent | {"step_seconds": seconds, "data_wait_seconds": waited} | self.measured.step(tokens / seconds)
-        if eval_loss is not None:
-            row["eval_loss"] = eval_loss
-        due = step % self.config.log.every == 0 or step == self.config.train.steps or eval_loss is not None
+        row |= evaluated or {}
+        due = step % self.config.log.every == 0 or step == self.config.train.steps or bool(evaluated)
         if due:
             # of all saves and compilations since the row before
             row |= self.checkpointer.metrics() | self.measured.row()
@@ -275,15 +277,15 @@ class Loop:
         self.watch.metrics(step, values, self.evaluation.ended)
         return row
 
-    def evaluate(self, state: State) -> float:
-        """The loss of held-out text."""
+    def evaluate(self, state: State) -> dict[str, float]:
+        """What held-out data comes to."""
         self.tended.phase("wait")
         jax.block_until_ready(state)
         self.tended.phase("eval")
         began = time.perf_counter()
-        mean = self.evaluation.loss(state.params, self.synchronous)
+        found = self.evaluation.measure(state.params, self.synchronous)
         self.clock += time.perf_counter() - began  # no part of a step's time
-        return mean
+        return found
 
     def own_rows(self, rows: int) -> slice:
         """The rows of a global batch that this process's devices hold."""

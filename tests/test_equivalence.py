@@ -23,8 +23,7 @@ from short_runs import canonical_numbers, first_moment, packed_batch, token_batc
 
 from meshtrain.config import Config, ConfigError, check, load, replaced
 from meshtrain.mesh import AXES, make_mesh
-from meshtrain.model.decoder import EMBEDDING_SITE
-from meshtrain.model.dropout import Dropout
+from meshtrain.model.dropout import EMBEDDING_SITE, Dropout
 from meshtrain.parallel import offload
 from meshtrain.parallel.layout import Layout
 from meshtrain.step import Program, State

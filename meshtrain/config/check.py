@@ -9,6 +9,7 @@ from meshtrain.config import reduce, telemetry
 from meshtrain.config.follow import followed
 from meshtrain.config.mesh import check as mesh_check
 from meshtrain.config.model import PROJECTIONS
+from meshtrain.config.model import check as model_check
 from meshtrain.config.rows import filled_rows, pieces
 from meshtrain.config.schema import ACTIVATIONS, AUTO, Config
 from meshtrain.errors import ConfigError, divisors, nearest, short
@@ -29,14 +30,7 @@ def check(config: Config) -> None:
     """Raises ConfigError with the first combination of keys of a resolved config that cannot run, and the numbers that could."""
     model, mesh, parallel, train = config.model, config.mesh, config.parallel, config.train
     family = FAMILIES[model.family]
-    if model.heads % model.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
-        )
-    if family.rotary and model.head_dim % 2:
-        raise ConfigError(
-            f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
-        )
+    model_check(model)
     if family.positions == "learned" and model.max_positions < train.sequence_length:
         raise ConfigError(
             f"train.sequence_length {train.sequence_length} is longer than model.max_positions {model.max_positions}; {family.name} has learned positions, so give at least as many."

@@ -35,6 +35,42 @@ def positions_of(model: "ModelConfig") -> int:
     return (model.image_size // model.patch_size) ** 2 + (model.pool == "class")
 
 
+def check(model: "ModelConfig") -> None:
+    """ConfigError for what the keys of a resolved section cannot be together."""
+    family = FAMILIES[model.family]
+    if model.heads % model.kv_heads:
+        raise ConfigError(
+            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
+        )
+    if family.rotary and model.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
+        )
+    if model.window and not family.causal:
+        raise ConfigError(
+            f"model.window is {model.window}, but in {family.name} attention goes both ways, and a window reaches back only; leave it out."
+        )
+    if family.images:
+        _check_images(model)
+
+
+def _check_images(model: "ModelConfig") -> None:
+    family, positions = FAMILIES[model.family], positions_of(model)
+    if model.image_size % model.patch_size:
+        raise ConfigError(
+            f"model.patch_size {model.patch_size} does not divide model.image_size {model.image_size}; legal are {divisors(model.image_size)}."
+        )
+    for name in ("tied_head", "scaled_embedding"):
+        if getattr(model, name):
+            raise ConfigError(
+                f"model.{name} is true, but {family.name} reads patches, and has no embedding of tokens; leave it out."
+            )
+    if family.positions == "learned" and model.max_positions != positions:
+        raise ConfigError(
+            f"model.max_positions is {model.max_positions}, but an image has {positions} positions; leave it out, and it follows."
+        )
+
+
 # A key keeps together what it says.
 # fmt: off
 @dataclass(frozen=True)

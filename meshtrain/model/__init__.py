@@ -1,6 +1,7 @@
 """What is computed, on whatever share of the weights a device holds.
 
     tokens [B, T] ─► Embedding ─► Block x layers ─► Head ─► logits [B, T, V] ─► loss [B, T]
+    patches [B, N, P] ─► PatchEmbedding ─► likewise ─► Head ─► logits [B, 1, V] ─► loss [B, 1]
 
     Block     x ─┬─ norm ─ attention ─ + ─┬─ norm ─ MLP ─ + ─►          enter after each norm, leave before each sum
                  └─────────────────────┘  └───────────────┘
@@ -11,6 +12,7 @@ device these do nothing, and `meshtrain.parallel.tensor` fills them in. One deco
 
 - `meshtrain.model.weights`: every weight: its name, axes, shape and first value. Without JAX: planner and checkpoints read it too.
 - `meshtrain.model.decoder`, `meshtrain.model.layers`: the drawing above, in Flax NNX.
+- `meshtrain.model.patches`: the embedding of images.
 - `meshtrain.model.sequence`: what a layer must know of the sequences, by turns where some layers see a window and others all.
 - `meshtrain.model.attention`, `meshtrain.model.kernels`: attention, and which kernel is taken where.
 - `meshtrain.model.fused`, `meshtrain.model.splash`: attention's kernels of our own for GPUs, and of JAX for TPUs.

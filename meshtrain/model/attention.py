@@ -1,6 +1,6 @@
-"""Causal attention: a kernel of the accelerator where there is one for the case, elsewhere blocks that never touch the masked half.
+"""Attention: a kernel of the accelerator where there is one for the case, elsewhere blocks that never touch the masked half.
 
-`model.kernels` tells which. All of them keep one copy of their output, as the rows that the output projection keeps too, and the
+Causal, or both ways where the family has it so. `model.kernels` tells which. All of them keep one copy of their output, as the rows that the output projection keeps too, and the
 log of each query's sum; under remat both go by the name `attention`, so that whoever keeps them runs no forward again.
 """
 
@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import cudnn_attention, cudnn_attention_backward, vary, varying
 from meshtrain.config import ModelConfig
+from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
@@ -39,6 +40,7 @@ class How(NamedTuple):
     window: int  # positions that a query sees, its own and those before it; 0: all
     scale: float  # of the scores
     cap: float  # that the scores then stay within; 0: none
+    causal: bool  # no query sees a later key; else all see all, and there is no window
 
 
 class Given(NamedTuple):
@@ -51,7 +53,8 @@ class Given(NamedTuple):
 
 def of_attention(config: ModelConfig) -> dict[str, Any]:
     """What `attend` takes of a resolved config's model."""
-    return {"window": config.window, "scale": config.query_scalar**-0.5, "cap": config.score_cap}
+    causal = FAMILIES[config.family].causal
+    return {"window": config.window, "scale": config.query_scalar**-0.5, "cap": config.score_cap, "causal": causal}
 
 
 def attend(
@@ -65,9 +68,10 @@ def attend(
     window: int = 0,
     scale: float | None = None,
     cap: float = 0.0,
+    causal: bool = True,
     local: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax(scale q kᵀ) v per head, causal, within segments. Heads H are a multiple of groups G (grouped-query attention).
+    """Softmax(scale q kᵀ) v per head, causal or both ways, within segments. Heads H are a multiple of groups G (grouped-query attention).
 
     With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in all layers or
     where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores stay `within` it. Returns
@@ -77,7 +81,9 @@ def attend(
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
     window = window if window < length else 0
-    how = How(dropout.rate, window, width**-0.5 if scale is None else scale, cap)
+    if window and not causal:
+        raise ValueError("a window reaches back from a query, which attention both ways has no use for")
+    how = How(dropout.rate, window, width**-0.5 if scale is None else scale, cap, causal)
     given = Given(segments_BT, words, local if window else None)
     kernel = attention_kernel(
         collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops, capped=cap > 0
@@ -123,9 +129,9 @@ def _kernel_forward(
 ) -> tuple[jax.Array, tuple[Kept, Given]]:
     def run(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
         if kernel == "cudnn":
-            return cudnn_attention(q, k, v, how.window, how.scale)
+            return cudnn_attention(q, k, v, how.window, how.scale, how.causal)
         if kernel == "splash":
-            return _splash().forward(how.window, how.scale, how.cap, q, k, v, given.segments)
+            return _splash().forward(how, q, k, v, given.segments)
         return _fused().forward(how, q, k, v, given.segments, given.words)
 
     out, log_sum = _by_window(how, given.local, run, q, k, v, given)
@@ -142,9 +148,9 @@ def _kernel_backward(
 
     def run(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given, out: jax.Array, log_sum: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
         if kernel == "cudnn":
-            return cudnn_attention_backward(q, k, v, out, log_sum, cotangent, how.window, how.scale)
+            return cudnn_attention_backward(q, k, v, out, log_sum, cotangent, how.window, how.scale, how.causal)
         if kernel == "splash":
-            return _splash().backward(how.window, how.scale, how.cap, q, k, v, given.segments, out, log_sum, cotangent)
+            return _splash().backward(how, q, k, v, given.segments, out, log_sum, cotangent)
         rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
         return _fused().backward(how, q, k, v, given.segments, given.words, log_sum, rows, cotangent)
 
@@ -174,7 +180,7 @@ def blockwise(how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array,
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
         block 1  ■ ■
-        block 2  ■ ■ ■      with a window of so many positions the first ones are left out
+        block 2  ■ ■ ■      with a window of so many positions the first ones are left out; both ways all are there
 
     Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy, but made
     again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
@@ -199,7 +205,7 @@ def _forward_blocks(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: G
     batch, _, _, length, _ = q.shape
     outs, sums = [], []
     for start, stop in _blocks(length):
-        seen = slice(_first(start, how), stop)
+        seen = _seen(start, stop, length, how)
         scores = _scores(start, seen, how, q[..., start:stop, :], k[:, :, seen], given)
         top = jnp.max(scores, axis=-1, keepdims=True)
         p = jnp.exp(scores - top)
@@ -228,7 +234,7 @@ def _backward_blocks(how: How, kept: Kept, given: Given, cotangent: jax.Array) -
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
     for start, stop in reversed(_blocks(length)):
-        seen = slice(_first(start, how), stop)
+        seen = _seen(start, stop, length, how)
         q_block, d_block = q[..., start:stop, :], d_out[..., start:stop, :]
         scores = _scores(start, seen, how, q_block, k[:, :, seen], given)
         p = jnp.exp(scores - log_sum[..., start:stop, None])
@@ -256,21 +262,24 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _first(start: int, how: How) -> int:
-    """The first key that the query at `start` sees."""
-    return max(0, start - how.window + 1) if how.window else 0
+def _seen(start: int, stop: int, length: int, how: How) -> slice:
+    """The keys that any of the queries from `start` to `stop` sees."""
+    return slice(max(0, start - how.window + 1) if how.window else 0, stop if how.causal else length)
 
 
 def _scores(start: int, seen: slice, how: How, q: jax.Array, k: jax.Array, given: Given) -> jax.Array:
     """Queries from `start` on, [B, G, R, Q, K], against the keys `seen` by any of them: float32 [B, G, R, Q, S]."""
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q, k, preferred_element_type=jnp.float32)
     scores = within(how.cap, scores) if how.cap else scores
-    back = jnp.arange(start, seen.stop)[:, None] - jnp.arange(seen.start, seen.stop)
-    visible = (back >= 0) & (back < how.window) if how.window else back >= 0
+    stop = start + q.shape[3]
+    visible: jax.Array | None = None
+    if how.causal:
+        back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
+        visible = (back >= 0) & (back < how.window) if how.window else back >= 0
     if given.segments is not None:
-        same = given.segments[:, start : seen.stop, None] == given.segments[:, None, seen]
-        visible = visible & same[:, None, None]
-    return jnp.where(visible, scores, MASKED)
+        same = (given.segments[:, start:stop, None] == given.segments[:, None, seen])[:, None, None]
+        visible = same if visible is None else visible & same
+    return scores if visible is None else jnp.where(visible, scores, MASKED)
 
 
 def _drop(start: int, seen: slice, how: How, p: jax.Array, given: Given) -> jax.Array:

@@ -1,5 +1,7 @@
 """The decoder: embedding, a stack of blocks, output head. One class serves every family, by its options (see `families`).
 
+ViT's encoder is this decoder too: norms first, one stream, one head; whether a position sees later ones is an option of attention.
+
 Its weights have one canonical layout, whatever the mesh: a tree of named leaves, in which the blocks' leaves are stacked along
 a first axis `layers`. `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them on different devices.
 """
@@ -10,14 +12,15 @@ from flax import nnx
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
+from meshtrain.config.model import positions_of
+from meshtrain.families import FAMILIES
 from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.dropout import NO_DROPOUT, Dropout
+from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
 from meshtrain.model.layers import Block, Norm, make_parameters
+from meshtrain.model.patches import PatchEmbedding
 from meshtrain.model.products import linear_float32
 from meshtrain.model.sequence import sequences
-
-EMBEDDING_SITE, ADAPTER_SITE = 1 << 20, 1 << 21  # dropout sites that no layer has
 
 
 class Embedding(nnx.Module):
@@ -67,20 +70,39 @@ def _own(tokens_BT: jax.Array, table_VD: jax.Array, collectives: Collectives) ->
 
 
 class Head(nnx.Module):
-    """Final norm and output projection, columns split over the vocabulary; tied to the embedding when `weight` is None."""
+    """Final norm and output projection, columns split over the vocabulary; tied to the embedding when `weight` is None.
+
+    Of an image it reads one position, the class token or the mean of the patches (`pool`), and gives one row of logits.
+    """
 
     weight: nnx.Param | None = None
+    bias: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.norm, self.cap = Norm("head.norm", config, rngs), config.logit_cap
+        self.pool = config.pool if FAMILIES[config.family].images else None
         make_parameters(self, "head", config, rngs)
 
+    def read(self, x_BTD: jax.Array) -> jax.Array:
+        """What the head reads of the stream: all of it, or the class token alone, [B, 1, D]. Nothing else need be sent to it."""
+        # where the sequence is split over ranks, their first positions: see `_pooled`
+        return x_BTD[:, :1] if self.pool == "class" else x_BTD
+
     def __call__(self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives) -> jax.Array:
-        """This device's share of the logits, [B, T, V share], float32."""
+        """This device's share of the logits, float32 [B, T, V share], of images [B, 1, V share], from what it has `read`."""
         weight = tied_VD.T if self.weight is None else self.weight[...]  # type: ignore[union-attr]
-        h = vary(collectives.enter_head(self.norm(x_BTD)), varying(weight))
+        h = self._pooled(collectives.enter_head(self._pooled(self.norm(x_BTD))))
+        h = vary(h, varying(weight))
         logits = linear_float32(h.reshape(-1, h.shape[-1]), weight).reshape(*h.shape[:2], -1)
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(jnp.float32)
         return capped(self.cap, logits) if self.cap else logits
+
+    def _pooled(self, x_BTD: jax.Array) -> jax.Array:
+        """One position of each image, [B, 1, D]: of this rank's part of the sequence, then of what the ranks, equally long, have of it."""
+        if self.pool == "mean":
+            return jnp.mean(x_BTD, axis=1, keepdims=True, dtype=jnp.float32).astype(x_BTD.dtype)
+        return self.read(x_BTD)
 
 
 class Decoder(nnx.Module):
@@ -91,16 +113,17 @@ class Decoder(nnx.Module):
         root = rngs.params()
         # A layer's numbers follow from its index alone.
         keys = jax.random.split(jax.random.fold_in(root, 0), config.layers)
-        self.embedding = Embedding(config, nnx.Rngs(params=jax.random.fold_in(root, 1)))
+        embedding = PatchEmbedding if FAMILIES[config.family].images else Embedding
+        self.embedding = embedding(config, nnx.Rngs(params=jax.random.fold_in(root, 1)))
         of = lambda key: nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))  # noqa: E731
         self.blocks = nnx.vmap(lambda key: Block(config, of(key), lora), in_axes=0, out_axes=0)(keys)
         self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Logits [B, T, V] on one device, for notebooks and tests."""
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of tokens [B, T], or [B, 1, V] of patches [B, N, P], on one device, for notebooks and tests."""
         collectives = Collectives()
-        positions = jnp.arange(tokens_BT.shape[1])
-        x = self.embedding(tokens_BT, positions, collectives)
+        positions = jnp.arange(positions_of(self.config) or inputs.shape[1])
+        x = self.embedding(inputs, positions, collectives)
         graph, weights = nnx.split(self.blocks)
         sequence_of = sequences(self.config, positions, None)
 
@@ -109,4 +132,5 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, block)(x, sequence_of(index), collectives, NO_DROPOUT), None
 
         x, _ = jax.lax.scan(layer, x, (weights, jnp.arange(self.config.layers)))
-        return self.head(x, self.embedding.tokens[...], collectives)
+        tied = self.embedding.tokens[...] if isinstance(self.embedding, Embedding) else None
+        return self.head(self.head.read(x), tied, collectives)

@@ -64,6 +64,7 @@ class Dropout:
 
 
 NO_DROPOUT = Dropout(0.0, None, None)
+EMBEDDING_SITE, ADAPTER_SITE = 1 << 20, 1 << 21  # sites that no layer has
 
 # Of Threefry-2x32: how far each of eight rounds rotates, and the constant that goes into its key (Salmon et al. 2011, section 3.3).
 ROTATIONS, PARITY = (13, 15, 26, 6, 17, 29, 16, 24), 0x1BD11BDA

@@ -6,7 +6,7 @@ Flash attention (Dao et al. 2022; the backward in two kernels as in Dao 2023, se
     queries  ■                       one of the keys' and values'; nothing of the size of the scores meets memory. Documents
        ↓     ■ ■                     are the ids in `segments`: a block is read only between the first and the last that
              · ■ ■   · = not read    may hold one of its ids. Which scores are dropped follows from `model.dropout` alone.
-             · · ■ ■
+             · · ■ ■                 Both ways the other half is read too, and what pads the keys to whole blocks is not seen.
 
 Why not cuDNN's own packed layout (`q_offsets`, JAX 0.10 to 0.12): it wants Hopper, a bound on the documents in a sequence, of which
 data has none, and a log of sums [T] for each of them; and until jax 0.12 it reads the wrong keys where heads share them
@@ -37,8 +37,10 @@ class Masks(NamedTuple):
     """What is not seen of the scores besides later keys, and earlier ones than the window's."""
 
     segments: jax.Array | None  # [B, T]
-    first: jax.Array | None  # [B, T / block], of a block of queries the first block of keys that it may see
-    last: jax.Array | None  # the same, of a block of keys the last block of queries
+    first: (
+        jax.Array | None
+    )  # [B, T / block], of a block of queries the first block of keys that it may see, and the other way round
+    last: jax.Array | None  # the same, the last block
     words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
 
 
@@ -57,7 +59,7 @@ def forward(
     whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
     sums = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
     out, log_sum = _call(
-        partial(_forward_kernel, how),
+        partial(_forward_kernel, how, length),
         (padded // block, heads, batch),
         [rows, whole, whole, *_specs(masks, lambda i, h, b: (b, h))],
         [rows, sums],
@@ -83,7 +85,7 @@ def backward(
     whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
     sums = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i))
     dq = _call(
-        partial(_query_kernel, how),
+        partial(_query_kernel, how, length),
         (padded // size, heads, batch),
         [block, whole, whole, *_specs(masks, lambda i, h, b: (b, h)), sums, sums, block],
         block,
@@ -92,7 +94,7 @@ def backward(
     of_group = pl.BlockSpec((None, padded, repeats, wide), lambda j, g, b: (b, 0, g, 0))
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
     dk, dv = _call(
-        partial(_key_kernel, how, repeats),
+        partial(_key_kernel, how, length, repeats),
         (padded // size, groups, batch),
         [of_group, block, block, *_specs(masks, lambda j, g, b: (b, g), repeats), sums, sums, of_group],
         [block, block],
@@ -126,14 +128,14 @@ def _masks(block: int, length: int, segments: jax.Array | None, words: jax.Array
     return Masks(segments, first, last, words)
 
 
-def _forward_kernel(how, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
+def _forward_kernel(how, length, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
     i, block = pl.program_id(0), q_ref.shape[0]
     q = q_ref[...]
 
     def step(j, carry):  # type: ignore[no-untyped-def]
         out, top, total = carry
         at = pl.ds(j * block, block)
-        scores = _scores(how, q, k_ref[at, :], segments, i, j)
+        scores = _scores(how, length, q, k_ref[at, :], segments, i, j)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         p, correction = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
         dropped = _dropout(how.rate, words, 0, i, j, block)(p).astype(v_ref.dtype)
@@ -145,45 +147,42 @@ def _forward_kernel(how, q_ref, k_ref, v_ref, segments, first, last, words, out_
         jnp.full(q.shape[:1], MASKED, jnp.float32),
         jnp.zeros(q.shape[:1], jnp.float32),
     )
-    out, top, total = jax.lax.fori_loop(_start(how.window, block, i, first), i + 1, step, none)
+    out, top, total = jax.lax.fori_loop(*_keys(how, length, block, i, first, last), step, none)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = top + jnp.log(total)
 
 
-def _query_kernel(how, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref) -> None:  # type: ignore[no-untyped-def]
+def _query_kernel(how, length, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref) -> None:  # type: ignore[no-untyped-def]
     i, block = pl.program_id(0), q_ref.shape[0]
     q, d = q_ref[...], d_out[...]
 
     def step(j, dq):  # type: ignore[no-untyped-def]
         at = pl.ds(j * block, block)
         k = k_ref[at, :]
-        scores = _scores(how, q, k, segments, i, j)
+        scores = _scores(how, length, q, k, segments, i, j)
         p = jnp.exp(scores - log_sum[...][:, None])
         dp = _dropout(how.rate, words, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
         ds = _through_cap(how, scores, p * (dp - rows[...][:, None]))
         return dq + triton.dot(ds.astype(k.dtype), k)
 
-    dq = jax.lax.fori_loop(_start(how.window, block, i, first), i + 1, step, jnp.zeros(q.shape, jnp.float32))
+    dq = jax.lax.fori_loop(*_keys(how, length, block, i, first, last), step, jnp.zeros(q.shape, jnp.float32))
     dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
 def _key_kernel(
-    how, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
+    how, length, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
 ) -> None:  # type: ignore[no-untyped-def]
     j, block = pl.program_id(0), k_ref.shape[0]
     k, v = k_ref[...], v_ref[...]
-    stop = q_ref.shape[0] // block if last is None else last[j] + 1
-    if how.window:
-        # the last query that sees the block's last key
-        stop = jnp.minimum(stop, (j * block + block + how.window - 2) // block + 1)
-    blocks = stop - j
+    start, stop = _queries(how, length, block, j, first, last)
+    blocks = stop - start
 
     def step(n, carry):  # type: ignore[no-untyped-def]
         dk, dv = carry
-        head, i = jax.lax.div(n, blocks), j + jax.lax.rem(n, blocks)
+        head, i = jax.lax.div(n, blocks), start + jax.lax.rem(n, blocks)
         at = pl.ds(i * block, block)
         q, d = q_ref[at, head, :], d_out[at, head, :]
-        scores = _scores(how, q, k, segments, i, j)
+        scores = _scores(how, length, q, k, segments, i, j)
         p = jnp.exp(scores - log_sum[head, at][:, None])
         drop = _dropout(how.rate, words, head, i, j, block)
         dv += triton.dot(drop(p).astype(d.dtype).T, d)
@@ -199,18 +198,36 @@ def _positions(i: Any, block: int) -> jax.Array:
     return i * block + jnp.arange(block)
 
 
-def _start(window: int, block: int, i: Any, first: Any) -> Any:
-    """The first block of keys that query block i reads."""
-    start = 0 if first is None else first[i]
+def _keys(how: How, length: int, block: int, i: Any, first: Any, last: Any) -> tuple[Any, Any]:
+    """The first block of keys that query block i reads, and the one behind the last."""
+    start, stop = _meeting(length, block, i, first, last)
     # the first key that the block's first query sees
-    return jnp.maximum(start, (i * block - window + 1) // block) if window else start
+    start = jnp.maximum(start, (i * block - how.window + 1) // block) if how.window else start
+    return start, i + 1 if how.causal else stop
 
 
-def _scores(how: How, q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
+def _queries(how: How, length: int, block: int, j: Any, first: Any, last: Any) -> tuple[Any, Any]:
+    """The first block of queries that reads key block j, and the one behind the last."""
+    start, stop = _meeting(length, block, j, first, last)
+    # the last query that sees the block's last key
+    stop = jnp.minimum(stop, (j * block + block + how.window - 2) // block + 1) if how.window else stop
+    return j if how.causal else start, stop
+
+
+def _meeting(length: int, block: int, n: Any, first: Any, last: Any) -> tuple[Any, Any]:
+    """The first block whose documents may be those of block n, and the one behind the last; without documents all blocks."""
+    return (0, -(-length // block)) if first is None else (first[n], last[n] + 1)
+
+
+def _scores(how: How, length: int, q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
     """Scores of query block i and key block j, float32."""
     block = len(q)
-    back = _positions(i, block)[:, None] - _positions(j, block)[None, :]
-    visible = (back >= 0) & (back < how.window) if how.window else back >= 0
+    if how.causal:
+        back = _positions(i, block)[:, None] - _positions(j, block)[None, :]
+        visible = (back >= 0) & (back < how.window) if how.window else back >= 0
+    else:
+        # a later key is seen, but for the padding
+        visible = (_positions(j, block) < length)[None, :]
     if segments is not None:
         of_queries, of_keys = (segments[pl.ds(n * block, block)] for n in (i, j))
         visible = visible & (of_queries[:, None] == of_keys[None, :])

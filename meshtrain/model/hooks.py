@@ -35,7 +35,7 @@ from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block, Sequence
-from meshtrain.model.loss import Vocabulary, cross_entropy
+from meshtrain.model.loss import Mixed, Vocabulary, cross_entropy
 
 
 class BlockHook(Protocol):
@@ -54,7 +54,7 @@ class BlockHook(Protocol):
 class AttentionHook(Protocol):
     """Queries [B, T, H, K] against keys and values [B, T, G, K], of this device's heads, to [B T, H K] in the queries' dtype.
 
-    H is a multiple of G; rotary positions are in them already. Causal, and within `segments_BT` where that is not None: these are
+    H is a multiple of G; rotary positions are in them already. Causal where the family is, and within `segments_BT` where that is not None: these are
     the hook's own to keep, as is dropout (`dropout.attention`). It needs no collective.
     """
 
@@ -124,15 +124,23 @@ class Parts:
         train = config.train
         built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
         self._block = hooks.block or FAMILIES[config.model.family].block or Block.__call__
-        self._loss = hooks.loss or built_in
+        self._loss: Callable[..., jax.Array] = hooks.loss or built_in
         # who gives the built-in one means it as it is
         self._given = hooks.attention if hooks.attention is not attend else None
         self._attend: Callable[..., jax.Array] = partial(attend, **of_attention(config.model))
         if hooks.loss is not None:
             _check_shares(hooks.loss, config, collectives.vocabulary)
 
-    def block(self, block: Block, x_BTD: jax.Array, sequence: Sequence, dropout: Dropout) -> jax.Array:
-        block.attention.attend = self.attention
+    def block(
+        self,
+        block: Block,
+        x_BTD: jax.Array,
+        sequence: Sequence,
+        dropout: Dropout,
+        attend: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        """`attend`: by what it attends in place of `attention`, which a cache does."""
+        block.attention.attend = attend or self.attention
         y = self._block(block, x_BTD, sequence, self.collectives, dropout)
         wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
         _check_result("block", self._block, y, wanted, varying(x_BTD), "pass each branch through collectives.leave")
@@ -153,8 +161,15 @@ class Parts:
         # the built-in one names its output itself, where its backward takes it
         return checkpoint_name(out, "attention") if self._given else out
 
-    def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
-        losses = self._loss(logits_BTV, labels_BT, self.vocabulary)
+    def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array, mixed: Mixed | None = None) -> jax.Array:
+        """Of each label, float32 [B, T]; where labels are `mixed`, a hook is asked for each of the two, and theirs are shared likewise."""
+        if mixed is None:
+            losses = self._loss(logits_BTV, labels_BT, self.vocabulary)
+        elif self.hooks.loss is None:
+            losses = self._loss(logits_BTV, labels_BT, self.vocabulary, mixed=mixed)
+        else:
+            first, other = (self.loss(logits_BTV, labels) for labels in (labels_BT, mixed.labels))
+            losses = mixed.share * first + (1 - mixed.share) * other
         wanted = jax.ShapeDtypeStruct(labels_BT.shape, jnp.float32)
         shared = varying(logits_BTV) - set(self.collectives.vocabulary)
         _check_result("loss", self._loss, losses, wanted, shared, "sum it over the vocabulary with vocabulary.sum")

@@ -1,5 +1,7 @@
 """Cross-entropy over a vocabulary whose shares lie on different devices: the full logits are never in one place."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -43,6 +45,12 @@ class Vocabulary:
         top = self.max(jnp.max(logits, axis=-1))
         return top + jnp.log(self.sum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)))
 
+    def likeliest(self, logits_BTV: jax.Array) -> jax.Array:
+        """The id with the largest logit, int32 [B, T]: of equals the first, on whichever share it lies; `size` where a logit is NaN."""
+        logits = self.no_padding(logits_BTV, MASKED)
+        top = self.max(jnp.max(logits, axis=-1))[..., None]
+        return -self.max(-jnp.min(jnp.where(logits == top, self.ids(logits), self.size), axis=-1))
+
     def of_label(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
         """The logit of each label, [B, T]; of log-probabilities or whatever else is laid out as the logits are, too.
 
@@ -53,26 +61,43 @@ class Vocabulary:
         return self.sum(jnp.sum(jnp.where(here, logits_BTV, 0), axis=-1))
 
 
+class Mixed(NamedTuple):
+    """The other class of what is mixed of two (mixup: Zhang et al. 2018; CutMix: Yun et al. 2019)."""
+
+    labels: jax.Array  # int32 [B, T]
+    share: jax.Array  # float32 [B, T]: of the first class; the rest is this one's
+
+
 def cross_entropy(
     logits_BTV: jax.Array,
     labels_BT: jax.Array,
     vocabulary: Vocabulary,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    mixed: Mixed | None = None,
 ) -> jax.Array:
     """Negative log-likelihood per token, [B, T] in float32, from this device's share of the logits (Megatron-LM, section 3).
 
     `label_smoothing` spreads that share of the target evenly over the vocabulary (Szegedy et al. 2016); `z_loss` adds
-    z_loss * log(Z)² (PaLM, section 5). All sums travel together, in one all-reduce. The gradient is that of the formula,
+    z_loss * log(Z)² (PaLM, section 5). With `mixed` the target is shared between two labels: share * loss of the one + (1 - share) *
+    loss of the other. All sums travel together, in one all-reduce. The gradient is that of the formula,
     p (1 + 2 z_loss log Z) - target: from the logits and log Z, so that nothing else of the logits' size is ever written.
     """
     ids, even = vocabulary.ids(logits_BTV), label_smoothing / vocabulary.size
 
-    def forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def targeted(labels: jax.Array, mixed: Mixed | None, here: jax.Array | float) -> jax.Array:
+        """`here` at the ids of the labels, by their shares, 0 elsewhere: [B, T, V share]."""
+        first = jnp.where(ids == labels[..., None], here, 0.0)
+        if mixed is None:
+            return first
+        share, other = mixed.share[..., None], jnp.where(ids == mixed.labels[..., None], here, 0.0)
+        return share * first + (1 - share) * other
+
+    def forward(logits: jax.Array, labels: jax.Array, mixed: Mixed | None) -> tuple[jax.Array, tuple[Any, ...]]:
         x = vocabulary.no_padding(logits, MASKED)
         top = vocabulary.max(jnp.max(x, axis=-1))
         shifted = x - top[..., None]
-        label = jnp.where(ids == labels[..., None], shifted, 0.0)
+        label = targeted(labels, mixed, shifted)
         sums = [jnp.sum(jnp.exp(shifted), axis=-1), jnp.sum(label, axis=-1)]
         if label_smoothing:
             sums.append(jnp.sum(vocabulary.no_padding(shifted, 0.0), axis=-1))
@@ -82,17 +107,17 @@ def cross_entropy(
         if label_smoothing:
             loss = (1 - label_smoothing) * loss + label_smoothing * log_z - even * everything[0]
         log_z = log_z + top
-        return loss + z_loss * log_z**2 if z_loss else loss, (logits, labels, log_z)
+        return loss + z_loss * log_z**2 if z_loss else loss, (logits, labels, mixed, log_z)
 
-    def backward(kept: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, None]:
-        logits, labels, log_z = kept
+    def backward(kept: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, None]:
+        logits, labels, mixed, log_z = kept
         p = jnp.exp(vocabulary.no_padding(logits, MASKED) - log_z[..., None])
-        target = jnp.where(ids == labels[..., None], 1 - label_smoothing, 0.0)
+        target = targeted(labels, mixed, 1 - label_smoothing)
         if label_smoothing:
             target = target + vocabulary.no_padding(jnp.full_like(p, even), 0.0)
         gradient = p * (1 + 2 * z_loss * log_z)[..., None] - target if z_loss else p - target
-        return (g[..., None] * gradient).astype(logits.dtype), None
+        return (g[..., None] * gradient).astype(logits.dtype), None, None
 
-    losses = jax.custom_vjp(lambda logits, labels: forward(logits, labels)[0])
+    losses = jax.custom_vjp(lambda *given: forward(*given)[0])
     losses.defvjp(forward, backward)
-    return losses(logits_BTV, labels_BT)
+    return losses(logits_BTV, labels_BT, mixed)

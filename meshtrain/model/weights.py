@@ -1,4 +1,4 @@
-"""Every weight of a decoder, in one table without JAX: its name, the axes of its dimensions, its shape, how it begins.
+"""Every weight of a model, in one table without JAX: its name, the axes of its dimensions, its shape, how it begins.
 
 The modules of `model` make their parameters from it, `parallel.placement` says where each lies on a mesh, the planner counts them,
 and checkpoints name them. The blocks' weights are stacked along a first axis `layers`, whatever the mesh.
@@ -6,7 +6,7 @@ and checkpoints name them. The blocks' weights are stacked along a first axis `l
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -121,7 +121,10 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         if family.centred_norms:
             add(f"{name}.bias", (embed,))
 
-    add("embedding.tokens", (vocab, embed), std)
+    if family.images:
+        _patches(model, add)
+    else:
+        add("embedding.tokens", (vocab, embed), std)
     if family.positions == "learned":
         add("embedding.positions", (("positions", model.max_positions), embed), std)
 
@@ -156,7 +159,24 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     norm("head.norm")
     if not model.tied_head:
         add("head.weight", (embed, vocab), std)
+    if family.head_bias:
+        add("head.bias", (vocab,))
     return tuple(found)
+
+
+def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
+    """What makes a stream of images, begun as the code of Dosovitskiy et al. 2021 does: the projection as a layer of so many inputs,
+    the class token with zeros.
+
+        embedding.patches     [patch, embed]   rows: a patch's numbers, in the order row, column, channel
+        embedding.bias        [embed]
+        embedding.class_token [embed]          where model.pool is class
+    """
+    embed, numbers = ("embed", model.d_model), model.patch_size**2 * model.channels
+    add("embedding.patches", (("patch", numbers), embed), numbers**-0.5)
+    add("embedding.bias", (embed,))
+    if model.pool == "class":
+        add("embedding.class_token", (embed,))
 
 
 def parameters(model: ModelConfig) -> int:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.compat import vary, varying
+from meshtrain.inputs import input_name, inputs
 from meshtrain.parallel.beside import after
-from meshtrain.parallel.forward import Batch, Forward, Totals
+from meshtrain.parallel.forward import Batch, Forward, Judged, Totals
 from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.pipeline.storage import empty
 from meshtrain.parallel.zero import Weights
@@ -41,7 +42,7 @@ def accumulate(
 ) -> tuple[Totals, Tree]:
     """Loss summed over the microbatches [M, b, T], and `seed` times its gradient in float32."""
 
-    count = batches["tokens"].shape[0]
+    count = inputs(batches).shape[0]
     if not (forward.zero.closes_early and forward.overlaps):
         return _summed(forward, weights, batches, key, seed)
     before = _summed(forward, weights, jax.tree.map(lambda a: a[:-1], batches), key, seed) if count > 1 else None
@@ -58,7 +59,7 @@ def _summed(
         return (loss, measured), jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
     first = jax.tree.map(lambda a: a[0], batches)
-    if batches["tokens"].shape[0] == 1:
+    if inputs(batches).shape[0] == 1:
         return one(first)
 
     def step(total: tuple[Totals, Tree], batch: Batch) -> tuple[tuple[Totals, Tree], None]:
@@ -79,12 +80,12 @@ def _closing(
     before: tuple[Totals, Tree] | None,
 ) -> tuple[Totals, Tree]:
     """The last microbatch, added to those before it; matrices' gradients are closed on the way (`zero.early`)."""
-    tokens, nothing = batches["tokens"], jnp.zeros(())
+    read, nothing = inputs(batches), jnp.zeros(())
     if before is not None:
         # One after the other, so that what two microbatches hold is never there at once.
-        tokens, nothing = after((tokens, nothing), before[0])
-    stage, here = Stage(forward, 1, weights, {**batches, "tokens": tokens}, key), jnp.array(True)
-    zero, last = jnp.int32(0), jnp.int32(batches["tokens"].shape[0] - 1)
+        read, nothing = after((read, nothing), before[0])
+    stage, here = Stage(forward, 1, weights, {**batches, input_name(batches): read}, key), jnp.array(True)
+    zero, last = jnp.int32(0), jnp.int32(len(read) - 1)
     slot = Slot(here, last, zero, zero)
     x = stage.embed(stage.edge, last)
     y, stash = stage.forward(x, empty((1, stage.layers), stage.stashed(split=False)[0], nothing), slot)
@@ -102,10 +103,10 @@ def _closing(
     return totals, {"embedding": embedding, "blocks": blocks, "head": head}
 
 
-def losses(forward: Forward, weights: Weights, batches: Batch) -> jax.Array:
-    """The losses of the tokens of the microbatches one by one, float32 [M, b, T], without gradients."""
+def judged(forward: Forward, weights: Weights, batches: Batch) -> Judged:
+    """The labels of the microbatches one by one, [M, b, T] each, without gradients."""
 
-    def one(batch: Batch) -> jax.Array:
-        return forward.losses(weights, _last(forward, weights, batch, None), batch, jnp.array(True))
+    def one(batch: Batch) -> Judged:
+        return forward.judged(weights, _last(forward, weights, batch, None), batch, jnp.array(True))
 
     return lax.map(one, batches)

@@ -18,11 +18,12 @@ from jax import lax
 from meshtrain import scopes
 from meshtrain.compat import varying
 from meshtrain.config import ConfigError
+from meshtrain.inputs import LABELS, inputs
 from meshtrain.mesh import DATA
 from meshtrain.model.dpo import counted
 from meshtrain.model.hooks import Hooks
 from meshtrain.parallel import accumulate
-from meshtrain.parallel.forward import Batch, Forward, Totals
+from meshtrain.parallel.forward import Batch, Forward, Judged, Totals, weighted
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.pipeline.execute import Executor
 from meshtrain.parallel.reduce.feedback import Kept
@@ -65,15 +66,22 @@ class Local:
 
     def loss(self, masters: Tree, batch: Batch) -> jax.Array:
         """The mean loss alone."""
+        return self.loss_and_accuracy(masters, batch)[0]
+
+    def loss_and_accuracy(self, masters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+        """The mean loss, and of images the share of them whose likeliest class is theirs."""
         weights = self.zero.open(masters)
         batches, count = self.microbatches(batch)
         batches = self._with_reference(weights, batches)
-        total, _ = self.forward.total(self._losses(self.forward, weights, batches), batches)
-        return self._sum(total) / count
+        judged = self._judged(self.forward, weights, batches)
+        total, _ = self.forward.total(judged.losses, batches)
+        hits = None if judged.hits is None else self._sum(weighted(judged.hits, batches)) / count
+        return self._sum(total) / count, hits
 
     def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
-        """This data rank's rows as [microbatches, rows, T] with their global indices, and the tokens (dpo: pairs) that count in the batch."""
-        rows, length = batch["tokens"].shape
+        """This data rank's rows as [microbatches, rows, ..] with their global indices, and what counts in the batch: tokens, images or,
+        with objective dpo, pairs."""
+        rows, length = len(inputs(batch)), self.forward.length(batch)
         m, tensor = self.config.parallel.microbatches, self.config.mesh.tensor
         if rows % m:
             raise ConfigError(f"the {rows} rows of a data rank cannot be cut into {m} microbatches; give a multiple.")
@@ -84,21 +92,21 @@ class Local:
         if "weights" in batch:
             return cut, jnp.maximum(lax.psum(counted(batch), self.summed_over), 1.0)
         ranks = math.prod(self.config.mesh.ways(axis) for axis in self.summed_over)
-        return cut, jnp.float32(ranks * batch["tokens"].size)
+        return cut, jnp.float32(ranks * batch[LABELS].size)
 
     def _with_reference(self, weights: Weights, batches: Batch) -> Batch:
         """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through the same stages."""
         if self.config.train.objective != "dpo":
             return batches
-        losses = self._losses(self.forward.without_adapters(), weights, batches)
+        losses = self._judged(self.forward.without_adapters(), weights, batches).losses
         # One forward after the other, so that what they hold is never there at once.
         tokens, losses = lax.optimization_barrier((batches["tokens"], losses))
         return {**batches, "tokens": tokens, "reference": losses}
 
-    def _losses(self, forward: Forward, weights: Weights, batches: Batch) -> jax.Array:
-        """The losses of the tokens of the microbatches one by one, float32 [M, b, T]."""
+    def _judged(self, forward: Forward, weights: Weights, batches: Batch) -> Judged:
+        """The labels of the microbatches one by one, [M, b, T] each."""
         executor = self._executor(forward)
-        return executor.losses(weights, batches) if executor else accumulate.losses(forward, weights, batches)
+        return executor.judged(weights, batches) if executor else accumulate.judged(forward, weights, batches)
 
     def _executor(self, forward: Forward) -> Executor | None:
         return Executor(forward, self.layout.table) if self.layout.table else None

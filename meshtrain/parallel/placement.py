@@ -6,6 +6,7 @@
     kv_heads   tensor, or nothing where it does not divide   never
     mlp        tensor                                        to a multiple
     vocab      pipeline x tensor, or tensor (vocab: edge)    to a multiple
+    patch      as vocab                                      to a multiple
     others     nothing
 
 ZeRO then splits one dimension more over data (the ranks of an island): the largest that data divides, else a whole one, padded. No JAX: `layout` makes arrays
@@ -78,12 +79,14 @@ class Placed:
 
 def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[str, ...]]:
     """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere."""
+    vocabulary = (PIPELINE, TENSOR) if vocab == "spread" else (TENSOR,)
     return {
         "layers": (PIPELINE,),
         "heads": (TENSOR,),
         "kv_heads": (TENSOR,) if model.kv_heads % mesh.tensor == 0 else (),
         "mlp": (TENSOR,),
-        "vocab": (PIPELINE, TENSOR) if vocab == "spread" else (TENSOR,),
+        "vocab": vocabulary,
+        "patch": vocabulary,
     }
 
 

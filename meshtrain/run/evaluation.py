@@ -1,4 +1,4 @@
-"""Evaluations on held-out text while a run goes on: when, of what loss, and what follows from it.
+"""Evaluations on held-out data while a run goes on: when, of what loss, and what follows from it.
 
     due after a step ─► loss of the first eval.batches batches ─► the lowest so far? ─► saved (checkpoint.keep_best)
                                                                └► none lower for eval.patience of them? ─► the run ends
@@ -10,6 +10,7 @@ A save for this alone comes at most once an evaluation, and costs what one of ch
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,22 +37,27 @@ class Evaluation:
         every = self.config.eval.every
         return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
-    def loss(self, params: Tree, synchronous: bool) -> float:
-        """Mean loss over all tokens (dpo: pairs) that count in the held-out batches. `synchronous`: each batch is waited for."""
+    def measure(self, params: Tree, synchronous: bool) -> dict[str, float]:
+        """`eval_loss`, the mean over all tokens (dpo: pairs; images: images) that count in the held-out batches; of images also
+        `eval_accuracy`, the share whose likeliest class is theirs. `synchronous`: each batch is waited for."""
         assert self.held_out is not None
-        means: list[jax.Array] = []
+        of_images = self.program.of_images
+        evaluate = self.program.eval_images if of_images else self.program.eval_step
+        names = ("eval_loss", "eval_accuracy") if of_images else ("eval_loss",)
+        means: list[Any] = []
         counts: list[jax.Array | int] = []
         for k in range(self.config.eval.batches):
             rows = own_rows(self.program.batch_sharding, self.held_out.batch_shape(k)[0])
             batch = self.program.place(self.held_out.batch(k, rows))
-            means.append(self.program.eval_step(params, batch))
+            means.append(evaluate(params, batch))
             # Batches have different numbers of answers and pairs, so that a mean of means would be that of no text.
             counts.append(self._counted(batch) if "weights" in batch else batch["labels"].size)
             if synchronous:
                 jax.block_until_ready((means[-1], counts[-1]))
-        losses, tokens = np.array(jax.device_get(means), float), np.array(jax.device_get(counts), float)
+        found, counted = np.array(jax.device_get(means), float), np.array(jax.device_get(counts), float)
         # A batch in which nothing counts has no loss; where none has any, neither has the whole.
-        return float(np.sum(losses * tokens) / tokens.sum()) if tokens.sum() else math.nan
+        whole = lambda x: float(np.sum(x * counted) / counted.sum()) if counted.sum() else math.nan  # noqa: E731
+        return dict(zip(names, map(whole, found.reshape(len(counted), -1).T), strict=True))
 
     def is_best(self, step: int, loss: float) -> bool:
         """Notes an evaluation; whether its state is to be saved as the best so far."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from meshtrain.inputs import WEIGHTS, inputs
 from meshtrain.survive.beat import Supervised
 
 
@@ -22,9 +23,10 @@ class BatchLog:
 
     def add(self, batch: Mapping[str, np.ndarray]) -> None:
         """The next batch, on the loader's thread."""
-        weights = batch.get("weights", np.ones((len(batch["tokens"]), 1)))
+        read = inputs(batch)
+        weights = batch.get(WEIGHTS, np.ones((len(read), 1)))
         counts = weights.any(axis=1)
-        self._ahead.append([zlib.crc32(row.tobytes()) for row in batch["tokens"][counts]])
+        self._ahead.append([zlib.crc32(row.tobytes()) for row in read[counts]])
 
     def write(self, step: int, first: int) -> None:
         """The batch that step takes, of which this process has the rows from `first` on."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshtrain.checkpoint.steps import ARRAYS, WRITING, committed_in
 from meshtrain.errors import ConfigError, say
+from meshtrain.inputs import input_name, inputs
 from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.survive.beat import Beat
 from meshtrain.survive.inject import Moment, Request, claimed, parse, requests
@@ -171,10 +172,10 @@ class Injector:
         def gate(x: jax.Array) -> jax.Array:
             return jax.jit(lambda y: jax.pure_callback(never, jax.ShapeDtypeStruct(y.shape, y.dtype), y))(x)
 
-        tokens = batch["tokens"]
-        parts = [gate(shard.data) for shard in tokens.addressable_shards]
-        held = jax.make_array_from_single_device_arrays(tokens.shape, tokens.sharding, parts)
-        return state, {**batch, "tokens": held}
+        read = inputs(batch)
+        parts = [gate(shard.data) for shard in read.addressable_shards]
+        held = jax.make_array_from_single_device_arrays(read.shape, read.sharding, parts)
+        return state, {**batch, input_name(batch): held}
 
     def _poison(self, _: int, given: Given) -> Given:
         """NaN in a weight of a layer, on the first of this rank's devices."""

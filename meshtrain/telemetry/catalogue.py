@@ -61,7 +61,8 @@ def _process(name: str, unit: str, meaning: str, kind: Kind = "gauge", labels: t
 METRICS: tuple[Metric, ...] = (
     _step("step", "", "optimizer steps taken"),
     _step("loss", "", "training loss of the step, a mean over its tokens (dpo: over its pairs)"),
-    _step("eval_loss", "", "mean loss over held-out text"),
+    _step("eval_loss", "", "mean loss over held-out data"),
+    _step("eval_accuracy", "", "images: share of the held-out ones whose likeliest class is theirs"),
     _step("rewards_chosen", "", "dpo: beta times the log of how much likelier than the reference, of chosen answers"),
     _step("rewards_rejected", "", "the same of rejected answers"),
     _step("rewards_margins", "", "reward of the chosen answer over that of the rejected one, a mean over pairs"),

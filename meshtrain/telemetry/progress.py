@@ -62,6 +62,8 @@ class Reporter:
             text += f"  preferred {row['rewards_accuracies']:.0%}"
         if "eval_loss" in row:
             text += f"  eval loss {row['eval_loss']:.4f}"
+        if "eval_accuracy" in row:
+            text += f"  accuracy {row['eval_accuracy']:.1%}"
         if self.bar:
             self.bar.update(self.task, completed=row["step"], description=text)
         elif show:

@@ -27,12 +27,13 @@ def attend(q: jax.Array, *others: Any, **named: Any) -> jax.Array:
 
 
 def full(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: np.ndarray | None, window: int = 0, scale: float = 0.0, cap: float = 0.0
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: np.ndarray | None, window: int = 0, scale: float = 0.0, cap: float = 0.0,
+    causal: bool = True,
 ) -> jax.Array:  # fmt: skip
     """Softmax over the whole [T, T] square of each head."""
     length, heads = q.shape[1:3]
     k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
-    allowed = np.tril(np.ones((length, length), bool))[None, None]
+    allowed = np.tril(np.ones((length, length), bool), 0 if causal else length)[None, None]
     if window:
         allowed = allowed & ~np.tril(np.ones((length, length), bool), -window)[None, None]
     if segments is not None:
@@ -78,6 +79,36 @@ def test_output_and_gradients_are_those_of_the_full_square(length, heads, groups
     np.testing.assert_allclose(out, right, atol=3e-6)
     for g, r in zip(vjp(cotangent), right_vjp(cotangent), strict=True):
         np.testing.assert_allclose(g, r, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "length, packed, how",
+    [
+        (1, False, {}),
+        (17, False, {}),
+        (BLOCK + 69, False, {}),  # a class token and 14 x 14 patches
+        (2 * BLOCK + 5, True, {"scale": 0.7, "cap": 1.5}),
+    ],
+)
+def test_both_ways_every_query_sees_every_key(length, packed, how):
+    q, k, v, cotangent = numbers(length, 4, 2)
+    segments = np.random.default_rng(0).integers(0, 3, (2, length)) if packed else None
+
+    def blockwise(q, k, v):
+        return attend(q, k, v, None if segments is None else jnp.asarray(segments), Collectives(), causal=False, **how)
+
+    out, vjp = jax.vjp(jax.jit(blockwise), q, k, v)
+    right, right_vjp = jax.vjp(lambda q, k, v: full(q, k, v, segments, causal=False, **how), q, k, v)
+    np.testing.assert_allclose(out, right, atol=3e-6)
+    for g, r in zip(vjp(cotangent), right_vjp(cotangent), strict=True):
+        np.testing.assert_allclose(g, r, atol=3e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_window_has_no_use_both_ways(platform):
+    q, k, v, _ = numbers(7, 2, 2)
+    with pytest.raises(ValueError, match="both ways"):
+        attend(q, k, v, None, On(platform), window=3, causal=False)
 
 
 @pytest.mark.parametrize("local", [pytest.param(None, marks=pytest.mark.thorough), True, False])
@@ -235,6 +266,10 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
         ("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130),
         ("gpu", 100, 2, 2, 16, "float32", 0, 0.0, {"window": 40, "cap": 1.5, "scale": 0.7, "local": True}),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"window": 130, "cap": 1.5, "scale": 0.2, "local": False}),
+        ("gpu", 197, 2, 2, 16, "float32", 0, 0.0, {"causal": False}),
+        ("gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}),
+        ("tpu", 256, 4, 2, 64, "float32", 0, 0.0, {"causal": False}),
+        ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}),
     ],
 )
 def test_kernels_of_accelerators_compute_what_blocks_do(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.loss import Vocabulary, cross_entropy
+from meshtrain.model.loss import Mixed, Vocabulary, cross_entropy
 
 VOCABULARY = 11
 
@@ -42,6 +42,68 @@ def test_padding_of_the_vocabulary_has_no_probability_and_no_gradient(smoothing)
         lambda z: cross_entropy(z, labels, Vocabulary(VOCABULARY, Collectives()), smoothing, 0.1).sum()
     )(padded)
     assert not gradient[..., VOCABULARY:].any()
+
+
+def mixed_labels(of: jax.Array) -> Mixed:
+    """Other labels, of which some are the first ones again, and shares from 0 to 1."""
+    other = jnp.where(jnp.arange(of.size).reshape(of.shape) % 4 == 1, of, (of + 3) % VOCABULARY)
+    return Mixed(other, jnp.linspace(0, 1, of.size, dtype=jnp.float32).reshape(of.shape))
+
+
+def soft(logits: jax.Array, labels: jax.Array, mixed: Mixed, smoothing: float, z_loss: float) -> jax.Array:
+    """Against a distribution over the classes, written out (Zhang et al. 2018, equation 1, with Szegedy et al. 2016, section 7)."""
+    size, share = logits.shape[-1], mixed.share[..., None]
+    target = share * jax.nn.one_hot(labels, size) + (1 - share) * jax.nn.one_hot(mixed.labels, size)
+    target = (1 - smoothing) * target + smoothing / size
+    return -(target * jax.nn.log_softmax(logits)).sum(-1) + z_loss * jax.nn.logsumexp(logits, -1) ** 2
+
+
+class Ranks(Collectives):
+    """Shares of the vocabulary along an axis of vmap."""
+
+    def __init__(self, ranks: int) -> None:
+        self.vocabulary, self.vocabulary_ranks = ("ranks",), ranks
+
+    def first_token_id(self, rows: int) -> jax.Array:
+        return jax.lax.axis_index("ranks") * rows
+
+    def vocabulary_sum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, "ranks")
+
+    def vocabulary_max(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(jax.lax.stop_gradient(x), "ranks")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.2, 0.1)])
+def test_labels_that_are_mixed_of_two_have_the_loss_and_the_gradient_of_soft_ones(ranks, smoothing, z_loss):
+    logits, labels = example()
+    mixed, rows = mixed_labels(labels), -(-VOCABULARY // ranks)
+    padding = ((0, 0), (0, 0), (0, rows * ranks - VOCABULARY))
+    shares = jnp.stack(jnp.split(jnp.pad(logits, padding, constant_values=50.0), ranks, axis=-1))
+
+    def mine(share):
+        vocabulary = Vocabulary(VOCABULARY, Ranks(ranks))
+        losses, vjp = jax.vjp(lambda z: cross_entropy(z, labels, vocabulary, smoothing, z_loss, mixed), share)
+        return losses, *vjp(jnp.arange(1.0, 11).reshape(labels.shape))
+
+    losses, gradient = jax.jit(jax.vmap(mine, axis_name="ranks"))(shares)
+    right, vjp = jax.vjp(lambda z: soft(z, labels, mixed, smoothing, z_loss), logits)
+    np.testing.assert_allclose(losses, jnp.broadcast_to(right, losses.shape), rtol=1e-5)
+    whole = jnp.concatenate(list(gradient), axis=-1)
+    np.testing.assert_allclose(whole[..., :VOCABULARY], *vjp(jnp.arange(1.0, 11).reshape(labels.shape)), atol=2e-5)
+    assert not whole[..., VOCABULARY:].any()
+
+
+def test_mixed_labels_take_no_more_sums_over_the_vocabulary():
+    logits, labels = example()
+
+    def sums(mixed: Mixed | None) -> int:
+        run = lambda z: cross_entropy(z, labels, Vocabulary(VOCABULARY, Ranks(1)), 0.1, 0.0, mixed)  # noqa: E731
+        graded = lambda z: jax.vjp(run, z)[1](jnp.ones(labels.shape))  # noqa: E731
+        return str(jax.make_jaxpr(graded, axis_env=[("ranks", 1)])(logits)).count("psum")
+
+    assert sums(mixed_labels(labels)) == sums(None) == 1
 
 
 def test_large_logits_neither_overflow_nor_vanish():

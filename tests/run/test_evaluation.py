@@ -21,7 +21,7 @@ LOSSES = {1: 3.0, 2: 2.0, 3: 2.5, 4: 1.0, 5: 1.5, 6: 1.0, 7: float("nan"), 8: 0.
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Trains with these held-out losses; the exit code and what was said."""
-    monkeypatch.setattr(train.Loop, "evaluate", lambda self, state: LOSSES[int(state.step)])
+    monkeypatch.setattr(train.Loop, "evaluate", lambda self, state: {"eval_loss": LOSSES[int(state.step)]})
 
     def trained(steps=8, checkpoint=None, **evaluates):
         values = {
@@ -63,13 +63,14 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread
         batch_sharding=built.batch_sharding,
         place=built.place,
         eval_step=built.eval_step,
+        of_images=False,
     )
     params = built.init().params
     # Larger weights, so that losses differ.
     params = train.jax.tree.map(lambda x: x * 8, params)
     whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    found = Evaluation(asked, held_out, tmp_path / "none", 0).loss(params, True)
-    assert found == pytest.approx(float(built.eval_step(params, built.place(whole))), rel=1e-6)
+    found = Evaluation(asked, held_out, tmp_path / "none", 0).measure(params, True)
+    assert found["eval_loss"] == pytest.approx(float(built.eval_step(params, built.place(whole))), rel=1e-6)
 
 
 def test_of_preferences_it_is_the_mean_over_all_pairs(tmp_path):
@@ -84,8 +85,10 @@ def test_of_preferences_it_is_the_mean_over_all_pairs(tmp_path):
         batch_sharding=program().batch_sharding,
         place=lambda batch: batch,
         eval_step=lambda params, batch: batch["loss"],
+        of_images=False,
     )
-    assert Evaluation(asked, held_out, tmp_path / "none", 0).loss(None, True) == (3 * 1.0 + 3.0) / 4
+    found = Evaluation(asked, held_out, tmp_path / "none", 0).measure(None, True)
+    assert found == {"eval_loss": (3 * 1.0 + 3.0) / 4}
 
 
 def test_each_evaluation_with_the_lowest_loss_so_far_is_saved_and_the_run_says_so(run, tmp_path):

@@ -27,8 +27,9 @@ from jax import lax
 
 from meshtrain import scopes
 from meshtrain.compat import vary, varying
+from meshtrain.inputs import inputs
 from meshtrain.mesh import PIPELINE
-from meshtrain.parallel.forward import Batch, Forward, Totals
+from meshtrain.parallel.forward import Batch, Forward, Judged, Totals
 from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.pipeline.storage import empty, read, write
 from meshtrain.parallel.zero import Weights
@@ -50,14 +51,14 @@ class Carry(NamedTuple):
     gx: jax.Array  # the cotangent that the last B made, not yet sent
     stash: Tree  # [places, layers, ..]: of each layer (its input, residuals)
     left: Tree  # [places, layers, ..]: what I leaves for W
-    loss: jax.Array  # summed; of a forward alone those of all tokens, [M, b, T]
+    loss: jax.Array | Judged  # summed; of a forward alone what all labels came to, [M, b, T] each
     measured: dict[str, jax.Array]  # beside the loss, summed
     blocks: Tree  # float32 gradients; None in a forward alone
     edge: Tree  # float32 gradients of embedding and head
 
 
 class Executor:
-    """One table over one model: call `train` or `losses` inside shard_map."""
+    """One table over one model: call `train` or `judged` inside shard_map."""
 
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward, self.table = forward, table
@@ -81,8 +82,8 @@ class Executor:
             carry = self._segment(step, segment, carry)
         return step.end(carry)
 
-    def losses(self, weights: Weights, batches: Batch) -> jax.Array:
-        """The losses of the tokens one by one, float32 [M, b, T], on every stage: the table's forward slots alone."""
+    def judged(self, weights: Weights, batches: Batch) -> Judged:
+        """The labels one by one, [M, b, T] each, on every stage: the table's forward slots alone."""
         step = _Step(self, Stage(self.forward, self.table.chunks, weights, batches, None), jnp.zeros(()))
         carry = step.start(forward_only=True)
         if self.skips:
@@ -91,7 +92,7 @@ class Executor:
         else:
             for segment in forward_alone(self.segments):
                 carry = self._segment(step, segment, carry)
-        return self._total(carry.loss)
+        return jax.tree.map(self._total, carry.loss)
 
     def _total(self, loss: jax.Array) -> jax.Array:
         return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss
@@ -134,14 +135,14 @@ class _Step:
     def start(self, forward_only: bool = False) -> Carry:
         depths, stage, x = self.buffers.depths, self.stage, self.stage.zeros()
         zero = jnp.zeros((), jnp.int32)
-        here, microbatches = jnp.array(True), stage.batches["tokens"].shape[0]
+        here, microbatches = jnp.array(True), inputs(stage.batches).shape[0]
         zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))  # noqa: E731
         stash: Tree = []
         left: Tree = []
         gradients: tuple[Tree, Tree] = (None, None)
         if forward_only:
-            losses = jax.eval_shape(lambda x: stage.losses(x, zero, here), x)
-            loss, measured = zeros((microbatches, *losses.shape), losses), {}
+            judged = jax.eval_shape(lambda x: stage.judged(x, zero, here), x)
+            loss, measured = jax.tree.map(lambda like: zeros((microbatches, *like.shape), like), judged), {}
         else:
             totals = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, here), x)
             loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
@@ -215,8 +216,8 @@ class _Step:
         exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
         if carry.edge is None:
 
-            def keep(losses: jax.Array) -> jax.Array:
-                return write(losses, self.stage.losses(y, row["exit"], row["last"]), row["exit"])
+            def keep(judged: Judged) -> Judged:
+                return write(judged, self.stage.judged(y, row["exit"], row["last"]), row["exit"])
 
             return carry._replace(loss=self.when(exits, keep, lambda same: same, carry.loss))
 

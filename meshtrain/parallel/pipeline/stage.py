@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.compat import residuals, vary, varying, with_residuals
+from meshtrain.inputs import inputs
 from meshtrain.mesh import DATA, PIPELINE
 from meshtrain.parallel.beside import after
-from meshtrain.parallel.forward import Batch, Forward, Totals
+from meshtrain.parallel.forward import Batch, Forward, Judged, Totals
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
 from meshtrain.parallel.pipeline.storage import add, read, write
 from meshtrain.parallel.placement import buckets
@@ -50,9 +51,11 @@ class Stage:
 
     def zeros(self) -> jax.Array:
         """A residual stream of one microbatch, all zeros."""
-        config, tokens = self.model.config, self.batches["tokens"]
-        length = tokens.shape[2] // (config.mesh.tensor if self.model.collectives.sequence_parallel else 1)
-        shape = (tokens.shape[1], length, config.model.d_model)
+        config, rows = self.model.config, inputs(self.batches).shape[1]
+        length = self.model.length(self.batches) // (
+            config.mesh.tensor if self.model.collectives.sequence_parallel else 1
+        )
+        shape = (rows, length, config.model.d_model)
         return vary(jnp.zeros(shape, self.model.zero.compute), self.model.stream_axes)
 
     def embed(self, edge: Tree, microbatch: jax.Array) -> jax.Array:
@@ -67,9 +70,9 @@ class Stage:
         """Loss of what left the last stage, on the stages that share the vocabulary; zero but where `here`."""
         return self.model.loss(Weights(edge, self.constant), y, self._batch(microbatch), here)
 
-    def losses(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> jax.Array:
-        """Those of its tokens one by one, [b, T]."""
-        return self.model.losses(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
+    def judged(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> Judged:
+        """Its labels one by one, [b, T] each."""
+        return self.model.judged(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
 
     # --- the layers of a chunk
 
