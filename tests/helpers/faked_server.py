@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import resource
 import socket
 import threading
 import time
@@ -18,11 +19,20 @@ FORKED.set_forkserver_preload(["meshtrain.serve.running", "fake_decoding"])
 
 
 class FakedServer:
-    """`step`: seconds that a step of decoding takes; `loading`: until the model is there."""
+    """`step`: seconds that a step of decoding takes; `loading`: until the model is there; `connections`: that the process may have, about."""
 
-    def __init__(self, step: float = 0.0, notice: float = 0.5, drain: float = 20.0, loading: float = 0.0) -> None:
+    def __init__(
+        self,
+        step: float = 0.0,
+        notice: float = 0.5,
+        drain: float = 20.0,
+        loading: float = 0.0,
+        connections: int = 0,
+        keep_alive: int = 75,
+    ) -> None:
         self.port = free_port()
-        self.process = FORKED.Process(target=_serve, args=(self.port, step, notice, drain, loading), daemon=True)
+        settings = step, notice, drain, loading, connections, keep_alive
+        self.process = FORKED.Process(target=_serve, args=(self.port, *settings), daemon=True)
         self.process.start()
         self.until(lambda: self.health()["status"] == ("loading" if loading else "ready"), 60)
 
@@ -106,16 +116,21 @@ def faked_server(**settings: float) -> Iterator[FakedServer]:
         server.end()
 
 
-def _serve(port: int, step: float, notice: float, drain: float, loading: float) -> None:
-    from fake_decoding import faked, fake_opened
+def _serve(
+    port: int, step: float, notice: float, drain: float, loading: float, connections: int, keep_alive: int
+) -> None:
+    from fake_decoding import fake_opened, faked
 
     from meshtrain.generate.engine import Engine
+    from meshtrain.serve import listening
     from meshtrain.serve.app import application
-    from meshtrain.serve.listening import Server, listening
     from meshtrain.serve.served import Served
     from meshtrain.serve.service import Service
 
     service = Service("fake", QUEUE)
+    listening.KEEP_ALIVE = keep_alive
+    if connections:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connections, connections))
 
     def load() -> None:
         time.sleep(loading)
@@ -123,4 +138,5 @@ def _serve(port: int, step: float, notice: float, drain: float, loading: float) 
         service.served = Served("fake", Engine(fake_opened(LENGTH), SLOTS, LENGTH, QUEUE, decoding).start())
 
     threading.Thread(target=load, daemon=True).start()
-    Server(application(service), service, notice, drain, False).run(sockets=[listening("127.0.0.1", port)])
+    door = listening.listening("127.0.0.1", port)
+    listening.Server(application(service), service, notice, drain, False).run(sockets=[door])
