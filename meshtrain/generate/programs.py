@@ -109,6 +109,15 @@ class Decoding:
         greedy = jax.tree.map(lambda x: jnp.full(rows, x, x.dtype), SamplingArrays.of(Sampling()))
         return Slots(cache, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), greedy)
 
+    @property
+    def vocabulary(self) -> int:
+        return self.config.model.vocab_size
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether a program must end before the next is dispatched: fake devices deadlock with two under way."""
+        return platform(self.mesh) == "cpu" and self.mesh.size > 1
+
     # --- the two calls
 
     def prefill(self, state: Slots, slot: int, tokens: np.ndarray, sampling: Sampling) -> tuple[Slots, Picked]:

@@ -1,12 +1,11 @@
 """From what is asked to tokens: a text as the tokenizer begins texts, a conversation as the model's own template writes it."""
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from meshtrain.data.chat import Unfit
+from meshtrain.data.chat import Unfit, messages_of
 from meshtrain.data.template import ChatTemplate, TemplateText
 from meshtrain.data.tokenizer import ChatTokenizer, FileTokenizer
 from meshtrain.errors import ConfigError
@@ -32,8 +31,8 @@ class Conversations:
         self._lock = threading.Lock()
         self._template: ChatTemplate | None = ChatTemplate(found, now)
 
-    def text(self, messages: Sequence[dict[str, Any]], tools: Any = None, prompt: bool = True) -> str:
-        """What the template makes of messages (OpenAI's form), with `prompt` up to the beginning of an answer.
+    def text(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = True) -> str:
+        """What the template makes of a list of messages, with `prompt` up to the beginning of an answer.
 
         ConfigError for messages that it does not take, and for what it may not do.
         """
@@ -41,7 +40,9 @@ class Conversations:
             if self._template is None:
                 self._template = ChatTemplate(self.found, self._now)
             try:
-                texts, _ = self._template.render(messages, tools, [(len(messages), prompt)], "")
+                texts, _ = self._template.render(
+                    messages_of(messages, "messages"), tools, [(len(messages), prompt)], ""
+                )
             except Unfit as error:
                 raise ConfigError(
                     f"the chat template {self.found.name} does not take these messages {error.detail}."
@@ -51,7 +52,7 @@ class Conversations:
                 raise
         return texts[0]
 
-    def tokens(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> np.ndarray:
+    def tokens(self, messages: list[dict[str, Any]], tools: Any = None) -> np.ndarray:
         """The prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so that none is put before it."""
         found = self._tokenizer.encode([self.text(messages, tools)])[0]
         return found.astype(np.int32)
