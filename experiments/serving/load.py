@@ -13,13 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import openai
 import psutil
 
-from experiments.serving.servers import Server, made_run, servers, serving
+from experiments.serving.servers import LENGTH, SLOTS, Server, made_run, servers, serving
 from meshtrain.pictures.picture import columns
 
 AT_ONCE = 8
@@ -76,7 +77,7 @@ class Client:
                     tokens = piece.usage.completion_tokens
                 for choice in piece.choices:
                     text, finish = text + choice.text, choice.finish_reason or finish
-        between = tuple(b - a for a, b in zip(arrived, arrived[1:], strict=False))
+        between = tuple(b - a for a, b in pairwise(arrived))
         return Answer(arrived[0] - began, between, time.monotonic() - began, tokens, text, finish)
 
 
@@ -137,8 +138,30 @@ def measure(work: Path, requests: int, leaving: int, short: int) -> Figures:
 
 
 def engine_rate(run: Path, prompts: Sequence[str]) -> float:
-    """Tokens a second of the same requests, as many at once, in this process."""
-    raise NotImplementedError
+    """Tokens a second of the same requests, as many at once, by an engine in this process."""
+    from meshtrain.generate.engine import Engine
+    from meshtrain.generate.opened import open_model
+    from meshtrain.generate.prompts import of_text
+    from meshtrain.generate.request import Piece, Request
+
+    opened = open_model(run, length=LENGTH, slots=SLOTS)
+    with Engine(opened, SLOTS, LENGTH) as engine:
+
+        def ask(prompt: str) -> Answer:
+            began, over, last = time.monotonic(), threading.Event(), []
+
+            def listen(piece: Piece) -> None:
+                if piece.finish is not None:
+                    last.append(piece)
+                    over.set()
+
+            engine.submit(Request(of_text(opened.tokenizer, prompt), TOKENS), listen)
+            over.wait()
+            return Answer(0.0, (), time.monotonic() - began, last[0].tokens, "", last[0].finish or "")
+
+        all_of([lambda prompt=prompt: ask(prompt) for prompt in PROMPTS])  # compiles
+        answers, seconds = all_of([lambda prompt=prompt: ask(prompt) for prompt in prompts])
+    return sum(answer.tokens for answer in answers) / seconds
 
 
 def table(figures: Figures) -> str:

@@ -24,6 +24,9 @@ RUN = (
     "--set", "mesh.pipeline=1", "--set", "run.fake_devices=1",
 )  # fmt: skip
 
+# Servers that are started again find their programs compiled.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
 # The command line of a server, by its port.
 Command = Callable[[int], Sequence[str]]
 
@@ -32,7 +35,7 @@ def made_run(work: Path) -> Path:
     """The run directory of a small model with the tokenizer byte."""
     run = work / "small"
     command = [sys.executable, "-m", "meshtrain.train", *RUN, "--set", f"run.directory={run}"]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
     return run
 
 
@@ -52,7 +55,8 @@ class Server:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment())
+            environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": str(self._log.parent / "compiled")}
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
 
     def send(self, number: int) -> None:
         self.process.send_signal(number)
@@ -111,11 +115,6 @@ def status(url: str) -> int | None:
         return error.code
     except OSError:
         return None
-
-
-def environment() -> dict[str, str]:
-    # Their own processes share two cores with others: none of them may take both.
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def free_port() -> int:
