@@ -45,7 +45,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("run", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
     add("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1: this machine alone)")
     add("--port", type=_port, default=8000, help="0: any that is free (8000)")
-    add("--name", help="what clients call the model (the directory's name)")
+    add("--name", help="what clients call the model (that of its run)")
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once (8)")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (the model's)")
     add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429 (64)")  # fmt: skip

@@ -6,7 +6,7 @@ asked for, and taken where a client spells out that it does not want it (n-gram 
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshtrain.generate.request import MOST_LIKELY, Sampling
@@ -31,7 +31,7 @@ class Asked:
     tools: Any = None
     n: int = 1  # answers to each prompt
     most: int | None = None  # tokens of an answer; None: as many as there is room for
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     repeatable: bool = False  # the same again would get the same answer
     stop: tuple[str, ...] = ()
     ignore_ends: bool = False

@@ -1,7 +1,6 @@
 """A server from its first line to its exit code: the port is open at once, and a thread loads the model."""
 
 import argparse
-import os
 import threading
 import time
 
@@ -22,8 +21,7 @@ def run(options: argparse.Namespace) -> int:
     door = listening(options.host, options.port)
     seconds = CACHE_SECONDS if options.cache_seconds is None else options.cache_seconds
     service = Service(
-        # the directory's name, of . too
-        options.name or os.path.basename(os.path.realpath(options.run)),
+        options.name or str(options.run),
         options.queue,
         options.key,
         request_timeout=options.request_timeout,
@@ -51,13 +49,15 @@ class Loading(threading.Thread):
     def run(self) -> None:
         begun = time.monotonic()
         try:
-            self._service.served = served(self._options, self._service.name)
+            found = served(self._options)
+            self._service.name = found.name
+            self._service.served = found
         # of whatever kind: the main thread says it
         except BaseException as error:
             self._error = error
             self._server.should_exit = True
         else:
-            say(f"ready after {time.monotonic() - begun:.1f} s.")
+            say(f"{short(found.name)} is ready after {time.monotonic() - begun:.1f} s.")
 
     def ended(self) -> int:
         """The exit code, once the port is closed; raises what went wrong."""
@@ -71,8 +71,8 @@ class Loading(threading.Thread):
         return DONE
 
 
-def served(options: argparse.Namespace, name: str) -> Served:
-    """The model that a command line asks for, with its engine running."""
+def served(options: argparse.Namespace) -> Served:
+    """The model that a command line asks for, with its engine running; by default under the name of its run."""
     opened = open_model(
         options.run,
         mesh=options.mesh,
@@ -83,4 +83,4 @@ def served(options: argparse.Namespace, name: str) -> Served:
         slots=options.slots,
     )
     engine = Engine(opened, options.slots, options.length, options.queue)
-    return Served(name, engine.start())
+    return Served(options.name or opened.name, engine.start())

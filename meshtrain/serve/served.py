@@ -46,7 +46,7 @@ class Served:
     def _conversation(self, asked: Asked) -> np.ndarray:
         template = self._opened.template
         if template is None:
-            raise Refused(400, "this model has no chat template; ask /v1/completions.", "messages", "no_chat_template")
+            raise Refused(400, f"{self._opened.without} /v1/completions takes texts.", "messages", "no_chat_template")
         if asked.tools and "tools" not in template.found.text:
             raise Refused(400, "this model's chat template knows of no tools; leave them out.", "tools", "unsupported")
         try:
