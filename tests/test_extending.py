@@ -130,7 +130,7 @@ def test_an_optimizer_is_one_entry(register):
 
 def test_what_is_registered_is_named_where_a_word_is_wrong(register):
     register(FAMILIES, Family("gemini", True, "rotary", False, "gelu", False, False, lambda d_model: d_model))
-    with pytest.raises(mt.ConfigError, match="gemma3, gemini; did you mean gemini"):
+    with pytest.raises(mt.ConfigError, match="vit, gemini; did you mean gemini"):
         config({}, model={"family": "gemin1"})
     with pytest.raises(ValueError, match="gemini is registered already"):
         FAMILIES.register(Family("gemini", True, "learned", False, "gelu", False, False, lambda d_model: d_model))
