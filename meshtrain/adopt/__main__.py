@@ -18,6 +18,7 @@ from meshtrain.adopt.mapping import Source, layers, rows
 from meshtrain.adopt.theirs import config_of
 from meshtrain.adopt.writing import DTYPES, export, export_adapter
 from meshtrain.cli import DONE, Parser, command, step, whole_number
+from meshtrain.config.model import positions_of
 from meshtrain.config.theirs import section_of
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.model.weights import adapters, parameters, weights
@@ -157,7 +158,7 @@ def _written(options: argparse.Namespace, found: Opened, source: Source) -> int:
             )
     export(found.config, source, options.directory, dtype, tokenizer, found.theirs)
     print(f"{short(options.directory)}: {parameters(found.config.model):,} parameters in {dtype}{_of_step(found)}")
-    if not tokenizer:
+    if not tokenizer and not positions_of(found.config.model):
         say(
             f"no tokenizer was found beside the weights, so {short(options.directory)} has none; --tokenizer DIR takes one."
         )

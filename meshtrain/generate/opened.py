@@ -9,7 +9,7 @@ RUN, checkpoints/12, an import, HF_DIR ── config ──► which mesh ──
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ class Opened:
     name: str
     length: int = USUAL  # positions of a slot unless others are asked for
     longest: int = USUAL  # positions that the model was made for: learned, or as long as what it was trained on
-    marked: ChatTokenizer = ByteTokenizer()  # of what a chat template has made: special tokens in it are themselves
+    # of what a chat template has made: special tokens in it are themselves
+    marked: ChatTokenizer = field(default_factory=ByteTokenizer)
     without: str = "the model has no chat template."  # why there is no template, where there is none
 
 
