@@ -113,7 +113,7 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "legal are data and tensor" in refused(theirs, mesh="rows=2")
     assert "without stages" in refused(theirs, mesh="pipeline=2")
     assert "does not divide 1 slots" in refused(theirs, mesh="data=2")
-    assert refused(theirs, precision="float8") == "the precision 'float8' is none to compute in; did you mean float16?"
+    assert refused(theirs, precision="float8") == "the precision 'float8' is none to compute in; did you mean float32?"
     assert refused(theirs, precision="int4").endswith("is none to compute in; legal are float32, bfloat16, float16.")
     (copied / "tokenizer.json").rename(copied / "tokenizer.model")
     assert "is a tokenizer.model, but no tokenizer.json" in refused(copied)
