@@ -1,6 +1,5 @@
 """The routes: OpenAI's objects, the key, and what is refused before a route sees it."""
 
-
 import pytest
 from fake_decoding import continuation, saying
 from fake_serving import fake
