@@ -1,10 +1,10 @@
 """The port, and how the server ends: first it says so, then it finishes, then it closes.
 
-    SIGTERM      /health 503, requests still taken      no more taken, what runs is finished       what still runs is told
-       └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the port closes
+    SIGTERM      /health 503, requests still taken      the port closes, what runs is finished     what still runs is told
+       └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the process ends
 
-A balancer that asks /health sends requests elsewhere by the end of `notice`, so that none meets a closed door. Ctrl-C gives no notice. A
-second signal ends the process at once.
+A balancer that asks /health sends requests elsewhere by the end of `notice`; one that asks nothing finds no connection then, and tries
+another server. Ctrl-C gives no notice. A second signal ends the process at once.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshtrain.cli import STOPPED
 from meshtrain.errors import ConfigError, refusal, say
@@ -27,7 +28,9 @@ from meshtrain.serve.service import Service
 
 # Seconds after which the system gives up a client that takes nothing of what was written to it.
 STALLED = 60
-KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than balancers do, so that it is they who close it
+KEEP_ALIVE = (
+    75  # seconds that a connection without a request is kept: longer than balancers do, so that it is they who close it
+)
 CLOSING = 5  # seconds for the last bytes, when all is told
 
 
@@ -61,13 +64,31 @@ def is_loopback(found: socket.socket) -> bool:
     return ipaddress.ip_address(found.getsockname()[0].partition("%")[0]).is_loopback
 
 
+class Connection(H11Protocol):
+    """Of uvicorn, but for a client that is given so long for a whole head, not for each byte of it: many that crawl would take every connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        # without what stops the clock
+        self.conn.receive_data(data)
+        self.handle_events()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unset_keepalive_if_required()
+
+
 class Server(uvicorn.Server):
     """`notice`, `patience`: seconds, see above."""
 
     def __init__(self, app: ASGIApp, service: Service, notice: float, patience: float, access_log: bool) -> None:
         super().__init__(
             uvicorn.Config(
-                app, http="h11", ws="none", lifespan="off", log_config=None, access_log=access_log, server_header=False,
+                app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=access_log, server_header=False,
                 timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=CLOSING,
             )
         )  # fmt: skip
@@ -106,6 +127,8 @@ class Server(uvicorn.Server):
         say(f"ending: {many} request{'' if many == 1 else 's'} to finish; a second signal ends at once.")
         await asyncio.sleep(notice)
         service.closed = True
+        for door in self.servers:
+            door.close()
         until = time.monotonic() + self._patience
         while service.open_requests and time.monotonic() < until:
             await asyncio.sleep(0.05)
