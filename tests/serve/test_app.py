@@ -1,11 +1,10 @@
 """The routes: OpenAI's objects, the key, and what is refused before a route sees it."""
 
-import json
 import threading
 
 import pytest
-from fake_decoding import continuation, letters, saying
-from fake_serving import fake, until
+from fake_decoding import continuation, saying
+from fake_serving import fake
 
 from meshtrain.generate.request import Sampling
 
