@@ -13,9 +13,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 SLOTS, QUEUE, LENGTH = 4, 8, 256
-# Forked from one process that has imported all of it.
+# Forked from one process that has imported what takes long.
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["fake_serving"])
+FORKED.set_forkserver_preload(["meshtrain.serve.app", "meshtrain.serve.listening", "starlette.testclient"])
 
 
 class FakeProcess:
@@ -60,12 +60,12 @@ class FakeProcess:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
-    def said(self, request: bytes) -> bytes:
-        """All that comes back of some bytes until the server closes, or says nothing for a second."""
+    def said(self, request: bytes, patience: float = 20.0) -> bytes:
+        """All that comes back of some bytes until the server closes, or says nothing for so many seconds."""
         with self.connect() as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(request)
-            return rest(connection, 1.0)
+            return rest(connection, patience)
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid or 0, number)
@@ -132,7 +132,9 @@ def _serve(
         service, served = made.service, made.service.served
         if loading:
             service.served = None
-            threading.Timer(loading, lambda: setattr(service, "served", served)).start()
+            loaded = threading.Timer(loading, lambda: setattr(service, "served", served))
+            loaded.daemon = True
+            loaded.start()
         door = listening.listening("127.0.0.1", port)
         listening.Server(application(service), service, notice, drain, access_log=False).run(sockets=[door])
         service.served = served

@@ -69,7 +69,7 @@ NO_HTTP = {
 
 @pytest.mark.parametrize("name", NO_HTTP)
 def test_what_is_no_http_is_refused(server, name):
-    said = server.said(NO_HTTP[name])
+    said = server.said(NO_HTTP[name], patience=0.5)
     assert code(said) in (0, *range(400, 500)), said[:200]
 
 
