@@ -1,7 +1,8 @@
 """The words that `data.source` takes beside a path: each kind of source is one entry, and nobody asks for one by its name.
 
     stdlib      the Python files of the standard library: documents
-    synthetic   random tokens from the seed, for benchmarks: rows, of which no document is made
+    synthetic   random tokens or images from the seed, for benchmarks: rows, of which no document is made
+    digits      scikit-learn's images of digits
 
 A kind from outside: `SOURCES.register(SourceKind("mine", documents=function))` before the config is loaded.
 """
@@ -18,21 +19,33 @@ MIXTURE = "mixture"  # data.source where data.mixture names the sources
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A word, and which of two functions opens what it names.
+    """A word, and which functions open what it names.
 
     documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.opened.Source`; they can be batched in every way, mixed and held out.
     rows: (config: Config, split: str) -> `data.batches.EpochRows`; they are drawn: nothing is read, so nothing has a digest.
+    images: (config: Config) -> `data.images.source.ImageSource`, for a family of images.
     """
 
     name: str
     documents: Callable[..., Any] | None = None
     rows: Callable[..., Any] | None = None
+    images: Callable[..., Any] | None = None
     of_python: bool = False  # another version of Python has other content
 
 
 def has_documents(source: str) -> bool:
     """Whether what `data.source` or an entry of `data.mixture` names is made of documents, as every path is."""
     return source not in SOURCES or SOURCES[source].documents is not None
+
+
+def has_text(source: str) -> bool:
+    """Whether what `data.source` names may be text: documents, or rows of tokens."""
+    return has_documents(source) or SOURCES[source].rows is not None
+
+
+def has_images(source: str) -> bool:
+    """Whether what `data.source` names may be images: a path is found out about when it is opened."""
+    return source not in SOURCES or SOURCES[source].images is not None
 
 
 def _late(function: str) -> Callable[..., Any]:
@@ -42,5 +55,10 @@ def _late(function: str) -> Callable[..., Any]:
 
 SOURCES = Registry(
     SourceKind("stdlib", documents=_late("meshtrain.data.stdlib:open_stdlib"), of_python=True),
-    SourceKind("synthetic", rows=_late("meshtrain.data.synthetic:SyntheticRows")),
+    SourceKind(
+        "synthetic",
+        rows=_late("meshtrain.data.synthetic:SyntheticRows"),
+        images=_late("meshtrain.data.images.synthetic:synthetic_images"),
+    ),
+    SourceKind("digits", images=_late("meshtrain.data.images.digits:open_digits")),
 )

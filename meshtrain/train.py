@@ -27,7 +27,7 @@ from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
 from meshtrain.compat import meet
 from meshtrain.config import Config, ConfigError, load, to_yaml
-from meshtrain.data import Loader, TextBatches, in_epochs, open_data
+from meshtrain.data import Loader, SplitBatches, in_epochs, open_data
 from meshtrain.data.digests import digests
 from meshtrain.errors import say
 from meshtrain.given import a_config
@@ -152,7 +152,7 @@ class Loop:
     def __init__(
         self,
         program: Program,
-        data: TextBatches,
+        data: SplitBatches,
         evaluation: Evaluation,
         checkpointer: Checkpointer,
         report: Reporter,

@@ -1,4 +1,4 @@
-"""Our logits, loss and gradients beside those of transformers, float32, on random tiny models of every family.
+"""Our logits, loss and gradients beside those of transformers, float32, on random tiny models of every family, of images too.
 
     pip install -e '.[parity]' && python -m experiments.adopt.parity
 
@@ -7,7 +7,9 @@ each weight's largest.
 """
 
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,10 +18,11 @@ import numpy as np
 import torch
 import transformers as hf
 from flax import nnx
+from safetensors.numpy import load_file
 
 from meshtrain.adopt.mapping import layers, rows, whole
 from meshtrain.config import load
-from meshtrain.config.model import ModelConfig
+from meshtrain.config.model import ModelConfig, positions_of
 from meshtrain.config.theirs import model_section
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import weights
@@ -62,6 +65,15 @@ def models() -> Iterator[tuple[str, Any]]:
     gpt2 = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=WORDS, n_positions=128, initializer_range=0.2)
     none = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     yield "GPT-2", hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **none, attn_implementation="eager"))
+    vit = dict(
+        hidden_size=60, num_hidden_layers=LAYERS, num_attention_heads=3, intermediate_size=HIDDEN, initializer_range=0.2, num_labels=11,
+        attn_implementation="eager",
+    )  # fmt: skip
+    yield "ViT, 9 patches of 5 x 5", hf.ViTForImageClassification(hf.ViTConfig(**vit, image_size=15, patch_size=5))
+    yield (
+        "ViT, grey, no bias of q, k, v",
+        hf.ViTForImageClassification(hf.ViTConfig(**vit, image_size=21, patch_size=3, num_channels=1, qkv_bias=False)),
+    )
 
 
 def randomise(model: Any) -> None:
@@ -103,15 +115,41 @@ def tree(found: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def numbers(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
-    return {n: (p.grad if gradients else p).detach().numpy() for n, p in model.named_parameters()}
+    """By their names in files, which in memory may be others."""
+    parameters = list(model.parameters())
+    held = [p.data for p in parameters]
+    with tempfile.TemporaryDirectory() as directory:
+        for p in parameters:
+            p.data = p.grad if gradients else p.data
+        model.save_pretrained(directory)
+        for p, data in zip(parameters, held, strict=True):
+            p.data = data
+        return load_file(Path(directory) / "model.safetensors")
+
+
+def of_text(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """What our model reads, the labels of its first logits, and what theirs makes of them."""
+    tokens = np.random.default_rng(0).integers(0, WORDS, (2, LENGTH))
+    return tokens, tokens[:, 1:], theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
+
+
+def of_images(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Likewise of pixels, which theirs reads as [B, C, H, W]."""
+    side, patch, channels = (getattr(theirs.config, name) for name in ("image_size", "patch_size", "num_channels"))
+    random = np.random.default_rng(0)
+    pixels = random.standard_normal((3, side // patch, patch, side // patch, patch, channels), np.float32)
+    labels = random.integers(0, theirs.config.num_labels, (3, 1))
+    patches = pixels.transpose(0, 1, 3, 2, 4, 5).reshape(3, (side // patch) ** 2, -1)
+    image = pixels.reshape(3, side, side, channels).transpose(0, 3, 1, 2)
+    return patches, labels, theirs(torch.tensor(image), labels=torch.tensor(labels[:, 0]))
 
 
 def compared(theirs: Any) -> tuple[float, float, float, str]:
     """Largest difference of logits, difference of losses, worst relative gradient and its weight."""
-    given = theirs.config.to_dict()
-    config = load({"model": model_section(given, "config.json"), "train": {"sequence_length": LENGTH}})
-    tokens = np.random.default_rng(0).integers(0, WORDS, (2, LENGTH))
-    result = theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
+    section = model_section(theirs.config.to_dict() | {"architectures": [type(theirs).__name__]}, "config.json")
+    of_it = {"data": {"source": "synthetic"}} if section["family"] == "vit" else {"train": {"sequence_length": LENGTH}}
+    config = load({"model": section, **of_it})
+    given, labels, result = (of_images if positions_of(config.model) else of_text)(theirs)
     result.loss.backward()
     decoder = nnx.eval_shape(lambda: Decoder(config.model, nnx.Rngs(0)))
     graph, _ = nnx.split(decoder)
@@ -119,9 +157,9 @@ def compared(theirs: Any) -> tuple[float, float, float, str]:
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
         state = nnx.state(decoder)
         nnx.replace_by_pure_dict(state, params)
-        logits = nnx.merge(graph, state)(jnp.asarray(tokens))
-        log_p = jax.nn.log_softmax(logits[:, :-1])
-        return -jnp.mean(jnp.take_along_axis(log_p, jnp.asarray(tokens)[:, 1:, None], -1)), logits
+        logits = nnx.merge(graph, state)(jnp.asarray(given))
+        log_p = jax.nn.log_softmax(logits[:, : labels.shape[1]])
+        return -jnp.mean(jnp.take_along_axis(log_p, jnp.asarray(labels)[..., None], -1)), logits
 
     params = tree(ours(config.model, numbers(theirs)))
     (value, logits), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -132,11 +170,12 @@ def compared(theirs: Any) -> tuple[float, float, float, str]:
         # a key's bias has no gradient in theory: noise over noise
         if off > worst and path[-1].key != "k_bias":
             worst, where = off, ".".join(p.key for p in path)
-    off = np.abs(np.asarray(logits) - result.logits.detach().numpy()).max()
+    off = np.abs(np.asarray(logits).reshape(result.logits.shape) - result.logits.detach().numpy()).max()
     return float(off), abs(float(value) - result.loss.item()), worst, where
 
 
 def main() -> int:
+    hf.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     good = True

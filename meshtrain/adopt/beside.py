@@ -28,6 +28,7 @@ TOKENIZER = (
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What a config.json says that the section model does not.
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+LABELS = ("id2label", "label2id")  # the same, where there are as many classes as before
 
 
 def keep(directory: Path, to: Path) -> None:
@@ -121,4 +122,6 @@ def written_config(given: dict[str, Any], theirs: Mapping[str, Any]) -> str:
     carried = {key: theirs[key] for key in CARRIED if theirs.get(key) is not None}
     if "max_position_embeddings" in given and "max_position_embeddings" in carried:
         carried["max_position_embeddings"] = max(carried["max_position_embeddings"], given["max_position_embeddings"])
+    if len(theirs.get("id2label") or ()) == len(given.get("id2label", ())):
+        carried |= {key: theirs[key] for key in LABELS if key in theirs and key in given}
     return json.dumps(given | carried, indent=2) + "\n"

@@ -29,8 +29,14 @@ from meshtrain.parallel.placement import Placed
 Tree = Any
 Index = tuple[slice, ...]
 PIECE = 2 << 20  # bytes read at a time, which cost three times as many while they are cut out, cast and copied
-# What transformers also writes, and what follows from the config.
-DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# What transformers also writes: what follows from the config, and ViT's pooler, which its classes of images never read.
+PASSED_OVER = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    "vit.pooler.dense.weight",
+    "vit.pooler.dense.bias",
+)
 
 
 def check(model: ModelConfig, files: Files) -> None:
@@ -52,7 +58,7 @@ def check(model: ModelConfig, files: Files) -> None:
                 )
     if model.tied_head and "lm_head.weight" in files.names:
         _check_tied(files, named["embedding.tokens"].theirs)
-    left = [name for name in files.names if name not in used and not name.endswith(DERIVED)]
+    left = [name for name in files.names if name not in used and not name.endswith(PASSED_OVER)]
     if left:
         raise ConfigError(
             f"{short(files.directory)} has {short(left[0])}, for which this model has no place ({len(left)} such)."

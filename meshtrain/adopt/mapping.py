@@ -4,6 +4,7 @@
     plain      as ours, heads and their widths in one axis      [H, K], [D] ...
     linear     [out, in] (torch.nn.Linear): transposed          [in, out], the heads' side cut into [H, K]
     third k    [in, 3 out] (GPT-2's Conv1D): the k-th third     [in, H, K]
+    Patches    [out, channel, row, column] (torch.nn.Conv2d)    [(row, column, channel), out]
 
 RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has them otherwise).
 No JAX: `meshtrain.adopt.files` reads boxes of these, `meshtrain.adopt.writing` writes them.
@@ -33,6 +34,7 @@ class Row:
     theirs: str
     way: Way = "plain"
     third: int = 0
+    ones: int = 0  # of the way plain: dimensions of size 1 that theirs has before
 
     def name(self, layer: int | None) -> str:
         """Their name, of one layer where it is stacked."""
@@ -43,7 +45,7 @@ class Row:
         *inner, last = (math.prod(side) for side in sides(weight))
         if self.way == "third":
             last *= 3
-        return (last, *inner) if self.way == "linear" else (*inner, last)
+        return (last, *inner) if self.way == "linear" else (1,) * self.ones + (*inner, last)
 
     def box(self, weight: Weight, box: Box) -> Box:
         """The slices of their tensor that hold a box of our weight; `cut` takes it out of what they choose."""
@@ -55,7 +57,7 @@ class Row:
         if self.way == "third":
             before = self.third * math.prod(sides(weight)[-1])
             found[-1] = slice(before + found[-1].start, before + found[-1].stop)
-        return tuple(reversed(found)) if self.way == "linear" else tuple(found)
+        return tuple(reversed(found)) if self.way == "linear" else (slice(0, 1),) * self.ones + tuple(found)
 
     def first(self, weight: Weight) -> int:
         """Our dimension that is the outer one of theirs: boxes along it lie in one piece of their file."""
@@ -74,7 +76,32 @@ class Row:
     def made(self, weight: Weight, ours: np.ndarray) -> np.ndarray:
         """Their tensor of one layer's whole weight; of thirds this one alone."""
         array = ours.reshape([math.prod(side) for side in sides(weight)])
-        return array.T if self.way == "linear" else array
+        return array.T if self.way == "linear" else array.reshape((1,) * self.ones + array.shape)
+
+
+@dataclass(frozen=True)
+class Patches(Row):
+    """The embedding of patches of so many pixels in height and width: their convolution, whose stride is its width, as a product."""
+
+    size: int = 0
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        (_, numbers), (_, width) = weight.dims
+        return (width, numbers // self.size**2, self.size, self.size)
+
+    def box(self, weight: Weight, box: Box) -> Box:
+        """All of each kernel: a box of the numbers of a patch is none of theirs."""
+        return (box[1], *(slice(0, n) for n in self.shape(weight)[1:]))
+
+    def first(self, weight: Weight) -> int:
+        return 1
+
+    def cut(self, weight: Weight, box: Box, theirs: np.ndarray) -> np.ndarray:
+        return theirs.transpose(2, 3, 1, 0).reshape(-1, len(theirs))[box[0]]
+
+    def made(self, weight: Weight, ours: np.ndarray) -> np.ndarray:
+        width, channels, rows, columns = self.shape(weight)
+        return ours.reshape(rows, columns, channels, width).transpose(3, 2, 0, 1)
 
 
 def sides(weight: Weight) -> list[list[int]]:
@@ -90,7 +117,11 @@ def sides(weight: Weight) -> list[list[int]]:
 def rows(model: ModelConfig) -> dict[str, Row]:
     """By our names, of a resolved config's model."""
     family = FAMILIES[model.family]
-    found = {row.ours: row for row in (_gpt2() if family.positions == "learned" else _llama(model.post_norms))}
+    if family.images:
+        named = _vit(model.patch_size)
+    else:
+        named = _gpt2() if family.positions == "learned" else _llama(model.post_norms)
+    found = {row.ours: row for row in named}
     return {weight.name: found[weight.name] for weight in weights(model)}
 
 
@@ -134,6 +165,29 @@ def _gpt2() -> Iterator[Row]:
     yield Row("head.norm.scale", "transformer.ln_f.weight")
     yield Row("head.norm.bias", "transformer.ln_f.bias")
     yield Row("head.weight", "lm_head.weight", "linear")
+
+
+def _vit(patch_size: int) -> Iterator[Row]:
+    """ViTForImageClassification: the names in its files, which transformers 4 has in memory too, and 5 others."""
+    layer = "vit.encoder.layer.{}."
+    embeddings = "vit.embeddings."
+    yield Patches("embedding.patches", f"{embeddings}patch_embeddings.projection.weight", size=patch_size)
+    yield Row("embedding.bias", f"{embeddings}patch_embeddings.projection.bias")
+    yield Row("embedding.class_token", f"{embeddings}cls_token", ones=2)
+    yield Row("embedding.positions", f"{embeddings}position_embeddings", ones=1)
+    for ours, theirs in (("attention_norm", "layernorm_before"), ("mlp_norm", "layernorm_after")):
+        yield Row(f"blocks.{ours}.scale", f"{layer}{theirs}.weight")
+        yield Row(f"blocks.{ours}.bias", f"{layer}{theirs}.bias")
+    for ours, theirs in (
+        ("attention.q", "attention.attention.query"), ("attention.k", "attention.attention.key"), ("attention.v", "attention.attention.value"),
+        ("attention.out", "attention.output.dense"), ("mlp.up", "intermediate.dense"), ("mlp.down", "output.dense"),
+    ):  # fmt: skip
+        yield Row(f"blocks.{ours}", f"{layer}{theirs}.weight", "linear")
+        yield Row(f"blocks.{ours}_bias", f"{layer}{theirs}.bias")
+    yield Row("head.norm.scale", "vit.layernorm.weight")
+    yield Row("head.norm.bias", "vit.layernorm.bias")
+    yield Row("head.weight", "classifier.weight", "linear")
+    yield Row("head.bias", "classifier.bias")
 
 
 def whole(weight: Weight) -> Box:

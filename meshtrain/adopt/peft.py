@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from meshtrain.adopt.mapping import Source, rows
-from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig
+from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig, positions_of
+from meshtrain.errors import ConfigError
 from meshtrain.model.weights import Weight, adapted, adapters, lora_scale, weights
 
 CONFIG, STEM = "adapter_config.json", "adapter_model"
@@ -36,7 +37,11 @@ class Module:
 
 
 def modules(model: ModelConfig) -> list[Module]:
-    """Those of a resolved config's model, in the order in which a layer has them."""
+    """Those of a resolved config's model, in the order in which a layer has them; ConfigError where PEFT has no name for them."""
+    if positions_of(model):
+        raise ConfigError(
+            f"adapters of {model.family} are not exchanged with PEFT: transformers 4 and 5 call its modules differently; merge them, and export that."
+        )
     named, found = rows(model), dict[str, list[Weight]]()
     base = {projection(weight): weight for weight in weights(model) if projection(weight)}
     for name in filter(base.__contains__, PROJECTIONS):

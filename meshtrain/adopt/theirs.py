@@ -3,10 +3,11 @@
 transformers 4 reads `rope_theta` and `rope_scaling`, 5 reads `rope_parameters`: both are written. No JAX.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshtrain.adopt import preprocessor
 from meshtrain.adopt.exportable import check_exportable
 from meshtrain.config import Config, load
 from meshtrain.config.follow import put
@@ -14,6 +15,7 @@ from meshtrain.config.model import ModelConfig
 from meshtrain.config.theirs import (
     ARCHITECTURES,
     CONFIG,
+    FAMILY_OF,
     FUNCTIONS,
     MODEL_TYPES,
     ROPES,
@@ -22,13 +24,16 @@ from meshtrain.config.theirs import (
     read_json,
 )
 from meshtrain.errors import ConfigError, short
+from meshtrain.families import FAMILIES
+
+THEIR_FUNCTIONS = {ours: theirs for theirs, ours in reversed(FUNCTIONS.items())}
 
 
 def config_json(model: ModelConfig, length: int, dtype: str) -> dict[str, Any]:
     """config.json of a resolved config's model, trained on sequences of `length` tokens; ConfigError where no class of theirs holds it."""
     check_exportable(model)
     kind = model.family
-    functions = {ours: theirs for theirs, ours in reversed(FUNCTIONS.items())}
+    functions = dict(THEIR_FUNCTIONS)
     common = {
         "model_type": MODEL_TYPES[kind], "architectures": [ARCHITECTURES[kind]], "vocab_size": model.vocab_size, "tie_word_embeddings": model.tied_head,
         "dtype": dtype, "torch_dtype": dtype,
@@ -38,6 +43,8 @@ def config_json(model: ModelConfig, length: int, dtype: str) -> dict[str, Any]:
             "n_layer": model.layers, "n_embd": model.d_model, "n_head": model.heads, "n_inner": model.d_ff, "n_positions": model.max_positions,
             "n_ctx": model.max_positions, "layer_norm_epsilon": model.norm_eps, "activation_function": functions[model.activation],
         }  # fmt: skip
+    if kind == "vit":
+        return _of_images(model, dtype)
     stretched = model.rope_original if model.rope_scaling in ("llama3", "yarn") else 0
     window = {"sliding_window": model.window or None}
     if kind.startswith("qwen"):
@@ -50,6 +57,17 @@ def config_json(model: ModelConfig, length: int, dtype: str) -> dict[str, Any]:
         "num_hidden_layers": model.layers, "hidden_size": model.d_model, "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim, "intermediate_size": model.d_ff, "rms_norm_eps": model.norm_eps, "hidden_act": functions[model.activation],
         "max_position_embeddings": max(length, round(stretched * model.rope_factor)),
+    }  # fmt: skip
+
+
+def _of_images(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    labels = [f"LABEL_{i}" for i in range(model.vocab_size)]
+    return {
+        "model_type": MODEL_TYPES["vit"], "architectures": [ARCHITECTURES["vit"]], "dtype": dtype, "torch_dtype": dtype,
+        "num_hidden_layers": model.layers, "hidden_size": model.d_model, "num_attention_heads": model.heads, "intermediate_size": model.d_ff,
+        "hidden_act": THEIR_FUNCTIONS[model.activation], "layer_norm_eps": model.norm_eps, "qkv_bias": model.qkv_bias,
+        "image_size": model.image_size, "patch_size": model.patch_size, "num_channels": model.channels,
+        "id2label": {str(i): label for i, label in enumerate(labels)}, "label2id": {label: i for i, label in enumerate(labels)},
     }  # fmt: skip
 
 
@@ -93,9 +111,18 @@ def config_of(directory: Path, source: Path | None = None, overrides: Sequence[s
     if not is_theirs(directory):
         raise ConfigError(f"{short(directory)} has no config.json; give a directory of Hugging Face's.")
     given = read_json(directory / CONFIG)
-    longest = given.get("max_position_embeddings") or given.get("n_positions")
-    length = min(longest, 256) if isinstance(longest, int) and longest > 0 else 256
-    usual = {"train": {"uneven_batch": "pad", "sequence_length": length}, "parallel": {"zero_stage": 0}}
+    usual = {"parallel": {"zero_stage": 0}} | _of_data(given, directory)
     config = load(source or usual, [*overrides, f"model.weights={directory}"])
     # what it is made from need not be there later
     return put(config, model={"weights": None})
+
+
+def _of_data(given: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """What a config that says nothing of data has: short sequences, or the directory's pixels."""
+    pad = {"uneven_batch": "pad"}
+    family = FAMILY_OF.get(str(given.get("model_type")))
+    if family is not None and FAMILIES[family].images:
+        return {"train": pad, "data": {"source": "synthetic", "images": preprocessor.section(directory)}}
+    longest = given.get("max_position_embeddings") or given.get("n_positions")
+    length = min(longest, 256) if isinstance(longest, int) and longest > 0 else 256
+    return {"train": pad | {"sequence_length": length}}

@@ -1,4 +1,5 @@
-"""Weights of ours as a Hugging Face directory: safetensors in parts with their index, config.json, the tokenizer's files.
+"""Weights of ours as a Hugging Face directory: safetensors in parts with their index, config.json, the tokenizer's files or, of images,
+preprocessor_config.json.
 
     live masters, files ── a layer of a weight ──► host ── cast, their way ──► part 1, 2 ...      aside, and renamed when all of it is there
 
@@ -16,14 +17,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from meshtrain.adopt import beside, peft
+from meshtrain.adopt import beside, peft, preprocessor
 from meshtrain.adopt.aside import written_aside
 from meshtrain.adopt.exportable import check_exportable
 from meshtrain.adopt.files import ENDING, INDEX, SINGLE
 from meshtrain.adopt.mapping import Row, Source, layers, rows
 from meshtrain.adopt.theirs import config_json
 from meshtrain.config import Config
-from meshtrain.config.model import ModelConfig
+from meshtrain.config.model import ModelConfig, positions_of
 from meshtrain.config.theirs import CONFIG
 from meshtrain.errors import ConfigError
 from meshtrain.model.weights import Weight, weights
@@ -57,6 +58,8 @@ def export(
         if aside is not None:
             (aside / CONFIG).write_text(beside.written_config(given, theirs or {}))
             beside.copy_tokenizer(tokenizer or {}, aside)
+            if positions_of(config.model):
+                (aside / preprocessor.PREPROCESSOR).write_text(preprocessor.written(config))
 
 
 def export_adapter(config: Config, source: Source, to: Path, dtype: str, base: str | None) -> None:

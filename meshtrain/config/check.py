@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from meshtrain.config import reduce, telemetry
+from meshtrain.config import images, reduce, telemetry
 from meshtrain.config.follow import followed
 from meshtrain.config.mesh import check as mesh_check
 from meshtrain.config.model import PROJECTIONS
@@ -30,6 +30,7 @@ def check(config: Config) -> None:
     """Raises ConfigError with the first combination of keys of a resolved config that cannot run, and the numbers that could."""
     model, mesh, parallel, train = config.model, config.mesh, config.parallel, config.train
     family = FAMILIES[model.family]
+    images.check(config)
     model_check(model)
     if family.positions == "learned" and model.max_positions < train.sequence_length:
         raise ConfigError(
@@ -48,7 +49,8 @@ def check(config: Config) -> None:
     reduce.check(config)
     _check_batch(config)
     _check_pipeline(config)
-    _check_data(config)
+    if config.data.format != images.IMAGES:
+        _check_data(config)
     _check_remat(config)
     _check_tuning(config)
     if config.eval.patience and not config.eval.every:

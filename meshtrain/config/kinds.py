@@ -10,17 +10,17 @@ KINDS: dict[type, tuple[str, ...]] = {
     int: (
         "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "head_dim",
         "sliding_window", "max_window_layers", "sliding_window_pattern", "max_position_embeddings", "original_max_position_embeddings",
-        "n_layer", "n_embd", "n_head", "n_inner", "n_positions",
+        "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "num_channels", "num_labels",
     ),
     float: (
-        "rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+        "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
         "final_logit_softcapping", "factor", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
     ),
-    bool: ("tie_word_embeddings", "use_sliding_window", "truncate"),
+    bool: ("tie_word_embeddings", "use_sliding_window", "truncate", "qkv_bias"),
     str: ("model_type", "hidden_act", "hidden_activation", "activation_function", "rope_type", "type"),
     list: ("layer_types",),
-    # the last two stand within the first, where layers differ
-    dict: ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention"),
+    # full and sliding attention stand within the first, where layers differ
+    dict: ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "id2label"),
 }  # fmt: skip
 CALLED = {
     int: "a whole number, not negative",

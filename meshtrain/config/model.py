@@ -56,10 +56,6 @@ def check(model: "ModelConfig") -> None:
 
 def _check_images(model: "ModelConfig") -> None:
     family, positions = FAMILIES[model.family], positions_of(model)
-    if model.image_size % model.patch_size:
-        raise ConfigError(
-            f"model.patch_size {model.patch_size} does not divide model.image_size {model.image_size}; legal are {divisors(model.image_size)}."
-        )
     for name in ("tied_head", "scaled_embedding"):
         if getattr(model, name):
             raise ConfigError(

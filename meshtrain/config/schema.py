@@ -159,7 +159,8 @@ class DataConfig:
     source: str = key(
         "stdlib",
         "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or synthetic "
-        "(random tokens, for benchmarks)",
+        "(random tokens, for benchmarks); of images a folder with a folder for each class, arrays (.npz, or a folder of .npy), digits "
+        "(scikit-learn's, 8 x 8), or synthetic",
         resume=CONTENT
     )
     tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", resume=TOKENS)
@@ -176,7 +177,7 @@ class DataConfig:
         "window: sequences that follow one another in the text; packed: whole documents side by side, attention and loss kept within each; "
         "grouped: documents of about equal length together, padded; budget: the same with more rows the shorter they are; conversations "
         "are never cut like window, so there packed stands for it",
-        follows=lambda c: "window" if c.data.format == "text" else "packed", resume=REFUSED
+        follows=lambda c: "packed" if c.data.format in ("chat", "pairs") else "window", resume=REFUSED
     )
     last: Literal["drop", "pad"] = key(
         "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, or pad it", resume=REFUSED

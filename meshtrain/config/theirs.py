@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "vit": "ViTForImageClassification",
 }
 # Their model_type by our family, where it is another: their gemma3 is a text model and a vision tower.
 MODEL_TYPES = {family: family for family in ARCHITECTURES} | {"gemma3": "gemma3_text"}
@@ -77,6 +78,8 @@ def model_section(given: Json, where: str) -> dict[str, Any]:
     family = FAMILY_OF[kind]
     if family == "gpt2":
         section = _gpt2(given, where)
+    elif family == "vit":
+        section = _vit(given, where)
     else:
         section = (_gemma if family.startswith("gemma") else _llama)(family, given, where)
     _refuse(where, given, "quantization_config", None)
@@ -194,6 +197,40 @@ def _gpt2(given: Json, where: str) -> dict[str, Any]:
         "tied_head": given.get("tie_word_embeddings", True),
         "activation": _function(given.get("activation_function", "gelu_new"), where),
     }
+
+
+def _vit(given: Json, where: str) -> dict[str, Any]:
+    """Of images to classes; what a file leaves out is as transformers has it (5.23, configuration_vit)."""
+    classes, found = ARCHITECTURES["vit"], given.get("architectures") or [ARCHITECTURES["vit"]]
+    if found != [classes]:
+        raise ConfigError(
+            f"{where}: architectures {short(found)} has no classes, or more than them; load it with {classes}, and save that."
+        )
+    d_model, heads = _whole(given, "hidden_size", where), _whole(given, "num_attention_heads", where)
+    _refuse(where, given, "head_dim", d_model // heads)
+    return {
+        "layers": _whole(given, "num_hidden_layers", where),
+        "d_model": d_model,
+        "heads": heads,
+        "d_ff": _whole(given, "intermediate_size", where),
+        "vocab_size": len(given.get("id2label") or ()) or given.get("num_labels") or 2,
+        "norm_eps": given.get("layer_norm_eps", 1e-12),
+        "activation": _function(given.get("hidden_act", "gelu"), where),
+        "qkv_bias": given.get("qkv_bias", True),
+        "image_size": _side(given, "image_size", 224, where),
+        "patch_size": _side(given, "patch_size", 16, where),
+        "channels": given.get("num_channels", 3),
+        "pool": "class",
+    }
+
+
+def _side(given: Json, key: str, usual: int, where: str) -> int:
+    """Of a square, which they may give as its height and width."""
+    value = given.get(key, usual)
+    sides = value if isinstance(value, list) else [value]
+    if len(set(map(str, sides))) != 1 or len(sides) > 2:
+        raise ConfigError(f"{where}: {key} {short(value)} is not computed here; it must be a square's.")
+    return _whole({key: sides[0]}, key, where)
 
 
 def _window(kind: str, given: Json, where: str) -> int:

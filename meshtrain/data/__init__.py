@@ -1,4 +1,4 @@
-"""From text to the same global batches on any mesh.
+"""From text, or images, to the same global batches on any mesh.
 
 Batch k of a run is a pure function of the seed and k. So the state of the data is one integer, and a run goes on with any number of
 processes in the order that it would have had: each process computes which rows are its own.
@@ -7,7 +7,8 @@ processes in the order that it would have had: each process computes which rows 
                                                                │ permutation, anew each epoch
     devices ◄──Loader, a thread ahead── rows of this process ◄─┴─ batches: rows of batch k
 
-- `meshtrain.data.from_config`: `open_data`, from a config to `TextBatches`. `meshtrain.data.loader`: `Loader`.
+- `meshtrain.data.from_config`: `open_data`, from a config to the batches of a split (`meshtrain.data.split`). `meshtrain.data.loader`: `Loader`.
+- `meshtrain.data.images`: the same of images.
 - `meshtrain.data.inputs`, `meshtrain.data.formats`, `meshtrain.data.documents`: what is read, as what, in what order.
 - `meshtrain.data.prepare`, `meshtrain.data.unit`: text to shards, in parallel, interrupted and gone on with.
 - `meshtrain.data.chat`, `meshtrain.data.template`, `meshtrain.data.answers`: conversations, what the tokenizer's template makes of them,
@@ -25,5 +26,6 @@ which a bare loop copies their tokens and labels out of a memory map.
 from meshtrain.data.epochs import in_epochs
 from meshtrain.data.from_config import TextBatches, open_data
 from meshtrain.data.loader import Loader
+from meshtrain.data.split import SplitBatches
 
-__all__ = ["Loader", "TextBatches", "in_epochs", "open_data"]
+__all__ = ["Loader", "SplitBatches", "TextBatches", "in_epochs", "open_data"]

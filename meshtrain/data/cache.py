@@ -62,21 +62,21 @@ def _prepare(found: Found, directory: Path, name: str, options: Options) -> None
     if found.left_out:
         log.warning("%s: left out: %s", name, found.describe_left_out())
     workers = 1 if found.size <= INLINE_BYTES else os.cpu_count() or 1
-    manifest = prepare(found.files, directory, options, workers, _progress(name))
+    manifest = prepare(found.files, directory, options, workers, saying("prepared", name))
     if manifest.skipped:
         # That a file is empty surprises nobody: the standard library has some.
         level = logging.DEBUG if set(manifest.skipped) == {"empty"} else logging.WARNING
         log.log(level, "%s: %s; named in %s", name, describe_skipped(manifest.skipped), directory / SKIPPED)
 
 
-def _progress(name: str) -> Callable[[int, int], None]:
-    """Logs now and then how far a long preparation is."""
+def saying(what: str, name: str) -> Callable[[int, int], None]:
+    """Logs now and then how far something long is: how much of the bytes it has prepared."""
     said = time.monotonic()
 
     def progress(done: int, total: int) -> None:
         nonlocal said
         if time.monotonic() - said >= SILENCE:
             said = time.monotonic()
-            log.info("prepared %.0f of %.0f MB of %s", done / 1e6, total / 1e6, name)
+            log.info("%s %.0f of %.0f MB of %s", what, done / 1e6, total / 1e6, name)
 
     return progress

@@ -1,10 +1,10 @@
 """By what a checkpoint knows the data that it was trained on."""
 
 from meshtrain.config import Config
-from meshtrain.data.from_config import TextBatches
+from meshtrain.data.split import SplitBatches
 
 
-def digests(config: Config, data: TextBatches, held_out: TextBatches | None) -> dict[str, str]:
+def digests(config: Config, data: SplitBatches, held_out: SplitBatches | None) -> dict[str, str]:
     """Of what is read; nothing of random tokens, nor of held-out text that is a share of the source."""
     found = {"digest": data.digest}
     if config.data.validation_source is not None and held_out is not None:

@@ -5,6 +5,7 @@ from typing import Protocol
 import numpy as np
 
 from meshtrain.data.loader import Batch
+from meshtrain.inputs import LABELS
 
 
 class Batches(Protocol):
@@ -22,7 +23,7 @@ def filled(batches: Batches, k: int, rows: slice, total: int) -> Batch:
         return batches.batch(k, rows)
     begin, end, step = rows.indices(total)
     batch = batches.batch(k, slice(min(begin, real), min(end, real), step))
-    missing = len(range(begin, end, step)) - len(batch["tokens"])
+    missing = len(range(begin, end, step)) - len(batch[LABELS])
     # All processes must give the same arrays, those that hold no empty row too.
-    batch = {"weights": np.ones(batch["tokens"].shape, np.float32), **batch}
-    return {name: np.pad(x, ((0, missing), (0, 0))) for name, x in batch.items()}
+    batch = {"weights": np.ones(batch[LABELS].shape, np.float32), **batch}
+    return {name: np.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for name, x in batch.items()}

@@ -1,6 +1,5 @@
 """From the configuration to the batches of training and validation."""
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,29 +8,29 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.config.rows import filled_up, row_multiple
+from meshtrain.config.images import IMAGES
+from meshtrain.config.rows import row_multiple
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.batches import EpochRows, RowBatches
 from meshtrain.data.cache import cache_directory, open_files
-from meshtrain.data.filling import filled
 from meshtrain.data.formats import wanted_for
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
+from meshtrain.data.images.opened import open_images
 from meshtrain.data.inputs import find
-from meshtrain.data.loader import Batch
 from meshtrain.data.manifest import SPLITS, is_preparation
 from meshtrain.data.mixture import MixedGroups, MixedRows
 from meshtrain.data.opened import Source, open_shards
 from meshtrain.data.packing import Packed
 from meshtrain.data.pieces import Pieces, open_pieces
 from meshtrain.data.shards import Corpus
+from meshtrain.data.split import SplitBatches
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.data.unit import Options
 from meshtrain.data.windows import Windows
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.given import a_config
-from meshtrain.sources import MIXTURE, SOURCES, has_documents
+from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 
-# Batches in one global order, of a bounded set of shapes (rows, T).
 GlobalBatches = RowBatches | MixedRows | Grouped | MixedGroups
 
 # How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be left out.
@@ -44,51 +43,14 @@ WAYS_OUT = {
 
 
 @dataclass(frozen=True, repr=False)
-class TextBatches:
-    """The batches of one split in one global order, and the tokenizer that their ids are of.
+class TextBatches(SplitBatches):
+    """The batches of one split of text, and the tokenizer that their ids are of.
 
     A batch has int32 arrays [rows, T] `tokens` and `labels` (the token after each); where the batching needs them also `segments`
     (of a row, from 1; 0 is padding) and `positions` (in the segment), and float32 `weights` of the loss (absent: all ones).
-    With train.uneven_batch: pad its rows are followed by as many empty ones, of weight 0, as the mesh needs.
     """
 
-    batches: GlobalBatches
     tokenizer: Tokenizer
-    source: str
-    digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
-    multiple: int = 1  # rows are filled up to a multiple of this
-    said: tuple[str, ...] = ()  # of conversations: what is learned of them, what is cut off and left out
-
-    def __repr__(self) -> str:
-        return self.describe()
-
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
-        """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
-        return filled(self.batches, k, rows, self.batch_shape(k)[0])
-
-    def batch_shape(self, k: int) -> tuple[int, int]:
-        """(rows, T) of global batch k, with the rows that fill it up."""
-        rows, length = self.batches.batch_shape(k)
-        return filled_up(rows, self.multiple), length
-
-    def tokens(self, k: int) -> int:
-        """Tokens of global batch k, padding of its own rows counted, but not the rows that fill it up."""
-        return math.prod(self.batches.batch_shape(k))
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Every (rows, T) that a batch can have."""
-        return tuple((filled_up(rows, self.multiple), length) for rows, length in self.batches.shapes)
-
-    @property
-    def tokens_per_batch(self) -> float:
-        """Labels that count in a batch, on average over an epoch."""
-        return self.batches.tokens_per_batch
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches until the text comes round again."""
-        return self.batches.batches_per_epoch
 
     @property
     def padding(self) -> float:
@@ -96,20 +58,21 @@ class TextBatches:
         return 1 - self.tokens_per_batch / self.batches.places_per_batch
 
     def describe(self) -> str:
-        """What an epoch of it is, in one line."""
         shapes = f" in {len(self.shapes)} shapes" if len(self.shapes) > 1 else ""
         padding = f", {self.padding:.1%} padding" if self.padding >= 0.0005 else ""
         epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
         return f"{self.source}: " + "; ".join((epoch, *self.said))
 
 
-def open_data(config: Config) -> tuple[TextBatches, TextBatches | None]:
-    """Training and held-out batches; None if there is no held-out text. Touches no device.
+def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
+    """Training and held-out batches, of text or of images; None if nothing is held out. Touches no device.
 
-    Raises ConfigError (one sentence): a source that is not there or not whole, a tokenizer too large for the model, too little text,
-    no held-out text though eval.every asks for it.
+    Raises ConfigError (one sentence): a source that is not there or not whole, a tokenizer or classes too many for the model, too
+    little text, nothing held out though eval.every asks for it.
     """
     data = a_config(config, "mt.open_data").data
+    if data.format == IMAGES:
+        return open_images(config)
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -147,12 +110,13 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         if is_preparation(path):
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):
+            assert data.format != IMAGES, "they are opened elsewhere"
             share = Options.validation if data.validation is None else data.validation
             options = Options(data.tokenizer, share, data.text_field, data.bad_documents, data.format, data.template)
             return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
-    words = [*SOURCES, MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
+    words = [*filter(has_text, SOURCES), MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
     raise ConfigError(
         f"{key} is '{short(name)}', but there is no such file or directory; it must be a file or directory of text, prepared shards "
         f"or {' or '.join(words)}" + (nearest(name, words) or ".")
@@ -164,7 +128,7 @@ def _drawn(config: Config, tokenizer: Tokenizer, split: str) -> TextBatches:
     opens = SOURCES[config.data.source].rows
     assert opens is not None, f"{config.data.source} is registered without a function that opens it"
     batches = RowBatches(opens(config, split), config.train.global_batch_size, pad=False)
-    return TextBatches(batches, tokenizer, config.data.source, "", row_multiple(config))
+    return TextBatches(batches, config.data.source, "", tokenizer, multiple=row_multiple(config))
 
 
 def _batches(
@@ -199,7 +163,7 @@ def _batches(
             "give a smaller batch, or data.last: pad."
         )
     digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
-    return TextBatches(batches, tokenizer, name, digest, row_multiple(config), tuple(said))
+    return TextBatches(batches, name, digest, tokenizer, multiple=row_multiple(config), said=tuple(said))
 
 
 def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> Pieces:

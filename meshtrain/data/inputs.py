@@ -68,11 +68,13 @@ class Found:
         )
 
 
-def find(inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without: Sequence[str] = ()) -> Found:
+def find(
+    inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without: Sequence[str] = (), what: str = "text"
+) -> Found:
     """The files under the inputs, in the order given and sorted by name within each; a file named itself is always taken.
 
     Links are followed; what is reached again is read once, under the name without a link if it has one. Hidden files and folders,
-    `__pycache__`, prepared shards and the folders named in `without` are left out. ConfigError: nothing there, or nothing to read.
+    `__pycache__`, prepared shards and the folders named in `without` are left out. ConfigError: nothing there, or nothing to read (`what`).
     """
     search = _Search(wanted, {*without, "__pycache__"})
     for given in inputs:
@@ -82,8 +84,8 @@ def find(inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without
         left_out = found.describe_left_out()
         if found.ignored:
             left_out = f"files of other kinds ({found.describe_ignored()})" + (f"; {left_out}" if left_out else "")
-            left_out += "; name a file itself to have it read as text"
-        raise ConfigError(f"{short(' '.join(inputs))} holds no text: {left_out or 'no file at all'}.")
+            left_out += "; name a file itself to have it read as text" if what == "text" else ""
+        raise ConfigError(f"{short(' '.join(inputs))} holds no {what}: {left_out or 'no file at all'}.")
     return found
 
 

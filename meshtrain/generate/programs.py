@@ -135,6 +135,20 @@ class Decoding:
         """One more token for every slot; the state is used up. Waits for nothing. `likeliest`: with log-probabilities."""
         return self._decode[likeliest](self.weights, state)
 
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far: one for each bucket that a prompt fell into, and one or two that decode."""
+        return sum(step._cache_size() for step in (self._prefill, *self._decode.values()))
+
+    def lower(self, likeliest: bool = False) -> jax.stages.Lowered:
+        """The decode program, lowered for arrays as they will be."""
+        state = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
+            jax.eval_shape(self._nothing),
+            self.state_specs,
+        )
+        return self._decode[likeliest].lower(self.weights, state)
+
     def bucket(self, tokens: int) -> int:
         """The length that a prompt is padded to."""
         return min(self.length, max(LEAST_BUCKET, 1 << (tokens - 1).bit_length()))
@@ -142,18 +156,16 @@ class Decoding:
     # --- the programs
 
     @cached_property
-    def _prefill(self) -> Callable[..., tuple[Slots, Picked]]:
+    def _prefill(self) -> Any:
         everywhere = PartitionSpec()
         return self._compiled(self._read_prompt, (everywhere,) * 4, everywhere)
 
     @cached_property
-    def _decode(self) -> dict[bool, Callable[..., tuple[Slots, Picked]]]:
+    def _decode(self) -> dict[bool, Any]:
         rows = PartitionSpec(DATA)
         return {told: self._compiled(partial(self._one_more, told=told), (), rows) for told in (False, True)}
 
-    def _compiled(
-        self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec
-    ) -> Callable[..., Any]:
+    def _compiled(self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec) -> Any:
         in_specs, out_specs = (specs(self.layout), self.state_specs, *more), (self.state_specs, picked)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, donate_argnums=1)

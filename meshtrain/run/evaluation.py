@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.data import TextBatches
+from meshtrain.data import SplitBatches
 from meshtrain.mesh import own_rows
 from meshtrain.model.dpo import counted
 from meshtrain.run.best import Best, best_in
@@ -27,7 +27,7 @@ from meshtrain.step import Program, Tree
 class Evaluation:
     """Of one process of a run that goes on after step `start`; all call every method alike. `metrics`: the run's rows up to there."""
 
-    def __init__(self, program: Program, held_out: TextBatches | None, metrics: Path, start: int) -> None:
+    def __init__(self, program: Program, held_out: SplitBatches | None, metrics: Path, start: int) -> None:
         self.program, self.config, self.held_out, self.start = program, program.config, held_out, start
         self.best = Best(**first_decides(lambda: asdict(best_in(metrics))))
         self._counted = jax.jit(counted)

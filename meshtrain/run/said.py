@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from meshtrain.config import chosen, notes
-from meshtrain.data import TextBatches
+from meshtrain.data import SplitBatches
 from meshtrain.mesh import platform
 from meshtrain.model.weights import told
 from meshtrain.parallel import placement
@@ -11,7 +11,7 @@ from meshtrain.run.evaluation import Evaluation
 from meshtrain.step import Program
 
 
-def opening(program: Program, data: TextBatches, start: int, evaluation: Evaluation) -> list[str]:
+def opening(program: Program, data: SplitBatches, start: int, evaluation: Evaluation) -> list[str]:
     """A sentence on the model, on the data, on what was chosen for the user, on what the config asks in vain, and on what is left to do."""
     config, mesh = program.config, program.config.mesh
     lines = [

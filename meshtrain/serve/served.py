@@ -50,7 +50,7 @@ class Served:
         if asked.tools and "tools" not in template.found.text:
             raise Refused(400, "this model's chat template knows of no tools; leave them out.", "tools", "unsupported")
         try:
-            return template.tokens(asked.messages, asked.tools)
+            return template.tokens(list(asked.messages), asked.tools)
         except ConfigError as error:
             raise Refused(400, str(error), "messages", "invalid_value") from None
 

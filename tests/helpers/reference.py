@@ -1,4 +1,4 @@
-"""The run that every layout must reproduce: both model families on one device, written from the definitions.
+"""The run that every layout must reproduce: llama, gpt2 and vit on one device, written from the definitions.
 
 Plain jax.numpy and Optax, nothing of meshtrain's model or parallel code: whole matrices, scores masked after the fact, log_softmax
 over the full logits, one batch at once. It takes the canonical parameter tree, so that both runs start from the same numbers.
@@ -60,7 +60,7 @@ class Recipe:
             return self.peak * jnp.where(step < self.warmup, step / self.warmup, falling)
 
         matrices = jax.tree_util.tree_map_with_path(
-            lambda path, _: not any(word in path[-1].key for word in ("scale", "bias")), parameters
+            lambda path, _: not any(word in path[-1].key for word in ("scale", "bias", "class_token")), parameters
         )
         adamw = optax.adamw(rate, self.beta1, self.beta2, self.eps, weight_decay=self.weight_decay, mask=matrices)
         return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
@@ -99,11 +99,11 @@ def attention(
     q, k, v = (jnp.einsum("td,dhk->thk", x, p[n]) + p.get(f"{n}_bias", 0.0) for n in ("q", "k", "v"))
     if "q_norm" in p:
         q, k = (norm(model, p[f"{n}_norm"], a) for n, a in (("q", q), ("k", k)))
-    if model.family != "gpt2":
+    if model.family not in ("gpt2", "vit"):
         q, k = (rotate(model, a, positions, sees_all) for a in (q, k))
     length, heads, width = q.shape
     k, v = (jnp.repeat(a, heads // a.shape[1], axis=1) for a in (k, v))  # grouped queries: heads in a row share one
-    allowed = np.tril(np.ones((length, length), bool))
+    allowed = np.ones((length, length), bool) if model.family == "vit" else np.tril(np.ones((length, length), bool))
     if model.window:
         allowed = allowed & (sees_all | np.triu(np.ones((length, length), bool), 1 - model.window))
     if segments is not None:
@@ -116,7 +116,7 @@ def attention(
 def mlp(model: Model, p: Tree, x: jax.Array) -> jax.Array:
     up = x @ p["up"] + p.get("up_bias", 0.0)
     first = x @ p["gate"] if "gate" in p else up
-    kind = model.activation or ("gelu" if model.family == "gpt2" else "silu")
+    kind = model.activation or {"gpt2": "gelu", "vit": "gelu_exact"}.get(model.family, "silu")
     if kind == "silu":
         first = first / (1 + jnp.exp(-first))
     elif kind == "gelu":  # GPT-2's
@@ -147,6 +147,27 @@ def logits(
     x = x * np.sqrt(x.shape[-1]) if model.scaled_embedding else x
     if model.family == "gpt2":
         x = x + parameters["embedding"]["positions"][positions]
+    x = blocks(model, parameters, x, positions, segments, drops)
+    x = norm(model, parameters["head"]["norm"], x)
+    return cap(model.logit_cap, x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T))
+
+
+def image_logits(model: Model, parameters: Tree, patches: jax.Array, drops: Tree | None = None) -> jax.Array:
+    """[1, V] for one image [N, P], as Dosovitskiy et al. 2021, equations 1 to 4, or by the mean of its patches where no class token is."""
+    e, head = parameters["embedding"], parameters["head"]
+    if drops is None:
+        drops = {"embedding": 1.0} | dict.fromkeys(DROPPED, jnp.ones(len(parameters["blocks"]["attention"]["q"])))
+    x = patches @ e["patches"] + e["bias"]
+    x = jnp.concatenate([e["class_token"][None], x]) if "class_token" in e else x
+    x = norm(model, head["norm"], blocks(model, parameters, x + e["positions"], jnp.arange(len(x)), None, drops))
+    read = x[:1] if "class_token" in e else x.mean(0, keepdims=True)
+    return read @ head["weight"] + head["bias"]
+
+
+def blocks(
+    model: Model, parameters: Tree, x: jax.Array, positions: jax.Array, segments: jax.Array | None, drops: Tree
+) -> jax.Array:
+    """What the last layer gives of embedded positions."""
     x = x * drops["embedding"]
     of_layers = {name: drops[name] for name in DROPPED}
 
@@ -160,17 +181,22 @@ def logits(
         return x + m * drop["mlp"], None
 
     indices = jnp.arange(len(parameters["blocks"]["attention"]["q"]))
-    x, _ = jax.lax.scan(block, x, (parameters["blocks"], of_layers, indices))
-    x = norm(model, parameters["head"]["norm"], x)
-    return cap(model.logit_cap, x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T))
+    return jax.lax.scan(block, x, (parameters["blocks"], of_layers, indices))[0]
 
 
-def loss(model: Model, parameters: Tree, tokens: jax.Array, labels: jax.Array, **more: Tree) -> jax.Array:
-    """Mean loss per token of a batch [B, T]; `more` may hold positions, segments, drops, and the tokens' weights."""
-    weights = more.pop("weights", jnp.ones(tokens.shape))
-    z = jax.vmap(lambda t, more: logits(model, parameters, t, **more))(tokens, more)
+def loss(model: Model, parameters: Tree, labels: jax.Array, **more: Tree) -> jax.Array:
+    """Mean loss per token of a batch of tokens [B, T]; `more` may hold positions, segments, drops, and the tokens' weights.
+
+    Or per image of patches [B, N, P] with labels [B, 1]; `more` may hold drops, weights, and of mixed images labels_b and mix.
+    """
+    weights, others, mix = (more.pop(name, None) for name in ("weights", "labels_b", "mix"))
+    of_row = image_logits if "patches" in more else logits
+    z = jax.vmap(lambda row: of_row(model, parameters, **row))(more)
     log_p = jax.nn.log_softmax(z)
     target = jax.nn.one_hot(labels, z.shape[-1])
+    if mix is not None:
+        target = mix[..., None] * target + (1 - mix[..., None]) * jax.nn.one_hot(others, z.shape[-1])
+    weights = jnp.ones(labels.shape) if weights is None else weights
     target = (1 - model.label_smoothing) * target + model.label_smoothing / z.shape[-1]
     log_z = jnp.log(jnp.exp(z).sum(-1))
     each = -(target * log_p).sum(-1) + model.z_loss * log_z**2

@@ -1,5 +1,6 @@
 """Short runs of a config from given numbers, for tests that compare one placement with another or with the reference."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -103,11 +104,17 @@ def start(program: Program, canonical: Tree) -> State:
 def train(
     config: Config, steps: int, canonical: Tree | None = None, packed: bool = False
 ) -> tuple[list[dict[str, float]], Program, list[State]]:
-    """Metrics of each step of a run on the config's mesh, its program, and the states after the first and the last step."""
-    program = Program(config, make_mesh(config))
-    state = start(program, canonical_numbers(program.layout) if canonical is None else canonical)
+    """Metrics of each step of a run on text, on the config's mesh, its program, and the states after the first and the last step."""
     batches = [dict(zip(("tokens", "labels"), batch, strict=True)) for batch in token_batches(config, steps)]
-    batches = [packed_batch(**batch) for batch in batches] if packed else batches
+    return train_on([packed_batch(**batch) for batch in batches] if packed else batches, config, canonical)
+
+
+def train_on(
+    batches: Sequence[dict[str, np.ndarray]], config: Config, canonical: Tree | None = None
+) -> tuple[list[dict[str, float]], Program, list[State]]:
+    """The same of these batches, one a step."""
+    program, steps = Program(config, make_mesh(config)), len(batches)
+    state = start(program, canonical_numbers(program.layout) if canonical is None else canonical)
     compiled = program.lower(program.batch_shapes(batches[0])).compile()
     metrics, kept = [], []
     for i, batch in enumerate(batches):

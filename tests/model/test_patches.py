@@ -34,6 +34,7 @@ def configuration(mesh: tuple[int, int, int] = (1, 1, 1), parallel: dict | None 
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
             "parallel": parallel or {},
             "train": {"global_batch_size": 4},
+            "data": {"source": "synthetic"},
         }
     )
 

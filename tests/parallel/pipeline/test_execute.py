@@ -146,7 +146,9 @@ def expected(config: Config) -> tuple[Tree, float, Tree]:
     parameters = parameters_of(Layout(config, make_mesh(config)))
     model = reference.Model(config.model.family)
     tokens, labels = token_batches(config, 1)[0]
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: reference.loss(model, p, tokens, labels)))(parameters)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: reference.loss(model, p, tokens=tokens, labels=labels)))(
+        parameters
+    )
     return parameters, float(loss), jax.tree.map(np.asarray, gradient)
 
 

@@ -1,0 +1,67 @@
+"""What is done to one image in training: crop or fit, flip, policy, shift, in this order.
+
+Everything is drawn from the stream of the image's row, so that it is the same wherever and whenever that row is read.
+"""
+
+import math
+
+import numpy as np
+from numpy.random import Generator
+
+from meshtrain.config.images import ImagesConfig
+from meshtrain.data.images.pixels import Box, as_image, as_pixels, fitted, resized
+
+TRIES = 10  # crops that are drawn before one is taken from the middle
+RATIO = (3 / 4, 4 / 3)  # width over height of a crop (Szegedy et al. 2015, section 6)
+
+
+def augmented(pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generator) -> np.ndarray:
+    """An image uint8 [H, W, C] as training sees it, uint8 [size, size, C]."""
+    if images.crop < 1:
+        height, width, _ = pixels.shape
+        pixels = resized(pixels, random_box(height, width, images.crop, draw), size)
+    else:
+        pixels = fitted(pixels, size, images.resize)
+    if images.flip and draw.random() < images.flip:
+        pixels = pixels[:, ::-1]
+    if images.policy != "none":
+        pixels = _by_policy(pixels, images, draw)
+    if images.shift:
+        down, right = (int(draw.random() * (2 * images.shift + 1)) - images.shift for _ in range(2))
+        pixels = shifted(pixels, down, right)
+    return pixels
+
+
+def random_box(height: int, width: int, least: float, draw: Generator) -> Box:
+    """A part of at least this share of the area, about as wide as high; the largest in the middle where none that is drawn fits."""
+    for _ in range(TRIES):
+        area = height * width * (least + (1 - least) * draw.random())
+        ratio = math.exp(math.log(RATIO[0]) + math.log(RATIO[1] / RATIO[0]) * draw.random())
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(draw.random() * (width - w + 1)), int(draw.random() * (height - h + 1))
+            return left, top, left + w, top + h
+    w, h = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def shifted(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
+    """Moved by so many pixels, black where nothing is."""
+    height, width, _ = pixels.shape
+    moved = np.zeros_like(pixels)
+    if abs(down) < height and abs(right) < width:
+        moved[max(down, 0) : height + min(down, 0), max(right, 0) : width + min(right, 0)] = pixels[
+            max(-down, 0) : height + min(-down, 0), max(-right, 0) : width + min(-right, 0)
+        ]
+    return moved
+
+
+def _by_policy(pixels: np.ndarray, images: ImagesConfig, draw: Generator) -> np.ndarray:
+    image = as_image(np.ascontiguousarray(pixels))
+    # Pillow is there now.
+    from meshtrain.data.images.policies import autoaugment, randaugment
+
+    if images.policy == "autoaugment":
+        return as_pixels(autoaugment(image, draw))
+    return as_pixels(randaugment(image, draw, images.operations, images.magnitude))
