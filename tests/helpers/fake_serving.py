@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +82,18 @@ class Fake:
     def chat(self, text: str = "hello", **fields: Any) -> Any:
         body = {"model": "fake", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
         return self.client.post("/v1/chat/completions", json=body)
+
+    def later(self, **fields: Any) -> Callable[[], Any]:
+        """A completion that another thread asks for; its answer, once it is there."""
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(self.completion(**fields)), daemon=True)
+        thread.start()
+
+        def answer() -> Any:
+            thread.join(20)
+            return found[0]
+
+        return answer
 
     def until(self, true: Any, seconds: float = 10.0) -> None:
         until(lambda: true(self.engine.status), seconds)
