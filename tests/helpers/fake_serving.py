@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from fake_decoding import FakeDecoding, fake_opened, letters
+from fake_decoding import fake_opened, faked, letters
 from starlette.testclient import TestClient
 
 from meshtrain.errors import ConfigError
@@ -116,7 +116,7 @@ def fake(
     opened = fake_opened(length)
     if template:
         object.__setattr__(opened, "template", Template(opened.tokenizer))
-    engine = Engine(opened, slots, waiting=waiting, decoding=lambda _, s, t: FakeDecoding(s, t, choose, fails=pace))
+    engine = Engine(opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace))
     service = Service("fake", waiting, **settings)
     service.served = Served("fake", engine.start())
     try:
