@@ -1,9 +1,12 @@
 """What the README says one touches to add something: each added here from outside the package, trained on 2 x 2 x 2 and planned."""
 
+from dataclasses import replace
+
 import numpy as np
 import optax
 import pytest
-from short_runs import train
+from image_batches import image_batch
+from short_runs import train, train_on
 
 import meshtrain as mt
 from meshtrain.config import Config, load
@@ -77,6 +80,29 @@ def test_a_family_is_one_entry(register, block):
     check(model={"family": "toy"})
     resolved = config({}, model={"family": "toy"}).model
     assert (resolved.d_ff, resolved.tied_head) == (74, True)
+
+
+@pytest.mark.thorough
+def test_a_family_of_images_is_one_entry(register):
+    """With what ViT has not: rotary positions, RMSNorm, a gated MLP, and no bias anywhere."""
+    register(FAMILIES, replace(FAMILIES["llama"], name="toy", images=True, causal=False, activation="relu"))
+    model = {"family": "toy", "image_size": 9, "patch_size": 3, "channels": 1, "pool": "mean", "vocab_size": 7}
+
+    def of(mesh: dict[str, int]) -> Config:
+        given = {
+            "model": MODEL | model,
+            "mesh": mesh,
+            "data": {"source": "synthetic"},
+            "train": {"global_batch_size": 8},
+        }
+        return load(given | {"parallel": {"microbatches": 2}, "optimizer": {"warmup_steps": 0, "learning_rate": 0.01}})
+
+    there, alone = (train_on([image_batch(c, i) for i in range(3)], c)[0] for c in (of(ON_EIGHT), of({})))
+    np.testing.assert_allclose([m["loss"] for m in there], [m["loss"] for m in alone], rtol=2e-5)
+    assert alone[-1]["loss"] != alone[0]["loss"]
+    planned = mt.plan(of(ON_EIGHT))
+    between = sum(item.nbytes for item in planned.memory if item.between_steps)
+    assert between == pytest.approx(live_bytes(Program(of(ON_EIGHT)).init()), rel=0.01)
 
 
 def test_a_schedule_is_one_entry(register):
