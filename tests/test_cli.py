@@ -21,6 +21,7 @@ COMMANDS = {
         "plan": "meshtrain.plan.__main__",
         "data": "meshtrain.data.__main__",
         "checkpoint": "meshtrain.checkpoint.__main__",
+        "generate": "meshtrain.generate.__main__",
     }.items()
 }
 
