@@ -166,7 +166,7 @@ def test_the_mean_of_patches_is_none_of_theirs():
 
 
 def test_transformers_reads_what_was_exported(tmp_path):
-    """Where torch and transformers are (extra parity; a stage of CI)."""
+    """Where torch and transformers are (extra parity)."""
     torch, hf = (pytest.importorskip(name) for name in ("torch", "transformers"))
     program, params = adopted()
     export(program.config, live(program.layout, params), tmp_path / "out", "float32", theirs=read_json(THEIRS / CONFIG))
