@@ -359,6 +359,19 @@ def test_who_keeps_the_output_runs_no_forward_again(described, case):
     assert "256x256xf32" not in lowered()
 
 
+@pytest.mark.parametrize("causal, mask", [(True, "CAUSAL"), (False, "NO_MASK")])
+def test_cudnn_is_asked_for_one_way_or_both(described, causal, mask):
+    run, given = on_accelerator("gpu", False, causal=causal)
+
+    def step(cotangent, *given):
+        out, vjp = jax.vjp(run, *given)
+        return out, *vjp(cotangent)
+
+    text = jax.jit(step).trace(given[3], *given).lower(lowering_platforms=("cuda",)).as_text()
+    # forward and backward
+    assert re.findall(r"mask_type\W+([A-Z_]+)", text.replace("\\22", "")) == [mask] * 2
+
+
 def test_a_block_reads_only_what_may_hold_its_documents():
     """Blocks of 4: documents of ids 1, 1 | 2, 2 | 1, 3."""
     segments = jnp.asarray([[1] * 6 + [2] * 6 + [1] * 4 + [3] * 6])
