@@ -372,6 +372,17 @@ def test_cudnn_is_asked_for_one_way_or_both(described, causal, mask):
     assert re.findall(r"mask_type\W+([A-Z_]+)", text.replace("\\22", "")) == [mask] * 2
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("platform, drops", KERNELS)
+def test_both_ways_every_kernel_is_lowered_for_its_platform(described, platform, drops):
+    run, given = on_accelerator(platform, drops, causal=False)
+    to = ("cuda" if platform == "gpu" else platform,)
+    gradient = jax.jit(jax.grad(lambda *given: run(*given).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+    text = gradient.trace(*given).lower(lowering_platforms=to).as_text()
+    assert len(re.findall(r"custom_call @(?!Sharding)", text)) == (2 if (platform, drops) == ("gpu", False) else 3)
+    assert "256x256xf32" not in text
+
+
 def test_a_block_reads_only_what_may_hold_its_documents():
     """Blocks of 4: documents of ids 1, 1 | 2, 2 | 1, 3."""
     segments = jnp.asarray([[1] * 6 + [2] * 6 + [1] * 4 + [3] * 6])
