@@ -57,7 +57,7 @@ def choose(
     none is large enough.
     """
     if asked is not None:
-        mesh = _parsed(asked)
+        mesh = parsed(asked)
         check(_on(config, mesh))
         if slots % mesh.data:
             raise ConfigError(f"mesh data={mesh.data} does not divide {slots} slots; legal are {divisors(slots)}.")
@@ -90,7 +90,7 @@ def _on(config: Config, mesh: MeshConfig) -> Config:
     return replaced(config, mesh=vars(mesh), parallel=whole, train={"uneven_batch": "pad"})
 
 
-def _parsed(asked: str) -> MeshConfig:
+def parsed(asked: str) -> MeshConfig:
     """The mesh of a text as "data=2,tensor=2"."""
     sizes: dict[str, int] = {}
     for part in asked.split(","):

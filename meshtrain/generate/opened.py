@@ -9,7 +9,7 @@ RUN, checkpoints/12, an import, HF_DIR ── config ──► which mesh ──
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ class Opened:
     name: str
     length: int = USUAL  # positions of a slot unless others are asked for
     longest: int = USUAL  # positions that the model was made for: learned, or as long as what it was trained on
-    marked: ChatTokenizer = ByteTokenizer()  # of what a chat template has made: special tokens in it are themselves
+    # of what a chat template has made: special tokens in it are themselves
+    marked: ChatTokenizer = field(default_factory=ByteTokenizer)
     without: str = "the model has no chat template."  # why there is no template, where there is none
 
 
@@ -83,12 +84,13 @@ def open_model(
     ends = {*_ids(asked), tokenizer.end_of_document, *([] if turn is None else [turn])}
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
-    model = _on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
+    model = on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
     fitting = frozenset(i for i in ends if i < vocabulary)
     return Opened(model, tokenizer, fitting, template, _name(root), usual, longest, marked, without)
 
 
-def _on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, **how: Any) -> Model:
+def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, **how: Any) -> Model:
+    """The model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that it fits."""
     if mesh is None:
         # JAX starts as it does for every mesh, with the memory that a run would have
         make_mesh(config)
