@@ -1,7 +1,9 @@
-"""What the arrays of a batch are called, for whoever asks for the rows and places of one: without JAX.
+"""What the arrays of a batch are called, for whoever asks for the rows of one: without JAX. A row is a sequence or an image.
 
-text      tokens  int32 [B, T]         labels int32 [B, T]
-images    patches float32 [B, N, P]    labels int32 [B, 1]   N patches of P = patch_size^2 x channels numbers, row by row
+    text      tokens  int32 [B, T]          labels int32 [B, T]
+    images    patches float32 [B, N, P]     labels int32 [B, 1]
+
+N patches of P = patch_size² x channels numbers each, pixel by pixel.
 """
 
 from collections.abc import Mapping

@@ -108,20 +108,24 @@ def read_model(
     block: BlockHook | None = None,
     attention: AttentionHook | None = None,
     loss: LossHook | None = None,
+    masters: bool = True,
+    precision: str | None = None,
 ) -> Model:
     """The model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on `mesh` (default: the first device);
     of the last also with an `adapter`, a directory of PEFT's.
 
     The weights are verified as a resume does: with "newest", and "best" (the lowest eval loss), a damaged step is passed over with a warning. A model that was trained
-    with a block or attention of its own must be read with them. ConfigError if there is no such step, if all there is is damaged,
+    with a block or attention of its own must be read with them. `precision` is the dtype that computes, by default the config's; with
+    `masters` False weights are held in it too. ConfigError if there is no such step, if all there is is damaged,
     or if the mesh does not fit the model. With several processes all of them call it alike.
     """
     root = Path(path).expanduser().absolute()
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
+    how = {"block": block, "attention": attention, "loss": loss, "masters": masters}
     if is_theirs(root):
-        return _adopted(root, mesh, adapter, block=block, attention=attention, loss=loss)
+        return _adopted(root, mesh, adapter, precision, **how)
     if adapter is not None:
         raise ConfigError(
             f"adapter is given, but {short(root)} is no Hugging Face directory; python -m meshtrain.adopt merge adds them."
@@ -135,7 +139,7 @@ def read_model(
         model = error = None
         try:
             found = problems(directory)
-            model = None if found else _model(directory, mesh, block=block, attention=attention, loss=loss)
+            model = None if found else _model(directory, mesh, precision, **how)
         except Exception as raised:
             error = raised
         # a step that is removed is renamed first: under its own name it was whole all the while
@@ -154,13 +158,24 @@ def read_model(
     )
 
 
-def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, **hooks: Any) -> Model:
+def read_config(
+    path: str | Path, step: int | Literal["newest", "best"] = "newest", precision: str | None = None
+) -> Config:
+    """The config of the model that `read_model` would read, on one device; ConfigError if there is none. Nothing is verified."""
+    root = Path(path).expanduser().absolute()
+    one = MeshConfig().shape
+    if is_theirs(root):
+        return _with_precision(replaced(config_of(root), mesh=one), precision)
+    return _config(Manifest.read(_choose(root, step, {}, [])), one, precision)
+
+
+def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any) -> Model:
     """The model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
-    config = replaced(config_of(root), mesh=mesh.shape)
+    config = _with_precision(replaced(config_of(root), mesh=mesh.shape), precision)
     adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
     config = with_adapters(config, adapters)
     check(config)
-    program = Program(config, mesh, **hooks)
+    program = Program(config, mesh, **how)
     with freed_blocks_returned():
         params = loading.read(program.layout, root, adapters=adapters)
     return Model(program, params, 0, root)
@@ -207,23 +222,26 @@ def _unchanged(directory: Path, before: list[int] | None) -> bool:
     return all(gathered(_identity(directory) == before))
 
 
-def _model(directory: Path, mesh: Mesh, **hooks: Any) -> Model:
+def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Model:
     manifest = Manifest.read(directory)
-    program = Program(_config(manifest, mesh), mesh, **hooks)
+    program = Program(_config(manifest, mesh.shape, precision), mesh, **how)
     compatible.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
     with freed_blocks_returned():
         params = read_weights(Canonical(program), directory, manifest)
     return Model(program, params, manifest.step, directory)
 
 
-def _config(manifest: Manifest, mesh: Mesh) -> Config:
+def _config(manifest: Manifest, mesh: Mapping[str, int], precision: str | None = None) -> Config:
     """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
     sections = known(manifest.config, Config)
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.
-    config = replaced(
-        run, mesh=vars(MeshConfig.of(mesh.shape)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"}
-    )
+    config = replaced(run, mesh=vars(MeshConfig.of(mesh)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"})
+    config = _with_precision(config, precision)
     check(config)
     return config
+
+
+def _with_precision(config: Config, precision: str | None) -> Config:
+    return config if precision is None else replaced(config, precision={"compute": precision})

@@ -63,7 +63,8 @@ class Program(Shown):
 
     `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet, but that
     a loss hook is tried on made-up logits where the vocabulary is split. ConfigError for a mesh with fewer devices than the config needs,
-    and for a hook whose result is not what it must be.
+    and for a hook whose result is not what it must be. `masters` False: a program that trains nothing, whose weights are held in the
+    dtype that computes.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Program(Shown):
         block: BlockHook | None = None,
         attention: AttentionHook | None = None,
         loss: LossHook | None = None,
+        masters: bool = True,
     ) -> None:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ConfigError("JAX_DISABLE_JIT is set, but a step is one compiled program; unset it.")
@@ -92,7 +94,7 @@ class Program(Shown):
         self.hooks = Hooks(block, attention, loss)
         self.hooks.check(config)
         offload.check_memory(config, mesh)
-        self.layout = Layout(config, mesh)
+        self.layout = Layout(config, mesh, masters)
         self.local = Local(self.layout, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)

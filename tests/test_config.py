@@ -17,6 +17,10 @@ GOOD = (
     "model: {layers: 4, d_model: 32, heads: 4, vocab_size: 257}\ntrain: {global_batch_size: 8, sequence_length: 32}\n"
 )
 
+IMAGES = (
+    "model: {family: vit, image_size: 8, patch_size: 2, channels: 1, heads: 4, d_model: 32}\ndata: {source: synthetic}"
+)
+
 # what is wrong: (the config file, --set overrides, what the sentence must say)
 BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a mistyped section": ("modle: {layers: 4}", [], ["line 1", "no section modle", "did you mean model?"]),
@@ -59,6 +63,10 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "positions that gpt2 has not learned": (
         GOOD, ["model.family=gpt2", "model.max_positions=16"], ["sequence_length 32", "max_positions 16"]
     ),
+    "a window where attention goes both ways": (IMAGES, ["model.window=3"], ["model.window is 3", "in vit attention goes both ways"]),
+    "a head that is the embedding of no tokens": (IMAGES, ["model.tied_head=true"], ["model.tied_head is true", "vit reads patches"]),
+    "an embedding of patches that is scaled": (IMAGES, ["model.scaled_embedding=true"], ["model.scaled_embedding is true", "vit reads patches"]),
+    "positions that an image has not": (IMAGES, ["model.max_positions=20"], ["model.max_positions is 20", "an image has 17 positions"]),
     "an activation that has no such name": (
         GOOD, ["parallel.remat=names", "parallel.remat_keep=[qvk]"], ["'qvk'", "legal are qkv", "did you mean qkv?"]
     ),

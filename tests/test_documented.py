@@ -29,6 +29,7 @@ NOT_HERE = {
     "pip install -e .[data]": "a test installs nothing",
     "pip install -e .[adopt,chat]": "likewise",
     "pip install -e .[notebooks]": "likewise",
+    "pip install -e .[serve]": "likewise",
     "pip install -e .[dev]": "likewise",
     "python -m experiments.api_reference site/": "tests/test_reference.py builds it, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
@@ -37,6 +38,8 @@ NOT_HERE = {
     "python -m experiments.watch.slowdowns": "takes an hour",
     "python -m experiments.adopt.parity": "needs torch and transformers; tests/adopt has what they computed",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
+    "python -m experiments.serving.balance": "tests/serve/test_balancers.py runs it, where haproxy and nginx are",
+    "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
 }
 # A synopsis stands for several commands.
 FORMS = {

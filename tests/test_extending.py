@@ -1,9 +1,12 @@
 """What the README says one touches to add something: each added here from outside the package, trained on 2 x 2 x 2 and planned."""
 
+from dataclasses import replace
+
 import numpy as np
 import optax
 import pytest
-from short_runs import train
+from image_batches import image_batch
+from short_runs import train, train_on
 
 import meshtrain as mt
 from meshtrain.config import Config, load
@@ -79,6 +82,29 @@ def test_a_family_is_one_entry(register, block):
     assert (resolved.d_ff, resolved.tied_head) == (74, True)
 
 
+@pytest.mark.thorough
+def test_a_family_of_images_is_one_entry(register):
+    """With what ViT has not: rotary positions, RMSNorm, a gated MLP, and no bias anywhere."""
+    register(FAMILIES, replace(FAMILIES["llama"], name="toy", images=True, causal=False, activation="relu"))
+    model = {"family": "toy", "image_size": 9, "patch_size": 3, "channels": 1, "pool": "mean", "vocab_size": 7}
+
+    def of(mesh: dict[str, int]) -> Config:
+        given = {
+            "model": MODEL | model,
+            "mesh": mesh,
+            "data": {"source": "synthetic"},
+            "train": {"global_batch_size": 8},
+        }
+        return load(given | {"parallel": {"microbatches": 2}, "optimizer": {"warmup_steps": 0, "learning_rate": 0.01}})
+
+    there, alone = (train_on([image_batch(c, i) for i in range(3)], c)[0] for c in (of(ON_EIGHT), of({})))
+    np.testing.assert_allclose([m["loss"] for m in there], [m["loss"] for m in alone], rtol=2e-5)
+    assert alone[-1]["loss"] != alone[0]["loss"]
+    planned = mt.plan(of(ON_EIGHT))
+    between = sum(item.nbytes for item in planned.memory if item.between_steps)
+    assert between == pytest.approx(live_bytes(Program(of(ON_EIGHT)).init()), rel=0.01)
+
+
 def test_a_schedule_is_one_entry(register):
     def late_backward(stages, microbatches, chunks):
         """All forwards, a tick in which nothing happens, all backwards in the order of the forwards."""
@@ -104,7 +130,7 @@ def test_an_optimizer_is_one_entry(register):
 
 def test_what_is_registered_is_named_where_a_word_is_wrong(register):
     register(FAMILIES, Family("gemini", True, "rotary", False, "gelu", False, False, lambda d_model: d_model))
-    with pytest.raises(mt.ConfigError, match="gemma3, gemini; did you mean gemini"):
+    with pytest.raises(mt.ConfigError, match="vit, gemini; did you mean gemini"):
         config({}, model={"family": "gemin1"})
     with pytest.raises(ValueError, match="gemini is registered already"):
         FAMILIES.register(Family("gemini", True, "learned", False, "gelu", False, False, lambda d_model: d_model))

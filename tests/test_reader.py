@@ -98,7 +98,9 @@ def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
 def test_a_run_whose_batches_no_mesh_here_divides_is_read_all_the_same(directory):
     manifest = Manifest.read(steps.directories(directory / "checkpoints")[0])
     data = {**manifest.config["data"], "source": "stdlib", "batching": "budget", "rows_multiple": 2}
-    config = reader._config(dataclasses.replace(manifest, config={**manifest.config, "data": data}), mesh_of("data=3"))
+    config = reader._config(
+        dataclasses.replace(manifest, config={**manifest.config, "data": data}), mesh_of("data=3").shape
+    )
     assert (config.mesh.data, config.train.global_batch_size) == (3, manifest.config["train"]["global_batch_size"])
 
 

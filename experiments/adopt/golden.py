@@ -11,11 +11,14 @@ import numpy as np
 import peft
 import torch
 import transformers as hf
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.models.vit.modeling_vit import ViTPooler
 
 from experiments.adopt.parity import randomise
 
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "adopt" / "golden"
 LENGTH = 48
+LABELS = ("cat", "dog", "bird", "fish", "fly", "frog", "newt")
 PROMPT, SAID = 16, 12  # tokens that a text begins with, and of the likeliest text after them
 SIZES = dict(
     hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24, vocab_size=45,
@@ -71,10 +74,35 @@ def main() -> None:
         said = model.generate(torch.tensor(tokens[:, :PROMPT]), max_new_tokens=SAID, do_sample=False, eos_token_id=None)
         np.save(WHERE / name / "generated.npy", said[:, PROMPT:].numpy().astype(np.int32))
         print(name, sum(file.stat().st_size for file in (WHERE / name).iterdir()), "bytes")
+    write_vit(WHERE / "vit")
     torch.manual_seed(0)
     tune(made["llama3"], WHERE / "llama3_lora")
     for name, settings in ADAPTERS.items():
         adapt(made[name], WHERE / f"{name}_lora", **settings)
+
+
+def write_vit(to: Path) -> None:
+    """A model of images of odd sizes, the images [3, 15, 15, 3] as pixels.npy, its preprocessor and its logits.
+
+    Its file has a pooler too, as those of ViTModel have: its class of images never reads it.
+    """
+    torch.manual_seed(0)
+    config = hf.ViTConfig(
+        hidden_size=20, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24, image_size=15, patch_size=5, initializer_range=0.3,
+        id2label=dict(enumerate(LABELS)), label2id={label: i for i, label in enumerate(LABELS)}, attn_implementation="eager",
+    )  # fmt: skip
+    model = hf.ViTForImageClassification(config)
+    model.vit.pooler = ViTPooler(config)
+    randomise(model)
+    model.eval().save_pretrained(to, max_shard_size="8KB")
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    processor = ViTImageProcessorPil(size={"height": 15, "width": 15}, image_mean=mean, image_std=std)
+    processor.save_pretrained(to)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 15, 15, 3), np.uint8)
+    read = processor(list(pixels), input_data_format="channels_last", return_tensors="pt")["pixel_values"]
+    np.save(to / "pixels.npy", pixels)
+    with torch.no_grad():
+        np.save(to / "logits.npy", model(read).logits.numpy())
 
 
 ADAPTERS = {

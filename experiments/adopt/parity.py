@@ -175,6 +175,7 @@ def compared(theirs: Any) -> tuple[float, float, float, str]:
 
 
 def main() -> int:
+    hf.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     good = True

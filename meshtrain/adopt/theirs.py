@@ -120,7 +120,7 @@ def config_of(directory: Path, source: Path | None = None, overrides: Sequence[s
 def _of_data(given: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """What a config that says nothing of data has: short sequences, or the directory's pixels."""
     pad = {"uneven_batch": "pad"}
-    family = FAMILY_OF.get(given.get("model_type", ""))
+    family = FAMILY_OF.get(str(given.get("model_type")))
     if family is not None and FAMILIES[family].images:
         return {"train": pad, "data": {"source": "synthetic", "images": preprocessor.section(directory)}}
     longest = given.get("max_position_embeddings") or given.get("n_positions")

@@ -106,7 +106,7 @@ def _tools(given: Any) -> Any:
 def _messages(fields: Mapping[str, Any]) -> list[Message]:
     named = next((name for name in ("messages", "conversations", "conversation") if name in fields), None)
     if named is not None:
-        return _system(fields) + _list(fields[named], named)
+        return _system(fields) + messages_of(fields[named], named)
     if "instruction" not in fields or "output" not in fields:
         raise Unfit(
             "no conversation",
@@ -137,21 +137,22 @@ def _prompt(fields: Mapping[str, Any]) -> list[Message]:
     """What both sides of a pair have before their answers; nothing where they hold it themselves."""
     if "prompt" in fields:
         given = fields["prompt"]
-        asked = [_message({"role": USER, "content": given})] if isinstance(given, str) else _list(given, "prompt")
+        asked = [_message({"role": USER, "content": given})] if isinstance(given, str) else messages_of(given, "prompt")
         return _system(fields) + asked
     if "instruction" in fields:
         return _asked(fields)
     named = next((name for name in ("messages", "conversations") if name in fields), None)
-    return _system(fields) + (_list(fields[named], named) if named is not None else [])
+    return _system(fields) + (messages_of(fields[named], named) if named is not None else [])
 
 
 def _side(given: Any) -> list[Message]:
     if isinstance(given, list):
-        return _list(given, "chosen or rejected")
+        return messages_of(given, "chosen or rejected")
     return [_message({"role": ASSISTANT, "content": given} if isinstance(given, str) else given)]
 
 
-def _list(given: Any, name: str) -> list[Message]:
+def messages_of(given: Any, name: str) -> list[Message]:
+    """Messages in OpenAI's form, whichever each came in; Unfit if it is no list of them. `name` it has in its record."""
     if not isinstance(given, list) or not given:
         raise Unfit("no conversation", f"(its {name} is no list of messages)")
     return [_message(each) for each in given]

@@ -3,6 +3,8 @@
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,6 +136,13 @@ class FileTokenizer:
 
     def spell(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        """The ids that its own post-processor puts before a text, such as BOS."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return tuple(token for token, _ in takewhile(lambda pair: pair[1], pairs))
 
 
 def _tokens(encoding: Any, begin: int, end: int) -> slice:

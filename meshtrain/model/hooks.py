@@ -131,8 +131,16 @@ class Parts:
         if hooks.loss is not None:
             _check_shares(hooks.loss, config, collectives.vocabulary)
 
-    def block(self, block: Block, x_BTD: jax.Array, sequence: Sequence, dropout: Dropout) -> jax.Array:
-        block.attention.attend = self.attention
+    def block(
+        self,
+        block: Block,
+        x_BTD: jax.Array,
+        sequence: Sequence,
+        dropout: Dropout,
+        attend: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        """`attend`: by what it attends in place of `attention`, which a cache does."""
+        block.attention.attend = attend or self.attention
         y = self._block(block, x_BTD, sequence, self.collectives, dropout)
         wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
         _check_result("block", self._block, y, wanted, varying(x_BTD), "pass each branch through collectives.leave")

@@ -35,7 +35,7 @@ class Sequence:
     # documents packed in a sequence; attention stays within one
     segments_BT: jax.Array | None = None
     # whether this layer sees the window alone; None where all layers see the same
-    local: jax.Array | None = None
+    local: jax.Array | bool | None = None
 
 
 def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:

@@ -19,7 +19,7 @@ from meshtrain.model.rope import rotary_table
 
 def sequences(
     model: ModelConfig, positions: jax.Array, segments_BT: jax.Array | None = None
-) -> Callable[[jax.Array], Sequence]:
+) -> Callable[[jax.Array | int], Sequence]:
     """The function (a layer's index) -> what the layer must know of sequences at these `positions`."""
     far, near = rotary_table(model, positions), None
     if model.rope_theta_local:
@@ -28,7 +28,7 @@ def sequences(
     if not model.global_every:
         return lambda index: Sequence(near or far, segments_BT)
 
-    def of(index: jax.Array) -> Sequence:
+    def of(index: jax.Array | int) -> Sequence:
         local = (index + 1) % model.global_every != 0
         rotary = far
         if near is not None and far is not None:

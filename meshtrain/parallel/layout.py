@@ -41,10 +41,13 @@ def is_placed(x: Any) -> bool:
 
 
 class Layout(Shown):
-    """The weights of a model on a mesh, and the way between canonical and live trees."""
+    """The weights of a model on a mesh, and the way between canonical and live trees.
 
-    def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
-        self.config, self.mesh = config, mesh
+    `masters` False: nothing is trained, so that all of them are held in the dtype that computes.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh | AbstractMesh, masters: bool = True) -> None:
+        self.config, self.mesh, self.has_masters = config, mesh, masters
         self.data, self.pipeline = config.mesh.shards, config.mesh.pipeline
         self.stages = stages(config)
         self.chunks = self.stages.chunks
@@ -127,7 +130,7 @@ class Layout(Shown):
 
     def dtype(self, weight: Placed) -> jnp.dtype:
         """Of what a state holds of a weight: a float32 master, or of a frozen one what is computed with."""
-        return jnp.dtype(jnp.float32 if weight.trained else self.config.precision.compute)
+        return jnp.dtype(jnp.float32 if weight.trained and self.has_masters else self.config.precision.compute)
 
     @cached_property
     def masters(self) -> Tree:

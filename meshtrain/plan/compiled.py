@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshtrain.config import Config, ConfigError, short
+from meshtrain.families import FAMILIES
 from meshtrain.given import PAIRS
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, TOKENS
 from meshtrain.plan import traffic
 from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
@@ -105,9 +107,12 @@ def compile_step(config: Config, target: str, cluster: Cluster | None = None) ->
 
 def _batch(config: Config) -> dict[str, None]:
     """The arrays of a batch, by name."""
+    if FAMILIES[config.model.family].images:
+        images = config.data.images
+        return dict.fromkeys((PATCHES, LABELS, *((OTHER_LABELS, MIX) if images.mixup or images.cutmix else ())))
     packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
     pairs = PAIRS if config.train.objective == "dpo" else ()
-    return dict.fromkeys(("tokens", "labels", *packed, *pairs))
+    return dict.fromkeys((TOKENS, LABELS, *packed, *pairs))
 
 
 def _row(collective: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from meshtrain.config import Config, ModelConfig
 from meshtrain.families import FAMILIES
+from meshtrain.inputs import patches
 from meshtrain.model.weights import adapters as lora_weights
 from meshtrain.model.weights import is_trained, weights
 from meshtrain.parallel.placement import gathers_at_use, stages
@@ -146,7 +147,13 @@ def layer(
         norms=passes((8 if model.post_norms else 4) * stream),
         qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
         attention=attention(
-            accelerator, dtype, k, length, sequences * heads * length * shapes.seen(model, length), practice
+            accelerator,
+            dtype,
+            k,
+            length,
+            sequences * heads * length * shapes.seen(model, length),
+            practice,
+            FAMILIES[model.family].causal,
         ),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
@@ -157,18 +164,38 @@ def layer(
 
 
 def attention(
-    accelerator: Accelerator, dtype: str, width: int, length: int, scores: float, practice: Practice
+    accelerator: Accelerator,
+    dtype: str,
+    width: int,
+    length: int,
+    scores: float,
+    practice: Practice,
+    causal: bool = True,
 ) -> Seconds:
-    """Attention forward over `scores` elements of the whole square, of sequences of `length` tokens and heads of `width` elements."""
+    """Attention forward over `scores` elements of the whole square, of sequences of `length` tokens and heads of `width` elements.
+
+    A kernel leaves out the half that is masked, where attention is `causal`.
+    """
     flops, efficiency, size = accelerator.flops(dtype), accelerator.efficiency, shapes.itemsize(dtype)
     if kernel := practice.kernel:
-        slowed, _ = kernel.slowed(accelerator, length)
-        return Seconds(attention=4 * width * scores / 2 * slowed / (flops * (kernel.rate or efficiency.attention)))
+        slowed, _ = kernel.slowed(accelerator, looped(length, causal))
+        return Seconds(
+            attention=4
+            * width
+            * (scores / 2 if causal else scores)
+            * slowed
+            / (flops * (kernel.rate or efficiency.attention))
+        )
     # Both products in full. Passes over the scores: 6 and a byte of dropout's mask forward (product, softmax and dropout write them, and each
     # is read), 9 and a byte backward. A backward counts as two forwards here, so a forward as a third of both.
     moved = scores * (15 * size + 2) / 3
     spent = scores / length**2 * 2 * product(accelerator, dtype, length, width, length)
     return Seconds(attention=spent, memory=moved / accelerator.memory_rate)
+
+
+def looped(length: int, causal: bool) -> int:
+    """The length of the causal sequence over which a kernel's loops are as long: they are half of it there, in the mean."""
+    return length if causal else 2 * length
 
 
 def trained_share(config: Config) -> float:
@@ -194,7 +221,7 @@ def adapters(config: Config, accelerator: Accelerator) -> Seconds:
 def layer_backward(
     forward: Seconds, accelerator: Accelerator, length: int, practice: Practice = OURS, share: float = 1.0
 ) -> Seconds:
-    """Every pass twice, and every product, but once where its weight is frozen (all but a `share`); a kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1)."""
+    """`length` is as attention is `looped`. Every pass twice, and every product, but once where its weight is frozen (all but a `share`); a kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1)."""
     attention = 2.0
     if kernel := practice.kernel:
         slowed, slowed_backward = kernel.slowed(accelerator, length)
@@ -240,10 +267,22 @@ def head(
     model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int, practice: Practice = OURS, trained: bool = True
 ) -> Seconds:  # fmt: skip
     """Final norm, logits, cross-entropy and their backward, the vocabulary shared by `ways` devices."""
-    rows = -(-model.vocab_size // ways)
-    matmul = (2 + trained) * product(accelerator, dtype, tokens, model.d_model, rows)
-    moved = 4.0 * tokens * rows * practice.loss_passes + 8 * shapes.itemsize(dtype) * tokens * model.d_model
+    rows, labels = -(-model.vocab_size // ways), shapes.labels(model, tokens)
+    matmul = (2 + trained) * product(accelerator, dtype, labels, model.d_model, rows)
+    moved = 4.0 * labels * rows * practice.loss_passes
+    moved += 8 * shapes.itemsize(dtype) * shapes.read(model, tokens) * model.d_model
     return Seconds(matmul, 0.0, moved / accelerator.memory_rate)
+
+
+@functools.lru_cache(maxsize=65536)
+def embedding(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int, trained: bool = True) -> Seconds:  # fmt: skip
+    """Patches to the stream, and the gradient of their weights, the numbers of a patch shared by `ways` devices; nothing of text,
+    whose rows are looked up."""
+    if not FAMILIES[model.family].images:
+        return Seconds()
+    number, size = patches(model)
+    shape = (shapes.labels(model, tokens) * number, -(-size // ways), model.d_model)
+    return Seconds(matmul=(1 + trained) * product(accelerator, dtype, *shape))
 
 
 def head_forward(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int) -> Seconds:

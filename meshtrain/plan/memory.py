@@ -209,7 +209,7 @@ def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[It
     logits = Item("logits", "activations", _logits(config, 4))
     head = [
         Item("cotangent of the logits", "activations", _logits(config, size)),
-        Item("hidden states at the head", "activations", size * shapes.tokens(config) * config.model.d_model),
+        Item("hidden states at the head", "activations", size * _read(config)),
     ]
     work = Item("work of one layer", "activations", activations.work(config, platform))
     # All buffers of the ticks are there already when the last weight has been gathered, and lies there a second time, in another order.
@@ -225,12 +225,17 @@ def _itemsize(config: Config) -> int:
 
 
 def _logits(config: Config, size: int) -> float:
-    return size * shapes.tokens(config) * shapes.vocabulary_rows(config)
+    return size * shapes.labels(config.model, shapes.tokens(config)) * shapes.vocabulary_rows(config)
+
+
+def _read(config: Config) -> int:
+    """Elements of the stream that the head reads."""
+    return shapes.read(config.model, shapes.tokens(config)) * config.model.d_model
 
 
 def _hidden(config: Config) -> float:
     """The last layer's output, normalised, and its cotangent."""
-    return 3 * _itemsize(config) * shapes.tokens(config) * config.model.d_model
+    return 3 * _itemsize(config) * _read(config)
 
 
 def _new_gradients(config: Config) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from meshtrain.config import Config
 from meshtrain.config.mesh import DATA, ISLAND
+from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import buckets, closes_early, gathers_at_use, scatters_at_use, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, bringing, compute, reducing, shapes
@@ -33,7 +34,7 @@ class Pieces:
     backward_sends: float
     forward_copies: float
     backward_copies: float
-    head: Seconds  # forward and backward, on one device
+    head: Seconds  # forward and backward, on one device; of images with the product of the embedding
     head_sends: float  # its sums over tensor
     vocab_sends: float  # its sums over the stages that share the vocabulary
     message: float  # one hop to the next stage, while the stages work on
@@ -70,7 +71,7 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
     """What one microbatch costs on one device of a cluster."""
     device, mesh, parallel = cluster.accelerator, config.mesh, config.parallel
     dtype, stage = config.precision.compute, stages(config)
-    length = config.train.sequence_length
+    length, causal = config.train.sequence_length, FAMILIES[config.model.family].causal
     layer = compute.layer(config.model, device, dtype, shapes.sequences(config), length, mesh.tensor, parallel.sequence_parallel, practice)  # fmt: skip
     again = compute.recomputed(config, layer, practice)
     adapters, share = compute.adapters(config, device), compute.trained_share(config)
@@ -99,6 +100,9 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config),
         practice, _head_is_trained(config),
     )  # fmt: skip
+    head += compute.embedding(
+        config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config), bool(shapes.trained(config).embedding.whole)
+    )  # fmt: skip
     dpo = config.train.objective == "dpo"
     head_forward = compute.head_forward(config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config))  # fmt: skip
     stream = shapes.stream(config) * shapes.itemsize(dtype)
@@ -109,7 +113,7 @@ def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pi
         message += algorithms.best(ALL_GATHER, tensor, stream).seconds if shared > 1 else 0.0
     return Pieces(
         forward=layer.forward + adapters + copies[0],
-        backward=compute.layer_backward(layer.forward, device, length, practice, share)
+        backward=compute.layer_backward(layer.forward, device, compute.looped(length, causal), practice, share)
         + adapters * 2
         + copies[1]
         + compute.weight_passes(config, device, practice)

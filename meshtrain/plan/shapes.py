@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.config import Config, MeshConfig, ModelConfig
-from meshtrain.config.model import LoraConfig
+from meshtrain.config.model import LoraConfig, positions_of
 from meshtrain.config.rows import sequences
 from meshtrain.config.schema import OptimizerConfig
+from meshtrain.families import FAMILIES
+from meshtrain.inputs import patches
 from meshtrain.model.weights import Weight, every_weight, is_trained
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.placement import Placed, part, placed, splits, zero_ways
+
+PATCHES_WEIGHT = "embedding.patches"
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,18 @@ def vocabulary_rows(config: Config) -> int:
 
 
 def tokens(config: Config) -> int:
-    """Tokens of one microbatch on one data rank."""
+    """Tokens of one microbatch on one data rank; of images the positions."""
     return sequences(config) * config.train.sequence_length
+
+
+def labels(model: ModelConfig, tokens: int) -> int:
+    """Labels of so many tokens, and rows of logits: one of each, but one of all positions of an image."""
+    return tokens // (positions_of(model) or 1)
+
+
+def read(model: ModelConfig, tokens: int) -> int:
+    """Of so many tokens those that the head reads: all, but of images with a class token these alone."""
+    return labels(model, tokens) if FAMILIES[model.family].images and model.pool == "class" else tokens
 
 
 def stream(config: Config) -> int:
@@ -151,8 +165,8 @@ def stream(config: Config) -> int:
 
 
 def seen(model: ModelConfig, length: int) -> float:
-    """Keys that a query of a sequence sees, twice their mean over the layers: `length` where it sees all before it, as FLOPs are
-    counted (PaLM); fewer in a window."""
+    """Keys that a query of a sequence sees, as FLOPs are counted (PaLM): `length`, also where it sees those before it alone, which is
+    twice their mean; over the layers, fewer in a window."""
     near = min(model.window or length, length)
     whole = model.layers // model.global_every / model.layers if model.global_every else 0.0
     return whole * length + (1 - whole) * (2 * near - near * near / length)
@@ -165,9 +179,9 @@ def itemsize(dtype: str) -> int:
 def model_flops(config: Config) -> float:
     """FLOPs of forward and backward for one step, recomputation and rows that fill up a batch not counted
     (PaLM, appendix B: 6 N + 12 L H Q T a token; of what is frozen 4 N, since its gradient is not made). dpo's reference has a forward
-    more, without adapters: 2 N + 4 L H Q T."""
+    more, without adapters: 2 N + 4 L H Q T. Of an image N of the head counts once, and of the patches, which ask for no gradient, 4 N."""
     model, train = config.model, config.train
-
+    length = train.sequence_length
     reference = 2 if train.objective == "dpo" else 0
 
     def of(weight: Weight) -> int:
@@ -179,6 +193,10 @@ def model_flops(config: Config) -> float:
     head = next(
         of(weight) for weight in every if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
-    scores = model.layers * model.heads * model.head_dim * seen(model, train.sequence_length)
-    per_token = matrices + head + (12 + 2 * reference) * scores
-    return float(per_token * train.global_batch_size * train.sequence_length)
+    scores = model.layers * model.heads * model.head_dim * seen(model, length)
+    per_token = matrices + (12 + 2 * reference) * scores
+    if not FAMILIES[model.family].images:
+        return float((per_token + head) * train.global_batch_size * length)
+    number, _ = patches(model)
+    embedding = sum(of(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT)
+    return float((per_token * length + head + embedding * number) * train.global_batch_size)

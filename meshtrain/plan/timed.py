@@ -16,6 +16,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from meshtrain.config import Config
+from meshtrain.families import FAMILIES
 from meshtrain.hlo.module import Module, Operation, byte_count, elements
 from meshtrain.hlo.traffic import axes_of
 from meshtrain.hlo.work import Work
@@ -171,7 +172,9 @@ class _Clock:
         scores = 1.0
         for n in re.findall(r"\d+", sizes.group(1)):
             scores *= int(n)
-        width, length = self.config.model.head_dim, self.config.train.sequence_length
-        scores *= shapes.seen(self.config.model, length) / length
-        forward = compute.attention(self.device, self.dtype, width, length, scores, OURS)
-        return (compute.layer_backward(forward, self.device, length) if backward else forward).total
+        model, length = self.config.model, self.config.train.sequence_length
+        scores *= shapes.seen(model, length) / length
+        causal = FAMILIES[model.family].causal
+        forward = compute.attention(self.device, self.dtype, model.head_dim, length, scores, OURS, causal)
+        looped = compute.looped(length, causal)
+        return (compute.layer_backward(forward, self.device, looped) if backward else forward).total

@@ -109,8 +109,13 @@ def edge_flows(config: Config) -> list[Moment]:
 
 
 def _edge_flows(config: Config) -> Iterator[Moment]:
-    mesh, whole, tokens = config.mesh, _whole(config), shapes.tokens(config)
+    mesh, model, whole, tokens = config.mesh, config.model, _whole(config), shapes.tokens(config)
+    labels, read = shapes.labels(model, tokens), shapes.read(model, tokens)
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
+    position = whole // tokens
+    # What the last stage sends on, and the ranks of a split sequence to each other: of an image a position from every rank.
+    last = read * position if read < tokens else stream
+    pooled = labels * mesh.tensor * position if labels < tokens else whole
     shared = config.parallel.vocab == "spread" and mesh.pipeline > 1  # the stages share the vocabulary
     both = mesh.tensor * mesh.pipeline
     sums = (BOTH, both) if shared and mesh.tensor > 1 else ("pipeline", mesh.pipeline) if shared else ("tensor", mesh.tensor)  # fmt: skip
@@ -123,19 +128,19 @@ def _edge_flows(config: Config) -> Iterator[Moment]:
         if shared:
             yield flow("embedding", "pipeline", ALL_REDUCE, "embedding summed", stream, mesh.pipeline)
         yield flow("unembedding", "tensor", ALL_GATHER, "embedding's cotangent gathered", whole, mesh.tensor)
-        yield flow("head", "tensor", ALL_GATHER, "last output gathered", whole, mesh.tensor)
-        yield flow("unhead", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", whole, mesh.tensor)
+        yield flow("head", "tensor", ALL_GATHER, "last output gathered", pooled, mesh.tensor)
+        yield flow("unhead", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", pooled, mesh.tensor)
         if shared:
-            yield flow("unhead", "pipeline", ALL_REDUCE, "last output's cotangent summed", stream, mesh.pipeline)
+            yield flow("unhead", "pipeline", ALL_REDUCE, "last output's cotangent summed", last, mesh.pipeline)
     else:
         yield flow("embedding", sums[0], ALL_REDUCE, "embedding summed", whole, sums[1])
-        yield flow("unhead", sums[0], ALL_REDUCE, "last output's cotangent summed", whole, sums[1])
+        yield flow("unhead", sums[0], ALL_REDUCE, "last output's cotangent summed", last, sums[1])
     if shared:
-        yield flow("head", "pipeline", ALL_REDUCE, "last output to all stages", stream, mesh.pipeline)
+        yield flow("head", "pipeline", ALL_REDUCE, "last output to all stages", last, mesh.pipeline)
         yield flow("unembedding", "pipeline", ALL_REDUCE, "embedding's cotangent to all stages", stream, mesh.pipeline)
     smoothed = config.train.label_smoothing > 0
-    yield flow("head", sums[0], ALL_REDUCE, "loss: sums of exponentials", 4 * tokens * (2 + smoothed), sums[1])
-    yield flow("head", sums[0], ALL_REDUCE, "loss: largest logits", 4 * tokens, sums[1])
+    yield flow("head", sums[0], ALL_REDUCE, "loss: sums of exponentials", 4 * labels * (2 + smoothed), sums[1])
+    yield flow("head", sums[0], ALL_REDUCE, "loss: largest logits", 4 * labels, sums[1])
 
 
 def _data(config: Config, trips: Trips) -> list[Flow]:

@@ -60,7 +60,7 @@ class Recipe:
             return self.peak * jnp.where(step < self.warmup, step / self.warmup, falling)
 
         matrices = jax.tree_util.tree_map_with_path(
-            lambda path, _: not any(word in path[-1].key for word in ("scale", "bias")), parameters
+            lambda path, _: not any(word in path[-1].key for word in ("scale", "bias", "class_token")), parameters
         )
         adamw = optax.adamw(rate, self.beta1, self.beta2, self.eps, weight_decay=self.weight_decay, mask=matrices)
         return optax.chain(optax.clip_by_global_norm(self.clip), adamw)

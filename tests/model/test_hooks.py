@@ -18,7 +18,10 @@ import meshtrain as mt
 from meshtrain.config import Config, ConfigError, load
 from meshtrain.model import hooks
 from meshtrain.model.attention import attend
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.hooks import Hooks, Parts
 from meshtrain.model.layers import Block
+from meshtrain.model.loss import Mixed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.step import Program
 
@@ -208,6 +211,17 @@ def test_a_branch_without_a_norm_has_the_right_gradient_over_tensor():
         _, found = jax.jit(program.gradients)(params, placed, jnp.zeros((), jnp.int32), jnp.ones(()))
         gradients.append(program.layout.canonical(jax.tree.map(np.asarray, found)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-7), *gradients[::-1])
+
+
+def test_a_replaced_loss_is_asked_for_both_labels_of_what_is_mixed():
+    random, config = np.random.default_rng(0), configuration()
+    logits = jnp.asarray(random.standard_normal((3, 2, config.model.vocab_size)), jnp.float32)
+    labels, other = (jnp.asarray(random.integers(0, config.model.vocab_size, (3, 2))) for _ in range(2))
+    mixed = Mixed(other, jnp.asarray(random.random((3, 2)), jnp.float32))
+    own, built_in = (Parts(config, Collectives(), hooks).loss for hooks in (Hooks(loss=nll), Hooks()))
+    found, right = (jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).sum())(logits) for loss in (own, built_in))  # fmt: skip
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
+    assert not np.allclose(own(logits, labels, mixed), own(logits, labels))
 
 
 # --- what is refused, before anything runs

@@ -1,0 +1,157 @@
+"""Keys and values of what a model has read, and attention of a new token against them.
+
+    one layer's keys on one device [S, G, P, K]        S slots of this data rank, G key/value heads of this tensor rank
+
+            position 0 1 2 3 4 5 6 7
+    slot 0           k k k k k · · ·     prefill writes a whole slot, zeros behind the prompt: nothing of an earlier sequence stays
+    slot 1           k k · · · · · ·     decode writes one position of every slot, in place, and attends to all up to it
+
+An array a layer and heads before positions, so that a product reads the cache as it lies: with one array of all layers, or positions
+first, XLA copies it every step (experiments/generate/decode.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshtrain.compat import vary, varying
+from meshtrain.config import ModelConfig
+from meshtrain.model.attention import MASKED, within
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import Dropout
+
+
+class Kept(NamedTuple):
+    """Of one layer: [S, G, P, K] each, in the compute dtype."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+@dataclass(frozen=True)
+class OwnGroups:
+    """The key/value heads that one of `ranks` tensor ranks needs for its query heads, each once.
+
+    Where `ranks` does not divide them every rank computes all (see `parallel.placement`), and keeps but these:
+
+        6 query heads, 3 key/value heads, 2 ranks       rank 0   q 0 1 2   kv 0 0 1    keeps 0 1
+                                                        rank 1   q 3 4 5   kv 1 2 2    keeps 1 2
+    """
+
+    heads: int
+    groups: int
+    ranks: int
+
+    @property
+    def split(self) -> bool:
+        """Whether each rank has its own without choosing."""
+        return self.groups % self.ranks == 0
+
+    @property
+    def each(self) -> int:
+        """How many a rank keeps: as many as the rank that needs the most."""
+        if self.split:
+            return self.groups // self.ranks
+        local, group = self.heads // self.ranks, self.heads // self.groups
+        firsts = range(0, self.heads, local)
+        return max((first + local - 1) // group - first // group + 1 for first in firsts)
+
+    def of(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
+        """[B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it is."""
+        if self.split:
+            return by_head
+        group = self.heads // self.groups
+        # the first query head of each
+        heads = (first // group + jnp.arange(self.each)) * group - first
+        return jnp.take(by_head, jnp.clip(heads, 0, by_head.shape[2] - 1), axis=2)
+
+    def at(self, first: jax.Array | int) -> jax.Array:
+        """int [H]: which of the kept ones each query head from `first` on reads."""
+        group = self.heads // self.groups
+        return (first + jnp.arange(self.heads // self.ranks)) // group - first // group
+
+
+def written(kept: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array) -> jax.Array:
+    """[S, G, P, K] with the first `length` positions of one sequence [1, T, G, K] in `slot`, zeros behind them.
+
+    A slot that lies on another data rank, below 0 or from S on, changes nothing.
+    """
+    slots, _, positions, _ = kept.shape
+    found = jnp.where((jnp.arange(new_STGK.shape[1]) < length)[:, None, None], new_STGK, 0).transpose(0, 2, 1, 3)
+    found = jnp.pad(found, ((0, 0), (0, 0), (0, positions - found.shape[2]), (0, 0))).astype(kept.dtype)
+    place = (jnp.clip(slot, 0, slots - 1), 0, 0, 0)
+    here = (slot >= 0) & (slot < slots)
+    found = jnp.where(here, vary(found, varying(kept)), lax.dynamic_slice(kept, place, (1, *kept.shape[1:])))
+    return lax.dynamic_update_slice(kept, found, place)
+
+
+def appended(kept: jax.Array, new_S1GK: jax.Array, positions: jax.Array) -> jax.Array:
+    """[S, G, P, K] with one position of every slot written."""
+    new = new_S1GK.transpose(0, 2, 1, 3).astype(kept.dtype)
+    for slot in range(kept.shape[0]):
+        kept = lax.dynamic_update_slice(kept, new[slot : slot + 1], (slot, 0, positions[slot], 0))
+    return kept
+
+
+class Reading:
+    """Attention of a prompt: the training program's, with the keys and values that it was given kept."""
+
+    def __init__(self, attend: Callable[..., jax.Array], groups: OwnGroups) -> None:
+        self.attend, self.groups = attend, groups
+        self.kept: Kept
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
+        first = collectives.first_head(q.shape[2])
+        self.kept = Kept(self.groups.of(k, first), self.groups.of(v, first))
+        return self.attend(q, k, v, segments, collectives, dropout, local)
+
+
+class Appending:
+    """Attention of one new token of every slot against its cache, to which it is added first."""
+
+    def __init__(self, model: ModelConfig, groups: OwnGroups, kept: Kept, positions: jax.Array) -> None:
+        self.model, self.groups, self.kept, self.positions = model, groups, kept, positions
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
+        first = collectives.first_head(q.shape[2])
+        keys, values = (
+            appended(kept, self.groups.of(new, first), self.positions)
+            for kept, new in zip(self.kept, (k, v), strict=True)
+        )
+        self.kept = Kept(keys, values)
+        visible = seen(self.positions, keys.shape[2], self.model.window, local)
+        if not self.groups.split:
+            at = self.groups.at(first)
+            keys, values = jnp.take(keys, at, axis=1), jnp.take(values, at, axis=1)
+        return against(q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap)
+
+
+def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool | None) -> jax.Array:
+    """bool [S, P]: which positions the token at each slot's position sees."""
+    back = positions[:, None] - jnp.arange(length)
+    visible = back >= 0
+    if not 0 < window < length:
+        return visible
+    near = visible & (back < window)
+    return near if local is None else jnp.where(local, near, visible)
+
+
+def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float, cap: float) -> jax.Array:  # fmt: skip
+    """Attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S, H K] in q's dtype.
+
+    The same sums in the same precision as `model.attention.blockwise` does.
+    """
+    slots, _, heads, width = q_S1HK.shape
+    groups = keys.shape[1]
+    q = (q_S1HK * scale).reshape(slots, groups, heads // groups, width)
+    scores = jnp.einsum("sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32)
+    scores = within(cap, scores) if cap else scores
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    p = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    out = jnp.einsum("sgrp,sgpk->sgrk", p.astype(values.dtype), values, preferred_element_type=jnp.float32) / total
+    return out.astype(q_S1HK.dtype).reshape(slots, -1)

@@ -1,0 +1,432 @@
+"""Many requests through one model at once: each gets a slot as one is free, all slots decode together (continuous batching: Yu et al. 2022).
+
+    submit ──► waiting ──prefill──► slot 0 ███████████████░░░ a request
+       │          (bounded: Busy)   slot 1 ██████┊████████░░░ one ends, the next takes its slot while the others go on
+       └─► Ticket.cancel            slot 2 ░░░░░░░░░██████░░░ free slots decode what nobody reads
+
+    device   │ decode n │ decode n + 1 │ decode n + 2 │         The host has dispatched a step before it reads the one before it:
+    host          │ reads n, tells │ reads n + 1, tells │       what it takes to make text of tokens costs the device nothing.
+
+Whether a request ends with a token is known one step late, so that its slot decodes once more, which nobody reads. What a request gets
+depends on nothing beside it: its noise follows from its own seed and positions.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from meshtrain.errors import ConfigError, short
+from meshtrain.generate.opened import Opened
+from meshtrain.generate.programs import Decoding
+from meshtrain.generate.request import MOST_LIKELY, Chosen, Finish, Piece, Request, Sampling
+from meshtrain.generate.text import Spelling, Stream
+
+log = logging.getLogger(__name__)
+Listener = Callable[[Piece], None]
+MOST_FAILURES = 3  # of the device's programs, with nothing read between them, until the engine gives up
+
+
+class Busy(Exception):
+    """As many requests wait as may; the same one may be submitted later."""
+
+
+class Closed(Exception):
+    """The engine takes no more requests: it is closed, or broken, which the sentence says."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine does at the moment, and has done; counts never fall."""
+
+    slots: int
+    busy: int  # slots with a request
+    waiting: int  # requests without a slot
+    requests: int = 0  # ended, by whatever
+    tokens: int = 0  # chosen for a request
+    prompt_tokens: int = 0  # read
+    steps: int = 0  # of decode
+    compiled: int = 0  # programs: one for each power of two of a prompt's length, and decode's
+    failures: int = 0  # of the device's programs
+    last_step: float = 0.0  # time.monotonic() at the end of the last turn
+    turn_began: float | None = None  # of the turn that goes on; None: nothing is asked of the device
+    compiling: bool = False  # in this turn a program runs for the first time, which takes longer
+    broken: str = ""  # why nothing can be generated any more, a sentence
+
+
+class Ticket:
+    """A request under way."""
+
+    def __init__(self, engine: "Engine", request: Request, listener: Listener) -> None:
+        self.request = request
+        self._engine, self._listener = engine, listener
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Ends it within a step, with finish cancelled; nothing where it has ended. From any thread."""
+        self._cancelled = True
+        self._engine._wake()
+
+
+@dataclass
+class _Running:
+    """A request in a slot, as the host sees it."""
+
+    ticket: Ticket
+    stream: Stream
+    most: int  # tokens that it may get
+    dispatched: int = 0  # tokens that are chosen, or are to be by what the device was given
+    tokens: int = 0  # tokens that were read
+    ended: bool = False
+
+
+@dataclass
+class _Unread:
+    """What a program that was dispatched will have chosen: for whom, and where in its arrays (None: they are of one slot)."""
+
+    picked: Any
+    places: list[tuple[int | None, _Running]] = field(default_factory=list)
+
+
+class Engine:
+    """Runs requests; a context manager, which is a thread of its own from `start` to `close`.
+
+    `length`: positions of a slot, prompt and answer together. `waiting`: requests that may wait for a slot. `keep` False
+    takes the weights over from `opened.model`, which can then be used for nothing else. `decoding`: what makes the device's programs.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        slots: int = 8,
+        length: int | None = None,
+        waiting: int = 64,
+        keep: bool = True,
+        decoding: Callable[..., Any] = Decoding,
+    ) -> None:
+        self.opened, self.slots = opened, slots
+        self.length = opened.length if length is None else length
+        self._most_waiting = waiting
+        self._decoding = decoding(opened.model, slots, self.length, keep)
+        self._spelling = Spelling(opened.tokenizer)
+        self._state: Any = None
+        self._running: list[_Running | None] = [None] * slots
+        self._unread: deque[_Unread] = deque()
+        self._compiled: set[tuple[str, int | bool]] = set()
+        self._failed = 0  # programs in a row
+        self._counts = Counter[str]()
+        self._turn_began: float | None = None
+        self._last_step, self._compiling = 0.0, False
+        # What follows is shared between threads, under `_changed`.
+        self._changed = threading.Condition()
+        self._waiting: deque[Ticket] = deque()
+        self._broken = ""
+        self._closing: str | None = None  # now, drain
+        self._thread: threading.Thread | None = None
+
+    # --- from any thread
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        """Queues a request. The listener is called from the engine's thread, at last with a finish; if it raises, its request is cancelled.
+
+        Busy if as many wait as may, ConfigError for a request that no state of the engine could answer, Closed if none will be.
+        """
+        self.check(request)
+        ticket = Ticket(self, request, listener)
+        with self._changed:
+            if self._broken or self._closing is not None:
+                raise Closed(self._broken or "the engine is closed.")
+            free = self.slots - self._busy()
+            if len(self._waiting) >= self._most_waiting + free:
+                raise Busy(f"{len(self._waiting)} requests wait already, as many as may.")
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def check(self, request: Request) -> None:
+        """ConfigError for a request that cannot be answered, in a sentence."""
+        tokens, vocabulary = np.asarray(request.tokens), self._decoding.vocabulary
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+            raise ConfigError("a prompt must be one token at least.")
+        if len(tokens) >= self.length:
+            raise ConfigError(
+                f"the prompt is {len(tokens)} tokens long; prompt and answer together have {self.length} positions here."
+            )
+        if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
+            raise ConfigError(f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0.")
+        if request.most < 1:
+            raise ConfigError(f"{request.most} tokens are asked for; it must be 1 at least.")
+        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LIKELY:
+            raise ConfigError(f"logprobs is {request.logprobs}; it must be from 0 to {MOST_LIKELY}.")
+        check_sampling(request.sampling)
+
+    @property
+    def status(self) -> EngineStatus:
+        with self._changed:
+            return EngineStatus(
+                self.slots, self._busy(), len(self._waiting), **self._counts, compiled=len(self._compiled), last_step=self._last_step,
+                turn_began=self._turn_began, compiling=self._compiling, broken=self._broken,
+            )  # fmt: skip
+
+    def start(self) -> "Engine":
+        """Begins to answer, on a thread of its own."""
+        with self._changed:
+            if self._thread is None and self._closing is None:
+                self._thread = threading.Thread(target=self._run, name="meshtrain engine", daemon=True)
+                self._thread.start()
+        return self
+
+    def close(self, drain: bool = False) -> None:
+        """Takes no more requests and ends; `drain`: when all that were taken are answered, else they end with finish cancelled."""
+        with self._changed:
+            if self._closing != "now":
+                self._closing = "drain" if drain else "now"
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        elif thread is None:
+            self._finish_up()
+
+    def __enter__(self) -> "Engine":
+        return self.start()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close(drain=False)
+
+    # --- the engine's thread
+
+    def step(self) -> bool:
+        """One turn: what is cancelled leaves, free slots are filled, a step is dispatched, the one before it is read.
+
+        Whether there is more to do. For one thread, which is the engine's own after `start`.
+        """
+        self._turn_began = time.monotonic()
+        self._let_go()
+        try:
+            dispatched = self._admit()
+            dispatched = self._decode() or dispatched
+            self._read(keep=1 if dispatched and not self._decoding.synchronous else 0)
+        except Exception as error:
+            self._fail(error)
+        self._turn_began, self._compiling, self._last_step = None, False, time.monotonic()
+        return self._has_work()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._closing is None and not self._has_work():
+                    self._changed.wait()
+                if self._closing == "now" or (self._closing == "drain" and not self._has_work()):
+                    break
+            self.step()
+        self._finish_up()
+
+    def _finish_up(self) -> None:
+        """Ends what there is when the engine closes; draining without a thread is done here."""
+        while self._closing == "drain" and self._has_work():
+            self.step()
+        self._end_all("cancelled", "")
+        self._unread.clear()
+        self._state = None
+
+    def _let_go(self) -> None:
+        """What was cancelled frees its slot, or its place among those that wait."""
+        for running in self._occupied():
+            if running.ticket._cancelled:
+                self._end(running, "cancelled")
+        with self._changed:
+            gone = [ticket for ticket in self._waiting if ticket._cancelled]
+            if gone:
+                self._waiting = deque(ticket for ticket in self._waiting if not ticket._cancelled)
+        for ticket in gone:
+            self._tell_end(ticket, Piece("", finish="cancelled"))
+
+    def _admit(self) -> bool:
+        """Prefills free slots in the order of submission; whether there were any. While others decode one a turn, so that they go on."""
+        most, prefilled = 1 if any(self._occupied()) else self.slots, False
+        for slot in [slot for slot, running in enumerate(self._running) if running is None][:most]:
+            with self._changed:
+                if not self._waiting:
+                    break
+                ticket = self._waiting.popleft()
+                request = ticket.request
+                tokens = np.asarray(request.tokens, np.int32)
+                room = min(request.most, self.length - len(tokens))
+                running = _Running(ticket, Stream(self.opened.tokenizer, tokens, request.stop), room, dispatched=1)
+                self._running[slot] = running
+            if self._state is None:
+                self._state = self._decoding.empty()
+            self._first("prefill", self._decoding.bucket(len(tokens)))
+            self._state, picked = self._decoding.prefill(self._state, slot, tokens, request.sampling)
+            self._unread.append(_Unread(picked, [(None, running)]))
+            self._count(prompt_tokens=len(tokens))
+            prefilled = True
+            if self._decoding.synchronous:
+                self._read(keep=0)
+        return prefilled
+
+    def _decode(self) -> bool:
+        """Dispatches a step for those that need one more token."""
+        places: list[tuple[int | None, _Running]] = [
+            (slot, running)
+            for slot, running in enumerate(self._running)
+            if running is not None and running.dispatched < running.most
+        ]
+        if not places:
+            return False
+        likeliest = any(running.ticket.request.logprobs is not None for _, running in places)
+        self._first("decode", likeliest)
+        self._state, picked = self._decoding.decode(self._state, likeliest)
+        for _, running in places:
+            running.dispatched += 1
+        self._unread.append(_Unread(picked, places))
+        self._count(steps=1)
+        return True
+
+    def _read(self, keep: int) -> None:
+        """Waits for what was dispatched, but for the last `keep`, and tells it."""
+        while len(self._unread) > keep:
+            unread = self._unread.popleft()
+            wanted = [(at, running) for at, running in unread.places if not running.ended]
+            if not wanted:
+                continue
+            arrays = [None if x is None else np.asarray(x) for x in unread.picked]
+            self._failed = 0
+            for at, running in wanted:
+                try:
+                    self._tell(running, *(None if x is None else x if at is None else x[at] for x in arrays))
+                except Exception as error:
+                    # nothing on the device is lost
+                    log.exception("a token could not be told")
+                    running.stream.stopped = True
+                    self._end(running, "error", problem=f"a token could not be told: {_why(error)}.")
+
+    # --- what a request is told
+
+    def _tell(self, running: _Running, token: Any, logprob: Any, ids: Any, logprobs: Any) -> None:
+        """One more token of a request: its text, and whether it is the last."""
+        request, token = running.ticket.request, int(token)
+        running.tokens += 1
+        self._count(tokens=1)
+        if logprob is not None and not np.isfinite(logprob):
+            return self._end(running, "error", problem="the model's logits are not finite numbers.")
+        if token in self.opened.ends and not request.ignore_ends:
+            return self._end(running, "stop")
+        text = running.stream.push(token)
+        chosen = self._chosen(request, token, logprob, ids, logprobs)
+        if running.stream.stopped:
+            return self._end(running, "stop", text, chosen)
+        if running.tokens == running.most:
+            return self._end(running, "length", text, chosen)
+        if text or chosen:
+            self._say(running, Piece(text, chosen, running.tokens))
+
+    def _chosen(self, request: Request, token: int, logprob: Any, ids: Any, logprobs: Any) -> tuple[Chosen, ...]:
+        if request.logprobs is None:
+            return ()
+        of, most = self._spelling.of, request.logprobs
+        likeliest = tuple((int(i), of(int(i)), float(p)) for i, p in zip(ids[:most], logprobs[:most], strict=True))
+        return (Chosen(token, of(token), float(logprob), likeliest),)
+
+    def _say(self, running: _Running, piece: Piece) -> None:
+        """Tells a request's listener; one that raises has its own request cancelled."""
+        try:
+            running.ticket._listener(piece)
+        except Exception:
+            log.exception("who listens to a request has failed; it is cancelled")
+            running.ticket._listener = _nobody
+            running.ticket._cancelled = True
+
+    def _end(
+        self, running: _Running, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = ""
+    ) -> None:
+        """Frees the slot, and tells the last piece."""
+        running.ended = True
+        rest = running.stream.close()
+        with self._changed:
+            self._running[self._running.index(running)] = None
+        self._tell_end(running.ticket, Piece(text + rest, chosen, running.tokens, finish, problem))
+
+    def _tell_end(self, ticket: Ticket, piece: Piece) -> None:
+        self._count(requests=1)
+        try:
+            ticket._listener(piece)
+        except Exception:
+            log.exception("who listens to a request has failed at its end")
+
+    def _end_all(self, finish: Finish, problem: str, waiting: bool = True) -> None:
+        for running in self._occupied():
+            self._end(running, finish, problem=problem)
+        with self._changed:
+            tickets = list(self._waiting) if waiting else []
+            if waiting:
+                self._waiting.clear()
+        for ticket in tickets:
+            self._tell_end(ticket, Piece("", finish=finish, problem=problem))
+
+    # --- what goes wrong
+
+    def _fail(self, error: Exception) -> None:
+        """A program of the device has failed: what lay there is lost, with all requests that had a slot. The others get a new state."""
+        problem = f"the device's program failed: {_why(error)}."
+        log.error(problem, exc_info=error)
+        self._failed += 1
+        self._count(failures=1)
+        # freed before the next one is made
+        self._state = None
+        self._unread.clear()
+        broken = self._failed >= MOST_FAILURES
+        if broken:
+            with self._changed:
+                self._broken = problem
+        self._end_all("error", problem, waiting=broken)
+
+    # --- small things
+
+    def _busy(self) -> int:
+        return sum(running is not None for running in self._running)
+
+    def _occupied(self) -> Iterator[_Running]:
+        return (running for running in list(self._running) if running is not None)
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._unread or any(self._occupied()))
+
+    def _first(self, program: str, of: int | bool) -> None:
+        """Says that a program runs for the first time, which compiles it."""
+        if (program, of) not in self._compiled:
+            self._compiling = True
+            self._compiled.add((program, of))
+
+    def _count(self, **more: int) -> None:
+        with self._changed:
+            self._counts.update(more)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def check_sampling(how: Sampling) -> None:
+    """ConfigError for what is no way to choose a token."""
+    if not (0 <= how.temperature < np.inf):
+        raise ConfigError(f"temperature is {how.temperature}; it must be a number from 0.")
+    if not 0 < how.top_p <= 1:
+        raise ConfigError(f"top_p is {how.top_p}; it must be above 0 and at most 1.")
+    if not 0 <= how.top_k < 1 << 31:
+        raise ConfigError(f"top_k is {how.top_k}; it must be from 0, which leaves all tokens.")
+
+
+def _why(error: Exception) -> str:
+    return short(str(error).strip().rstrip(".") or type(error).__name__)
+
+
+def _nobody(piece: Piece) -> None:
+    """Listens for one who cannot."""
