@@ -22,6 +22,7 @@ COMMANDS = {
         "data": "meshtrain.data.__main__",
         "checkpoint": "meshtrain.checkpoint.__main__",
         "evaluate": "meshtrain.evaluate.__main__",
+        "generate": "meshtrain.generate.__main__",
     }.items()
 }
 
