@@ -3,11 +3,15 @@
 import argparse
 import threading
 import time
+from concurrent.futures import Future
+
+import numpy as np
 
 from meshtrain.cli import DONE
-from meshtrain.errors import say, short
+from meshtrain.errors import ConfigError, say, short
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import open_model
+from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.answered import Answered
 from meshtrain.serve.app import application
 from meshtrain.serve.listening import Server, end_now, is_loopback, listening, url
@@ -82,5 +86,16 @@ def served(options: argparse.Namespace) -> Served:
         length=options.length,
         slots=options.slots,
     )
-    engine = Engine(opened, options.slots, options.length, options.queue)
-    return Served(options.name or opened.name, engine.start())
+    engine = Engine(opened, options.slots, options.length, options.queue).start()
+    _try(engine)
+    return Served(options.name or opened.name, engine)
+
+
+def _try(engine: Engine) -> None:
+    """Two tokens, so that what does not run here is known now, and whoever is told that the server is ready waits for no compiler."""
+    last = Future[Piece]()
+    shortest = Request(np.zeros(1, np.int32), 2, ignore_ends=True)
+    engine.submit(shortest, lambda piece: last.set_result(piece) if piece.finish else None)
+    if (piece := last.result()).finish == "error":
+        engine.close()
+        raise ConfigError(f"the model is loaded, but does not run here: {piece.problem}")
