@@ -61,6 +61,17 @@ WRONG = {
         ("ls", "the following arguments are required: directory"),
         ("diff a b --no-value", "there is no option --no-value; did you mean --no-values?"),
     ],
+    "generate": [
+        ("", "the following arguments are required: RUN"),
+        ("runs/x --promt hello", "there is no option --promt; did you mean --prompt?"),
+        ("runs/x --prompt hello --temperature -1", "argument --temperature: '-1' is below 0"),
+        ("runs/x --prompt hello --temperature hot", "argument --temperature: 'hot' is no temperature"),
+        ("runs/x --prompt hello --top-p 1.5", "argument --top-p: '1.5' is no share; it must be above 0 and at most 1"),
+        ("runs/x --prompt hello --top-k 0", "argument --top-k: '0' is not a whole number of at least 1"),
+        ("runs/x --prompt hello --seed=-3", "argument --seed: '-3' is no seed; it must be a whole number from 0"),
+        ("runs/x --prompt hello --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
+        ("runs/x hello", "unrecognized arguments: hello"),
+    ],
     "evaluate": [
         ("", "the following arguments are required: RUN"),
         ("runs/x --txt a", "there is no option --txt; did you mean --text?"),
