@@ -231,7 +231,7 @@ def table(rows: Sequence[Row]) -> str:
         "a answers again, s",
     ]
     return columns(
-        [head, *([r.balancer, r.happened, *map(str, r[2:5]), f"{r.longest:.1f}", f"{r.back:.1f}"] for r in rows)]
+        [head, *([r.balancer, r.happened, *map(str, r[2:6]), f"{r.longest:.1f}", f"{r.back:.1f}"] for r in rows)]
     )
 
 

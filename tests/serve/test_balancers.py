@@ -33,5 +33,6 @@ def test_nothing_is_lost_but_on_a_server_that_is_killed(tmp_path):
         rows = [
             balance.measure("haproxy", happens, a, b, tmp_path, before=1.0, after=3.0) for happens in balance.HAPPENS
         ]
-    assert all(row.good for row in rows), balance.table(rows)
+    shown = balance.table(rows)
+    assert all(row.good for row in rows), shown
     assert all(row.answers > 50 for row in rows)
