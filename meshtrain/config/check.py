@@ -43,7 +43,7 @@ def check(config: Config) -> None:
     if parallel.sequence_parallel and train.sequence_length % mesh.tensor:
         raise ConfigError(
             f"mesh.tensor {mesh.tensor} does not divide train.sequence_length {train.sequence_length}, as parallel.sequence_parallel needs; "
-            f"legal for mesh.tensor are {divisors(math.gcd(train.sequence_length, model.heads))}."
+            f"legal for mesh.tensor are {divisors(math.gcd(train.sequence_length, model.heads))}{_without_class(config)}."
         )
     mesh_check(mesh)
     reduce.check(config)
@@ -59,6 +59,14 @@ def check(config: Config) -> None:
         )
     _check_survive(config)
     telemetry.check(config.telemetry, _steps(config))
+
+
+def _without_class(config: Config) -> str:
+    """The way out of an image's odd number of positions, where it is one."""
+    patches, tensor = config.train.sequence_length - 1, config.mesh.tensor
+    if not FAMILIES[config.model.family].images or config.model.pool != "class" or patches % tensor:
+        return ""
+    return f", or with model.pool: mean, which has no class token beside the {patches} patches, {tensor} too"
 
 
 def _steps(config: Config) -> float:

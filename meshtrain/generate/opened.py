@@ -109,9 +109,8 @@ def _check_there(root: Path, given: str) -> None:
         raise ConfigError(
             f"{short(given)} is no directory; give a run, one of its checkpoints, or a Hugging Face directory."
         )
-    beside_it = root.parent if root.parent.is_dir() else Path()
-    near = nearest(root.name, [each.name for each in beside_it.iterdir() if each.is_dir()])
-    if near:
+    there = [each.name for each in root.parent.iterdir() if each.is_dir()] if root.parent.is_dir() else []
+    if near := nearest(root.name, there):
         raise ConfigError(f"there is no directory {short(given)}{near}")
     owner, _, model = given.partition("/")
     if model and "/" not in model and not given.startswith((".", "~")) and not Path(owner).is_dir():

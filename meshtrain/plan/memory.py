@@ -4,10 +4,13 @@ State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5). 
 has those of a layer.
 """
 
+import math
 import operator
 from dataclasses import dataclass
 
 from meshtrain.config import Config
+from meshtrain.families import FAMILIES
+from meshtrain.inputs import patches
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages, zero_ways
 from meshtrain.parallel.reduce.kept import nbytes as kept_by_compression
 from meshtrain.plan import activations, bringing, shapes
@@ -47,7 +50,7 @@ def items(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
 
 def fullest(config: Config, facts: Facts, platform: str = "gpu") -> tuple[str, list[Item]]:
     """The moment of a step at which a device holds most, and what it holds then."""
-    always = [*state(config), *kept(config, facts, platform)]
+    always = [*state(config), *_images(config), *kept(config, facts, platform)]
     moments = {
         name: [i for i in [*always, *found] if i.nbytes] for name, found in passing(config, facts, platform).items()
     }
@@ -120,6 +123,14 @@ def _sums(config: Config) -> list[Item]:
     if scatters_at_use(config):
         return [Item("float32 gradient sums, sharded", "gradients", 4 * held.shard)]
     return [Item("float32 gradient sums", "gradients", 4 * held.whole)]
+
+
+def _images(config: Config) -> list[Item]:
+    """Those of a batch; tokens are not worth a line."""
+    if not FAMILIES[config.model.family].images:
+        return []
+    rows = shapes.sequences(config) * config.parallel.microbatches
+    return [Item("images of the batch", "activations", 4 * rows * math.prod(patches(config.model)))]
 
 
 def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:

@@ -156,7 +156,9 @@ class _Clock:
             left, right = (elements(known[name].result) for name in op.operands[:2])
             depth = self.work.flops(computation, op) / (2.0 * elements(op.result))
             dtype = {"bf16": "bfloat16", "f16": "float16"}.get(known[op.operands[0]].result.split("[")[0], "float32")
-            yield dtype, (left / depth, depth, right / depth)
+            # Of several at once, such as the parts of a sum that XLA has cut, each is one.
+            several = left * right / depth**2 / elements(op.result)
+            yield from [(dtype, (left / depth / several, depth, right / depth / several))] * round(several)
         elif op.opcode != "while":
             for called in self.module.called(op):
                 for inner in self.module.computations[called]:

@@ -93,6 +93,7 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
     model = mt.read_model(tmp_path / "imported")
     assert model.config.data.images == config_of(THEIRS).data.images
     np.testing.assert_allclose(model(read(model.program)), np.load(THEIRS / "logits.npy"), atol=1e-5)
+    np.testing.assert_array_equal(mt.read_model(THEIRS)(read(model.program)), model(read(model.program)))
     assert main(["export", str(tmp_path / "imported"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert "tokenizer" not in capsys.readouterr().err
     again, before = (read_json(path / CONFIG) for path in (tmp_path / "out", THEIRS))
@@ -163,3 +164,19 @@ def test_what_their_class_can_hold_is_read_again_as_it_was(keys):
 def test_the_mean_of_patches_is_none_of_theirs():
     with pytest.raises(ConfigError, match=r"ViTForImageClassification of transformers cannot hold model\.pool mean\.$"):
         config_json(replaced(config_of(THEIRS), model={"pool": "mean"}).model, 9, "float32")
+
+
+def test_transformers_reads_what_was_exported(tmp_path):
+    """Where torch and transformers are (extra parity)."""
+    torch, hf = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    program, params = adopted()
+    export(program.config, live(program.layout, params), tmp_path / "out", "float32", theirs=read_json(THEIRS / CONFIG))
+    read, told = hf.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"])
+    assert read.config.id2label[3] == "fish"
+    processor = hf.AutoImageProcessor.from_pretrained(tmp_path / "out")
+    given = processor(list(np.load(THEIRS / "pixels.npy")), input_data_format="channels_last", return_tensors="pt")
+    with torch.no_grad():
+        np.testing.assert_allclose(read.eval()(**given).logits, np.load(THEIRS / "logits.npy"), atol=1e-5)

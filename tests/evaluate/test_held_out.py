@@ -73,6 +73,7 @@ def test_what_was_not_trained_here_has_no_text_of_its_own():
         held_out_of(GOLDEN / "llama3", model)
 
 
+@pytest.mark.thorough
 def test_a_loss_with_more_in_it_than_likelihood_is_no_perplexity(tmp_path):
     directory, last = trained(tmp_path, train={"label_smoothing": 0.1, "steps": 1})
     model = mt.read_model(directory)

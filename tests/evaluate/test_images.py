@@ -12,6 +12,8 @@ from meshtrain.config import ConfigError
 from meshtrain.evaluate.images import images_of, named
 from meshtrain.train import main
 
+pytestmark = pytest.mark.thorough
+
 CLASSES, SIZE, PATCH = 11, 8, 4
 
 

@@ -1,10 +1,9 @@
 """A server over the real engine and a model without a device (fake_decoding), whose steps a test may hold up or let fail.
 
-`python tests/helpers/fake_serving.py PORT` runs one as a process.
+Run as a script, with a port or without one, it is a process of its own.
 """
 
 import contextlib
-import signal
 import sys
 import threading
 import time
@@ -143,14 +142,13 @@ def on_a_port(service: Service, notice: float = 0.0, patience: float = 5.0, stal
 
 
 def main(port: int) -> None:
-    with fake(slots=8, length=4096, waiting=64) as made:
-        made.pace.seconds = 0.005
+    with fake(slots=8, length=8192, waiting=64) as made:
+        made.pace.seconds = 0.001
         door = listening("127.0.0.1", port)
-        server = Server(application(made.service), made.service, 1.0, 30.0, access_log=False)
-        print(f"fake at {url(door)}", flush=True)
-        signal.signal(signal.SIGTERM, server.handle_exit)
+        server = Server(application(made.service), made.service, notice=0.0, patience=30.0, access_log=False)
+        print(f"fake at {url(door)}", file=sys.stderr, flush=True)
         server.run(sockets=[door])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 0)

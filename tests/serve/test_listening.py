@@ -117,7 +117,7 @@ def test_what_is_no_http_is_nobodys_error(capfd):
         port = int(address.rpartition(":")[2])
         for junk in (
             b"\x16\x03\x01\x02\x00" * 20,
-            b"GET / HTTP/9.9\r\n\r\n",
+            b"hello\r\n\r\n",
             b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
         ):
             with socket.create_connection(("127.0.0.1", port)) as client:

@@ -1,22 +1,17 @@
 """The command: what it refuses at once, what it says when it starts, and its exit codes."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 import urllib.request
-from pathlib import Path
 
 import pytest
+from serving_processes import serving
+from tiny_models import hugging_face
 
 from meshtrain import cli
 from meshtrain.serve.__main__ import main
 from meshtrain.serve.listening import listening
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -63,66 +58,40 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_a_sentence(tmp_path, capsys)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The run directory of a tiny model of bytes."""
-    directory = tmp_path_factory.mktemp("run")
-    (directory / "text.txt").write_text("to be or not to be\n" * 200)
-    config = {
-        "run": {"directory": str(directory / "tiny")}, "data": {"source": str(directory / "text.txt")},
-        "model": {"layers": 1, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 260}, "checkpoint": {"every": 1},
-        "train": {"steps": 1, "global_batch_size": 2, "sequence_length": 32}, "optimizer": {"warmup_steps": 1},
-    }  # fmt: skip
-    (directory / "tiny.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "meshtrain.train", "--config", str(directory / "tiny.yaml")]
-    subprocess.run(
-        command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, timeout=120
-    )
-    return directory / "tiny"
+def model(tmp_path_factory):
+    return hugging_face(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.thorough
-def test_a_process_says_where_it_is_answers_and_ends_on_signals(run):
-    key = {"MESHTRAIN_API_KEY": "s3cret"}
-    command = [sys.executable, "-m", "meshtrain.serve", str(run), "--port", "0", "--slots", "2", "--notice", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **key}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None and process.stdout is not None
-            address = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())[0]
-            assert urllib.request.urlopen(f"{address}/metrics", timeout=20).status == 200, "while it loads"
-            assert re.match(r"meshtrain: tiny is ready after [\d.]+ s\.$", process.stderr.readline())
-            body = json.dumps({"model": "tiny", "prompt": "to be", "max_tokens": 5, "temperature": 0}).encode()
-            headers = {"Content-Type": "application/json", "Authorization": "Bearer s3cret"}
-            with urllib.request.urlopen(
-                urllib.request.Request(f"{address}/v1/completions", body, headers), timeout=60
-            ) as answer:
-                assert json.load(answer)["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
-            process.send_signal(signal.SIGTERM)
-            out, said = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, out) == (cli.DONE, "")
+def test_a_process_says_where_it_is_answers_and_ends_on_a_signal(model):
+    words = ["-m", "meshtrain.serve", str(model), "--port", "0", "--slots", "2", "--notice", "0"]
+    with serving(words, {"MESHTRAIN_API_KEY": "s3cret"}) as (process, address):
+        assert urllib.request.urlopen(f"{address}/metrics", timeout=20).status == 200, "while it loads"
+        assert re.match(r"meshtrain: tiny is ready after [\d.]+ s\.$", process.stderr.readline())
+        body = json.dumps({"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 5, "ignore_eos": True}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer s3cret"}
+        request = urllib.request.Request(f"{address}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.read()
+        assert process.wait(30) == cli.DONE
     assert said == "meshtrain: ending: 0 requests to finish; a second signal ends at once.\n"
 
 
 @pytest.mark.thorough
-def test_a_second_signal_ends_it_at_once_and_one_while_it_loads_too(run):
-    for signals, code in ((2, cli.STOPPED), (1, cli.DONE)):
-        command = [sys.executable, "-m", "meshtrain.serve", str(run), "--port", "0", "--notice", "60"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stderr is not None
-                process.stderr.readline()
-                if signals == 2:
-                    assert "is ready" in process.stderr.readline()
-                else:
-                    time.sleep(0.3)
-                for _ in range(signals):
-                    process.send_signal(signal.SIGTERM)
-                    time.sleep(1)
-                assert process.wait(20) == code
-            finally:
-                process.kill()
+def test_a_second_signal_ends_it_at_once(model):
+    with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (process, _):
+        assert "is ready" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert "a second signal ends at once" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == cli.STOPPED
+
+
+@pytest.mark.thorough
+def test_a_signal_while_it_loads_ends_it(model):
+    with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (process, address):
+        urllib.request.urlopen(f"{address}/metrics", timeout=20)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == cli.DONE
