@@ -27,6 +27,11 @@ def test_what_was_sent_to_a_server_is_sent_to_no_other(name, tmp_path):
     assert found.good, found
 
 
+def test_what_a_server_refuses_since_it_loads_or_ends_nginx_sends_to_another(tmp_path):
+    found = balance.sent("nginx", tmp_path, status=503)
+    assert found.to_a > 0 and found.answered == found.to_b == found.requests, found
+
+
 @pytest.mark.thorough
 def test_nothing_is_lost_but_on_a_server_that_is_killed(tmp_path):
     with servers(lambda port: [sys.executable, str(FAKE), str(port)], tmp_path, 2) as (a, b):
