@@ -98,7 +98,7 @@ class Row(NamedTuple):
     refused: int  # by a with 503, which says to come again: nothing has run
     lost_on_a: int
     lost_elsewhere: int
-    longest: float  # seconds that an answer took
+    pause: float  # seconds between two bytes of a stream of b, at most
     back: float  # seconds from a's being healthy to its first answer; NaN: none
     problems: tuple[str, ...]
 
@@ -157,7 +157,7 @@ def measure(
         again = [one.ended for server, one in zip(on, answers, strict=True) if server == "a" and one.began > healthy]
         return Row(
             balancer, happens, len(answers), refused, lost.count("a") - refused, len(lost) - lost.count("a"),
-            max(answer.ended - answer.began for answer in answers),
+            max((one.pause for server, one in zip(on, answers, strict=True) if server == "b"), default=0.0),
             min(again, default=float("nan")) - healthy, tuple({answer.problem for answer in answers} - {""}),
         )  # fmt: skip
 
@@ -228,11 +228,11 @@ def table(rows: Sequence[Row]) -> str:
         "refused by a",
         "lost on a",
         "lost elsewhere",
-        "longest, s",
+        "longest pause on b, s",
         "a answers again, s",
     ]
     return columns(
-        [head, *([r.balancer, r.happened, *map(str, r[2:6]), f"{r.longest:.1f}", f"{r.back:.1f}"] for r in rows)]
+        [head, *([r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"] for r in rows)]
     )
 
 
