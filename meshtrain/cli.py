@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from meshtrain.config.key import LARGEST
 from meshtrain.errors import ConfigError, nearest, refusal, say, short
@@ -117,6 +117,15 @@ class Parser(argparse.ArgumentParser):
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
 
+    def add_model(self) -> None:
+        """A model that is to be used, as every command that opens one takes it (`generate.opened.open_model`)."""
+        add = self.add_argument
+        add("path", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
+        add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
+        add("--precision", metavar="DTYPE", help="what it computes in: float32, bfloat16, float16 (the model's)")
+        add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
+        add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
         self._check_words(given[: given.index("--")] if "--" in given else given)
@@ -153,6 +162,15 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{short(repr(text))} is not a whole number of at least 1 and at most {LARGEST[int]}"
         )
+    return int(text)
+
+
+def step(text: str) -> int | Literal["newest", "best"]:
+    """An option's value that names a checkpoint of a run."""
+    if text == "newest" or text == "best":
+        return text  # type: ignore[return-value]
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no step; it must be a number, best or newest")
     return int(text)
 
 

@@ -21,6 +21,8 @@ COMMANDS = {
         "plan": "meshtrain.plan.__main__",
         "data": "meshtrain.data.__main__",
         "checkpoint": "meshtrain.checkpoint.__main__",
+        "evaluate": "meshtrain.evaluate.__main__",
+        "generate": "meshtrain.generate.__main__",
     }.items()
 }
 
@@ -58,6 +60,14 @@ WRONG = {
         ("lss runs/x", "there is no command lss; did you mean ls?"),
         ("ls", "the following arguments are required: directory"),
         ("diff a b --no-value", "there is no option --no-value; did you mean --no-values?"),
+    ],
+    "evaluate": [
+        ("", "the following arguments are required: RUN"),
+        ("runs/x --txt a", "there is no option --txt; did you mean --text?"),
+        ("runs/x --text a --tasks b", "argument --tasks: not allowed with argument --text"),
+        ("runs/x --stride 0", "argument --stride: '0' is not a whole number of at least 1"),
+        ("runs/x --tasks a --shots -1", "argument --shots: '-1' is not a whole number from 0 to 9999"),
+        ("runs/x --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
     ],
 }  # fmt: skip
 

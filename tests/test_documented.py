@@ -28,7 +28,9 @@ NOT_HERE = {
     "pip install -e .[gpu]": "likewise",
     "pip install -e .[data]": "a test installs nothing",
     "pip install -e .[adopt,chat]": "likewise",
+    "pip install -e .[evaluate]": "likewise",
     "pip install -e .[notebooks]": "likewise",
+    "pip install -e .[serve]": "likewise",
     "pip install -e .[dev]": "likewise",
     "python -m experiments.api_reference site/": "tests/test_reference.py builds it, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
@@ -36,7 +38,11 @@ NOT_HERE = {
     "python -m experiments.survive kinds": "takes an hour",
     "python -m experiments.watch.slowdowns": "takes an hour",
     "python -m experiments.adopt.parity": "needs torch and transformers; tests/adopt has what they computed",
+    "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; tests/evaluate/test_harness.py has tasks of its own",
+    "python -m meshtrain.evaluate.harness": "needs lm-eval",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
+    "python -m experiments.serving.balance": "tests/serve/test_balancers.py runs it, where haproxy and nginx are",
+    "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
 }
 # A synopsis stands for several commands.
 FORMS = {
@@ -101,6 +107,8 @@ SAYS = {
     "adopt config": r"(?m)^lora: ",
     "--flags": r"(?m)^launch sets nothing\n(?s:.*)left alone, whatever older advice says",
     "--measure": r"(?m)^accelerator:\n  name: cpu\n",
+    "evaluate runs/quickstart --text": r"(?m)^documents +3\ntokens +[\d,]+\n(?s:.*)^bits per byte +\d\.\d{6}$",
+    "meshtrain.evaluate": r"^stdlib: 16,384 held-out tokens\neval loss +\d\.\d{6}\n",
     "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",
     "meshtrain.data prepare": r"tokens \(uint16\) in 1 shards",
     "meshtrain.data train-tokenizer": r"tokenizer\.json",

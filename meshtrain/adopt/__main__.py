@@ -5,20 +5,19 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import yaml
 
 from meshtrain.adopt.aside import refuse_taken
 from meshtrain.adopt.beside import tokenizer_files
 from meshtrain.adopt.configs import convert
-from meshtrain.adopt.exporting import Opened, Step, merged, opened
+from meshtrain.adopt.exporting import Opened, merged, opened
 from meshtrain.adopt.files import Files
 from meshtrain.adopt.importing import import_weights
 from meshtrain.adopt.mapping import Source, layers, rows
 from meshtrain.adopt.theirs import config_of
 from meshtrain.adopt.writing import DTYPES, export, export_adapter
-from meshtrain.cli import DONE, Parser, command, whole_number
+from meshtrain.cli import DONE, Parser, command, step, whole_number
 from meshtrain.config.model import positions_of
 from meshtrain.config.theirs import section_of
 from meshtrain.errors import ConfigError, say, short
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merging.add_argument("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for weights without")
     for parsed in (exporting, merging):
         parsed.add_argument(
-            "--step", type=_step, default="newest", help="of a run: a number, best (by eval loss) or newest"
+            "--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest"
         )
         parsed.add_argument(
             "--dtype", choices=list(DTYPES), help="of the weights (that of the source; of a run, what it computes in)"
@@ -168,14 +167,6 @@ def _written(options: argparse.Namespace, found: Opened, source: Source) -> int:
 
 def _of_step(found: Opened) -> str:
     return "" if found.step is None else f", of step {found.step}"
-
-
-def _step(text: str) -> Step:
-    if text in ("newest", "best"):
-        return cast(Step, text)
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no step; it must be a number, best or newest")
-    return int(text)
 
 
 def converted(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 
 from meshtrain.errors import ConfigError, short
 from meshtrain.generate.opened import Opened
+from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import MOST_LIKELY, Chosen, Finish, Piece, Request, Sampling
 from meshtrain.generate.text import Spelling, Stream
 
@@ -96,8 +97,8 @@ class _Unread:
 class Engine:
     """Runs requests; a context manager, which is a thread of its own from `start` to `close`.
 
-    `length`: positions of a slot, prompt and answer together. `waiting`: requests that may wait for a slot. `decoding`: what makes the
-    device's programs of (model, slots, length), `programs.Decoding` unless a test has another.
+    `length`: positions of a slot, prompt and answer together. `waiting`: requests that may wait for a slot. `keep` False
+    takes the weights over from `opened.model`, which can then be used for nothing else. `decoding`: what makes the device's programs.
     """
 
     def __init__(
@@ -106,16 +107,13 @@ class Engine:
         slots: int = 8,
         length: int | None = None,
         waiting: int = 64,
-        decoding: Callable[[Any, int, int], Any] | None = None,
+        keep: bool = True,
+        decoding: Callable[..., Any] = Decoding,
     ) -> None:
-        if decoding is None:
-            from meshtrain.generate.programs import Decoding
-
-            decoding = Decoding
         self.opened, self.slots = opened, slots
         self.length = opened.length if length is None else length
         self._most_waiting = waiting
-        self._decoding = decoding(opened.model, slots, self.length)
+        self._decoding = decoding(opened.model, slots, self.length, keep)
         self._spelling = Spelling(opened.tokenizer)
         self._state: Any = None
         self._running: list[_Running | None] = [None] * slots

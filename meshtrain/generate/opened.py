@@ -9,7 +9,7 @@ RUN, checkpoints/12, an import, HF_DIR ── config ──► which mesh ──
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.generate.devices import choose
+from meshtrain.generate.devices import BYTES, choose
 from meshtrain.generate.prompts import Conversations
 from meshtrain.mesh import make_mesh
 from meshtrain.reader import Model, read_config, read_model
@@ -40,7 +40,8 @@ class Opened:
     name: str
     length: int = USUAL  # positions of a slot unless others are asked for
     longest: int = USUAL  # positions that the model was made for: learned, or as long as what it was trained on
-    marked: ChatTokenizer = ByteTokenizer()  # of what a chat template has made: special tokens in it are themselves
+    # of what a chat template has made: special tokens in it are themselves
+    marked: ChatTokenizer = field(default_factory=ByteTokenizer)
     without: str = "the model has no chat template."  # why there is no template, where there is none
 
 
@@ -61,6 +62,9 @@ def open_model(
     """
     root = Path(path).expanduser()
     _check_there(root, str(path))
+    if precision is not None and precision not in BYTES:
+        ending = nearest(precision, BYTES) or f"; legal are {', '.join(BYTES)}."
+        raise ConfigError(f"the precision {short(repr(precision))} is none to compute in{ending}")
     config = read_config(root, step, precision)
     if FAMILIES[config.model.family].images:
         raise ConfigError(
@@ -83,12 +87,13 @@ def open_model(
     ends = {*_ids(asked), tokenizer.end_of_document, *([] if turn is None else [turn])}
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
-    model = _on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
+    model = on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
     fitting = frozenset(i for i in ends if i < vocabulary)
     return Opened(model, tokenizer, fitting, template, _name(root), usual, longest, marked, without)
 
 
-def _on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, **how: Any) -> Model:
+def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, **how: Any) -> Model:
+    """The model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that it fits."""
     if mesh is None:
         # JAX starts as it does for every mesh, with the memory that a run would have
         make_mesh(config)
@@ -104,9 +109,8 @@ def _check_there(root: Path, given: str) -> None:
         raise ConfigError(
             f"{short(given)} is no directory; give a run, one of its checkpoints, or a Hugging Face directory."
         )
-    beside_it = root.parent if root.parent.is_dir() else Path()
-    near = nearest(root.name, [each.name for each in beside_it.iterdir() if each.is_dir()])
-    if near:
+    there = [each.name for each in root.parent.iterdir() if each.is_dir()] if root.parent.is_dir() else []
+    if near := nearest(root.name, there):
         raise ConfigError(f"there is no directory {short(given)}{near}")
     owner, _, model = given.partition("/")
     if model and "/" not in model and not given.startswith((".", "~")) and not Path(owner).is_dir():

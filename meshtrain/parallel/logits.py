@@ -20,6 +20,12 @@ from meshtrain.parallel.zero import Weights
 
 def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
     """This device's share of the vocabulary, [b, T, V share] in float32, of its data rank's tokens [b, T]."""
+    x, here = stream(forward, weights, batch)
+    return of_stream(forward, weights, x, here)
+
+
+def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """What the last stage makes of its data rank's tokens [b, T], [b, T, D], and whether this device is of that stage."""
     layout = forward.layout
     stage = Stage(forward, layout.chunks, weights, jax.tree.map(lambda a: a[None], batch), None)
     first = jnp.zeros((), jnp.int32)
@@ -34,7 +40,12 @@ def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
 
         y = lax.cond(here, run, lambda x: x, x) if forward.skips and layout.table else run(x)
         x = vary(_only(here, y), forward.stream_axes)
-    shares = forward.logits(weights, x, here)
+    return x, here
+
+
+def of_stream(forward: Forward, weights: Weights, x_BTD: jax.Array, here: jax.Array) -> jax.Array:
+    """The logits of what `stream` made, or of some of its places: this device's share, [b, T, V share] in float32."""
+    shares = forward.logits(weights, x_BTD, here)
     # with parallel.vocab: edge only the last stage's logits are of use, though every stage has computed some
     return shares if PIPELINE in forward.collectives.vocabulary else _only(here, shares)
 

@@ -10,6 +10,7 @@ Written by hand: `prometheus_client` takes ten times as long, and wants each val
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,20 +22,37 @@ Labels = tuple[tuple[str, str], ...]  # (name, value) each
 
 
 @dataclass
+class Distribution:
+    """What a histogram's series holds: how many values are at most each of `bounds`, which rise, and their sum."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)  # between two bounds, and last above all of them
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+@dataclass
 class Family:
-    """All series of one metric. `kind`: gauge, counter or info."""
+    """All series of one metric. `kind`: gauge, counter, info, or histogram, which has distributions instead of samples."""
 
     name: str
     kind: str
     meaning: str
     unit: str = ""
     samples: list[tuple[Labels, float]] = field(default_factory=list)
+    distributions: list[tuple[Labels, Distribution]] = field(default_factory=list)
 
 
 def render(families: Iterable[Family], *, openmetrics: bool) -> str:
     lines: list[str] = []
     for family in families:
-        if not family.samples:
+        if not family.samples and not family.distributions:
             continue
         ending = {"counter": "_total", "info": "_info"}.get(family.kind, "")
         name = family.name + ending
@@ -45,9 +63,20 @@ def render(families: Iterable[Family], *, openmetrics: bool) -> str:
             lines.append(f"# UNIT {titled} {family.unit}")
         lines.append(f"# HELP {titled} {_escaped(family.meaning)}")
         lines += [f"{name}{_braces(labels)} {_number(value)}" for labels, value in family.samples]
+        for labels, distribution in family.distributions:
+            lines += _buckets(name, labels, distribution)
     if openmetrics:
         lines.append("# EOF")
     return "\n".join(lines) + "\n"
+
+
+def _buckets(name: str, labels: Labels, found: Distribution) -> Iterator[str]:
+    so_far = 0
+    for bound, count in zip((*found.bounds, math.inf), found.counts, strict=True):
+        so_far += count
+        yield f"{name}_bucket{_braces((*labels, ('le', _number(float(bound)))))} {so_far}"
+    yield f"{name}_sum{_braces(labels)} {_number(found.sum)}"
+    yield f"{name}_count{_braces(labels)} {so_far}"
 
 
 def _braces(labels: Labels) -> str:

@@ -93,6 +93,7 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
     model = mt.read_model(tmp_path / "imported")
     assert model.config.data.images == config_of(THEIRS).data.images
     np.testing.assert_allclose(model(read(model.program)), np.load(THEIRS / "logits.npy"), atol=1e-5)
+    np.testing.assert_array_equal(mt.read_model(THEIRS)(read(model.program)), model(read(model.program)))
     assert main(["export", str(tmp_path / "imported"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert "tokenizer" not in capsys.readouterr().err
     again, before = (read_json(path / CONFIG) for path in (tmp_path / "out", THEIRS))

@@ -265,7 +265,7 @@ def test_a_device_that_fails_again_and_again_breaks_the_engine_and_nobody_waits(
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone():
-    def decoding(model, slots, length):
+    def decoding(model, slots, length, keep):
         found = FakeDecoding(slots, length)
         picked = found._picked
         found._picked = lambda tokens, call, likeliest, alone=False: picked(tokens, call, likeliest, alone)._replace(

@@ -116,9 +116,9 @@ def fake_opened(length: int = 64, ends: frozenset[int] = frozenset({256})) -> Op
     return Opened(None, ByteTokenizer(), ends, None, "fake", length)  # type: ignore[arg-type]
 
 
-def faked(**settings: Any) -> Callable[[Any, int, int], FakeDecoding]:
+def faked(**settings: Any) -> Callable[..., FakeDecoding]:
     """What Engine takes as `decoding`."""
-    return lambda model, slots, length: FakeDecoding(slots, length, **settings)
+    return lambda model, slots, length, keep: FakeDecoding(slots, length, **settings)
 
 
 def continuation(prompt: bytes, most: int, how: Sampling = Sampling(), choose: Choose = letters) -> list[int]:  # noqa: B008

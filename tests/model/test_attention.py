@@ -305,6 +305,11 @@ def on_accelerator(platform, drops, **how):
     return run, (q, k, v, jnp.ones((256, 256), jnp.bfloat16))
 
 
+def graded(run, cotangent, *given):
+    out, vjp = jax.vjp(run, *given)
+    return out, *vjp(cotangent)
+
+
 @pytest.fixture
 def described(monkeypatch):
     """A GPU as the planner describes it."""
@@ -363,13 +368,19 @@ def test_who_keeps_the_output_runs_no_forward_again(described, case):
 def test_cudnn_is_asked_for_one_way_or_both(described, causal, mask):
     run, given = on_accelerator("gpu", False, causal=causal)
 
-    def step(cotangent, *given):
-        out, vjp = jax.vjp(run, *given)
-        return out, *vjp(cotangent)
-
-    text = jax.jit(step).trace(given[3], *given).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(partial(graded, run)).trace(given[3], *given).lower(lowering_platforms=("cuda",)).as_text()
     # forward and backward
     assert re.findall(r"mask_type\W+([A-Z_]+)", text.replace("\\22", "")) == [mask] * 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("platform, drops", KERNELS)
+def test_both_ways_every_kernel_is_lowered_for_its_platform(described, platform, drops):
+    run, given = on_accelerator(platform, drops, causal=False)
+    to = ("cuda" if platform == "gpu" else platform,)
+    text = jax.jit(partial(graded, run)).trace(given[3], *given).lower(lowering_platforms=to).as_text()
+    assert len(re.findall(r"custom_call @(?!Sharding)", text)) == (2 if (platform, drops) == ("gpu", False) else 3)
+    assert "256x256xf32" not in text
 
 
 def test_a_block_reads_only_what_may_hold_its_documents():

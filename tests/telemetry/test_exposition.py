@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshtrain.telemetry.exposition import Family, flat, render, wants_openmetrics
+from meshtrain.telemetry.exposition import Distribution, Family, flat, render, wants_openmetrics
 
 openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
 plain = pytest.importorskip("prometheus_client.parser")
@@ -46,6 +46,23 @@ def test_openmetrics_ends_and_names_units_and_the_older_format_does_neither():
     assert "# TYPE mt_spent_seconds counter\n" in new and "# TYPE mt_spent_seconds_total counter\n" in old
     (family,) = (f for f in openmetrics.text_string_to_metric_families(new) if f.name == "mt_loss")
     assert family.documentation == FAMILIES[1].meaning
+
+
+@pytest.mark.parametrize("parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"])
+def test_a_histogram_counts_what_is_at_most_each_bound(parser):
+    seconds = Distribution((0.5, 2.0))
+    for value in (0.1, 0.5, 0.6, 2.0, 7.0):
+        seconds.add(value)
+    family = Family("mt_took_seconds", "histogram", "x", "seconds", distributions=[((("route", "a"),), seconds)])
+    found = read(parser, render([family], openmetrics=parser is openmetrics))
+    route = ("route", "a")
+    assert found == {
+        ("mt_took_seconds_bucket", (route, ("le", "0.5"))): 2,
+        ("mt_took_seconds_bucket", (route, ("le", "2.0"))): 4,
+        ("mt_took_seconds_bucket", (route, ("le", "+Inf"))): 5,
+        ("mt_took_seconds_sum", (route,)): pytest.approx(10.2),
+        ("mt_took_seconds_count", (route,)): 5,
+    }
 
 
 def test_a_row_becomes_a_series_for_each_label():

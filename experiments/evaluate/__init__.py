@@ -1,0 +1,1 @@
+"""What models score, held against independent computations."""

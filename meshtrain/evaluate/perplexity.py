@@ -1,0 +1,154 @@
+"""Perplexity of a model on text: how well it foresees each token of each document, given what stands before it there.
+
+    files ──data.inputs, documents──► documents ──tokenizer──► tokens ──windows──► rows ──scoring──► nats ──► Perplexity
+
+A document stands by itself, behind what documents begin with; nothing is scored but its own tokens. What is summed is -log p, in
+nats, and divided by what one counts: tokens, which depend on the tokenizer, or words and bytes, which do not.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshtrain.data.documents import Document, read, units
+from meshtrain.data.inputs import Found
+from meshtrain.data.prepare import describe_skipped
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.unit import cut
+from meshtrain.errors import ConfigError, short
+from meshtrain.evaluate.scoring import Row, Scorer
+from meshtrain.evaluate.windows import windows
+
+BATCHES = 32  # of rows that are sorted by length together
+
+
+@dataclass
+class Counts:
+    """What has been scored of a text: nats are -log p, summed."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    words: int = 0
+    bytes: int = 0
+    documents: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)  # documents that were none, by what was wrong
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return exp(self.nats_per_token)
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """None of a text without words (what white space parts)."""
+        return exp(self.nats / self.words) if self.words else None
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes
+
+    def record(self) -> dict[str, Any]:
+        """For --json."""
+        ratios = ("nats_per_token", "perplexity", "word_perplexity", "bits_per_byte")
+        counted = ("documents", "tokens", "words", "bytes")
+        return {name: getattr(self, name) for name in (*ratios, *counted)} | {"skipped": dict(self.skipped)}
+
+    def describe(self) -> list[str]:
+        """For people."""
+        words = "-" if self.word_perplexity is None else f"{self.word_perplexity:.6g}"
+        return [
+            f"documents             {self.documents:,}",
+            f"tokens                {self.tokens:,}",
+            f"words                 {self.words:,}",
+            f"bytes                 {self.bytes:,}",
+            f"nats per token        {self.nats_per_token:.6f}",
+            f"perplexity per token  {self.perplexity:.6g}",
+            f"perplexity per word   {words}",
+            f"bits per byte         {self.bits_per_byte:.6f}",
+        ]
+
+
+def begin_of(tokenizer: Tokenizer) -> int:
+    """What a document stands behind: the last token that the tokenizer itself puts before a text (BOS), else the end of the one before it."""
+    begun = getattr(tokenizer, "begin", ())
+    return begun[-1] if begun else tokenizer.end_of_document
+
+
+def exp(x: float) -> float:
+    """Infinity where there is no such number."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How text becomes rows: by which tokens, behind which one, how many at a time and how far apart."""
+
+    tokenizer: Tokenizer
+    begin: int
+    length: int
+    stride: int
+
+
+def perplexity(
+    scorer: Scorer, reading: Reading, documents: Iterable[Document], progress: Callable[[Counts], None] = lambda _: None
+) -> Counts:
+    """What the documents' tokens cost the model. Those that are none (empty, damaged, not UTF-8) are counted by what is wrong with them.
+
+    ConfigError where no token is left, for a document with a token that the model's vocabulary has not, and where the model gives no number.
+    """
+    counts = Counts()
+    waiting: list[Row] = []
+    most = BATCHES * scorer.rows
+
+    def flush() -> None:
+        counts.nats += sum(-float(scores.logprobs.sum(dtype=np.float64)) for scores in scorer(waiting))
+        counts.tokens += sum(row.scored for row in waiting)
+        waiting.clear()
+        progress(counts)
+
+    for document in documents:
+        if document.problem:
+            counts.skipped[document.kind] += 1
+            continue
+        counts.documents += 1
+        counts.words += len(document.text.split())
+        counts.bytes += len(document.text.encode())
+        tokens = _encoded(document, reading.tokenizer, scorer.model.config.model.vocab_size)
+        for row in windows(tokens, reading.begin, reading.length, reading.stride):
+            waiting.append(row)
+            if len(waiting) == most:
+                flush()
+    if waiting:
+        flush()
+    if not counts.tokens:
+        skipped = f" ({describe_skipped(counts.skipped)})" if counts.skipped else ""
+        raise ConfigError(f"the text holds no token to score{skipped}.")
+    return counts
+
+
+def documents(found: Found, text_field: str) -> Iterator[Document]:
+    """Those of the files, in order, good and bad."""
+    for unit in units(found.files):
+        for part in unit:
+            yield from read(part, text_field)
+
+
+def _encoded(document: Document, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
+    """The document's tokens, int32 [n], as training on it would have them."""
+    tokens = np.concatenate([ids.astype(np.int32) for ids in tokenizer.encode(list(cut(document.text)))])
+    if len(tokens) and tokens.max() >= vocab_size:
+        raise ConfigError(
+            f"the document {short(document.name)} has the token {tokens.max()} of the tokenizer {tokenizer.name}, but the model's are 0 to "
+            f"{vocab_size - 1}; the tokenizer is of another model."
+        )
+    return tokens

@@ -1,0 +1,185 @@
+"""How likely a model finds given tokens: rows of any length in, log-probabilities of the tokens asked for out.
+
+    rows, the longest first     cut into batches      padded to powers of two         one program a shape
+    ─────────────────────┐                            ┌──────────────────────┐
+    c c c c c c c s s    │  ──►  [rows a batch]  ──►  │ c c c c c c c s · ·  │ ──►  float32 [B, N]: of the N scored places alone
+    c c c s              │                            │ c c c · · · · · · ·  │
+    ─────────────────────┘                            └──────────────────────┘      (c context, s scored, · padding)
+
+The residual stream is taken at the scored places before the head, so that a context costs no logits; the logits stay where they are
+made, in shares of the vocabulary, and some places at a time: neither [B, T, V] nor a whole row of V is ever anywhere. Perplexity and
+the harness both stand on this.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshtrain.errors import ConfigError
+from meshtrain.families import FAMILIES
+from meshtrain.parallel.logits import of_stream, stream
+from meshtrain.reader import Model
+
+LEAST = 16  # places that a row is padded to, and that are scored at once
+LOGITS = 1 << 28  # bytes of a device's logits at a time
+
+Progress = Callable[[int, int], None]  # rows done, of how many
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens int32 [n], of which those from `begin` (at least 1) on are scored, each given all before it."""
+
+    tokens: np.ndarray
+    begin: int = 1
+
+    @property
+    def scored(self) -> int:
+        return len(self.tokens) - self.begin
+
+
+class Scores(NamedTuple):
+    """Of a row's scored tokens, [n - begin]: their log-probabilities, float32, and whether each is the most likely one."""
+
+    logprobs: np.ndarray
+    greedy: np.ndarray
+
+
+class Scorer:
+    """Scores rows with a model, `rows` at a time (rounded up to what its data axis needs)."""
+
+    def __init__(self, model: Model, rows: int = 8) -> None:
+        self.model = model
+        self.rows = rows + -rows % model.config.mesh.data
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that a row may have before its last, None for any number."""
+        model = self.model.config.model
+        return model.max_positions if FAMILIES[model.family].positions == "learned" else None
+
+    def __call__(self, rows: Sequence[Row], progress: Progress = lambda done, total: None) -> list[Scores]:
+        """The scores of each row, in the order given. ConfigError for ids that the vocabulary has not, for a row longer than the positions
+        that the model has learned, and where the model gives no number.
+        """
+        for row in rows:
+            self._check(row)
+        # the longest first: what does not fit is known at once, and rows of about one length meet in a batch
+        order = sorted(range(len(rows)), key=lambda k: (-len(rows[k].tokens), -rows[k].scored))
+        found: list[Scores | None] = [None] * len(rows)
+        for done, (taken, results) in self._batches(rows, order):
+            for k, scores in zip(taken, results, strict=True):
+                found[k] = scores
+            progress(done, len(rows))
+        return [scores for scores in found if scores is not None]
+
+    def _batches(
+        self, rows: Sequence[Row], order: Sequence[int]
+    ) -> Iterator[tuple[int, tuple[Sequence[int], list[Scores]]]]:
+        """The scores of some rows at a time; the device works on the next while the host looks at the last."""
+        waiting: tuple[int, Sequence[int], Any] | None = None
+        for begin in range(0, len(order), self.rows):
+            taken = order[begin : begin + self.rows]
+            started = begin + len(taken), taken, self._start([rows[k] for k in taken])
+            if waiting is not None:
+                yield self._finished(rows, *waiting)
+            waiting = started
+        if waiting is not None:
+            yield self._finished(rows, *waiting)
+
+    def _start(self, rows: Sequence[Row]) -> Any:
+        """Dispatches one batch."""
+        length = _padded(max(len(row.tokens) - 1 for row in rows), 2, self.longest)
+        places = min(_padded(max(row.scored for row in rows), 4), length)
+        tokens = np.zeros((self.rows, length), np.int32)
+        at, labels = np.zeros((2, self.rows, places), np.int32)
+        for k, row in enumerate(rows):
+            tokens[k, : len(row.tokens) - 1] = row.tokens[:-1]
+            at[k, : row.scored] = np.arange(row.begin - 1, len(row.tokens) - 1)
+            labels[k, : row.scored] = row.tokens[row.begin :]
+        sharding = self.model.program.batch_sharding
+        given = [jax.device_put(array, sharding) for array in (tokens, at, labels)]
+        return self._program(self.model.params, *given)
+
+    def _finished(
+        self, rows: Sequence[Row], done: int, taken: Sequence[int], arrays: Any
+    ) -> tuple[int, tuple[Sequence[int], list[Scores]]]:
+        logprobs, greedy = (np.asarray(array) for array in arrays)
+        found = [
+            Scores(logprobs[k, : rows[number].scored], greedy[k, : rows[number].scored])
+            for k, number in enumerate(taken)
+        ]
+        if not all(np.isfinite(scores.logprobs).all() for scores in found):
+            raise ConfigError(
+                f"the model of {self.model.directory} gives no numbers (NaN) for the text: its weights are damaged or it has diverged; "
+                "give another checkpoint, or --precision float32."
+            )
+        return done, (taken, found)
+
+    def _check(self, row: Row) -> None:
+        model = self.model.config.model
+        if not 1 <= row.begin < len(row.tokens):
+            raise ValueError(f"a row of {len(row.tokens)} tokens has none to score from {row.begin} on")
+        if row.tokens.min() < 0 or row.tokens.max() >= model.vocab_size:
+            raise ConfigError(
+                f"the text has the token {row.tokens.max()}, but the model's are 0 to {model.vocab_size - 1}; it is of another tokenizer."
+            )
+        if self.longest is not None and len(row.tokens) - 1 > self.longest:
+            raise ConfigError(
+                f"{len(row.tokens) - 1} positions are asked for, but the model has learned {self.longest}."
+            )
+
+    @cached_property
+    def _program(self) -> Callable[..., Any]:
+        """(params, tokens [B, T], at [B, N], labels [B, N]) -> float32 and bool [B, N]: the label's log-probability at each place, and
+        whether no other token has a higher one (of equals the first counts, as for argmax).
+        """
+        program = self.model.program
+        forward, zero = program.local.forward, program.local.zero
+        vocabulary = forward.parts.vocabulary
+
+        def local(masters: Any, tokens: jax.Array, at: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+            weights = zero.open(masters)
+            x_BTD, here = stream(forward, weights, {"tokens": tokens, "rows": jnp.arange(len(tokens))})
+            x_BND = jnp.take_along_axis(x_BTD, at[..., None], axis=1)
+            share = -(-vocabulary.size // forward.collectives.vocabulary_ranks)
+            pieces = _pieces(at.shape[1], 4 * share * len(tokens))
+
+            def score(given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                x, labels = given
+                logits = of_stream(forward, weights, x, here)
+                logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
+                return logprobs, vocabulary.likeliest(logits) == labels
+
+            cut = lambda a: jnp.moveaxis(a.reshape(len(a), pieces, -1, *a.shape[2:]), 1, 0)  # noqa: E731
+            whole = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)  # noqa: E731
+            return jax.tree.map(whole, lax.map(score, (cut(x_BND), cut(labels))))
+
+        rows = program.rows
+        mapped = jax.shard_map(
+            local, mesh=program.mesh, in_specs=(program.layout.shards, rows, rows, rows), out_specs=(rows, rows)
+        )
+        # whole on every process, each of which reads all of it
+        return jax.jit(mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec()))
+
+
+def _padded(n: int, factor: int, most: int | None = None) -> int:
+    """The first of LEAST, LEAST * factor, LEAST * factor^2, ... that holds n, but not more than `most`."""
+    length = LEAST
+    while length < n:
+        length *= factor
+    return length if most is None else min(length, most)
+
+
+def _pieces(places: int, bytes_a_place: int) -> int:
+    """Into how many equal pieces the places are cut, so that the logits of one are not many."""
+    return next(
+        n for n in range(1, places + 1) if places % n == 0 and (places // n * bytes_a_place <= LOGITS or n == places)
+    )

@@ -1,0 +1,87 @@
+"""python -m meshtrain.generate RUN [--prompt TEXT | --chat]: texts gone on with, or a conversation, on the terminal.
+
+Standard output holds what the model says and nothing else, as it comes; what there is to say about it goes to standard error.
+"""
+
+if __name__ == "__main__":
+    from meshtrain.run import early
+
+    early.hear()
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+from meshtrain.cli import Parser, command, whole_number
+from meshtrain.errors import ConfigError, short
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    if options.system is not None and not options.chat:
+        raise ConfigError("--system is given, but it begins a conversation; give --chat too.")
+    if options.chat and options.prompt:
+        raise ConfigError(
+            "--prompt and --chat are given; a conversation is typed line by line, or comes from standard input."
+        )
+    if not options.chat and not options.prompt and (sys.stdin is None or sys.stdin.isatty()):
+        raise ConfigError("there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input.")
+    # whoever asks for --help does not wait for JAX
+    from meshtrain.generate import asking, talking
+
+    return talking.run(options) if options.chat else asking.run(options)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m meshtrain.generate",
+        description="Goes on with texts, or talks. Standard output holds what the model says and nothing else.",
+        epilog="In a conversation Ctrl-C stops an answer, Ctrl-D ends it.",
+    )
+    parser.add_model()
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="the text to go on with (standard input); may be repeated: they run together")  # fmt: skip
+    add("--chat", action="store_true", help="a conversation by the model's own chat template, a line of standard input a message")  # fmt: skip
+    add("--system", metavar="TEXT", help="of a conversation: what it begins with")
+    add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most (256)")
+    add("--temperature", type=_temperature, metavar="T", help="0: always the likeliest (0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
+    add("--top-k", type=whole_number, metavar="K", help="among so many of the likeliest")
+    add("--top-p", type=_share, metavar="P", help="among the fewest whose probabilities sum to this")
+    add("--seed", type=_seed, metavar="S", help="the same one makes the same choices (0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="the answer ends before it; may be repeated")
+    add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (the model's)")
+    return parser.parse_args(arguments)
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no {what}")
+    return found
+
+
+def _temperature(text: str) -> float:
+    if (found := _number(text, "temperature")) < 0:
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is below 0")
+    return found
+
+
+def _share(text: str) -> float:
+    if not 0 < (found := _number(text, "share")) <= 1:
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no share; it must be above 0 and at most 1")
+    return found
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no seed; it must be a whole number from 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

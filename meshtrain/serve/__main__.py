@@ -1,0 +1,102 @@
+"""python -m meshtrain.serve RUN: a model behind OpenAI's API; RUN is a run directory, a checkpoint or a Hugging Face directory."""
+
+import argparse
+import importlib.util
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.cli import Parser, command, whole_number
+from meshtrain.errors import ConfigError, short
+
+KEY = "MESHTRAIN_API_KEY"
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    options.key = _key(options.key_env)
+    if options.cache_seconds is not None and not options.cache:
+        raise ConfigError("--cache-seconds is given, but no answer is kept without --cache.")
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"a server needs {' and '.join(missing)}, which is not installed: pip install 'meshtrain[serve]'."
+        )
+    # whoever asks for --help does not wait for JAX
+    from meshtrain.serve.running import run
+
+    return run(options)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    meaning = (
+        "A model behind OpenAI's API (completions, chat completions), to check it with the clients that there are."
+    )
+    ending = (
+        f"Clients must send the key that the environment variable {KEY} holds, if there is one. /health and /metrics need none. "
+        "SIGTERM ends it: first /health says so, then what runs is finished."
+    )
+    parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
+    add("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1: this machine alone)")
+    add("--port", type=_port, default=8000, help="0: any that is free (8000)")
+    add("--name", help="what clients call the model (that of its run)")
+    add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once (8)")
+    add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (the model's)")
+    add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429 (64)")  # fmt: skip
+    add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
+    add("--precision", help="what it computes in: float32, bfloat16, float16 (the model's)")
+    add("--step", type=_step, default="newest", help="of a run: a number, best (by eval loss) or newest")
+    add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
+    add("--cache", type=whole_number, metavar="N", help="keep so many answers to requests of temperature 0 or with a seed (none)")  # fmt: skip
+    add("--cache-seconds", type=_seconds, metavar="S", help="and no longer than this (300)")
+    add("--key-env", metavar="NAME", help=f"the environment variable that holds the key ({KEY})")
+    add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="that a request may take, waiting included (600)")  # fmt: skip
+    add("--stuck-after", type=_seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so (60)")  # fmt: skip
+    add("--notice", type=_seconds, default=3.0, metavar="S", help="after SIGTERM, /health says so and requests are still taken (3)")  # fmt: skip
+    add("--drain", type=_seconds, default=30.0, metavar="S", help="and then what runs may take to finish (30)")
+    add("--access-log", action="store_true", help="a line a request on stderr")
+    return parser.parse_args(arguments)
+
+
+def _key(variable: str | None) -> str | None:
+    """What clients must show; never part of a sentence."""
+    key = os.environ.get(variable or KEY, "").strip()
+    if variable is not None and not key:
+        raise ConfigError(f"--key-env names {short(variable)}, but the environment has no such variable, or an empty one.")  # fmt: skip
+    if not re.fullmatch("[!-~]*", key):
+        raise ConfigError(f"the key in {short(variable or KEY)} must be of printable ASCII characters, without spaces.")
+    return key or None
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no port; ports are 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= 1e9:
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no number of seconds")
+    return seconds
+
+
+def _step(text: str) -> str | int:
+    if text in ("newest", "best"):
+        return text
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no step; it must be a number, best or newest")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

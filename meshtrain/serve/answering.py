@@ -1,0 +1,147 @@
+"""The answers to one request, from the engine's thread to the event loop.
+
+    engine's thread ─ listener(choice, piece) ─► what waits: a list a choice ─ one wake-up for all of it ─► pieces(), in the event loop
+
+The engine never waits: a client that reads slowly finds several pieces as one when it comes back. What may wait is at most the answers
+themselves, which the engine ends after so many tokens, and the port's patience bounds for how long (see listening.py).
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from meshtrain.errors import ConfigError
+from meshtrain.generate.engine import Busy, Closed, Engine, Ticket
+from meshtrain.generate.request import Piece, Request
+from meshtrain.serve.answered import Answered, key
+from meshtrain.serve.errors import Refused, crowded, failed, unavailable
+
+FAILED = "the engine ended this answer"
+END = -1  # in place of a choice: there is no more of any
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of one answer, in their order, as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    chosen = tuple(each for piece in pieces for each in piece.chosen)
+    return replace(pieces[-1], text="".join(piece.text for piece in pieces), chosen=chosen)
+
+
+class Channel:
+    """What has come and is not taken yet. `every`: whoever takes is woken by each piece, not only by the last one of an answer."""
+
+    def __init__(self, every: bool) -> None:
+        self._every, self._loop = every, asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, list[Piece]] = {}
+        self._woken = False
+        self._come = asyncio.Event()
+
+    def put(self, choice: int, piece: Piece) -> None:
+        """From any thread; never blocks."""
+        with self._lock:
+            self._waiting.setdefault(choice, []).append(piece)
+            wake = not self._woken and (self._every or piece.finish is not None)
+            self._woken |= wake
+        if wake:
+            # A loop that is closed has nobody who waits.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._come.set)
+
+    async def take(self) -> dict[int, Piece]:
+        """All that has come, as one piece a choice; waits until there is something."""
+        await self._come.wait()
+        self._come.clear()
+        with self._lock:
+            waiting, self._waiting, self._woken = self._waiting, {}, False
+        return {choice: joined(pieces) for choice, pieces in waiting.items()}
+
+
+@dataclass
+class Times:
+    """When what was chosen came, for one answer, by time.monotonic."""
+
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+
+class Answering:
+    """Requests of one client that are with the engine, until it is closed, which cancels what is not answered."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool, kept: Answered | None = None) -> None:
+        self._engine, self._requests, self._kept = engine, requests, kept
+        self._channel = Channel(every)
+        self._tickets: dict[int, Ticket] = {}
+        self._so_far: dict[int, list[Piece]] = {choice: [] for choice in range(len(requests))}
+        self.times = [Times() for _ in requests]
+        self.tokens = 0  # chosen so far, over all answers
+        self._why = failed(f"{FAILED}.")
+
+    def close(self) -> None:
+        for ticket in self._tickets.values():
+            ticket.cancel()
+
+    def submit(self) -> None:
+        """To the engine, but for what is known; Refused if it has no room, or cannot do it."""
+        for choice, request in enumerate(self._requests):
+            found = self._kept.find(key(request)) if self._kept is not None else None
+            if found is not None:
+                self._channel.put(choice, found)
+                continue
+            try:
+                self._tickets[choice] = self._engine.submit(request, self._listener(choice))
+            except Busy:
+                raise crowded(self._engine.status.waiting) from None
+            except Closed as error:
+                raise unavailable(str(error), "closed") from None
+            except ConfigError as error:
+                raise Refused(400, str(error), code="invalid_value") from None
+
+    def _listener(self, choice: int) -> Callable[[Piece], None]:
+        times = self.times[choice]
+
+        def listen(piece: Piece) -> None:
+            if piece.tokens > times.tokens:
+                times.last = time.monotonic()
+                times.first = times.first or times.last
+                times.tokens = piece.tokens
+            self._channel.put(choice, piece)
+
+        return listen
+
+    def end(self, refused: Refused) -> None:
+        """Whoever reads the answers is told why there are no more; in the event loop."""
+        self._why = refused
+        self._channel.put(END, Piece("", finish="error"))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(choice, piece), until each choice has had its last; Refused where the engine, or the server's end, ended one."""
+        left = set(self._so_far)
+        while left:
+            for choice, piece in (await self._channel.take()).items():
+                if choice == END:
+                    raise self._why
+                if piece.finish == "error":
+                    raise failed(piece.problem or f"{FAILED}.")
+                if piece.finish == "cancelled":
+                    raise unavailable(f"{FAILED}: it was cancelled.", "cancelled")
+                self._keep(choice, piece)
+                if piece.finish is not None:
+                    left.discard(choice)
+                    self._tickets.pop(choice, None)
+                yield choice, piece
+
+    def _keep(self, choice: int, piece: Piece) -> None:
+        pieces = self._so_far[choice]
+        self.tokens += piece.tokens - (pieces[-1].tokens if pieces else 0)
+        pieces.append(piece)
+        if self._kept is None:
+            # of the pieces that were given on only the count is of use
+            del pieces[:-1]
+        elif piece.finish is not None and choice in self._tickets:
+            self._kept.keep(key(self._requests[choice]), joined(pieces))

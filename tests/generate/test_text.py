@@ -1,0 +1,143 @@
+"""Text that comes token by token is the text of all of them, and nothing that was given out changes."""
+
+import numpy as np
+import pytest
+from tiny_models import tokenizer
+
+from meshtrain.data.tokenizer import ByteTokenizer, FileTokenizer
+from meshtrain.generate.text import Spelling, Stream
+
+TEXTS = [
+    "hello, there!",
+    " a  b ",
+    "käse für 3 €, 日本語 and 👩‍🚀🇩🇪",
+    "\N{REPLACEMENT CHARACTER} itself",
+    "",
+    "a\n\n\tb",
+]
+
+
+def of(kind: str, directory):
+    """A tokenizer: bytes; a byte-level BPE without merges; sentencepiece's letters, with bytes for what it has none for."""
+    if kind == "byte":
+        return ByteTokenizer()
+    tokenizers = pytest.importorskip("tokenizers")
+    if kind == "byte-level":
+        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        made.add_special_tokens(["<|endoftext|>", "<|end|>"])
+    else:
+        letters = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz,.!"]
+        ids = {token: i for i, token in enumerate([*letters, *(f"<0x{byte:02X}>" for byte in range(256))])}
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE(ids, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        )
+        made.normalizer = tokenizer().normalizer
+        parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+        made.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
+        made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(directory / "tokenizer.json"))
+    return FileTokenizer(directory / "tokenizer.json")
+
+
+def streamed(stream: Stream, ids) -> list[str]:
+    return [stream.push(int(i)) for i in ids] + [stream.close()]
+
+
+@pytest.mark.parametrize("kind", ["byte", "byte-level", "sentencepiece"])
+def test_pieces_are_the_text_of_all_tokens(kind, tmp_path):
+    tokenizer = of(kind, tmp_path)
+    for text in TEXTS:
+        ids = tokenizer.encode([text])[0]
+        assert "".join(streamed(Stream(tokenizer), ids)) == tokenizer.decode(ids)
+        assert tokenizer.decode(ids) == (
+            text.lstrip(" ") if kind == "sentencepiece" and text.strip() == text else tokenizer.decode(ids)
+        )
+
+
+@pytest.mark.parametrize("kind", ["byte", "byte-level", "sentencepiece"])
+def test_what_follows_a_prompt_is_what_stands_behind_it_in_the_whole_text(kind, tmp_path):
+    tokenizer = of(kind, tmp_path)
+    for prompt, text in (("one", " two"), ("one", "two"), ("Füße €", "€ 日本"), ("a" * 50, " b"), ("", "c d")):
+        # as sentencepiece writes a space within a text, which is not where one begins
+        whole = tokenizer.encode([prompt + text])[0]
+        before = len(tokenizer.encode([prompt])[0]) if prompt else 0
+        assert "".join(streamed(Stream(tokenizer, whole[:before]), whole[before:])) == text
+
+
+def test_half_a_character_waits_for_its_rest_and_garbage_does_not_wait_for_ever():
+    tokenizer = ByteTokenizer()
+    assert streamed(Stream(tokenizer), "a€b".encode()) == ["a", "", "", "€", "b", ""]
+    assert streamed(Stream(tokenizer), "€".encode()[:2]) == ["", "", "\N{REPLACEMENT CHARACTER}"]
+    stream = Stream(tokenizer)
+    came = [len(stream.push(0xFF)) for _ in range(50)]
+    assert sum(came) >= 46
+    assert "".join(stream.push(byte) for byte in "€!".encode()).endswith("€!")
+
+
+def test_random_bytes_come_as_the_decoder_writes_all_of_them():
+    tokenizer = ByteTokenizer()
+    for seed in range(50):
+        ids = np.random.default_rng(seed).choice([0x41, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF], 60)
+        assert "".join(streamed(Stream(tokenizer), ids)) == tokenizer.decode(ids)
+
+
+def test_tokens_that_are_not_written_change_nothing(tmp_path):
+    tokenizer = of("sentencepiece", tmp_path)
+    ids = tokenizer.encode(["a b c"])[0]
+    between = [i for each in ids for i in (1, 2, int(each), 1)]
+    assert "".join(streamed(Stream(tokenizer, [1]), between)) == "a b c"
+
+
+@pytest.mark.parametrize(
+    ("stop", "said", "given"),
+    [
+        (["STOP"], "one STO two STOP three", "one STO two "),
+        (["three", "two"], "one two three", "one "),
+        (["aab"], "aaab", "a"),
+        (["\n\n"], "a\nb\n\nc", "a\nb"),
+        (["€uro"], "5 €uro", "5 "),
+        (["x"], "x", ""),
+        (["never", ""], "not nev", "not nev"),
+        (["ab", "abc"], "xabc", "x"),
+    ],
+)
+def test_a_text_ends_before_the_first_stop_string(stop, said, given):
+    stream, came = Stream(ByteTokenizer(), stop=stop), ""
+    for byte in said.encode():
+        came += stream.push(byte)
+        # never a bit of a stop string
+        assert given.startswith(came)
+    assert came + stream.close() == given
+    assert stream.stopped == (given != said)
+
+
+def test_a_token_that_holds_a_stop_string_is_cut(tmp_path):
+    class Words(ByteTokenizer):
+        def decode(self, ids):
+            return "".join(["one. ", "two\nUser: ", "no"][int(i)] for i in ids)
+
+    stream = Stream(Words(), stop=["\nUser:"])
+    assert [stream.push(0), stream.push(1), stream.push(2), stream.close()] == ["one. ", "two", "", ""]
+
+
+def test_a_long_text_costs_each_token_the_same():
+    class Counting(ByteTokenizer):
+        most = 0
+
+        def decode(self, ids):
+            self.most = max(self.most, len(ids))
+            return super().decode(ids)
+
+    tokenizer = Counting()
+    stream = Stream(tokenizer, b"x" * 10_000)
+    assert "".join(stream.push(b) for b in b"hello " * 500) == "hello " * 500
+    assert tokenizer.most < 60 and len(stream._ids) < 100
+
+
+def test_the_text_of_a_token_alone_is_as_it_stands_in_a_text(tmp_path):
+    spelling = Spelling(of("sentencepiece", tmp_path))
+    assert [spelling.of(i) for i in (2, 3, 4)] == ["</s>", " ", "a"]
+    assert Spelling(ByteTokenizer()).of(65) == "A"

@@ -1,0 +1,72 @@
+"""Alerts of servers (configs/serving/rules.yaml): Prometheus' own promtool takes them, and says when each fires and when not."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshtrain.serve.metrics import METRICS, SERVE
+
+RULES = Path(__file__).parents[2] / "configs/serving/rules.yaml"
+ALERTS = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+NEEDS_PROMTOOL = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool: not installed (Debian: prometheus)"
+)
+A = 'job="serve", instance="a"'
+ANSWERS = f'meshtrain_serve_requests_total{{{A}, route="/v1/completions", code="%s"}}'
+FIRST = f'meshtrain_serve_first_token_seconds_bucket{{{A}, le="%s"}}'
+# Series, a sample a minute: of a server that is well, and by rule what differs, with a minute at which it is still quiet and one at which it fires.
+WELL = {
+    f"meshtrain_serve_ready{{{A}}}": "1x60", f"meshtrain_serve_busy_slots{{{A}}}": "3x60", f"meshtrain_serve_tokens_total{{{A}}}": "0+600x60",
+    ANSWERS % 200: "0+60x60", ANSWERS % 429: "0x60", ANSWERS % 500: "0x60", FIRST % "0.5": "0+60x60", FIRST % "10.0": "0+60x60",
+    FIRST % "30.0": "0+60x60", FIRST % "+Inf": "0+60x60",
+}  # fmt: skip
+ILL: dict[str, tuple[dict[str, str], int, int]] = {
+    "serve_none": ({f"meshtrain_serve_ready{{{A}}}": "1x9 0x50"}, 10, 12),
+    "serve_not_ready": ({f"meshtrain_serve_ready{{{A}}}": "1x9 0x50", 'meshtrain_serve_ready{job="serve", instance="b"}': "1x60"}, 23, 26),
+    "serve_stuck": ({f"meshtrain_serve_tokens_total{{{A}}}": "0+600x9 5400x50"}, 18, 22),
+    "serve_fails": ({ANSWERS % 500: "0+2x60"}, 4, 8),
+    "serve_refuses": ({ANSWERS % 429: "0+2x60"}, 4, 8),
+    "serve_slow": ({FIRST % "0.5": "0+50x60", FIRST % "10.0": "0+55x60"}, 9, 13),
+}  # fmt: skip
+
+
+def test_each_alert_is_tried_below():
+    assert {alert["labels"]["rule"] for alert in ALERTS} == ILL.keys()
+
+
+def test_rules_name_metrics_of_the_server_only():
+    named = {name for alert in ALERTS for name in re.findall(rf"\b{SERVE}\w+", alert["expr"])}
+    known = {metric.sample for metric in METRICS} | {f"{metric.sample}_bucket" for metric in METRICS if metric.bounds}
+    assert named and named <= known
+    labels = {label for metric in METRICS if metric.name == "requests" for label in metric.labels}
+    assert labels == {"route", "code"}
+
+
+def _promtool(*arguments: str) -> None:
+    ended = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@NEEDS_PROMTOOL
+def test_promtool_takes_them():
+    _promtool("check", "rules", str(RULES))
+
+
+@NEEDS_PROMTOOL
+def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
+    tests = []
+    for rule, (more, quiet, firing) in ILL.items():
+        series = [{"series": name, "values": values} for name, values in (WELL | more).items()]
+        seen = {quiet: [], firing: [{"labels": f'{{rule="{rule}"}}', "value": 1}]}
+        asked = [
+            {"expr": 'count by (rule) (ALERTS{alertstate="firing"})', "eval_time": f"{minute}m", "exp_samples": samples}
+            for minute, samples in seen.items()
+        ]
+        tests.append({"name": rule, "interval": "1m", "input_series": series, "promql_expr_test": asked})
+    path = tmp_path / "tests.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
+    _promtool("test", "rules", str(path))
