@@ -81,12 +81,6 @@ WRONG = {
         ("runs/x --prompt hello --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
         ("runs/x hello", "unrecognized arguments: hello"),
     ],
-    "evaluate": [
-        ("", "the following arguments are required: RUN"),
-        ("runs/x --txt a", "there is no option --txt; did you mean --text?"),
-        ("runs/x --text a --tasks b", "argument --tasks: not allowed with argument --text"),
-        ("runs/x --stride 0", "argument --stride: '0' is not a whole number of at least 1"),
-        ("runs/x --tasks a --shots -1", "argument --shots: '-1' is not a whole number from 0 to 9999"),
     "serve": [
         ("--port 8000", "the following arguments are required: RUN"),
         ("runs/x --prot 8000", "there is no option --prot; did you mean --port?"),
