@@ -42,6 +42,7 @@ NOT_HERE = {
     "python -m meshtrain.evaluate.harness": "needs lm-eval",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
     "python -m experiments.serving.balance": "tests/serve/test_balancers.py runs it, where haproxy and nginx are",
+    "python -m meshtrain.generate HF_DIR --chat": "reads what is typed; tests/generate/test_generate_command.py has it",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
 }
 # A synopsis stands for several commands.
@@ -52,6 +53,7 @@ FORMS = {
         "python -m meshtrain.checkpoint verify RUN",
         "python -m meshtrain.checkpoint diff RUN RUN",
     ],
+    "python -m meshtrain.generate RUN [--prompt TEXT | --chat]": [],
     "python -m meshtrain.telemetry catalogue|dashboard|rules": [],
     "python -m meshtrain.adopt inspect | import | export | merge | config": [],
 }
@@ -93,6 +95,7 @@ SAYS = {
     "meshtrain.survive status": r"^over, exit code 0: the run is done",
     "meshtrain.survive stats": r"goodput \d",
     "meshtrain.survive inject": r"(?m)^ 6 kill ",
+    "meshtrain.generate": r"(?s)^.{3,}\n$",
     "meshtrain.train": r"step 2/2  loss \d\.\d{4}  [\d,]+ tokens/s",
     "meshtrain.monitor": r"^quickstart: done  step 2/2  loss \d",
     "meshtrain.report": r"done, all 2 steps(?s:.*)\nwhere the run's time went",

@@ -50,9 +50,7 @@ def run(options: argparse.Namespace) -> int:
         for each in tokens:
             answers.append(Answer())
             engine.submit(request(options, each), answers[-1].hear)
-        return max(
-            [_written(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)]
-        )
+        return max([_written(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)])
 
 
 def opened_for(options: argparse.Namespace, slots: int) -> Opened:
