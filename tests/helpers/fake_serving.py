@@ -145,7 +145,7 @@ def main(port: int) -> None:
     with fake(slots=8, length=8192, waiting=64) as made:
         made.pace.seconds = 0.001
         door = listening("127.0.0.1", port)
-        server = Server(application(made.service), made.service, notice=0.0, patience=30.0, access_log=False)
+        server = Server(application(made.service), made.service, notice=1.0, patience=30.0, access_log=False)
         print(f"fake at {url(door)}", file=sys.stderr, flush=True)
         server.run(sockets=[door])
 

@@ -14,23 +14,6 @@ from meshtrain.serve.__main__ import main
 from meshtrain.serve.listening import listening
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--port 8000", "the following arguments are required: RUN"),
-        ("runs/x --prot 8000", "there is no option --prot; did you mean --port?"),
-        ("runs/x --port 65536", "argument --port: '65536' is no port; ports are 0 to 65535"),
-        ("runs/x --slots 0", "argument --slots: '0' is not a whole number of at least 1"),
-        ("runs/x --drain nan", "argument --drain: 'nan' is no number of seconds"),
-        ("runs/x --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
-    ],
-)
-def test_wrong_usage_is_a_sentence(words, says, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(words.split())
-    assert stopped.value.code == cli.USAGE and says in capsys.readouterr().err
-
-
 def test_what_does_not_fit_together_is_refused_at_once(capsys, monkeypatch):
     assert main(["runs/x", "--cache-seconds", "5"]) == cli.USAGE
     assert "no answer is kept without --cache" in capsys.readouterr().err
@@ -77,16 +60,6 @@ def test_a_process_says_where_it_is_answers_and_ends_on_a_signal(model):
         said = process.stderr.read()
         assert process.wait(30) == cli.DONE
     assert said == "meshtrain: ending: 0 requests to finish; a second signal ends at once.\n"
-
-
-@pytest.mark.thorough
-def test_a_second_signal_ends_it_at_once(model):
-    with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (process, _):
-        assert "is ready" in process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert "a second signal ends at once" in process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == cli.STOPPED
 
 
 @pytest.mark.thorough
