@@ -95,7 +95,7 @@ def served(options: argparse.Namespace) -> Served:
         length=options.length,
         slots=options.slots,
     )
-    engine = Engine(opened, options.slots, options.length, options.queue).start()
+    engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
     _try(engine)
     return Served(options.name or opened.name, engine)
 

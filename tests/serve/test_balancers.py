@@ -27,11 +27,17 @@ def test_what_was_sent_to_a_server_is_sent_to_no_other(name, tmp_path):
     assert found.good, found
 
 
+def test_what_a_server_refuses_since_it_loads_or_ends_nginx_sends_to_another(tmp_path):
+    found = balance.sent("nginx", tmp_path, status=503)
+    assert found.to_a > 0 and found.answered == found.to_b == found.requests, found
+
+
 @pytest.mark.thorough
 def test_nothing_is_lost_but_on_a_server_that_is_killed(tmp_path):
     with servers(lambda port: [sys.executable, str(FAKE), str(port)], tmp_path, 2) as (a, b):
         rows = [
             balance.measure("haproxy", happens, a, b, tmp_path, before=1.0, after=3.0) for happens in balance.HAPPENS
         ]
-    assert all(row.good for row in rows), balance.table(rows)
+    shown = balance.table(rows)
+    assert all(row.good for row in rows), shown
     assert all(row.answers > 50 for row in rows)
