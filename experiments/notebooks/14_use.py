@@ -156,7 +156,7 @@ engine.close()
 # `python -m meshtrain.generate lines --prompt "coal is"` does the same from a terminal, `python -m meshtrain.serve lines` for many at once.
 #
 # ## Images
-# Scikit-learn brings 1797 handwritten digits of 8 × 8 pixels along; 360 are held out. The model cuts an image into 4 × 4 patches of 2 × 2 pixels;
+# Scikit-learn brings 1797 handwritten digits of 8 × 8 pixels along; 360 are held out. The model cuts an image into 2 × 2 patches of 4 × 4 pixels;
 # each becomes a vector as a token does, with its place added, and the layers are those of the language model, but that every patch sees
 # every other.
 
@@ -173,12 +173,12 @@ vit = {
     "model": {
         "family": "vit",
         "layers": 3,
-        "d_model": 48,
+        "d_model": 64,
         "heads": 4,
-        "d_ff": 96,
+        "d_ff": 128,
         "vocab_size": 10,
         "image_size": 8,
-        "patch_size": 2,
+        "patch_size": 4,
         "channels": 1,
         "pool": "mean",
         "init_std": 0.05,
@@ -205,7 +205,7 @@ print({name: (x.shape, str(x.dtype)) for name, x in train.batch(0).items()})
 figure, axes = plt.subplots(len(CHANGES), 10, figsize=(9, 5.4))
 for (name, images), line in zip(CHANGES.items(), axes, strict=True):
     batch = batches(**images).batch(0)
-    pictures = whole(batch["patches"], 2)[..., 0]
+    pictures = whole(batch["patches"], 4)[..., 0]
     for r, axis in enumerate(line):
         axis.imshow(pictures[r], cmap="gray_r", vmin=-1, vmax=1)
         axis.set(xticks=[], yticks=[])
@@ -320,7 +320,7 @@ axes["c"].imshow(np.log1p(confused), cmap="Blues")
 for i, j in np.argwhere(confused):
     axes["c"].text(j, i, confused[i, j], ha="center", va="center", fontsize=6)
 axes["c"].set(xticks=range(10), yticks=range(10), xlabel="taken for", ylabel="is")
-pictures = whole(patches, 2)[..., 0]
+pictures = whole(patches, 4)[..., 0]
 for k in range(12):
     axes[k].axis("off")
     if k < len(wrong):
@@ -332,7 +332,7 @@ plt.show()
 # %% [markdown]
 # ## Things to try
 # - `pool: class`: a token of its own before the patches, which the head reads. Does it learn as fast?
-# - `patch_size: 4`, or 1: how many positions are there then, and how long does a step take?
+# - `patch_size: 2`, or 1: how many positions are there then, and how long does a step take?
 # - `model.kv_heads: 1` of the text model: how large is what is kept?
 # - A folder of your own images: `data.source: FOLDER`, with a folder for each class.
 # - `mt.load(short, ["mesh.data=2", "mesh.tensor=1"])`: the losses are the same to the last digits of float32.

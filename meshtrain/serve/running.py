@@ -7,14 +7,14 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from meshtrain.cli import DONE
+from meshtrain.cli import DONE, FAILED
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import open_model
 from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.answered import Answered
 from meshtrain.serve.app import application
-from meshtrain.serve.listening import Server, end_now, is_loopback, listening, url
+from meshtrain.serve.listening import CLOSING, Server, end_now, is_loopback, listening, url
 from meshtrain.serve.served import Served
 from meshtrain.serve.service import Service
 
@@ -70,9 +70,18 @@ class Loading(threading.Thread):
         if self._service.served is None:
             # nothing interrupts what loads
             end_now(DONE)
-        else:
-            self._service.served.close()
+        elif not closed(self._service.served):
+            say("the device stands still; ended without waiting for it.")
+            end_now(FAILED)
         return DONE
+
+
+def closed(served: Served, seconds: float = CLOSING) -> bool:
+    """Ends the engine; False if it does not end, as where the device stands still."""
+    closing = threading.Thread(target=served.close, daemon=True)
+    closing.start()
+    closing.join(seconds)
+    return not closing.is_alive()
 
 
 def served(options: argparse.Namespace) -> Served:
@@ -86,7 +95,7 @@ def served(options: argparse.Namespace) -> Served:
         length=options.length,
         slots=options.slots,
     )
-    engine = Engine(opened, options.slots, options.length, options.queue).start()
+    engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
     _try(engine)
     return Served(options.name or opened.name, engine)
 

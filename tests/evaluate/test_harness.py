@@ -90,7 +90,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(made):
     log_p = hand.log_p(row[:-1])[-len(ids) :]
     (found,) = harness.loglikelihood(asked((context, answer)), disable_tqdm=True)
     assert found[0] == pytest.approx(log_p[np.arange(len(ids)), ids].sum(), abs=1e-4)
-    with pytest.raises(ConfigError, match="tokens is asked for .* but the model takes 64"):
+    with pytest.raises(ConfigError, match=r"tokens is asked for .* but the model takes 64"):
         harness.loglikelihood(asked(("a", context)), disable_tqdm=True)
 
 
@@ -175,7 +175,7 @@ def test_tasks_of_ones_own_are_run_and_counted(lm_eval, made):
         results["results"]["meshtrain_choice"]["acc_norm,none"]
     )
     with pytest.raises(
-        ConfigError, match="there is no task meshtrain_choise in .* or in lm-eval; did you mean meshtrain_choice"
+        ConfigError, match=r"there is no task meshtrain_choise in .* or in lm-eval; did you mean meshtrain_choice"
     ):
         run_tasks(made[1].opened, ["meshtrain_choise"], include=TASKS)
 

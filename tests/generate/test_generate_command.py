@@ -95,7 +95,7 @@ def test_a_conversation_keeps_its_history(here, capsys, monkeypatch):
 
 @pytest.mark.thorough
 def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_so(here, capsys):
-    here("a" * 20 + "\n" + "b" * 20 + "\n" + "c" * 70 + "\nd\n")
+    here("a" * 20 + "\n" + "b" * 30 + "\n" + "c" * 70 + "\nd\n")
     code, out, err = said("tiny --chat --tokens 8", capsys)
     oldest, long = err.splitlines()
     assert code == 0 and out.count("\n") == 3

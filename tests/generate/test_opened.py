@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from checkpoint_runs import build_for, config, numbered
+from golden import GOLDEN
 from tiny_models import SPECIAL, hugging_face
 
 pytest.importorskip("safetensors")
@@ -113,6 +114,8 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "legal are data and tensor" in refused(theirs, mesh="rows=2")
     assert "without stages" in refused(theirs, mesh="pipeline=2")
     assert "does not divide 1 slots" in refused(theirs, mesh="data=2")
+    # a model of images has no text
+    assert "is a model of images (family vit), which has no text to go on with" in refused(GOLDEN / "vit")
     assert refused(theirs, precision="float8") == "the precision 'float8' is none to compute in; did you mean float32?"
     assert refused(theirs, precision="int4").endswith("is none to compute in; legal are float32, bfloat16, float16.")
     (copied / "tokenizer.json").rename(copied / "tokenizer.model")

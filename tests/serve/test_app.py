@@ -184,6 +184,13 @@ def test_what_goes_wrong_on_the_device_is_500_and_the_next_request_is_answered()
         assert answer.json()["error"]["type"] == "server_error" and server.completion().status_code == 200
 
 
+def test_an_engine_that_is_closed_is_503():
+    with fake() as server:
+        server.engine.close()
+        answer = server.completion()
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "closed"
+
+
 def test_what_goes_wrong_in_the_server_is_500_and_told_on_stderr_alone(capsys, monkeypatch):
     with fake() as server:
         monkeypatch.setattr(server.engine, "submit", lambda *_: 1 / 0)

@@ -63,16 +63,6 @@ def test_a_process_says_where_it_is_answers_and_ends_on_a_signal(model):
 
 
 @pytest.mark.thorough
-def test_a_second_signal_ends_it_at_once(model):
-    with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (process, _):
-        assert "is ready" in process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert "a second signal ends at once" in process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == cli.STOPPED
-
-
-@pytest.mark.thorough
 def test_a_signal_while_it_loads_ends_it(model):
     with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (process, address):
         urllib.request.urlopen(f"{address}/metrics", timeout=20)
