@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from meshtrain.serve import __main__ as command
 from meshtrain.serve.app import application
+from meshtrain.serve.listening import CLOSING
 from meshtrain.serve.metrics import METRICS, SERVE
 from meshtrain.serve.service import Service
 
@@ -23,7 +24,6 @@ POD = DEPLOYMENT["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 (PORT,) = CONTAINER["ports"]
 PROBES = {name: CONTAINER[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
-CLOSING = 5  # seconds for the last bytes
 
 
 @pytest.fixture(scope="module")
