@@ -21,6 +21,9 @@ COMMANDS = {
         "plan": "meshtrain.plan.__main__",
         "data": "meshtrain.data.__main__",
         "checkpoint": "meshtrain.checkpoint.__main__",
+        "evaluate": "meshtrain.evaluate.__main__",
+        "generate": "meshtrain.generate.__main__",
+        "serve": "meshtrain.serve.__main__",
     }.items()
 }
 
@@ -58,6 +61,33 @@ WRONG = {
         ("lss runs/x", "there is no command lss; did you mean ls?"),
         ("ls", "the following arguments are required: directory"),
         ("diff a b --no-value", "there is no option --no-value; did you mean --no-values?"),
+    ],
+    "evaluate": [
+        ("", "the following arguments are required: RUN"),
+        ("runs/x --txt a", "there is no option --txt; did you mean --text?"),
+        ("runs/x --text a --tasks b", "argument --tasks: not allowed with argument --text"),
+        ("runs/x --stride 0", "argument --stride: '0' is not a whole number of at least 1"),
+        ("runs/x --tasks a --shots -1", "argument --shots: '-1' is not a whole number from 0 to 9999"),
+        ("runs/x --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
+    ],
+    "generate": [
+        ("", "the following arguments are required: RUN"),
+        ("runs/x --promt hello", "there is no option --promt; did you mean --prompt?"),
+        ("runs/x --prompt hello --temperature -1", "argument --temperature: '-1' is below 0"),
+        ("runs/x --prompt hello --temperature hot", "argument --temperature: 'hot' is no temperature"),
+        ("runs/x --prompt hello --top-p 1.5", "argument --top-p: '1.5' is no share; it must be above 0 and at most 1"),
+        ("runs/x --prompt hello --top-k 0", "argument --top-k: '0' is not a whole number of at least 1"),
+        ("runs/x --prompt hello --seed=-3", "argument --seed: '-3' is no seed; it must be a whole number from 0"),
+        ("runs/x --prompt hello --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
+        ("runs/x hello", "unrecognized arguments: hello"),
+    ],
+    "serve": [
+        ("--port 8000", "the following arguments are required: RUN"),
+        ("runs/x --prot 8000", "there is no option --prot; did you mean --port?"),
+        ("runs/x --port 65536", "argument --port: '65536' is no port; ports are 0 to 65535"),
+        ("runs/x --slots 0", "argument --slots: '0' is not a whole number of at least 1"),
+        ("runs/x --drain nan", "argument --drain: 'nan' is no number of seconds"),
+        ("runs/x --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
     ],
 }  # fmt: skip
 

@@ -72,6 +72,7 @@ def test_rows_tell_positions_and_of_evaluations_the_accuracy(trained):
     assert all(("eval_accuracy" in row) == ("eval_loss" in row) for row in found)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_the_same_bit_by_bit_with_all_augmentations(trained, tmp_path):
     directory, found = trained
     assert told(resumed_from_2(directory, tmp_path)) == told(found)
@@ -97,7 +98,6 @@ def test_a_model_read_from_its_checkpoint_tells_the_accuracy_that_the_run_told(t
 @pytest.mark.thorough
 def test_a_checkpoint_of_all_axes_goes_on_alike_on_any_mesh(tmp_path):
     found = run(tmp_path / "all", **ALL_AXES)
-    assert told(resumed_from_2(tmp_path / "all", tmp_path / "again", **ALL_AXES)) == told(found)
     for tensor in (4, 1):
         there = resumed_from_2(tmp_path / "all", tmp_path / f"tensor-{tensor}", mesh={"tensor": tensor})
         for one, other in zip(told(found), told(there), strict=True):
@@ -115,9 +115,9 @@ OTHERS: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", OTHERS)
-def test_what_text_can_do_images_can_too(case, tmp_path):
+def test_what_text_can_do_images_can_too(case, trained, tmp_path):
     """Each begins as the plain run does; what is exact stays it."""
-    plain, found = run(tmp_path / "plain"), run(tmp_path / "other", **OTHERS[case])
+    (_, plain), found = trained, run(tmp_path / "other", **OTHERS[case])
     assert found[0]["loss"] == pytest.approx(plain[0]["loss"], rel=2e-6)
     exact = case in ("offloaded, ring", "a batch filled up")
     last = [row["eval_loss"] for row in (plain[-1], found[-1])]

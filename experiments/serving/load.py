@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -148,16 +148,10 @@ def engine_rate(run: Path, prompts: Sequence[str]) -> float:
     with Engine(opened, SLOTS, LENGTH) as engine:
 
         def ask(prompt: str) -> Answer:
-            began, over, last = time.monotonic(), threading.Event(), []
-
-            def listen(piece: Piece) -> None:
-                if piece.finish is not None:
-                    last.append(piece)
-                    over.set()
-
-            engine.submit(Request(of_text(opened.tokenizer, prompt), TOKENS), listen)
-            over.wait()
-            return Answer(0.0, (), time.monotonic() - began, last[0].tokens, "", last[0].finish or "")
+            began, last = time.monotonic(), Future[Piece]()
+            asked = Request(of_text(opened.tokenizer, prompt), TOKENS)
+            engine.submit(asked, lambda piece: last.set_result(piece) if piece.finish else None)
+            return Answer(0.0, (), time.monotonic() - began, last.result().tokens, "", last.result().finish or "")
 
         all_of([lambda prompt=prompt: ask(prompt) for prompt in PROMPTS])  # compiles
         answers, seconds = all_of([lambda prompt=prompt: ask(prompt) for prompt in prompts])

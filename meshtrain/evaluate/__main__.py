@@ -145,7 +145,7 @@ def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], 
         )  # fmt: skip
     if counts.skipped:
         say(f"{describe_skipped(counts.skipped)}.")
-    rows = f"rows of {length:,} tokens, {stride:,} apart"
+    rows = f"rows                  of {length:,} tokens, {stride:,} apart"
     return {"length": length, "stride": stride, **counts.record()}, [*counts.describe(), rows]
 
 

@@ -53,7 +53,7 @@ class HeldOut:
             f"{self.source}: {self.counted:,} held-out {'pairs' if self.pairs else 'tokens'}",
             f"eval loss             {self.loss:.6f}",
         ]
-        return told if self.perplexity is None else [*told, f"perplexity per token  {self.perplexity:,.4f}"]
+        return told if self.perplexity is None else [*told, f"perplexity per token  {self.perplexity:.6g}"]
 
 
 def held_out_of(path: Path, model: Model) -> SplitBatches:

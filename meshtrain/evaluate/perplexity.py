@@ -62,11 +62,14 @@ class Counts:
 
     def describe(self) -> list[str]:
         """For people."""
-        words = "-" if self.word_perplexity is None else f"{self.word_perplexity:,.4f}"
+        words = "-" if self.word_perplexity is None else f"{self.word_perplexity:.6g}"
         return [
-            f"{self.documents:,} documents, {self.tokens:,} tokens, {self.words:,} words, {self.bytes:,} bytes",
+            f"documents             {self.documents:,}",
+            f"tokens                {self.tokens:,}",
+            f"words                 {self.words:,}",
+            f"bytes                 {self.bytes:,}",
             f"nats per token        {self.nats_per_token:.6f}",
-            f"perplexity per token  {self.perplexity:,.4f}",
+            f"perplexity per token  {self.perplexity:.6g}",
             f"perplexity per word   {words}",
             f"bits per byte         {self.bits_per_byte:.6f}",
         ]

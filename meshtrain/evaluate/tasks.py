@@ -39,7 +39,12 @@ def run_tasks(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with contextlib.redirect_stdout(sys.stderr):
-        manager = TaskManager(include_path=None if include is None else str(include))
+        own = None if include is None else TaskManager(include_path=str(include), include_defaults=False)
+        # lm-eval's own tasks are thousands of files, which take long to go through
+        if own is not None and set(names) <= set(own.all_tasks):
+            manager = own
+        else:
+            manager = TaskManager(include_path=None if include is None else str(include))
         for name in names:
             # A pattern or a file is lm-eval's to judge.
             if name not in manager.all_tasks and not set(name) & set("*?[/"):

@@ -50,9 +50,7 @@ def run(options: argparse.Namespace) -> int:
         for each in tokens:
             answers.append(Answer())
             engine.submit(request(options, each), answers[-1].hear)
-        return max(
-            [_written(engine, text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)]
-        )
+        return max([_written(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)])
 
 
 def opened_for(options: argparse.Namespace, slots: int) -> Opened:
@@ -124,7 +122,7 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def ended(engine: Engine, answer: Answer) -> int:
+def ended(answer: Answer) -> int:
     """Says what is to say about how an answer ended; the exit code."""
     assert answer.last is not None
     if answer.last.finish == "error":
@@ -133,7 +131,7 @@ def ended(engine: Engine, answer: Answer) -> int:
     return DONE
 
 
-def _written(engine: Engine, text: str, answer: Answer, several: bool) -> int:
+def _written(text: str, answer: Answer, several: bool) -> int:
     if several:
         say(f"{short(repr(text))} goes on:")
     last = ""
@@ -142,8 +140,7 @@ def _written(engine: Engine, text: str, answer: Answer, several: bool) -> int:
         last = piece or last
     if not last.endswith("\n"):
         show("\n")
-    assert answer.last is not None
-    return ended(engine, answer)
+    return ended(answer)
 
 
 def _tokens(opened: Opened, text: str) -> np.ndarray:

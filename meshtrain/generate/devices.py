@@ -101,12 +101,10 @@ def parsed(asked: str) -> MeshConfig:
                 if axis in AXES
                 else nearest(axis, (DATA, TENSOR)) or "; legal are data and tensor, as data=2,tensor=2."
             )
-            raise ConfigError(f"the mesh {short(repr(asked))} has an axis {short(repr(axis))}{ending}")
+            raise ConfigError(f"the mesh has an axis {short(repr(axis))}{ending}")
         if axis in sizes:
-            raise ConfigError(f"the mesh {short(repr(asked))} has {axis} twice; give it once.")
+            raise ConfigError(f"the mesh has {axis} twice; give it once.")
         if not size.isascii() or not size.isdecimal() or not 1 <= int(size[:7]) <= 10**5:
-            raise ConfigError(
-                f"the mesh {short(repr(asked))} has {axis} {short(repr(size))}; it must be a whole number from 1 on, as {axis}=2."
-            )
+            raise ConfigError(f"mesh {axis} is {short(repr(size))}; it must be a whole number from 1 on, as {axis}=2.")
         sizes[axis] = int(size)
     return MeshConfig(sizes.get(DATA, 1), sizes.get(TENSOR, 1))

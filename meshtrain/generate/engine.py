@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import short
 from meshtrain.generate.opened import Opened
 from meshtrain.generate.programs import Decoding
-from meshtrain.generate.request import MOST_LIKELY, Chosen, Finish, Piece, Request, Sampling
-from meshtrain.generate.text import Spelling, Stream
+from meshtrain.generate.request import Finish, Piece, Request, check
+from meshtrain.generate.running import Listener, Running, Ticket
+from meshtrain.generate.text import Spelling
 
 log = logging.getLogger(__name__)
-Listener = Callable[[Piece], None]
 MOST_FAILURES = 3  # of the device's programs, with nothing read between them, until the engine gives up
 
 
@@ -60,38 +60,12 @@ class EngineStatus:
     broken: str = ""  # why nothing can be generated any more, a sentence
 
 
-class Ticket:
-    """A request under way."""
-
-    def __init__(self, engine: "Engine", request: Request, listener: Listener) -> None:
-        self.request = request
-        self._engine, self._listener = engine, listener
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Ends it within a step, with finish cancelled; nothing where it has ended. From any thread."""
-        self._cancelled = True
-        self._engine._wake()
-
-
-@dataclass
-class _Running:
-    """A request in a slot, as the host sees it."""
-
-    ticket: Ticket
-    stream: Stream
-    most: int  # tokens that it may get
-    dispatched: int = 0  # tokens that are chosen, or are to be by what the device was given
-    tokens: int = 0  # tokens that were read
-    ended: bool = False
-
-
 @dataclass
 class _Unread:
     """What a program that was dispatched will have chosen: for whom, and where in its arrays (None: they are of one slot)."""
 
     picked: Any
-    places: list[tuple[int | None, _Running]] = field(default_factory=list)
+    places: list[tuple[int | None, Running]] = field(default_factory=list)
 
 
 class Engine:
@@ -116,7 +90,7 @@ class Engine:
         self._decoding = decoding(opened.model, slots, self.length, keep)
         self._spelling = Spelling(opened.tokenizer)
         self._state: Any = None
-        self._running: list[_Running | None] = [None] * slots
+        self._running: list[Running | None] = [None] * slots
         self._unread: deque[_Unread] = deque()
         self._compiled: set[tuple[str, int | bool]] = set()
         self._failed = 0  # programs in a row
@@ -137,8 +111,8 @@ class Engine:
 
         Busy if as many wait as may, ConfigError for a request that no state of the engine could answer, Closed if none will be.
         """
-        self.check(request)
-        ticket = Ticket(self, request, listener)
+        check(request, self.length, self._decoding.vocabulary)
+        ticket = Ticket(request, listener, self._wake)
         with self._changed:
             if self._broken or self._closing is not None:
                 raise Closed(self._broken or "the engine is closed.")
@@ -148,23 +122,6 @@ class Engine:
             self._waiting.append(ticket)
             self._changed.notify_all()
         return ticket
-
-    def check(self, request: Request) -> None:
-        """ConfigError for a request that cannot be answered, in a sentence."""
-        tokens, vocabulary = np.asarray(request.tokens), self._decoding.vocabulary
-        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-            raise ConfigError("a prompt must be one token at least.")
-        if len(tokens) >= self.length:
-            raise ConfigError(
-                f"the prompt is {len(tokens)} tokens long; prompt and answer together have {self.length} positions here."
-            )
-        if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
-            raise ConfigError(f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0.")
-        if request.most < 1:
-            raise ConfigError(f"{request.most} tokens are asked for; it must be 1 at least.")
-        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LIKELY:
-            raise ConfigError(f"logprobs is {request.logprobs}; it must be from 0 to {MOST_LIKELY}.")
-        check_sampling(request.sampling)
 
     @property
     def status(self) -> EngineStatus:
@@ -239,12 +196,12 @@ class Engine:
     def _let_go(self) -> None:
         """What was cancelled frees its slot, or its place among those that wait."""
         for running in self._occupied():
-            if running.ticket._cancelled:
-                self._end(running, "cancelled")
+            if running.ticket.cancelled:
+                self._end(running, running.last("cancelled"))
         with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket._cancelled]
+            gone = [ticket for ticket in self._waiting if ticket.cancelled]
             if gone:
-                self._waiting = deque(ticket for ticket in self._waiting if not ticket._cancelled)
+                self._waiting = deque(ticket for ticket in self._waiting if not ticket.cancelled)
         for ticket in gone:
             self._tell_end(ticket, Piece("", finish="cancelled"))
 
@@ -258,8 +215,7 @@ class Engine:
                 ticket = self._waiting.popleft()
                 request = ticket.request
                 tokens = np.asarray(request.tokens, np.int32)
-                room = min(request.most, self.length - len(tokens))
-                running = _Running(ticket, Stream(self.opened.tokenizer, tokens, request.stop), room, dispatched=1)
+                running = Running(ticket, self.opened, self._spelling, self.length)
                 self._running[slot] = running
             if self._state is None:
                 self._state = self._decoding.empty()
@@ -274,7 +230,7 @@ class Engine:
 
     def _decode(self) -> bool:
         """Dispatches a step for those that need one more token."""
-        places: list[tuple[int | None, _Running]] = [
+        places: list[tuple[int | None, Running]] = [
             (slot, running)
             for slot, running in enumerate(self._running)
             if running is not None and running.dispatched < running.most
@@ -305,65 +261,33 @@ class Engine:
                 except Exception as error:
                     # nothing on the device is lost
                     log.exception("a token could not be told")
-                    running.stream.stopped = True
-                    self._end(running, "error", problem=f"a token could not be told: {_why(error)}.")
+                    problem = f"a token could not be told: {_why(error)}."
+                    self._end(running, Piece("", tokens=running.tokens, finish="error", problem=problem))
+
+    def _tell(self, running: Running, token: Any, *beside: Any) -> None:
+        self._count(tokens=1)
+        piece = running.next(int(token), *beside)
+        if piece is not None and piece.finish is not None:
+            self._end(running, piece)
+        elif piece is not None:
+            running.ticket.tell(piece)
 
     # --- what a request is told
 
-    def _tell(self, running: _Running, token: Any, logprob: Any, ids: Any, logprobs: Any) -> None:
-        """One more token of a request: its text, and whether it is the last."""
-        request, token = running.ticket.request, int(token)
-        running.tokens += 1
-        self._count(tokens=1)
-        if logprob is not None and not np.isfinite(logprob):
-            return self._end(running, "error", problem="the model's logits are not finite numbers.")
-        if token in self.opened.ends and not request.ignore_ends:
-            return self._end(running, "stop")
-        text = running.stream.push(token)
-        chosen = self._chosen(request, token, logprob, ids, logprobs)
-        if running.stream.stopped:
-            return self._end(running, "stop", text, chosen)
-        if running.tokens == running.most:
-            return self._end(running, "length", text, chosen)
-        if text or chosen:
-            self._say(running, Piece(text, chosen, running.tokens))
-
-    def _chosen(self, request: Request, token: int, logprob: Any, ids: Any, logprobs: Any) -> tuple[Chosen, ...]:
-        if request.logprobs is None:
-            return ()
-        of, most = self._spelling.of, request.logprobs
-        likeliest = tuple((int(i), of(int(i)), float(p)) for i, p in zip(ids[:most], logprobs[:most], strict=True))
-        return (Chosen(token, of(token), float(logprob), likeliest),)
-
-    def _say(self, running: _Running, piece: Piece) -> None:
-        """Tells a request's listener; one that raises has its own request cancelled."""
-        try:
-            running.ticket._listener(piece)
-        except Exception:
-            log.exception("who listens to a request has failed; it is cancelled")
-            running.ticket._listener = _nobody
-            running.ticket._cancelled = True
-
-    def _end(
-        self, running: _Running, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = ""
-    ) -> None:
+    def _end(self, running: Running, piece: Piece) -> None:
         """Frees the slot, and tells the last piece."""
         running.ended = True
-        rest = running.stream.close()
         with self._changed:
             self._running[self._running.index(running)] = None
-        self._tell_end(running.ticket, Piece(text + rest, chosen, running.tokens, finish, problem))
+        self._tell_end(running.ticket, piece)
 
     def _tell_end(self, ticket: Ticket, piece: Piece) -> None:
         self._count(requests=1)
-        try:
-            ticket._listener(piece)
-        except Exception:
-            log.exception("who listens to a request has failed at its end")
+        ticket.tell(piece)
 
     def _end_all(self, finish: Finish, problem: str, waiting: bool = True) -> None:
         for running in self._occupied():
-            self._end(running, finish, problem=problem)
+            self._end(running, running.last(finish, problem=problem))
         with self._changed:
             tickets = list(self._waiting) if waiting else []
             if waiting:
@@ -393,7 +317,7 @@ class Engine:
     def _busy(self) -> int:
         return sum(running is not None for running in self._running)
 
-    def _occupied(self) -> Iterator[_Running]:
+    def _occupied(self) -> Iterator[Running]:
         return (running for running in list(self._running) if running is not None)
 
     def _has_work(self) -> bool:
@@ -414,19 +338,5 @@ class Engine:
             self._changed.notify_all()
 
 
-def check_sampling(how: Sampling) -> None:
-    """ConfigError for what is no way to choose a token."""
-    if not (0 <= how.temperature < np.inf):
-        raise ConfigError(f"temperature is {how.temperature}; it must be a number from 0.")
-    if not 0 < how.top_p <= 1:
-        raise ConfigError(f"top_p is {how.top_p}; it must be above 0 and at most 1.")
-    if not 0 <= how.top_k < 1 << 31:
-        raise ConfigError(f"top_k is {how.top_k}; it must be from 0, which leaves all tokens.")
-
-
 def _why(error: Exception) -> str:
     return short(str(error).strip().rstrip(".") or type(error).__name__)
-
-
-def _nobody(piece: Piece) -> None:
-    """Listens for one who cannot."""

@@ -20,7 +20,7 @@ from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.generate.devices import choose
+from meshtrain.generate.devices import BYTES, choose
 from meshtrain.generate.prompts import Conversations
 from meshtrain.mesh import make_mesh
 from meshtrain.reader import Model, read_config, read_model
@@ -62,6 +62,9 @@ def open_model(
     """
     root = Path(path).expanduser()
     _check_there(root, str(path))
+    if precision is not None and precision not in BYTES:
+        ending = nearest(precision, BYTES) or f"; legal are {', '.join(BYTES)}."
+        raise ConfigError(f"the precision {short(repr(precision))} is none to compute in{ending}")
     config = read_config(root, step, precision)
     if FAMILIES[config.model.family].images:
         raise ConfigError(
@@ -106,9 +109,8 @@ def _check_there(root: Path, given: str) -> None:
         raise ConfigError(
             f"{short(given)} is no directory; give a run, one of its checkpoints, or a Hugging Face directory."
         )
-    beside_it = root.parent if root.parent.is_dir() else Path()
-    near = nearest(root.name, [each.name for each in beside_it.iterdir() if each.is_dir()])
-    if near:
+    there = [each.name for each in root.parent.iterdir() if each.is_dir()] if root.parent.is_dir() else []
+    if near := nearest(root.name, there):
         raise ConfigError(f"there is no directory {short(given)}{near}")
     owner, _, model = given.partition("/")
     if model and "/" not in model and not given.startswith((".", "~")) and not Path(owner).is_dir():

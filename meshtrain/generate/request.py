@@ -5,6 +5,8 @@ from typing import Literal
 
 import numpy as np
 
+from meshtrain.errors import ConfigError
+
 # The most likely tokens that can be told beside a chosen one.
 MOST_LIKELY = 20
 
@@ -52,3 +54,31 @@ class Piece:
     tokens: int = 0  # chosen so far, an end token among them
     finish: Finish | None = None
     problem: str = ""  # of finish error, a sentence
+
+
+def check(request: Request, length: int, vocabulary: int) -> None:
+    """ConfigError for a request that cannot be answered with so many positions and tokens, in a sentence."""
+    tokens = np.asarray(request.tokens)
+    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        raise ConfigError("a prompt must be one token at least.")
+    if len(tokens) >= length:
+        raise ConfigError(
+            f"the prompt is {len(tokens)} tokens long; prompt and answer together have {length} positions here."
+        )
+    if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
+        raise ConfigError(f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0.")
+    if request.most < 1:
+        raise ConfigError(f"{request.most} tokens are asked for; it must be 1 at least.")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LIKELY:
+        raise ConfigError(f"logprobs is {request.logprobs}; it must be from 0 to {MOST_LIKELY}.")
+    _check_sampling(request.sampling)
+
+
+def _check_sampling(how: Sampling) -> None:
+    """ConfigError for what is no way to choose a token."""
+    if not (0 <= how.temperature < np.inf):
+        raise ConfigError(f"temperature is {how.temperature}; it must be a number from 0.")
+    if not 0 < how.top_p <= 1:
+        raise ConfigError(f"top_p is {how.top_p}; it must be above 0 and at most 1.")
+    if not 0 <= how.top_k < 1 << 31:
+        raise ConfigError(f"top_k is {how.top_k}; it must be from 0, which leaves all tokens.")

@@ -36,14 +36,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _answered(options: argparse.Namespace, engine: Engine, said: list[dict[str, Any]], line: str) -> int:
     """One message and its answer, which become part of what was said; an exit code."""
-    opened = engine.opened
-    said.append({"role": USER, "content": line})
+    asked = [*said, {"role": USER, "content": line}]
     try:
-        tokens = _prompt(opened, said, engine.length, min(options.tokens, engine.length // ROOM))
+        kept, tokens = _prompt(engine.opened, asked, engine.length, min(options.tokens, engine.length // ROOM))
     except ConfigError as error:
         say(error)
-        said.pop()
         return DONE
+    if left_out := len(asked) - len(kept):
+        say(f"the oldest {left_out} messages do not fit the {engine.length} positions any more, and are left out.")
     answer, text = Answer(), ""
     ticket = engine.submit(request(options, tokens), answer.hear)
     try:
@@ -56,28 +56,26 @@ def _answered(options: argparse.Namespace, engine: Engine, said: list[dict[str, 
         for _ in answer:
             pass
     show("" if text.endswith("\n") else "\n")
-    said.append({"role": ASSISTANT, "content": text})
-    return ended(engine, answer)
+    said[:] = [*kept, {"role": ASSISTANT, "content": text}]
+    return ended(answer)
 
 
-def _prompt(opened: Opened, said: list[dict[str, Any]], length: int, room: int) -> np.ndarray:
-    """The tokens of a conversation, of which the oldest messages are left out where an answer had no room; ConfigError if that helps nothing."""
+def _prompt(
+    opened: Opened, said: list[dict[str, Any]], length: int, room: int
+) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """A conversation and its tokens, without the oldest messages where else an answer had not this `room`; ConfigError if none is left."""
     assert opened.template is not None
-    tokens = opened.template.tokens(said)
-    first, left_out = int(said[0]["role"] == SYSTEM), 0
+    tokens, first = opened.template.tokens(said), int(said[0]["role"] == SYSTEM)
     while len(tokens) + room > length and len(said) > first + 2:
         # a message and its answer
-        del said[first : first + 2]
-        left_out += 2
+        said = said[:first] + said[first + 2 :]
         tokens = opened.template.tokens(said)
-    if left_out:
-        say(f"the first {left_out} messages do not fit the {length} positions any more, and are left out.")
     if len(tokens) >= length:
         raise ConfigError(
             f"the message makes the conversation {len(tokens)} tokens long, and there are {length} positions for it and its answer; "
             "--length N takes more."
         )
-    return tokens
+    return said, tokens
 
 
 def _lines() -> Iterator[str]:

@@ -94,6 +94,8 @@ def _block(look: Look, width: int) -> Iterator[Text]:
         held = f"  eval {evals[-1]:.4f}" if evals.size else ""
         if summary.eval_least is not None:
             held += f"  lowest {summary.eval_least:.4f}, step {summary.eval_least_step:,}"
+        if summary.accuracy is not None:
+            held += f"  accuracy {summary.accuracy:.1%}"
         yield Text.assemble("  loss ", (f"{losses[-1]:.4f} ", "bold"), (sparkline(losses, short), "blue"), held)
     if summary.patience_left and summary.state in ("going on", "stalled"):
         yield Text(f"  ends after {summary.patience_left} more without a lower eval loss", "dim")

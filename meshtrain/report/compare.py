@@ -244,6 +244,8 @@ def _figures(first: Facts, second: Facts) -> Iterator[tuple[str, ...]]:
     yield "loss at the end", *(loss(one.loss) for one in both)
     if any(one.eval_loss is not None for one in both):
         yield "eval loss, at best", *(loss(one.eval_least) for one in both)
+    if any(one.accuracy is not None for one in both):
+        yield "eval accuracy at the end", *("-" if one.accuracy is None else f"{one.accuracy:.1%}" for one in both)
     if any(one.goodput is not None for one in both):
         yield "goodput", *("-" if one.goodput is None else f"{one.goodput:.1%}" for one in both)
 

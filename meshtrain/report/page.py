@@ -64,6 +64,8 @@ def _tiles(summary: Summary) -> str:
         tiles.append((f"{summary.loss:.4f}", "loss at the end"))
     if summary.eval_loss is not None:
         tiles.append((f"{summary.eval_loss:.4f}", "eval loss"))
+    if summary.accuracy is not None:
+        tiles.append((f"{summary.accuracy:.1%}", "eval accuracy"))
     if summary.eval_least is not None and summary.eval_least != summary.eval_loss:
         tiles.append((f"{summary.eval_least:.4f}", f"lowest, step {summary.eval_least_step:,}"))
     if speed := summary.speed:

@@ -36,6 +36,7 @@ class Summary:
     eval_loss: float | None
     eval_least: float | None
     eval_least_step: int | None
+    accuracy: float | None  # of images: the last evaluation's
     patience_left: int | None  # evaluations without a lower loss until the run ends; none where it does not end so
     speed: Speed | None
     bounds: Bounds | None
@@ -74,7 +75,7 @@ def summarise(facts: Facts) -> Summary:
     steps = config.train.steps if config else _whole(facts.values.get("train", {}).get("steps"))
     best, patience = facts.best, config.eval.patience if config else 0
     step = int(max(columns.known("step"), default=0))
-    loss, evals = columns.known("loss"), columns.known("eval_loss")
+    loss, evals, accuracies = (columns.known(name) for name in ("loss", "eval_loss", "eval_accuracy"))
     told = facts.survived.ledger if facts.survived else None
     speed = speed_of(columns, facts.plan)
     state = state_of(facts, step, steps, speed)
@@ -89,6 +90,7 @@ def summarise(facts: Facts) -> Summary:
         eval_loss=float(evals[-1]) if evals.size else None,
         eval_least=best.loss if best.step is not None else None,
         eval_least_step=best.step,
+        accuracy=float(accuracies[-1]) if accuracies.size else None,
         patience_left=max(patience - best.since, 0) if patience else None,
         speed=speed,
         bounds=bounds_of(facts.plan) if facts.plan else None,

@@ -80,6 +80,9 @@ def _losses(facts: Facts, summary: Summary) -> Iterator[str]:
     yield f"loss   {summary.loss_begin:.4f} → {summary.loss:.4f}  {sparkline(facts.steps['loss'])}"
     if summary.eval_loss is not None:
         yield f"eval   {held_out(summary)}  {sparkline(facts.steps.known('eval_loss'))}"
+    if summary.accuracy is not None:
+        found = facts.steps.known("eval_accuracy")
+        yield f"right  {summary.accuracy:.1%} of held-out images, at most {found.max():.1%}  {sparkline(found)}"
     rates = facts.steps.known("learning_rate")
     if rates.any():
         yield f"rate   {rates[-1]:.4g}, at most {rates.max():.4g}  {sparkline(rates)}"

@@ -28,9 +28,8 @@ from meshtrain.serve.service import Service
 
 # Seconds after which the system gives up a client that takes nothing of what was written to it.
 STALLED = 60
-KEEP_ALIVE = (
-    75  # seconds that a connection without a request is kept: longer than balancers do, so that it is they who close it
-)
+# Seconds that a connection without a request is kept: longer than balancers do, so that it is they who close it.
+KEEP_ALIVE = 75
 CLOSING = 5  # seconds for the last bytes, when all is told
 
 

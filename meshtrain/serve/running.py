@@ -3,14 +3,18 @@
 import argparse
 import threading
 import time
+from concurrent.futures import Future
 
-from meshtrain.cli import DONE
-from meshtrain.errors import say, short
+import numpy as np
+
+from meshtrain.cli import DONE, FAILED
+from meshtrain.errors import ConfigError, say, short
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import open_model
+from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.answered import Answered
 from meshtrain.serve.app import application
-from meshtrain.serve.listening import Server, end_now, is_loopback, listening, url
+from meshtrain.serve.listening import CLOSING, Server, end_now, is_loopback, listening, url
 from meshtrain.serve.served import Served
 from meshtrain.serve.service import Service
 
@@ -66,9 +70,18 @@ class Loading(threading.Thread):
         if self._service.served is None:
             # nothing interrupts what loads
             end_now(DONE)
-        else:
-            self._service.served.close()
+        elif not closed(self._service.served):
+            say("the device stands still; ended without waiting for it.")
+            end_now(FAILED)
         return DONE
+
+
+def closed(served: Served, seconds: float = CLOSING) -> bool:
+    """Ends the engine; False if it does not end, as where the device stands still."""
+    closing = threading.Thread(target=served.close, daemon=True)
+    closing.start()
+    closing.join(seconds)
+    return not closing.is_alive()
 
 
 def served(options: argparse.Namespace) -> Served:
@@ -82,5 +95,16 @@ def served(options: argparse.Namespace) -> Served:
         length=options.length,
         slots=options.slots,
     )
-    engine = Engine(opened, options.slots, options.length, options.queue)
-    return Served(options.name or opened.name, engine.start())
+    engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
+    _try(engine)
+    return Served(options.name or opened.name, engine)
+
+
+def _try(engine: Engine) -> None:
+    """Two tokens, so that what does not run here is known now, and whoever is told that the server is ready waits for no compiler."""
+    last = Future[Piece]()
+    shortest = Request(np.zeros(1, np.int32), 2, ignore_ends=True)
+    engine.submit(shortest, lambda piece: last.set_result(piece) if piece.finish else None)
+    if (piece := last.result()).finish == "error":
+        engine.close()
+        raise ConfigError(f"the model is loaded, but does not run here: {piece.problem}")

@@ -9,6 +9,7 @@ from golden import GOLDEN
 
 import meshtrain as mt
 from meshtrain.config import ConfigError
+from meshtrain.evaluate.__main__ import main as command
 from meshtrain.evaluate.held_out import evaluated, held_out_of
 from meshtrain.train import main
 
@@ -73,9 +74,40 @@ def test_what_was_not_trained_here_has_no_text_of_its_own():
         held_out_of(GOLDEN / "llama3", model)
 
 
+@pytest.mark.thorough
 def test_a_loss_with_more_in_it_than_likelihood_is_no_perplexity(tmp_path):
     directory, last = trained(tmp_path, train={"label_smoothing": 0.1, "steps": 1})
     model = mt.read_model(directory)
     found = evaluated(model, held_out_of(directory, model), 8)
     assert found.loss == pytest.approx(last, rel=1e-6) and found.perplexity is None
     assert not any("perplexity" in line for line in found.describe())
+
+
+def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):
+    directory, last = run
+    assert command([str(directory), "--json", "--batch", "6"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval_loss"] == pytest.approx(last, rel=1e-6) and (found["model"], found["step"]) == ("run", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--stride 3", "--stride is given without --text, to which it belongs."),
+        ("--text a --shots 3", "--shots is given without --tasks, to which it belongs."),
+        ("--length 64", "--length is given without --text or --tasks; what a run holds out has rows"),
+        (
+            "--text a --length 8 --stride 9",
+            "--stride is 9, but --length 8: what lies between two rows would not be scored.",
+        ),
+        ("--images a", "--images is for models of images, but {} is one of text (family llama)."),
+        ("--text {}/none.txt", "there is no file or directory {}/none.txt to read text from."),
+        ("--precision float8", "precision.compute is 'float8'"),
+        ("--mesh data=3", "mesh data=3 does not divide 8 slots"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_a_sentence(run, words, says, capsys):
+    directory = str(run[0])
+    assert command([directory, *words.replace("{}", directory).split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and says.replace("{}", directory) in said.err and said.err.count("\n") == 1

@@ -9,8 +9,11 @@ from golden import GOLDEN
 
 import meshtrain as mt
 from meshtrain.config import ConfigError
+from meshtrain.evaluate.__main__ import main as command
 from meshtrain.evaluate.images import images_of, named
 from meshtrain.train import main
+
+pytestmark = pytest.mark.thorough
 
 CLASSES, SIZE, PATCH = 11, 8, 4
 
@@ -92,3 +95,14 @@ def test_equal_logits_come_in_the_order_of_their_classes(run, model):
     found = named(zero, batches, count, 8)
     labels = np.concatenate([batches.batch(k)["labels"][:, 0] for k in range(count)])[:27]
     assert found.top_1 == pytest.approx(np.mean(labels == 0)) and found.top_5 == pytest.approx(np.mean(labels < 5))
+
+
+def test_the_command_says_the_same_as_the_run(run, capsys):
+    directory, last = run
+    assert command([str(directory), "--json", "--mesh", "data=2", "--batch", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert found["eval_accuracy"] == pytest.approx(last["eval_accuracy"], abs=1e-6)
+    assert (found["model"], found["step"], found["images"]) == ("run", 12, 27)
+    assert command([str(directory), "--text", "a"]) == 2
+    assert "--text and --tasks are for models of text" in capsys.readouterr().err

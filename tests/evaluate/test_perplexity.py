@@ -69,11 +69,13 @@ def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(mode
     assert counts.bits_per_byte == pytest.approx(nats / math.log(2) / counts.bytes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_batch_changes_nothing(model, text, rows):
     assert measured(model, text, rows=rows).nats == pytest.approx(measured(model, text).nats, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_more_context_is_another_number(model, text):
     """So the stride is heeded: the two cannot agree by accident."""
     far, near = measured(model, text, 32, 4), measured(model, text, 32, 32)

@@ -60,16 +60,18 @@ def same(found, right, atol=2e-5):
         np.testing.assert_allclose(scores.logprobs, logprobs, atol=atol)
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 8])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_scores_are_those_of_the_logits_however_many_rows_meet_in_a_batch(one, some, right, at_once):
     same(Scorer(one, at_once)(some), right)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"data": 3, "tensor": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
 def test_scores_are_the_same_on_any_mesh(some, right, mesh):
     same(Scorer(model(**mesh), 2)(some), right)
 
 
+@pytest.mark.thorough
 def test_logits_cut_into_pieces_give_the_same(one, some, right, monkeypatch):
     monkeypatch.setattr(scoring, "LOGITS", 4 * one.config.model.vocab_size * 8 * 3)
     assert scoring._pieces(64, 4 * one.config.model.vocab_size * 8) == 32
@@ -86,6 +88,7 @@ def test_no_logits_of_a_whole_row_are_ever_anywhere(one):
     assert f"tensor<2x64x{vocabulary}x" not in text and f"tensor<128x{vocabulary}x" not in text
 
 
+@pytest.mark.thorough
 def test_rows_come_back_in_the_order_given_and_progress_is_told(one, some):
     told = []
     backwards = Scorer(one, 3)(some[::-1], lambda done, total: told.append((done, total)))

@@ -55,17 +55,23 @@ def answered(engine: Engine, requests, together: bool) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(opened) -> list[list[int]]:
+def engine(opened) -> Engine:
+    return Engine(opened, 8, 64)
+
+
+@pytest.fixture(scope="module")
+def alone(engine) -> list[list[int]]:
     """What each request gets with nothing beside it."""
-    return answered(Engine(opened, 8, 64), REQUESTS, together=False)
+    return answered(engine, REQUESTS, together=False)
 
 
-def test_eight_at_once_get_what_each_gets_alone_token_for_token(opened, alone):
-    assert answered(Engine(opened, 8, 64), REQUESTS, together=True) == alone
+def test_eight_at_once_get_what_each_gets_alone_token_for_token(engine, alone):
+    assert answered(engine, REQUESTS, together=True) == alone
     # more than there are slots: each is admitted when another has left
-    assert answered(Engine(opened, 8, 64), REQUESTS[::-1] * 2, together=True) == alone[::-1] * 2
+    assert answered(engine, REQUESTS[::-1] * 2, together=True) == alone[::-1] * 2
 
 
+@pytest.mark.thorough
 def test_greedy_is_what_the_model_itself_finds_likeliest(opened, alone):
     for request, ids in zip(REQUESTS, alone, strict=True):
         if not request.sampling.temperature:
@@ -86,9 +92,8 @@ def test_another_mesh_gives_the_same_tokens(directory, alone, mesh):
     assert engine.status.failures == 0
 
 
-def test_a_cancelled_request_leaves_nothing_behind_in_its_slot(opened, alone):
-    engine = Engine(opened, 2, 64)
-    for request in REQUESTS[2:4]:
+def test_a_cancelled_request_leaves_nothing_behind_in_its_slot(engine, alone):
+    for request in REQUESTS:
         ticket = engine.submit(request, Tokens())
         engine.step()
         engine.step()
@@ -102,7 +107,7 @@ def test_a_cancelled_request_leaves_nothing_behind_in_its_slot(opened, alone):
 
 @pytest.mark.thorough
 def test_nothing_grows_over_a_thousand_requests(opened):
-    engine = Engine(opened, 8, 64, waiting=200)
+    engine = Engine(opened, 8, 64, waiting=100)
 
     def work(rounds: int) -> int:
         for i in range(rounds):

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import jax
 import pytest
 from checkpoint_runs import build_for, config, numbered
+from golden import GOLDEN
 from tiny_models import SPECIAL, hugging_face
 
 pytest.importorskip("safetensors")
@@ -31,7 +34,7 @@ def run(tmp_path_factory):
     checkpointer.save(3, numbered(program), 1.0)
     checkpointer.wait()
     checkpointer.close()
-    return checkpointer.directory.parent if checkpointer.directory.name == "checkpoints" else checkpointer.directory
+    return Path(settings.run.directory)
 
 
 @pytest.fixture
@@ -47,6 +50,7 @@ def test_a_hugging_face_directory_has_its_tokenizer_its_ends_and_its_template(th
     assert opened.marked.encode(["<|end|>"])[0].tolist() == [END] != opened.tokenizer.encode(["<|end|>"])[0].tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config_json", "generation", "expected"),
     [(7, None, {7}), ([7, 8], None, {7, 8}), (None, 9, {9}), (7, [9, 10], {7, 9, 10}), (True, ["x", -1, 1000], set())],
@@ -86,15 +90,10 @@ def test_an_import_keeps_what_lay_beside_the_weights(theirs, tmp_path, monkeypat
     assert opened.longest == 64 and opened.model.config.mesh.tensor == 2
 
 
+@pytest.mark.thorough
 def test_weights_are_held_in_what_computes(theirs):
     opened = open_model(theirs, precision="bfloat16")
-    assert {str(x.dtype) for x in opened.model.program.layout.weights and _leaves(opened.model.params)} == {"bfloat16"}
-
-
-def _leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
+    assert {str(x.dtype) for x in jax.tree.leaves(opened.model.params)} == {"bfloat16"}
 
 
 def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp_path, monkeypatch):
@@ -115,7 +114,10 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "legal are data and tensor" in refused(theirs, mesh="rows=2")
     assert "without stages" in refused(theirs, mesh="pipeline=2")
     assert "does not divide 1 slots" in refused(theirs, mesh="data=2")
-    assert "precision.compute" in refused(theirs, precision="float8")
+    # a model of images has no text
+    assert "is a model of images (family vit), which has no text to go on with" in refused(GOLDEN / "vit")
+    assert refused(theirs, precision="float8") == "the precision 'float8' is none to compute in; did you mean float32?"
+    assert refused(theirs, precision="int4").endswith("is none to compute in; legal are float32, bfloat16, float16.")
     (copied / "tokenizer.json").rename(copied / "tokenizer.model")
     assert "is a tokenizer.model, but no tokenizer.json" in refused(copied)
     (copied / "tokenizer.model").unlink()

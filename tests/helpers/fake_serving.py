@@ -1,19 +1,18 @@
 """A server over the real engine and a model without a device (fake_decoding), whose steps a test may hold up or let fail.
 
-`python tests/helpers/fake_serving.py PORT` runs one as a process.
+Run as a script, with a port or without one, it is a process of its own.
 """
 
 import contextlib
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from fake_decoding import FakeDecoding, fake_opened, letters
+from fake_decoding import fake_opened, faked, letters
 from starlette.testclient import TestClient
 
 from meshtrain.errors import ConfigError
@@ -83,6 +82,18 @@ class Fake:
         body = {"model": "fake", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
         return self.client.post("/v1/chat/completions", json=body)
 
+    def later(self, **fields: Any) -> Callable[[], Any]:
+        """A completion that another thread asks for; its answer, once it is there."""
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(self.completion(**fields)), daemon=True)
+        thread.start()
+
+        def answer() -> Any:
+            thread.join(20)
+            return found[0]
+
+        return answer
+
     def until(self, true: Any, seconds: float = 10.0) -> None:
         until(lambda: true(self.engine.status), seconds)
 
@@ -104,7 +115,7 @@ def fake(
     opened = fake_opened(length)
     if template:
         object.__setattr__(opened, "template", Template(opened.tokenizer))
-    engine = Engine(opened, slots, waiting=waiting, decoding=lambda _, s, t: FakeDecoding(s, t, choose, fails=pace))
+    engine = Engine(opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace))
     service = Service("fake", waiting, **settings)
     service.served = Served("fake", engine.start())
     try:
@@ -131,14 +142,13 @@ def on_a_port(service: Service, notice: float = 0.0, patience: float = 5.0, stal
 
 
 def main(port: int) -> None:
-    with fake(slots=8, length=4096, waiting=64) as made:
-        made.pace.seconds = 0.005
+    with fake(slots=8, length=8192, waiting=64) as made:
+        made.pace.seconds = 0.001
         door = listening("127.0.0.1", port)
-        server = Server(application(made.service), made.service, 1.0, 30.0, access_log=False)
-        print(f"fake at {url(door)}", flush=True)
-        signal.signal(signal.SIGTERM, server.handle_exit)
+        server = Server(application(made.service), made.service, notice=1.0, patience=30.0, access_log=False)
+        print(f"fake at {url(door)}", file=sys.stderr, flush=True)
         server.run(sockets=[door])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 0)

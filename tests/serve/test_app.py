@@ -1,7 +1,5 @@
 """The routes: OpenAI's objects, the key, and what is refused before a route sees it."""
 
-import threading
-
 import pytest
 from fake_decoding import continuation, saying
 from fake_serving import fake
@@ -149,10 +147,7 @@ def test_without_the_key_nothing_is_told_but_health_and_metrics(given):
 def test_a_full_queue_is_429_and_leaves_nothing_behind():
     with fake(slots=1, waiting=2) as server:
         server.pace.hold()
-        answers = []
-        threads = [threading.Thread(target=lambda: answers.append(server.completion())) for _ in range(2)]
-        for thread in threads:
-            thread.start()
+        answers = [server.later() for _ in range(2)]
         server.until(lambda status: status.busy + status.waiting == 2)
         refused = server.completion(n=2)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
@@ -163,9 +158,7 @@ def test_a_full_queue_is_429_and_leaves_nothing_behind():
             "code": "queue_full",
         }
         server.pace.go()
-        for thread in threads:
-            thread.join(20)
-        assert [answer.status_code for answer in answers] == [200, 200]
+        assert [answer().status_code for answer in answers] == [200, 200]
         server.until(lambda status: (status.busy, status.waiting) == (0, 0))
 
 
@@ -191,6 +184,13 @@ def test_what_goes_wrong_on_the_device_is_500_and_the_next_request_is_answered()
         assert answer.json()["error"]["type"] == "server_error" and server.completion().status_code == 200
 
 
+def test_an_engine_that_is_closed_is_503():
+    with fake() as server:
+        server.engine.close()
+        answer = server.completion()
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "closed"
+
+
 def test_what_goes_wrong_in_the_server_is_500_and_told_on_stderr_alone(capsys, monkeypatch):
     with fake() as server:
         monkeypatch.setattr(server.engine, "submit", lambda *_: 1 / 0)
@@ -213,15 +213,5 @@ def test_eight_at_once_get_what_each_gets_alone():
     with fake(slots=3, waiting=64) as server:
         prompts = [f"prompt {i}" for i in range(8)]
         alone = [server.completion(prompt=prompt, temperature=0).json()["choices"] for prompt in prompts]
-        found: dict = {}
-        threads = [
-            threading.Thread(
-                target=lambda p=prompt: found.update({p: server.completion(prompt=p, temperature=0).json()["choices"]})
-            )
-            for prompt in prompts
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert [found[prompt] for prompt in prompts] == alone
+        answers = [server.later(prompt=prompt, temperature=0) for prompt in prompts]
+        assert [answer().json()["choices"] for answer in answers] == alone

@@ -10,7 +10,8 @@ import yaml
 
 from meshtrain.serve.metrics import METRICS, SERVE
 
-RULES = Path(__file__).parents[2] / "configs/serving/rules.yaml"
+SERVING = Path(__file__).parents[2] / "configs/serving"
+RULES = SERVING / "rules.yaml"
 ALERTS = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
 NEEDS_PROMTOOL = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool: not installed (Debian: prometheus)"
@@ -69,4 +70,21 @@ def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
         tests.append({"name": rule, "interval": "1m", "input_series": series, "promql_expr_test": asked})
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
+    _promtool("test", "rules", str(path))
+
+
+@NEEDS_PROMTOOL
+def test_the_autoscalers_query_is_requests_over_slots_of_each_pod(tmp_path):
+    (rule,) = yaml.safe_load((SERVING / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="mine"')
+    pods = {"a": ("mine", 8, 8, 4), "b": ("mine", 8, 2, 0), "c": ("others", 8, 8, 8)}
+    series = [
+        {"series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}', "values": f"{value}x5"}
+        for pod, (namespace, *values) in pods.items()
+        for name, value in zip(("slots", "busy_slots", "waiting"), values, strict=True)
+    ]
+    loads = [{"labels": f'{{pod="{pod}"}}', "value": value} for pod, value in (("a", 1.5), ("b", 0.25))]
+    asked = [{"expr": query, "eval_time": "3m", "exp_samples": loads}]
+    path = tmp_path / "tests.yaml"
+    path.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
     _promtool("test", "rules", str(path))

@@ -1,6 +1,7 @@
 """Several processes train as one does, and end in a way that tells what happened, when one of them is hurt."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -144,3 +145,27 @@ def test_a_notice_to_one_process_stops_both_with_a_checkpoint(tmp_path):
     assert codes(ranks) == [75, 75], [rank.output.read_text() for rank in ranks]
     assert 3 <= rows(tmp_path / "run")[-1]["step"] < 300
     assert not any(rank.told.own("fault.json").exists() for rank in ranks)
+
+
+# 16 patches, as many positions as the text of `settings` has
+IMAGES: dict[str, dict] = {
+    "model": {"family": "vit", "image_size": 16, "patch_size": 4, "channels": 1, "pool": "mean", "vocab_size": 10},
+    "data": {"source": "synthetic", "images": {"shift": 2, "mixup": 0.8}},
+}
+
+
+def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(tmp_path):
+    (whole,) = start(tmp_path / "whole", 1, **IMAGES)
+    assert codes([whole]) == [0], whole.output.read_text()
+    hurt = start(tmp_path / "hurt", 2, inject="kill@5:1", **IMAGES)
+    assert codes(hurt)[1] == -9
+    saved = committed_in(tmp_path / "hurt" / "run" / "checkpoints")[-1]
+    assert saved in (2, 4)
+    shutil.rmtree(tmp_path / "hurt" / "run" / "survive")
+    again = start(tmp_path / "hurt", 2, **IMAGES)
+    assert codes(again) == [0, 0], [rank.output.read_text() for rank in again]
+    expected, found = ({row["step"]: row["loss"] for row in rows(tmp_path / name / "run")} for name in ("whole", "hurt"))  # fmt: skip
+    assert list(found) == list(expected) and found == pytest.approx(expected, rel=2e-6)
+    read = batches(tmp_path / "whole" / "run")
+    assert {step: read[step] for step in range(saved + 1, STEPS + 1)} == batches(tmp_path / "hurt" / "run")
+    assert len({row for batch in read.values() for row in batch.values()}) == 8 * STEPS

@@ -15,6 +15,11 @@ TRIES = 10  # crops that are drawn before one is taken from the middle
 RATIO = (3 / 4, 4 / 3)  # width over height of a crop (Szegedy et al. 2015, section 6)
 
 
+def changes(images: ImagesConfig) -> bool:
+    """Whether anything is done to an image at all, but for fitting it."""
+    return images.crop < 1 or images.flip > 0 or images.policy != "none" or images.shift > 0
+
+
 def augmented(pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generator) -> np.ndarray:
     """An image uint8 [H, W, C] as training sees it, uint8 [size, size, C]."""
     if images.crop < 1:

@@ -29,6 +29,7 @@ from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import locked, write_atomically
 
 INDEX, SKIPPED = "index.json", "skipped.log"
+ORIENTATION = 0x0112  # of Exif: 1 is upright
 log = logging.getLogger(__name__)
 
 
@@ -117,11 +118,13 @@ def decoded(data: bytes, channels: int, quickly: bool = False) -> np.ndarray:
         image.load()
         if image.mode == "F":
             raise ValueError("its numbers are floats, of no known range")
-        turned = ImageOps.exif_transpose(image)
+        # Both copy an image that is as it should be.
+        turned = ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image
         if turned.mode.startswith("I"):
             # 16 bits, which Pillow would cut off at 255.
             turned = pillow("reading images").fromarray((np.asarray(turned).clip(0, 65535) >> 8).astype(np.uint8))
-        return as_pixels(turned.convert("L" if channels == 1 else "RGB"))
+        wanted = "L" if channels == 1 else "RGB"
+        return as_pixels(turned if turned.mode == wanted else turned.convert(wanted))
 
 
 def read(path: str, channels: int) -> np.ndarray:

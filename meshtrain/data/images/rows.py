@@ -10,7 +10,7 @@ from numpy.random import Generator, Philox
 
 from meshtrain.config import Config
 from meshtrain.config.model import positions_of
-from meshtrain.data.images.augment import augmented
+from meshtrain.data.images.augment import augmented, changes
 from meshtrain.data.images.mixing import beside, mix, mixes
 from meshtrain.data.images.pixels import fitted, patches, scaling
 from meshtrain.data.images.source import ImageSource
@@ -32,8 +32,8 @@ class ImageRows:
         self.pictures, self.indices = source.pictures, source.indices(split)
         self.count = self.labels = len(self.indices)
         self.length, self.size, self.pad = positions_of(config.model), config.train.global_batch_size, pad
-        self.training = split == "train"
-        self.mixes = self.training and mixes(self.images)
+        training = split == "train"
+        self.changes, self.mixes = training and changes(self.images), training and mixes(self.images)
         self.factor, self.term = scaling(self.images.mean, self.images.std, self.model.channels)
 
     def locate(self, items: np.ndarray) -> np.ndarray:
@@ -69,20 +69,21 @@ class ImageRows:
     def _images(self, items: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Normalised, float32 [N, S, S, C]."""
         size = self.model.image_size
-        images = np.empty((len(items), size, size, self.model.channels), np.float32)
+        pixels = np.empty((len(items), size, size, self.model.channels), np.uint8)
         pairs = list(zip(items.tolist(), indices.tolist(), strict=True))
         made: Iterable[np.ndarray]
         made = self._threads.map(self._image, pairs) if size >= LARGE and len(pairs) > 1 else map(self._image, pairs)
-        for image, pixels in zip(images, made, strict=True):
-            np.multiply(pixels, self.factor, out=image)
-            image += self.term
+        for place, image in enumerate(made):
+            pixels[place] = image
+        images = pixels * self.factor
+        images += self.term
         return images
 
     def _image(self, pair: tuple[int, int]) -> np.ndarray:
         """uint8 [S, S, C] of an item, which is the image of this index."""
         item, index = pair
         pixels = self.pictures.pixels(index)
-        if not self.training:
+        if not self.changes:
             return fitted(pixels, self.model.image_size, self.images.resize)
         return augmented(pixels, self.images, self.model.image_size, self._stream("augment", item))
 

@@ -6,7 +6,7 @@ from meshtrain.config import Config
 from meshtrain.data.images.source import ImageSource, held_out_share, numbered
 from meshtrain.data.permutation import key_of
 
-COUNT = 1 << 20  # images of an epoch
+COUNT = 1 << 16  # images of an epoch
 
 
 def synthetic_images(config: Config) -> ImageSource:

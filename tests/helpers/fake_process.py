@@ -1,4 +1,4 @@
-"""A server of a model without a device, in a process of its own, and what comes back of raw bytes."""
+"""A server of a model without a device (fake_serving) in a process of its own, and what comes back of raw bytes."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 SLOTS, QUEUE, LENGTH = 4, 8, 256
-# Forked from one process that has imported all of it.
+# Forked from one process that has imported what takes long.
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["meshtrain.serve.running", "fake_decoding"])
+FORKED.set_forkserver_preload(["meshtrain.serve.app", "meshtrain.serve.listening", "starlette.testclient"])
 
 
-class FakedServer:
+class FakeProcess:
     """`step`: seconds that a step of decoding takes; `loading`: until the model is there; `connections`: that the process may have, about."""
 
     def __init__(
@@ -60,12 +60,12 @@ class FakedServer:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
-    def said(self, request: bytes) -> bytes:
-        """All that comes back of some bytes until the server closes, or says nothing for a second."""
+    def said(self, request: bytes, patience: float = 20.0) -> bytes:
+        """All that comes back of some bytes until the server closes, or says nothing for so many seconds."""
         with self.connect() as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(request)
-            return rest(connection, 1.0)
+            return rest(connection, patience)
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid or 0, number)
@@ -108,8 +108,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def faked_server(**settings: float) -> Iterator[FakedServer]:
-    server = FakedServer(**settings)
+def fake_process(**settings: float) -> Iterator[FakeProcess]:
+    server = FakeProcess(**settings)
     try:
         yield server
     finally:
@@ -119,24 +119,22 @@ def faked_server(**settings: float) -> Iterator[FakedServer]:
 def _serve(
     port: int, step: float, notice: float, drain: float, loading: float, connections: int, keep_alive: int
 ) -> None:
-    from fake_decoding import fake_opened, faked
+    from fake_serving import fake
 
-    from meshtrain.generate.engine import Engine
     from meshtrain.serve import listening
     from meshtrain.serve.app import application
-    from meshtrain.serve.served import Served
-    from meshtrain.serve.service import Service
 
-    service = Service("fake", QUEUE)
     listening.KEEP_ALIVE = keep_alive
     if connections:
         resource.setrlimit(resource.RLIMIT_NOFILE, (connections, connections))
-
-    def load() -> None:
-        time.sleep(loading)
-        decoding = faked(fails=lambda what: time.sleep(step) if what == "decode" else None)
-        service.served = Served("fake", Engine(fake_opened(LENGTH), SLOTS, LENGTH, QUEUE, decoding).start())
-
-    threading.Thread(target=load, daemon=True).start()
-    door = listening.listening("127.0.0.1", port)
-    listening.Server(application(service), service, notice, drain, False).run(sockets=[door])
+    with fake(slots=SLOTS, length=LENGTH, waiting=QUEUE) as made:
+        made.pace.seconds = step
+        service, served = made.service, made.service.served
+        if loading:
+            service.served = None
+            loaded = threading.Timer(loading, lambda: setattr(service, "served", served))
+            loaded.daemon = True
+            loaded.start()
+        door = listening.listening("127.0.0.1", port)
+        listening.Server(application(service), service, notice, drain, access_log=False).run(sockets=[door])
+        service.served = served

@@ -1,0 +1,1 @@
+"""How fast images come, and what a ViT learns of them."""

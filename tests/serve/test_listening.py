@@ -1,0 +1,147 @@
+"""The port, and how a server ends: it says so, finishes what runs, and closes."""
+
+import json
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from fake_serving import fake, on_a_port, until
+
+from meshtrain.config import ConfigError
+from meshtrain.serve.listening import is_loopback, listening, url
+
+BODY = {"model": "fake", "prompt": "abc", "max_tokens": 40, "temperature": 0}
+
+
+def get(address, path="/health"):
+    try:
+        with urllib.request.urlopen(address + path, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def post(address, **fields):
+    data = json.dumps(BODY | fields).encode()
+    request = urllib.request.Request(f"{address}/v1/completions", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def later(address, **fields):
+    found: list = []
+    thread = threading.Thread(target=lambda: found.append(post(address, **fields)), daemon=True)
+    thread.start()
+    return lambda: (thread.join(30), found[0])[1]
+
+
+def test_a_port_that_is_taken_is_a_sentence():
+    with listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert url(taken) == f"http://127.0.0.1:{port}" and is_loopback(taken)
+        with pytest.raises(ConfigError, match=rf"^127\.0\.0\.1:{port} cannot be listened on: address already in use; "):
+            listening("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "x" * 300, "\udcff"])
+def test_an_address_that_is_not_this_machines_is_a_sentence(host):
+    with pytest.raises(ConfigError, match=r"is no address of this machine|cannot be listened on"):
+        listening(host, 0)
+
+
+def test_all_addresses_are_no_loopback():
+    with listening("0.0.0.0", 0) as door:
+        assert not is_loopback(door)
+    if socket.has_ipv6:
+        with listening("::1", 0) as door:
+            assert is_loopback(door) and url(door).startswith("http://[::1]:")
+
+
+def test_a_server_that_is_asked_to_end_says_so_finishes_and_then_closes(capsys):
+    with fake(slots=2) as made, on_a_port(made.service, notice=0.3) as (address, server):
+        made.pace.hold()
+        running = later(address)
+        made.until(lambda status: status.busy == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        assert get(address)[0] == 503 and get(address)[1]["status"] == "draining"
+        # the balancer has not noticed yet
+        late = later(address, prompt="late")
+        made.until(lambda status: status.busy + status.waiting == 2)
+        until(lambda: made.service.closed)
+        # and one that has asked nothing finds no connection, so that it tries another server
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            post(address)
+        made.pace.go()
+        assert running()[0] == late()[0] == 200
+        until(lambda: not server.server_state.connections and server.should_exit)
+    assert "ending: 1 request to finish; a second signal ends at once.\n" in capsys.readouterr().err
+
+
+def test_what_takes_too_long_to_finish_is_told_and_the_server_ends():
+    with fake(slots=2) as made:
+        with on_a_port(made.service, patience=0.2) as (address, server):
+            made.pace.seconds = 0.05
+            whole, streamed = later(address), later(address, stream=True)
+            made.until(lambda status: status.busy == 2)
+            server.handle_exit(signal.SIGINT, None)
+            (code, said), (began, events) = whole(), streamed()
+        assert code == 503 and json.loads(said)["error"]["code"] == "ended"
+        assert began == 200 and '"code":"ended"' in events and events.endswith("data: [DONE]\n\n")
+        made.until(lambda status: status.busy == 0)
+
+
+def test_a_client_that_closes_its_connection_frees_its_slot():
+    with fake() as made, on_a_port(made.service) as (address, _):
+        made.pace.seconds = 0.01
+        for stream in (True, False):
+            port = int(address.rpartition(":")[2])
+            body = json.dumps(BODY | {"stream": stream, "max_tokens": 60}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(head.encode() + body)
+                made.until(lambda status: status.busy == 1)
+                before = made.engine.status.tokens
+            made.until(lambda status: status.busy == 0)
+            assert made.engine.status.tokens < before + 40, "it was not let run to its end"
+
+
+def test_what_is_no_http_is_nobodys_error(capfd):
+    with fake() as made, on_a_port(made.service) as (address, _):
+        port = int(address.rpartition(":")[2])
+        for junk in (
+            b"\x16\x03\x01\x02\x00" * 20,
+            b"hello\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(junk)
+                client.settimeout(10)
+                assert client.recv(100).startswith(b"HTTP/1.1 400")
+        assert get(address)[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.thorough
+def test_a_client_that_reads_nothing_is_given_up_and_holds_nothing_for_ever():
+    # enough that no buffer between here and there takes it
+    with fake(slots=1, length=40_000) as made, on_a_port(made.service, stalled=1) as (address, server):
+        port = int(address.rpartition(":")[2])
+        body = json.dumps(BODY | {"stream": True, "max_tokens": 39_000, "logprobs": 20}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port))
+            client.sendall(head.encode() + body)
+            made.until(lambda status: status.busy == 1)
+            began = time.monotonic()
+            assert post(address, max_tokens=2)[0] == 200, "others are answered beside it"
+            until(lambda: not made.service.running, 60)
+            assert time.monotonic() - began < 60 and made.service.counted.requests["/v1/completions", 499] == 1
+        until(lambda: not server.server_state.connections)
