@@ -5,7 +5,7 @@
                                            ├─ config.json, generation_config.json ────┤
                                            └─ chat_template.jinja ────────────────────┴─► Conversations
 
-What lies beside the weights is found as `adopt` finds it when it exports a run.
+Nothing of the run is locked or written.
 """
 
 import os
