@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-STARTED = 120.0  # seconds that a server may take to load
+STARTED = 300.0  # seconds that a server may take to load and compile, on a busy machine
 ENDED = 60.0
 SLOTS, LENGTH = 8, 128
 NOTICE = 3.0  # seconds in which a server that is to end still takes requests: those that a balancer needs to see it

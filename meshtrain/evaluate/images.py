@@ -1,7 +1,9 @@
 """How well a model of images names the classes of images that it has not learned from.
 
-the run's held-out images,        ──► patches ──► logits [B, classes] ──► loss, and in which place the right class comes
-or those of a folder or of arrays
+    the run's held-out images,        ──► patches ──► logits [B, classes] ──► loss, and in which place the right class comes
+    or those of a folder or of arrays
+
+The images are as a run reads them when it evaluates: nothing random is done to them.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,16 @@
 """A document of any length as rows of at most `length` places, so that each of its tokens is scored once.
 
-tokens      b 0 1 2 3 4 5 6 7 8 9            b: what a document begins with; it is not scored
-row 0       b 0 1 2 3|                       length 5, stride 2: a row puts in 5 tokens, and scores what comes after each,
-scored        0 1 2 3 4                      but for those that a row before it has scored
-row 1           1 2 3 4 5|
-scored                  5 6                  at least length - stride = 3 tokens of context, where there are so many
-row 2               3 4 5 6 7|
-scored                      7 8
-row 3                 4 5 6 7 8|
-scored                        9              the last has all the context that a row holds
+    tokens      b 0 1 2 3 4 5 6 7 8 9            b: what a document begins with; it is not scored
+    row 0       b 0 1 2 3|                       length 5, stride 2: a row puts in 5 tokens, and scores what comes after each,
+    scored        0 1 2 3 4                      but for those that a row before it has scored
+    row 1           1 2 3 4 5|
+    scored                  5 6                  at least length - stride = 3 tokens of context, where there are so many
+    row 2               3 4 5 6 7|
+    scored                      7 8
+    row 3                 4 5 6 7 8|
+    scored                        9              the last has all the context that a row holds
+
+The last row is moved back so that it is full.
 """
 
 from collections.abc import Iterator

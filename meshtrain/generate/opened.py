@@ -1,9 +1,11 @@
 """A model that is opened to be used: its weights on a mesh, its tokenizer, the tokens that end a text, its chat template.
 
-RUN, checkpoints/12, an import, HF_DIR ── config ──► which mesh ── weights ──► Model
-                                       ├─ tokenizer.json, or bytes ──► tokenizer ─┬─► ends: what a model says last
-                                       ├─ config.json, generation_config.json ────┤
-                                       └─ chat_template.jinja ────────────────────┴─► Conversations
+    RUN, checkpoints/12, an import, HF_DIR ── config ──► which mesh ── weights ──► Model
+                                           ├─ tokenizer.json, or bytes ──► tokenizer ─┬─► ends: what a model says last
+                                           ├─ config.json, generation_config.json ────┤
+                                           └─ chat_template.jinja ────────────────────┴─► Conversations
+
+Nothing of the run is locked or written.
 """
 
 import os

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from meshtrain.cli import Parser, command, whole_number
 from meshtrain.errors import ConfigError, short
@@ -41,18 +40,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "SIGTERM ends it: first /health says so, then what runs is finished."
     )
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
+    parser.add_model()
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
     add("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1: this machine alone)")
     add("--port", type=_port, default=8000, help="0: any that is free (8000)")
     add("--name", help="what clients call the model (that of its run)")
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once (8)")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (the model's)")
     add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429 (64)")  # fmt: skip
-    add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
-    add("--precision", help="what it computes in: float32, bfloat16, float16 (the model's)")
-    add("--step", type=_step, default="newest", help="of a run: a number, best (by eval loss) or newest")
-    add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
     add("--cache", type=whole_number, metavar="N", help="keep so many answers to requests of temperature 0 or with a seed (none)")  # fmt: skip
     add("--cache-seconds", type=_seconds, metavar="S", help="and no longer than this (300)")
     add("--key-env", metavar="NAME", help=f"the environment variable that holds the key ({KEY})")
@@ -88,14 +83,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 1e9:
         raise argparse.ArgumentTypeError(f"{short(repr(text))} is no number of seconds")
     return seconds
-
-
-def _step(text: str) -> str | int:
-    if text in ("newest", "best"):
-        return text
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no step; it must be a number, best or newest")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Whether requests should be sent here: what /health says to a balancer and to Kubernetes' probes.
 
-loading ──► ready ◄──► stuck     there are requests, and no step has ended for too long
-              ├──────► broken    the device's programs fail, again and again
-              └──────► draining  the server was asked to end; what runs is finished, and others should be asked
+    loading ──► ready ◄──► stuck     there are requests, and no step has ended for too long
+                  ├──────► broken    the device's programs fail, again and again
+                  └──────► draining  the server was asked to end; what runs is finished, and others should be asked
+
+In all but ready the answer is 503.
 """
 
 from typing import Any, NamedTuple, Protocol

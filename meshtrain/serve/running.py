@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     door = listening(options.host, options.port)
     seconds = CACHE_SECONDS if options.cache_seconds is None else options.cache_seconds
     service = Service(
-        options.name or str(options.run),
+        options.name or str(options.path),
         options.queue,
         options.key,
         request_timeout=options.request_timeout,
@@ -87,7 +87,7 @@ def closed(served: Served, seconds: float = CLOSING) -> bool:
 def served(options: argparse.Namespace) -> Served:
     """The model that a command line asks for, with its engine running; by default under the name of its run."""
     opened = open_model(
-        options.run,
+        options.path,
         mesh=options.mesh,
         precision=options.precision,
         step=options.step,

@@ -1,10 +1,12 @@
 """An answer as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), as OpenAI streams.
 
-data: {chunk}                   the role first, of conversations
-data: {chunk}                   ...
-data: {usage}                   if stream_options.include_usage asks for it
-data: {"error": {...}}          instead of all that, where it went wrong behind the first byte
-data: [DONE]                    always, once: clients wait for it
+    data: {chunk}                   the role first, of conversations
+    data: {chunk}                   ...
+    data: {usage}                   if stream_options.include_usage asks for it
+    data: {"error": {...}}          instead of all that, where it went wrong behind the first byte
+    data: [DONE]                    always, once: clients wait for it
+
+Nothing is sent behind the last line.
 """
 
 import asyncio

@@ -102,7 +102,7 @@ def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):
         ),
         ("--images a", "--images is for models of images, but {} is one of text (family llama)."),
         ("--text {}/none.txt", "there is no file or directory {}/none.txt to read text from."),
-        ("--precision float8", "precision.compute is 'float8'"),
+        ("--precision float8", "the precision 'float8' is none to compute in; did you mean float32?"),
         ("--mesh data=3", "mesh data=3 does not divide 8 slots"),
     ],
 )

@@ -76,6 +76,7 @@ def test_prompts_run_together_and_are_answered_in_their_order(here, capsys):
     assert err == "meshtrain: 'aaa' goes on:\nmeshtrain: 'zz' goes on:\n"
 
 
+@pytest.mark.thorough
 def test_a_conversation_keeps_its_history(here, capsys, monkeypatch):
     asked = []
     submit = Engine.submit

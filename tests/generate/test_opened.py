@@ -78,6 +78,7 @@ def test_a_run_of_bytes_is_opened_by_any_of_its_names_whatever_mesh_it_was_train
         assert opened.model.config.mesh.devices == 1 and "the tokenizer byte has none" in opened.without
 
 
+@pytest.mark.thorough
 def test_an_import_keeps_what_lay_beside_the_weights(theirs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(theirs, "hf")

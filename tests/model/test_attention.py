@@ -84,8 +84,8 @@ def test_output_and_gradients_are_those_of_the_full_square(length, heads, groups
 @pytest.mark.parametrize(
     "length, packed, how",
     [
-        (1, False, {}),
-        (17, False, {}),
+        pytest.param(1, False, {}, marks=pytest.mark.thorough),
+        pytest.param(17, False, {}, marks=pytest.mark.thorough),
         (BLOCK + 69, False, {}),  # a class token and 14 x 14 patches
         (2 * BLOCK + 5, True, {"scale": 0.7, "cap": 1.5}),
     ],
@@ -266,9 +266,9 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
         ("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130),
         ("gpu", 100, 2, 2, 16, "float32", 0, 0.0, {"window": 40, "cap": 1.5, "scale": 0.7, "local": True}),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"window": 130, "cap": 1.5, "scale": 0.2, "local": False}),
-        ("gpu", 197, 2, 2, 16, "float32", 0, 0.0, {"causal": False}),
+        pytest.param("gpu", 197, 2, 2, 16, "float32", 0, 0.0, {"causal": False}, marks=pytest.mark.thorough),
         ("gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}),
-        ("tpu", 256, 4, 2, 64, "float32", 0, 0.0, {"causal": False}),
+        pytest.param("tpu", 256, 4, 2, 64, "float32", 0, 0.0, {"causal": False}, marks=pytest.mark.thorough),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}),
     ],
 )

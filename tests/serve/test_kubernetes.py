@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from meshtrain.serve import __main__ as command
 from meshtrain.serve.app import application
+from meshtrain.serve.listening import CLOSING
 from meshtrain.serve.metrics import METRICS, SERVE
 from meshtrain.serve.service import Service
 
@@ -23,7 +24,6 @@ POD = DEPLOYMENT["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 (PORT,) = CONTAINER["ports"]
 PROBES = {name: CONTAINER[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
-CLOSING = 5  # seconds for the last bytes
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_all_mean_the_same_pods():
 def test_the_server_takes_the_command_and_listens_where_it_is_asked(options):
     assert (options.host, options.port) == ("0.0.0.0", PORT["containerPort"])
     mounts = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    assert str(options.run.parent) in mounts and {mount["name"] for mount in CONTAINER["volumeMounts"]} == {
+    assert str(options.path.parent) in mounts and {mount["name"] for mount in CONTAINER["volumeMounts"]} == {
         volume["name"] for volume in POD["volumes"]
     }
     asked = [probe["httpGet"]["port"] for probe in PROBES.values()] + [

@@ -1,13 +1,15 @@
 """Pixels as they lie in memory: channels, sizes, patches.
 
-an image, uint8 [S, S, C]                    its patches, float32 [N, P]
+    an image, uint8 [S, S, C]                    its patches, float32 [N, P]
 
-   p     p                                   0: a's pixels row by row, each with its channels
-┌─────┬─────┐                                1: b's
-│  a  │  b  │ p                              2: c's
-├─────┼─────┤          ── patches ──►        3: d's
-│  c  │  d  │ p
-└─────┴─────┘                                N = (S / p)^2, P = p x p x C
+       p     p                                   0: a's pixels row by row, each with its channels
+    ┌─────┬─────┐                                1: b's
+    │  a  │  b  │ p                              2: c's
+    ├─────┼─────┤          ── patches ──►        3: d's
+    │  c  │  d  │ p
+    └─────┴─────┘                                N = (S / p)^2, P = p x p x C
+
+Each patch becomes one place of the sequence.
 """
 
 from collections.abc import Sequence
