@@ -242,7 +242,7 @@ assert all(np.array_equal(batch[name][30:60], part[name]) for name in batch)
 assert not np.array_equal(batches(**everything).batch(16)["patches"], batch["patches"])
 
 # %% [markdown]
-# A larger picture shows what the operations do. It is made here; each column is one of the fourteen of RandAugment (Cubuk et al. 2020), with
+# A larger picture shows what the operations do. It is made here; each picture is one of the fourteen of RandAugment (Cubuk et al. 2020), with
 # magnitude 20 of 30.
 
 # %%
