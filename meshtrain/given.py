@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from meshtrain.config import Config, ConfigError, ModelConfig, short
+from meshtrain.config.model import patches_of
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, TOKENS, WEIGHTS, patches
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, TOKENS, WEIGHTS
 
 # of a batch, beside tokens and labels
 OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32, "pairs": np.int32}
@@ -86,7 +87,7 @@ def some_patches(given: ArrayLike, model: ModelConfig) -> np.ndarray:
         found = np.asarray(given)
     except ValueError:
         raise ConfigError("patches are rows of different lengths; they must be numbers [B, N, P].") from None
-    number, size = patches(model)
+    number, size = patches_of(model)
     if found.ndim != 3 or not len(found) or found.shape[1:] != (number, size) or found.dtype.kind not in "fiu":
         raise ConfigError(
             f"patches are {found.dtype}{list(found.shape)}; they must be numbers [B, {number}, {size}]: of images of {model.image_size} x "

@@ -9,7 +9,7 @@ N patches of P = patch_size² x channels numbers each, pixel by pixel.
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from meshtrain.config.model import ModelConfig
+from meshtrain.config.model import patches_of
 from meshtrain.config.schema import Config
 from meshtrain.families import FAMILIES
 
@@ -30,13 +30,8 @@ def inputs(batch: Mapping[str, Array]) -> Array:
     return batch[input_name(batch)]
 
 
-def patches(model: ModelConfig) -> tuple[int, int]:
-    """Patches of an image, and numbers of a patch: (N, P)."""
-    return (model.image_size // model.patch_size) ** 2, model.patch_size**2 * model.channels
-
-
 def row_shape(name: str, config: Config) -> tuple[int, ...]:
     """The shape of one row of an array of a batch."""
     if not FAMILIES[config.model.family].images:
         return (config.train.sequence_length,)
-    return patches(config.model) if name == PATCHES else (1,)
+    return patches_of(config.model) if name == PATCHES else (1,)

@@ -42,7 +42,7 @@ def one_device(pool: str, dropout: float = 0.0) -> Config:
             "model": {**model, "dropout": dropout},
             "train": {"global_batch_size": 8, "steps": STEPS, "label_smoothing": 0.1},
             "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "grad_clip": CLIP},
-            "data": {"format": "images"},
+            "data": {"source": "synthetic"},
         }
     )
 

@@ -1,6 +1,6 @@
 """Greedy texts of 64 tokens beside those of transformers, float32, on random tiny models, on several meshes; and cached logits beside uncached.
 
-    pip install -e '.[parity]' && python -m experiments.generate.parity
+    pip install -e '.[parity]' && python -m experiments.generate.parity [FAMILY ...]
 
 Goal: the same token wherever the likeliest two of transformers' logits differ by more than 1e-3. After a nearer choice that differs, texts are
 two; none has been seen. Log-probabilities are of the last mesh, beside those of the whole text read at once: largest difference.
@@ -109,6 +109,8 @@ def main() -> int:
     good = True
     for name, model in parity.models():
         parity.randomise(model)
+        if sys.argv[1:] and not any(name.startswith(word) for word in sys.argv[1:]):
+            continue
         good &= compared(name, model.eval())
     return 0 if good else 1
 

@@ -28,11 +28,16 @@ def _of_images(config: Any) -> bool:
     return FAMILIES[config.model.family].images
 
 
+def patches_of(model: "ModelConfig") -> tuple[int, int]:
+    """Patches of an image, and numbers of a patch: (N, P)."""
+    return (model.image_size // model.patch_size) ** 2, model.patch_size**2 * model.channels
+
+
 def positions_of(model: "ModelConfig") -> int:
     """Positions of an image: its patches, and the class token where there is one; 0 of text."""
     if not FAMILIES[model.family].images:
         return 0
-    return (model.image_size // model.patch_size) ** 2 + (model.pool == "class")
+    return patches_of(model)[0] + (model.pool == "class")
 
 
 def check(model: "ModelConfig") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig
+from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig, patches_of
 from meshtrain.families import FAMILIES
 
 BLOCKS = "blocks."
@@ -172,7 +172,7 @@ def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
         embedding.bias        [embed]
         embedding.class_token [embed]          where model.pool is class
     """
-    embed, numbers = ("embed", model.d_model), model.patch_size**2 * model.channels
+    embed, (_, numbers) = ("embed", model.d_model), patches_of(model)
     add("embedding.patches", (("patch", numbers), embed), numbers**-0.5)
     add("embedding.bias", (embed,))
     if model.pool == "class":

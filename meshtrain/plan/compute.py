@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshtrain.config import Config, ModelConfig
+from meshtrain.config.model import patches_of
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import patches
 from meshtrain.model.weights import adapters as lora_weights
 from meshtrain.model.weights import is_trained, weights
 from meshtrain.parallel.placement import gathers_at_use, stages
@@ -280,7 +280,7 @@ def embedding(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: 
     whose rows are looked up."""
     if not FAMILIES[model.family].images:
         return Seconds()
-    number, size = patches(model)
+    number, size = patches_of(model)
     shape = (shapes.labels(model, tokens) * number, -(-size // ways), model.d_model)
     return Seconds(matmul=(1 + trained) * product(accelerator, dtype, *shape))
 

@@ -9,8 +9,8 @@ import operator
 from dataclasses import dataclass
 
 from meshtrain.config import Config
+from meshtrain.config.model import patches_of
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import patches
 from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages, zero_ways
 from meshtrain.parallel.reduce.kept import nbytes as kept_by_compression
 from meshtrain.plan import activations, bringing, shapes
@@ -130,7 +130,7 @@ def _images(config: Config) -> list[Item]:
     if not FAMILIES[config.model.family].images:
         return []
     rows = shapes.sequences(config) * config.parallel.microbatches
-    return [Item("images of the batch", "activations", 4 * rows * math.prod(patches(config.model)))]
+    return [Item("images of the batch", "activations", 4 * rows * math.prod(patches_of(config.model)))]
 
 
 def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:

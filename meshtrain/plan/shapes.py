@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.config import Config, MeshConfig, ModelConfig
-from meshtrain.config.model import LoraConfig, positions_of
+from meshtrain.config.model import LoraConfig, patches_of, positions_of
 from meshtrain.config.rows import sequences
 from meshtrain.config.schema import OptimizerConfig
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import patches
 from meshtrain.model.weights import Weight, every_weight, is_trained
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.placement import Placed, part, placed, splits, zero_ways
@@ -197,6 +196,6 @@ def model_flops(config: Config) -> float:
     per_token = matrices + (12 + 2 * reference) * scores
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)
-    number, _ = patches(model)
+    number, _ = patches_of(model)
     embedding = sum(of(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT)
     return float((per_token * length + head + embedding * number) * train.global_batch_size)

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -115,7 +116,9 @@ def fake(
     opened = fake_opened(length)
     if template:
         object.__setattr__(opened, "template", Template(opened.tokenizer))
-    engine = Engine(opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace))
+    # What is asked of the device is not recorded: that alone would grow with each request.
+    calls: deque[tuple] = deque(maxlen=0)
+    engine = Engine(opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace, calls=calls))
     service = Service("fake", waiting, **settings)
     service.served = Served("fake", engine.start())
     try:

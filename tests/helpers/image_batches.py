@@ -3,7 +3,8 @@
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, WEIGHTS, patches
+from meshtrain.config.model import patches_of
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, WEIGHTS
 
 Batch = dict[str, np.ndarray]
 
@@ -15,7 +16,7 @@ def image_batch(config: Config, seed: int = 0, mixed: bool = False, weighted: bo
     def labels() -> np.ndarray:
         return random.integers(0, config.model.vocab_size, (rows, 1), np.int32)
 
-    found = {PATCHES: random.standard_normal((rows, *patches(config.model)), np.float32), LABELS: labels()}
+    found = {PATCHES: random.standard_normal((rows, *patches_of(config.model)), np.float32), LABELS: labels()}
     if mixed:
         found |= {OTHER_LABELS: labels(), MIX: random.random((rows, 1), np.float32)}
     if weighted:
