@@ -5,7 +5,7 @@
 
 A slot holds one sequence; all slots decode together, and a free one takes the next request while the others go on (continuous batching:
 Yu et al. 2022). What a request gets depends on it alone, not on what runs beside it. Read `request` first: what is asked, and what is
-answered; then `opened` (a model with its tokenizer, ends and template), `engine` (who gets a slot when; `running`: what it is told) and `programs` (what the devices
-run: `cache`, `weights`, `sampling`, on the mesh that `devices` chooses). `prompts` and `text` are the way in and out; `asking` and
-`talking` are the command.
+answered; then `opened` (a model with its tokenizer, ends and template), `engine` (who gets a slot when; `running`: what it is told) and
+`programs` (what the devices run: `cache`, `weights`, `sampling`, on the mesh that `devices` chooses). `prompts` and `text` are the way in
+and out; `asking` and `talking` are the command.
 """
