@@ -61,7 +61,8 @@ def expected(family: str, trainable: tuple[str, ...]) -> tuple[Any, list[float],
 
     @jax.jit
     def step(trained: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
-        of = lambda t: reference.loss(model, merged(config, layout.with_frozen(t, numbers)), tokens, labels)  # noqa: E731
+        batch = {"tokens": tokens, "labels": labels}
+        of = lambda t: reference.loss(model, merged(config, layout.with_frozen(t, numbers)), **batch)  # noqa: E731
         loss, gradient = jax.value_and_grad(of)(trained)
         updates, state = optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, updates), state, loss, gradient
