@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
 
     def add_model(self) -> None:
-        """A model that is to be used, as every command that opens one takes it (`generate.opened.open_model`)."""
+        """A model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`)."""
         add = self.add_argument
         add("path", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
         add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")

@@ -28,7 +28,7 @@ from meshtrain.evaluate.progress import Progress
 from meshtrain.evaluate.scoring import Scorer
 from meshtrain.evaluate.tasks import SHOWN, run_tasks, table
 from meshtrain.families import FAMILIES
-from meshtrain.generate.opened import Opened, on_mesh, open_model
+from meshtrain.generate.opened import Opened, on_mesh, open_asked
 from meshtrain.reader import read_config
 
 USUAL = 1024  # tokens of a row, where the model takes as many
@@ -115,10 +115,7 @@ def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(
             f"--images is for models of images, but {short(options.path)} is one of text (family {config.model.family})."
         )
-    opened = open_model(
-        options.path, mesh=options.mesh, precision=options.precision, step=options.step, adapter=options.adapter,
-        length=options.length or USUAL, slots=options.batch,
-    )  # fmt: skip
+    opened = open_asked(options, options.batch, options.length or USUAL)
     asked = _tasks if options.tasks else _text if options.text else _own
     record, lines = asked(opened, options)
     return {"model": opened.name, "step": opened.model.step} | record, lines

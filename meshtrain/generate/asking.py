@@ -15,7 +15,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.generate import prompts
 from meshtrain.generate.devices import parsed
 from meshtrain.generate.engine import Engine
-from meshtrain.generate.opened import Opened, open_model
+from meshtrain.generate.opened import Opened, open_asked
 from meshtrain.generate.request import Piece, Request, Sampling
 
 MOST_SLOTS = 8  # prompts that run at once; more wait
@@ -57,15 +57,7 @@ def opened_for(options: argparse.Namespace, slots: int) -> Opened:
     """The model that a command line asks for. From here on Ctrl-C is an exception, no longer the end of the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with warnings.catch_warnings(record=True) as warned:
-        opened = open_model(
-            options.path,
-            mesh=options.mesh,
-            precision=options.precision,
-            step=options.step,
-            adapter=options.adapter,
-            length=options.length,
-            slots=_filled(options, slots),
-        )
+        opened = open_asked(options, _filled(options, slots), options.length)
     for warning in warned:
         if issubclass(warning.category, UserWarning):
             say(warning.message)

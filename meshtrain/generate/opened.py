@@ -8,6 +8,7 @@
 Nothing of the run is locked or written.
 """
 
+import argparse
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -92,6 +93,19 @@ def open_model(
     model = on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
     fitting = frozenset(i for i in ends if i < vocabulary)
     return Opened(model, tokenizer, fitting, template, _name(root), usual, longest, marked, without)
+
+
+def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:
+    """The model that a command line asks for, by the options of `cli.Parser.add_model`."""
+    return open_model(
+        options.path,
+        mesh=options.mesh,
+        precision=options.precision,
+        step=options.step,
+        adapter=options.adapter,
+        length=length,
+        slots=slots,
+    )
 
 
 def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, **how: Any) -> Model:

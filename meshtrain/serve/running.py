@@ -10,7 +10,7 @@ import numpy as np
 from meshtrain.cli import DONE, FAILED
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.generate.engine import Engine
-from meshtrain.generate.opened import open_model
+from meshtrain.generate.opened import open_asked
 from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.answered import Answered
 from meshtrain.serve.app import application
@@ -86,15 +86,7 @@ def closed(served: Served, seconds: float = CLOSING) -> bool:
 
 def served(options: argparse.Namespace) -> Served:
     """The model that a command line asks for, with its engine running; by default under the name of its run."""
-    opened = open_model(
-        options.path,
-        mesh=options.mesh,
-        precision=options.precision,
-        step=options.step,
-        adapter=options.adapter,
-        length=options.length,
-        slots=options.slots,
-    )
+    opened = open_asked(options, options.slots, options.length)
     engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
     _try(engine)
     return Served(options.name or opened.name, engine)
