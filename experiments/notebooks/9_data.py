@@ -331,8 +331,8 @@ assert np.isclose(together, separate, rtol=1e-5) and not np.isclose(together, bl
 # its share exactly, in a drawn order; drawn one by one, a share $p$ would be off by $\sqrt{p(1-p)/4096}$.
 
 # %%
-write("digits", {digit: digit * 50 for digit in "0123456789"})
-mixture = {"mixture": ["letters", "digits"], "weights": [0.7, 0.3]}
+write("numerals", {digit: digit * 50 for digit in "0123456789"})
+mixture = {"mixture": ["letters", "numerals"], "weights": [0.7, 0.3]}
 mixed, _ = mt.open_data(config("mixture", **mixture))
 for row in mixed.batch(0)["tokens"]:
     print(readable(row))
@@ -354,10 +354,10 @@ assert (firsts == source[: len(firsts)]).all()
 figure, panel = plt.subplots(figsize=(6, 2.6))
 panel.plot(numbers + 1, np.cumsum(source == 1) / (numbers + 1), color="black", lw=1)
 panel.axhline(0.3, color="grey", lw=0.8)
-panel.set(xscale="log", xlabel="rows", ylabel="share of digits", ylim=(0, 1.05))
+panel.set(xscale="log", xlabel="rows", ylabel="share of numerals", ylim=(0, 1.05))
 plt.tight_layout()
 plt.show()
-print(f"digits: {shares[1]:.4f} of every 4,096 rows; by chance alone 0.3 ± {np.sqrt(0.3 * 0.7 / 4096):.4f}")
+print(f"numerals: {shares[1]:.4f} of every 4,096 rows; by chance alone 0.3 ± {np.sqrt(0.3 * 0.7 / 4096):.4f}")
 
 # %% [markdown]
 # ## What is held out
@@ -418,4 +418,4 @@ assert steps == [1, 2, 3, 4] and "data.source was letters and is moved" in said.
 # - Two turns in place of six (`meshtrain.data.permutation.ROUNDS = 2`), then draw the picture of an epoch again: what do you see?
 # - `lengths=1` and `lengths=16` in `opened`: how much padding does each further length save, and what does it cost (a compilation each)?
 # - `data.source: stdlib` in `config`, `sequence_length` 1024: how many tokens are in an epoch, and how many of them does `last: drop` leave out?
-# - Give the mixture the weights $[0.999, 0.001]$ and `digits` comes in 4 of 4,096 rows. How often has all of `letters` come by then?
+# - Give the mixture the weights $[0.999, 0.001]$ and `numerals` comes in 4 of 4,096 rows. How often has all of `letters` come by then?
