@@ -31,7 +31,9 @@ class Answers(Protocol):
         """The chunk that comes after all others: what it took."""
 
 
-class _Base:
+class Envelope:
+    """What is around every answer and chunk: id, kind, time, model, and what it took."""
+
     kind = chunk_kind = prefix = ""
 
     def __init__(self, asked: Asked, choices: int) -> None:
@@ -52,7 +54,7 @@ class _Base:
         return self._chunk([]) | {"usage": tokens}
 
 
-class Completion(_Base):
+class Completion(Envelope):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
@@ -90,7 +92,7 @@ class Completion(_Base):
         }
 
 
-class Chat(_Base):
+class Chat(Envelope):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, asked: Asked, choices: int) -> None:
