@@ -32,8 +32,8 @@ def check_keys(config: Config) -> None:
         if name not in rules:
             # What a model computes may never differ: those keys are none of the legal ones.
             legal = [key for key, rule in rules.items() if rule not in SHAPES or rule is Resume.SIZE]
-            ending = nearest(name, rules) or "."
-            raise ConfigError(f"checkpoint.allow has {name!r}; legal are {', '.join(legal)}{ending}")
+            ending = nearest(name, rules) or f"; legal are {', '.join(legal)}."
+            raise ConfigError(f"checkpoint.allow has {name!r}{ending}")
         if rules[name] in SHAPES and not (config.checkpoint.weights_only and rules[name] is Resume.SIZE):
             only = ", only" if config.checkpoint.weights_only else "; with checkpoint.weights_only"
             sizes = " and ".join(name for name, rule in rules.items() if rule is Resume.SIZE)
