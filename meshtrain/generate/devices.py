@@ -17,8 +17,7 @@ from meshtrain.errors import ConfigError, divisors, nearest, short
 from meshtrain.generate.cache import OwnGroups
 from meshtrain.mesh import kind_of
 from meshtrain.parallel.placement import all_placed
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from meshtrain.plan.shapes import itemsize
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,13 @@ class Needs:
 
 def needs(config: Config, slots: int, length: int) -> Needs:
     """What generating takes on the config's mesh, which has no stages."""
-    model, mesh, itemsize = config.model, config.mesh, BYTES[config.precision.compute]
-    placed = [weight.on_device() * itemsize for weight in all_placed(config)]
+    model, mesh, size = config.model, config.mesh, itemsize(config.precision.compute)
+    placed = [weight.on_device() * size for weight in all_placed(config)]
     groups = OwnGroups(model.heads, model.kv_heads, mesh.tensor).each
-    cache = 2 * model.layers * math.ceil(slots / mesh.data) * groups * length * model.head_dim * itemsize
+    cache = 2 * model.layers * math.ceil(slots / mesh.data) * groups * length * model.head_dim * size
     # the stream and what its branches make of it; logits are of one position
     of_token = 8 * model.d_model + 3 * math.ceil(model.d_ff / mesh.tensor)
-    return Needs(sum(placed), cache, max(*placed, length * of_token * itemsize + 8 * slots * model.vocab_size))
+    return Needs(sum(placed), cache, max(*placed, length * of_token * size + 8 * slots * model.vocab_size))
 
 
 def choose(

@@ -14,21 +14,23 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from meshtrain.adopt import beside
 from meshtrain.config import Config, replaced
+from meshtrain.config.schema import PrecisionConfig
 from meshtrain.config.theirs import CONFIG, is_theirs, read_json
 from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.generate.devices import BYTES, choose
+from meshtrain.generate.devices import choose
 from meshtrain.generate.prompts import Conversations
 from meshtrain.mesh import make_mesh
 from meshtrain.reader import Model, read_config, read_model
 
 GENERATION = "generation_config.json"
+PRECISIONS: tuple[str, ...] = get_args(get_type_hints(PrecisionConfig)["compute"])
 USUAL = 4096  # positions of a slot, of a model that has more
 
 
@@ -65,8 +67,8 @@ def open_model(
     """
     root = Path(path).expanduser()
     _check_there(root, str(path))
-    if precision is not None and precision not in BYTES:
-        ending = nearest(precision, BYTES) or f"; legal are {', '.join(BYTES)}."
+    if precision is not None and precision not in PRECISIONS:
+        ending = nearest(precision, PRECISIONS) or f"; legal are {', '.join(PRECISIONS)}."
         raise ConfigError(f"the precision {short(repr(precision))} is none to compute in{ending}")
     config = read_config(root, step, precision)
     if FAMILIES[config.model.family].images:
