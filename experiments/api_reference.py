@@ -24,17 +24,19 @@ def modules(package: ModuleType) -> list[ModuleType]:
     return found
 
 
-def build(directory: Path) -> list[str]:
-    """Writes a page a module, and returns their names. Whatever pdoc warns of is an error."""
+def build(directory: Path, sources: bool = True) -> list[str]:
+    """Writes a page a module, with its source unless told otherwise, and returns their names. Whatever pdoc warns of is an error."""
     found = modules(importlib.import_module("meshtrain"))
     for module in found:
         if hasattr(module, "__all__") and hasattr(module, "__path__"):
+            for name in module.__all__:
+                getattr(module, name)  # those that are imported when they are asked for
             below = (m.__name__.rpartition(".") for m in found)
             module.__all__ += [
                 name for parent, _, name in below if parent == module.__name__ and name not in module.__all__
             ]
     # Our docstrings are Markdown; pdoc's default first reads them as reStructuredText.
-    pdoc.render.configure(docformat="markdown")
+    pdoc.render.configure(docformat="markdown", show_source=sources)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pdoc.pdoc("meshtrain", output_directory=directory)

@@ -115,10 +115,10 @@ def save(root: Path, megabytes: int, layout: str, saves: int) -> None:
             f"{found['checkpoint_bytes'] / 1e6:7.0f}"
         )
     copying = min(timed(lambda: jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state))) for _ in range(3))
-    asking = min(timed(lambda: bool(built.sound(state))) for _ in range(3))
+    asking = min(timed(lambda: bool(built.is_finite(state))) for _ in range(3))
     print(
         f"{'median':<8} {statistics.median(shares):37.1%}   (a plain copy of the state: {1e3 * copying:.0f} ms; "
-        f"asking whether it is sound: {1e3 * asking:.0f} ms)\n"
+        f"asking whether it is finite: {1e3 * asking:.0f} ms)\n"
     )
     checkpointer.close()
 

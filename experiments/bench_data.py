@@ -11,6 +11,7 @@ Every table is a ratio or stands beside its rival in the same run, on the same s
             memory map by a loop, in the same turns; processor time, user and system
   loader    tokens a second of batches of 32 x 1024 from shards in the page cache, each library with its own prefetching; datasets
             reads the first 100,000 rows, copied to its own Arrow file
+  watch     share of the loader's time that goes into looking for shards that are altered while they are read
   memory    resident memory over a pass of the whole corpus
   prepare   text to shards against the bare tokenizer, same workers, same text
 The corpus is the standard library over and over, each document with a number of its own, as JSON Lines; it and its shards (2.5 times
@@ -41,17 +42,18 @@ from rich.table import Table
 
 from meshtrain.config import Config, load
 from meshtrain.data import Loader, open_data
+from meshtrain.data.cache import stdlib_files
 from meshtrain.data.documents import read, units
-from meshtrain.data.inputs import find
-from meshtrain.data.manifest import Manifest, read_manifest
+from meshtrain.data.input_files import find
+from meshtrain.data.manifest import ShardManifest, read_manifest
 from meshtrain.data.prepare import prepare
-from meshtrain.data.shards import Corpus, ShardWriter, open_corpus
-from meshtrain.data.stdlib import stdlib_files
-from meshtrain.data.tokenizer import load_tokenizer, train_bpe, use_one_thread
-from meshtrain.data.unit import BATCH_CHARACTERS, Options
+from meshtrain.data.shards import CHUNK, Corpus, open_corpus
+from meshtrain.data.tokenizer import load_tokenizer, use_one_thread
+from meshtrain.data.tokenizer_file import train_bpe
+from meshtrain.data.unit import BATCH_CHARACTERS, PrepareOptions, ShardWriter
 
 LENGTH, ROWS, WORKERS, ROUNDS = 1024, 32, 2, 3
-SECTIONS = ("packing", "padding", "reading", "floor", "loader", "memory", "prepare")
+SECTIONS = ("packing", "padding", "reading", "floor", "loader", "watch", "memory", "prepare")
 console = Console(width=110)
 
 
@@ -67,7 +69,7 @@ def main() -> None:
         pass_over(chosen.directory / "shards", chosen.pass_over)
         return
     chosen.directory.mkdir(parents=True, exist_ok=True)
-    runs = dict(zip(SECTIONS, (packing, padding, reading, floors, loaders, memory, preparation), strict=True))
+    runs = dict(zip(SECTIONS, (packing, padding, reading, floors, loaders, watching, memory, preparation), strict=True))
     for section in chosen.only.split(","):
         runs[section](chosen)
 
@@ -106,7 +108,7 @@ def shards(chosen: argparse.Namespace) -> Path:
                 written += stream.write(json.dumps({"text": f"# {number}\n{document}"}, ensure_ascii=False) + "\n")
         os.replace(chosen.directory / "unfinished", text)
     began, there = time.perf_counter(), (output / "manifest.json").exists()
-    prepare(find([str(text)]).files, output, Options(), WORKERS)
+    prepare(find([str(text)]).files, output, PrepareOptions(), WORKERS)
     if not there:
         seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
         rate = text.stat().st_size / 1e6 / seconds
@@ -291,6 +293,34 @@ def loaders(chosen: argparse.Namespace) -> None:
     console.print(made)
 
 
+def watching(chosen: argparse.Namespace) -> None:
+    """Batches one after another as fast as they come,"""
+    where = shards(chosen)
+    title = "looking for altered shards while batches come as fast as they can: processor time over the clock's"
+    made = table(title, "batching", "looks a second", "MB digested a second", "share")
+    for batching in ("window", "packed"):
+        train, _ = open_data(config(str(where), batching))
+        watch = train.batches.rows.corpus.watch
+        look, spent, looks, digested = watch.look, 0.0, 0, 0
+
+        def timed(shards: Any, look: Any = look, watch: Any = watch) -> None:
+            nonlocal spent, looks, digested
+            if time.monotonic() < watch.due:
+                return
+            turn, began = watch.turn_due, time.thread_time()
+            look(shards)
+            spent += time.thread_time() - began
+            looks, digested = looks + 1, digested + (watch.turn_due != turn) * CHUNK
+
+        watch.look = timed
+        began, k = time.perf_counter(), 0
+        while (wall := time.perf_counter() - began) < chosen.seconds:
+            train.batches.batch(k % train.batches_per_epoch)
+            k += 1
+        made.add_row(batching, f"{looks / wall:.0f}", f"{digested / 1e6 / wall:.2f}", f"{spent / wall:.2%}")
+    console.print(made)
+
+
 # Reading
 
 
@@ -411,7 +441,7 @@ def drawn(directory: Path, mean: int, sigma: float) -> Path:
                 writer.end_document()
             writer.flush()
         written.append(writer.close())
-    manifest = Manifest(
+    manifest = ShardManifest(
         "byte",
         load_tokenizer("byte").digest,
         257,
@@ -555,7 +585,7 @@ def preparation(chosen: argparse.Namespace) -> None:
 
     def prepare_one(number: int) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.process_time()
-        prepare(find([str(paths[number])]).files, output / str(number), Options(str(tokenizer)))
+        prepare(find([str(paths[number])]).files, output / str(number), PrepareOptions(str(tokenizer)))
         return time.perf_counter() - wall, time.process_time() - cpu
 
     for number, path in enumerate(paths):  # in turns, so that a busy machine slows both
@@ -575,7 +605,7 @@ def preparation(chosen: argparse.Namespace) -> None:
     for worker in workers:
         worker.join()
     began = time.perf_counter()
-    prepare(find([str(path) for path in paths]).files, output / "all", Options(str(tokenizer)), WORKERS)
+    prepare(find([str(path) for path in paths]).files, output / "all", PrepareOptions(str(tokenizer)), WORKERS)
     row(f"{WORKERS} workers, wall, theirs with their start", max(walls[:]), time.perf_counter() - began)
     console.print(made)
     shutil.rmtree(output)

@@ -29,11 +29,12 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.config import Config, load
 from meshtrain.mesh import fake_cpu_devices, make_mesh
-from meshtrain.parallel.forward import Forward
-from meshtrain.parallel.pipeline.execute import Executor
+from meshtrain.parallel.parallelize import LocalStep
+from meshtrain.parallel.pipeline.execute import Execution
+from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.plan.compiled import described_devices
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
-from meshtrain.schedule.segments import segments, work_per_tick
+from meshtrain.schedule.phases import ops_per_clock, phases
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.step import Program
 
@@ -69,8 +70,7 @@ def program_of(config: Config, masked: bool = False) -> Program:
     program = Program(config, make_mesh(config))
     if masked:
         assert program.layout.table is not None
-        program.local.forward = Forward(program.layout, program.local.zero, "accelerator")
-        program.local.executor = Executor(program.local.forward, program.layout.table)
+        program.local = LocalStep(program.layout, "accelerator", program.hooks)
     return program
 
 
@@ -94,12 +94,15 @@ def batch_of(program: Program) -> dict[str, jax.Array]:
 
 def entries_held(program: Program) -> list[int]:
     """Places of each stage's stash that one step has written: each holds a layer's input, which is not zero."""
-    assert program.local.executor is not None
-    run = program.local.executor.run
+    executor = program.local.executor
+    assert executor is not None
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        inputs, _ = run(program.local.zero.open(masters), batches, None, jnp.float32(1)).stash
+        weights = program.local.zero.gather_params(masters)
+        stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
+        execution = Execution(executor, stage, jnp.float32(1))
+        inputs, _ = executor.run(execution, executor.phases, execution.start()).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     specs = (program.layout.shards, PartitionSpec("data"))
@@ -196,7 +199,7 @@ def vocabulary(schedules: list[str]) -> None:
     print(
         "Llama-3 8B, 4 stages, 16 microbatches of 1 x 8192: matrix products in the compiled program of each GPU, TFLOP a step"
     )
-    print(f"{'schedule':16}{'edge':>9}{'spread':>9}{'gain':>7}   ticks with the head")
+    print(f"{'schedule':16}{'edge':>9}{'spread':>9}{'gain':>7}   clocks with the head")
     for schedule in schedules:
         flops = {}
         for vocab in ("edge", "spread"):
@@ -206,7 +209,7 @@ def vocabulary(schedules: list[str]) -> None:
             assert text is not None
             flops[vocab] = product_flops(text) / 1e12
         assert program.layout.table is not None
-        head = int(work_per_tick(segments(program.layout.table))[:, 1].sum())
+        head = int(ops_per_clock(phases(program.layout.table))[:, 1].sum())
         gain = 1 - flops["spread"] / flops["edge"]
         print(f"{schedule:16}{flops['edge']:9.0f}{flops['spread']:9.0f}{gain:7.1%}   {head}", flush=True)
 

@@ -6,12 +6,12 @@
 
 Needs XLA's CUDA compiler (pip install 'meshtrain[compile]') and no GPU. Of each layout:
 
-Outside the layers: bytes that a steady tick reads from memory and writes there outside the loops over layers, in GB (10^9). A tick is
+Outside the layers: bytes that a steady clock reads from memory and writes there outside the loops over layers, in GB (10^9). A clock is
 steady where the program does a forward and a backward; with chunks only some of these have a loss head or an embedding, so the figure is
-the mean over them. Each instruction of the tick counts what it reads and writes (`meshtrain.hlo.work`).
+the mean over them. Each instruction of the clock counts what it reads and writes (`meshtrain.hlo.work`).
 
-Must: what no program could spare whose matrix products take operands from memory and leave results there, and which does in a tick only
-what the table's row needs (the shares of the ticks with a head and with an embedding are the table's). With s the bytes of a microbatch's
+Must: what no program could spare whose matrix products take operands from memory and leave results there, and which does in a clock only
+what the table's row needs (the shares of the clocks with a head and with an embedding are the table's). With s the bytes of a microbatch's
 residual stream on a device, g those of it gathered over tensor, L those of the device's share of its logits in float32, l in the compute
 dtype, W and G those of the device's share of the vocabulary's weight in the compute dtype and in float32, r those of g in float32:
 
@@ -28,12 +28,12 @@ Not in it, since the loops over layers can do them in passing: residuals written
 added to the sum so far. The layers' loops are listed beside, by iteration: bytes, the part of them that computes nothing (fills and
 copies), and FLOPs of matrix products, which are more than needed where XLA computes again what it would not keep.
 
-Collectives: how many a steady tick has (the mean) and a step, and how many the table needs: what `meshtrain.plan.traffic` charges for
+Collectives: how many a steady clock has (the mean) and a step, and how many the table needs: what `meshtrain.plan.traffic` charges for
 as many passes as the table has operations, none of them idle. Of messages the busiest stage's.
 
 Under products: share of the bytes of messages whose start and done stand, in the order of issue, around matrix products of at least the
 message's time; likewise of the gathers and scatters of sequence parallelism in the layers' loops. A product takes its FLOPs over 0.7 of
-the peak, a message or a collective what the planner takes it for (`meshtrain.plan.cluster`, h100).
+the peak, a message or a collective what the planner takes it for (`meshtrain.cluster`, h100).
 """
 
 import argparse
@@ -47,16 +47,16 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from meshtrain.cluster.algorithms import ALL_GATHER, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.config import Config, load
 from meshtrain.hlo import collectives
 from meshtrain.hlo.module import Module, Operation, replica_groups
-from meshtrain.hlo.work import Moved, Transfer, Work
+from meshtrain.hlo.work import IssuedCollective, Moved, Work
 from meshtrain.mesh import PIPELINE, TENSOR, make_mesh
 from meshtrain.plan import named, shapes
-from meshtrain.plan.cluster.algorithms import ALL_GATHER, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.plan.compiled import described_devices
-from meshtrain.plan.flow import Trips
-from meshtrain.plan.traffic import flows
+from meshtrain.plan.gradient_traffic import Iterations
+from meshtrain.plan.traffic import transfers
 from meshtrain.schedule.table import B, F
 from meshtrain.step import Program
 
@@ -103,8 +103,8 @@ def measured(layout: str, changes: list[str], keep: Path | None) -> dict[str, An
     text, facts = compiled(layout, program, keep)
     module = Module(text)
     work = Work(module)
-    ticks = steady(module, work)
-    turns = {body: math.prod(n or 1 for n in loops) for body, loops in ticks.items()}
+    clocks = steady(module, work)
+    turns = {body: math.prod(n or 1 for n in loops) for body, loops in clocks.items()}
     must = needed_bytes(program)
     outside = sum(work.total(body).bytes * n for body, n in turns.items()) / sum(turns.values())
     return {
@@ -113,7 +113,7 @@ def measured(layout: str, changes: list[str], keep: Path | None) -> dict[str, An
         "ratio": outside / sum(must.values()),
         "musts": must,
         "largest": largest(work, turns),
-        "loops": layer_loops(work, list(ticks)),
+        "loops": layer_loops(work, list(clocks)),
         "needs_flops": needed_flops(config),
         "collectives": sends(config, module, mesh, turns),
         "under_products": under_products(config, work),
@@ -146,11 +146,11 @@ def compiled(layout: str, program: Program, keep: Path | None) -> tuple[str, dic
     return text, facts
 
 
-# --- the steady tick
+# --- the steady clock
 
 
 def steady(module: Module, work: Work) -> dict[str, tuple[int | None, ...]]:
-    """Bodies of the loops over ticks with a forward and a backward, with the turns of the loops around: they hold loops over layers,
+    """Bodies of the loops over clocks with a forward and a backward, with the turns of the loops around: they hold loops over layers,
     and send both activations and cotangents, which is to say up and down the pipeline."""
     found = {}
     for body, loops in module.bodies():
@@ -170,16 +170,16 @@ def _way(op: Operation) -> bool:
 
 
 def needed_bytes(program: Program) -> dict[str, float]:
-    """The bytes that a steady tick must move outside the layers' loops, by what they are for (see the module's docstring)."""
+    """The bytes that a steady clock must move outside the layers' loops, by what they are for (see the module's docstring)."""
     config, executor = program.config, program.local.executor
     assert executor is not None
     size, tokens = shapes.itemsize(config.precision.compute), shapes.tokens(config)
-    rows, width = shapes.held(config).output.whole // config.model.d_model, config.model.d_model
+    rows, width = shapes.resident(config).output.full // config.model.d_model, config.model.d_model
     s, g, r = shapes.stream(config) * size, tokens * width * size, tokens * width * 4
     logits, cotangent = tokens * rows * 4, tokens * rows * size
     weight, gradient = rows * width * size, rows * width * 4
-    when, ticks = executor.table.when(), steady_ticks(executor.segments)
-    share = lambda of: len(ticks & set(of.tolist())) / len(ticks)  # noqa: E731
+    when, clocks = executor.table.when(), steady_clocks(executor.phases)
+    share = lambda of: len(clocks & set(of.tolist())) / len(clocks)  # noqa: E731
     embeds, heads, leaves = share(when[F, 0]), share(when[F, -1]), share(when[B, 0])
     return {
         "forward's input": 2 * s,
@@ -193,20 +193,20 @@ def needed_bytes(program: Program) -> dict[str, float]:
     }
 
 
-def steady_ticks(segments: list[Any]) -> set[int]:
-    """The ticks in which the program does a forward and a backward."""
+def steady_clocks(phases: list[Any]) -> set[int]:
+    """The clocks in which the program does a forward and a backward."""
     found: set[int] = set()
-    for segment in segments:
-        tick = segment.first
-        for _ in range(segment.repeats):
-            for ticks, work in segment.body:
-                found |= set(range(tick, tick + ticks)) if work.forward and work.backward else set()
-                tick += ticks
+    for phase in phases:
+        clock = phase.first
+        for _ in range(phase.repeats):
+            for clocks, work in phase.body:
+                found |= set(range(clock, clock + clocks)) if work.forward and work.backward else set()
+                clock += clocks
     return found
 
 
 def largest(work: Work, turns: dict[str, int]) -> list[dict[str, Any]]:
-    """What moves most outside the layers' loops in the mean steady tick; instructions alike are taken together."""
+    """What moves most outside the layers' loops in the mean steady clock; instructions alike are taken together."""
     total: dict[str, float] = defaultdict(float)
     times: dict[str, float] = defaultdict(float)
     for body, n in turns.items():
@@ -227,7 +227,7 @@ def label(work: Work, op: Operation) -> str:
 
 
 def layer_loops(work: Work, bodies: list[str]) -> list[dict[str, Any]]:
-    """The loops over layers of the steady ticks: what one iteration moves and multiplies, and how much of it computes nothing."""
+    """The loops over layers of the steady clocks: what one iteration moves and multiplies, and how much of it computes nothing."""
     found = []
     for body in bodies:
         for op in work.module.computations[body]:
@@ -252,7 +252,7 @@ def needed_flops(config: Config) -> dict[str, float]:
     """FLOPs of the matrix products of one layer on a device, of attention the half that a causal mask leaves: two a weight and token
     forward and four backward; of attention two products forward and five backward, one of them the scores once more."""
     tokens, model = shapes.tokens(config), config.model
-    weights = 2.0 * tokens * shapes.held(config).block.whole
+    weights = 2.0 * tokens * shapes.resident(config).block.full
     scores = 2.0 * tokens * config.train.sequence_length * model.head_dim * model.heads / config.mesh.tensor / 2
     return {"forward": weights + 2 * scores, "backward": 2 * weights + 5 * scores}
 
@@ -261,19 +261,19 @@ def needed_flops(config: Config) -> dict[str, float]:
 
 
 def sends(config: Config, module: Module, mesh: Mesh, turns: dict[str, int]) -> list[dict[str, Any]]:
-    """Collectives by kind and axis: how many in the mean steady tick, in a step, and needed for the table's operations alone."""
-    tick: dict[tuple[str, str], float] = defaultdict(float)
+    """Collectives by kind and axis: how many in the mean steady clock, in a step, and needed for the table's operations alone."""
+    clock: dict[tuple[str, str], float] = defaultdict(float)
     step: dict[tuple[str, str], float] = defaultdict(float)
     sent: dict[tuple[str, str], float] = defaultdict(float)
     for body, n in turns.items():
         for c in collectives(module, mesh, body=body):
-            tick[c.kind, c.axis] += c.times * n / sum(turns.values())
+            clock[c.kind, c.axis] += c.times * n / sum(turns.values())
     for c in collectives(module, mesh):
         step[c.kind, c.axis] += c.times
         sent[c.kind, c.axis] += c.times * c.sent
     needs: dict[tuple[str, str], float] = defaultdict(float)
     needs_sent: dict[tuple[str, str], float] = defaultdict(float)
-    for flow in flows(config, needed_trips(config)):
+    for flow in transfers(config, needed_iterations(config)):
         # the planner's word for a message is shorter than HLO's
         kind = "collective-permute" if flow.kind == PERMUTE else flow.kind
         needs[kind, flow.axis] += flow.count
@@ -282,7 +282,7 @@ def sends(config: Config, module: Module, mesh: Mesh, turns: dict[str, int]) -> 
         {
             "kind": kind,
             "axis": axis,
-            "tick": tick[kind, axis],
+            "clock": clock[kind, axis],
             "step": step[kind, axis],
             "needs": needs[kind, axis],
             "sent": sent[kind, axis],
@@ -293,21 +293,21 @@ def sends(config: Config, module: Module, mesh: Mesh, turns: dict[str, int]) -> 
     ]
 
 
-def needed_trips(config: Config) -> Trips:
-    """Passes of a device through chunks, head and embedding with no idle tick among them."""
+def needed_iterations(config: Config) -> Iterations:
+    """Passes of a device through chunks, head and embedding with no idle clock among them."""
     m = config.parallel.microbatches
     passes = m * config.parallel.virtual_stages
-    return Trips(passes, m, passes, embedding=m, unembedding=m, down=passes, up=passes)
+    return Iterations(passes, m, passes, embedding=m, unembedding=m, down=passes, up=passes)
 
 
 def under_products(config: Config, work: Work) -> dict[str, float]:
-    """Shares of the bytes of messages, and of the gathers and scatters in the steady ticks' loops over layers, that travel under
+    """Shares of the bytes of messages, and of the gathers and scatters in the steady clocks' loops over layers, that travel under
     matrix products of at least their time."""
     cluster = named("h100", config.mesh.devices)
     rate = REACHED * cluster.accelerator.flops(config.precision.compute)
     inside = {loop["body"] for loop in layer_loops(work, list(steady(work.module, work)))}
 
-    def share(axis: str, moved: list[tuple[str, Transfer]]) -> float:
+    def share(axis: str, moved: list[tuple[str, IssuedCollective]]) -> float:
         group = cluster.axis(axis, config.mesh)
         total = hidden = 0.0
         for kind, one in moved:
@@ -318,8 +318,8 @@ def under_products(config: Config, work: Work) -> dict[str, float]:
                 hidden += whole * math.prod(n or 1 for n in one.loops)
         return hidden / total
 
-    messages = [(PERMUTE, one) for one in work.transfers("collective-permute")]
-    layers = [(kind, t) for kind in (ALL_GATHER, REDUCE_SCATTER) for t in work.transfers(kind) if t.body in inside]
+    messages = [(PERMUTE, one) for one in work.issued("collective-permute")]
+    layers = [(kind, t) for kind in (ALL_GATHER, REDUCE_SCATTER) for t in work.issued(kind) if t.body in inside]
     return {"messages": share(PIPELINE, messages), "layers": share(TENSOR, layers)}
 
 
@@ -335,8 +335,8 @@ def printed(layout: str, now: dict[str, Any], before: dict[str, Any] | None) -> 
     print(f"\n{layout}")
     if before:
         row("", ["before", "after"])
-    row("outside the layers, GB a tick", [f"{r['outside'] / 1e9:.2f}" for r in both])
-    row("must, GB a tick", [f"{r['must'] / 1e9:.2f}" for r in both])
+    row("outside the layers, GB a clock", [f"{r['outside'] / 1e9:.2f}" for r in both])
+    row("must, GB a clock", [f"{r['must'] / 1e9:.2f}" for r in both])
     row("ratio", [f"{r['ratio']:.2f}" for r in both])
     for name in ("forward", "backward"):
         loops = [[loop for loop in r["loops"] if loop["pass"] == name] for r in both]
@@ -353,15 +353,15 @@ def printed(layout: str, now: dict[str, Any], before: dict[str, Any] | None) -> 
         "seconds to compile, of a processor",
         [f"{r['compile_seconds'][0]:.1f}, {r['compile_seconds'][1]:.1f}" for r in both],
     )
-    print(f"  {'collectives':44}" + "  a tick, a step, needed".rjust(16 * len(both)))
+    print(f"  {'collectives':44}" + "  a clock, a step, needed".rjust(16 * len(both)))
     keys = list(dict.fromkeys((c["axis"], c["kind"]) for r in both for c in r["collectives"]))
     for axis, kind in keys:
         cells = []
         for r in both:
             one = next((c for c in r["collectives"] if (c["axis"], c["kind"]) == (axis, kind)), None)
-            cells.append(f"{one['tick']:.1f}, {one['step']:.0f}, {one['needs']:.0f}" if one else "none")
+            cells.append(f"{one['clock']:.1f}, {one['step']:.0f}, {one['needs']:.0f}" if one else "none")
         print(f"  {axis + ' ' + kind:44}" + "".join(f"{cell:>24}" for cell in cells))
-    print("  what moves most outside the layers, GB a tick")
+    print("  what moves most outside the layers, GB a clock")
     for item in now["largest"]:
         print(f"    {item['bytes'] / 1e9:7.2f}  {item['times']:.3g} x {item['what']}")
 

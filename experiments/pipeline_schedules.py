@@ -10,14 +10,14 @@ import time
 
 from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.segments import segments
+from meshtrain.schedule.phases import phases
 from meshtrain.schedule.simulate import Durations, simulate
 
 
 def compare(stages: int, microbatches: int, chunks: int, message: float) -> None:
     print(f"{stages} stages, {microbatches} microbatches, F = I = W = 1, a message takes {message}")
     print(
-        f"{'schedule':16}{'chunks':>7}{'ticks':>7}{'bodies':>8}{'lockstep':>10}{'idle':>7}{'alone':>9}{'idle':>7}{'stages held':>13}"
+        f"{'schedule':16}{'chunks':>7}{'clocks':>7}{'bodies':>8}{'lockstep':>10}{'idle':>7}{'alone':>9}{'idle':>7}{'stages held':>13}"
     )
     for schedule in SCHEDULES:
         v = legal_chunks(schedule) or chunks
@@ -25,7 +25,7 @@ def compare(stages: int, microbatches: int, chunks: int, message: float) -> None
         durations = Durations(1 / v, 1 / v, 1 / v, message=message)
         lockstep, alone = simulate(table, durations, "lockstep"), simulate(table, durations, "asynchronous")
         print(
-            f"{schedule:16}{v:7}{table.ticks:7}{sum(len(segment.body) for segment in segments(table)):8}"
+            f"{schedule:16}{v:7}{table.clocks:7}{sum(len(phase.body) for phase in phases(table)):8}"
             f"{lockstep.makespan:10.2f}{lockstep.bubble_fraction:7.1%}{alone.makespan:9.2f}{alone.bubble_fraction:7.1%}"
             f"{lockstep.peak_in_flight.max() / v:13.2f}"
         )
@@ -33,7 +33,7 @@ def compare(stages: int, microbatches: int, chunks: int, message: float) -> None
 
 
 def vocabulary(stages: int, microbatches: int, chunks: int) -> None:
-    """Llama-3 8B at 8,192 tokens: 32 layers, width 4,096, 128,256 tokens. Work in floating-point operations."""
+    """Llama-3 8B at 8,192 tokens: 32 layers, width 4,096, 128,256 tokens. Ops in floating-point operations."""
     layers, width, vocabulary, tokens = 32, 4096, 128256, 8192
     weights = width * (2 * width + 2 * 1024 + 3 * 14336)  # of a layer: attention with 8 key-value heads, feed-forward
     attention = 2 * tokens * width  # per token and layer, causal: scores and their use

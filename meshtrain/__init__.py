@@ -9,7 +9,7 @@
     state, metrics = program.train_step(state, program.place(data.batch(0)))
     program.layout                                                  # where each weight lies; mt.show(state): the live arrays
     program.collectives()                                           # what a step sends: axis, bytes, line of the source
-    program.layout.table                                            # the pipeline's schedule, tick by tick
+    program.layout.table                                            # the pipeline's schedule, clock by clock
     logits = mt.read_model("runs/quickstart")([[72, 105]])          # a checkpoint's weights, as a function of tokens
 
 Config, Program, Layout, Table, Timeline, Plan and Collectives draw themselves as the last line of a cell, `print` writes them, and
@@ -21,7 +21,14 @@ the functions of the same name: mt.train(config), mt.plan(config, "h100").
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+# `python -m meshtrain.X`, which looks for X still: its imports take seconds.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) :][0].removeprefix("-m").startswith(f"{__name__}."):
+    from meshtrain.run import early
+
+    early.hear()
 
 if TYPE_CHECKING:
     from meshtrain import schedule as schedule

@@ -11,6 +11,7 @@ import re
 import select
 import stat
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -18,8 +19,9 @@ from typing import Any, Literal, NoReturn
 from meshtrain.config.key import LARGEST
 from meshtrain.errors import ConfigError, nearest, refusal, say, short
 from meshtrain.files import write_atomically
+from meshtrain.run import early
 
-DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
+DONE, FAILED, USAGE, STOPPED = 0, 1, 2, early.STOPPED
 
 
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
@@ -30,29 +32,34 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         # A file's name may hold what the terminal's encoding does not.
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
+        early.interrupt()
+        at_once = False
         try:
-            with _log_said():
+            with _log_said(), _not_everybodys():
                 code = main(arguments)
         except ConfigError as error:
             say(error)
             code = USAGE
-        except KeyboardInterrupt:
-            say("stopped.")
-            code = STOPPED
+        except KeyboardInterrupt as request:
+            say(request if request.args else "stopped.")
+            # At its end the interpreter would wait for what XLA compiles, and crash on it.
+            code, at_once = STOPPED, arguments is None
         except OSError as error:
             if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
                 say(_sentence(error))
-            code = FAILED
-        return code if _output_is_written() else FAILED
+            # such a name is bad input, wherever it is met
+            code = USAGE if error.errno == errno.ENAMETOOLONG else FAILED
+        code = code if _output_is_written() else FAILED
+        if at_once:
+            os._exit(code)
+        return code
 
     return ended
 
 
 class _Sayer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # Words for a terminal that was closed go nowhere.
-        with contextlib.suppress(OSError):
-            say(record.getMessage())
+        say(record.getMessage())
 
 
 @contextlib.contextmanager
@@ -72,6 +79,17 @@ def _log_said() -> Iterator[None]:
         log.propagate = propagate
 
 
+@contextlib.contextmanager
+def _not_everybodys() -> Iterator[None]:
+    """While a command runs, nobody else may write to what it makes: they could have it run, as pickled arrays and decisions."""
+    before = os.umask(stat.S_IWOTH)
+    os.umask(before | stat.S_IWOTH)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def _output_is_written() -> bool:
     """Hands on what is left of the output; if that is refused it goes nowhere, or the interpreter would try once more at its end."""
     # Started with its standard output closed, a process has none.
@@ -89,9 +107,14 @@ def _output_is_written() -> bool:
 
 def _sentence(error: OSError) -> str:
     """A sentence; what is refused of a file has its name, so that what is written and has none is the output."""
-    writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
-    where = short(error.filename) if error.filename else "standard output cannot be written" if writing else ""
-    return f"{where}{': ' if where else ''}{refusal(error)}."
+    if error.filename:
+        where = short(error.filename)
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+        where = "standard output cannot be written"
+    else:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"the system refused a call ({Path(place.filename).name}, line {place.lineno})"
+    return f"{where}: {refusal(error)}."
 
 
 def _reader_is_gone() -> bool:

@@ -1,11 +1,14 @@
-"""The one error that a user's input may cause: a sentence, not a traceback; what goes into such a sentence, and how it is said."""
+"""The one error that a user's input may cause, a sentence in place of a traceback; and what goes into such a sentence."""
 
+import contextlib
 import difflib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
 
 PREFIX = "meshtrain: "  # of every sentence on stderr
+LINES = "\n\t"  # which a sentence of several lines keeps
 LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeats, and how many of them are its last
 
 
@@ -13,36 +16,49 @@ class ConfigError(ValueError):
     """Bad input, in one plain sentence: what, where, what is legal. The commands print it and exit with code 2."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it: the sentence, as a terminal does."""
+        """Shows a notebook the sentence, as a terminal does."""
         return [f"{PREFIX}{self}"]
 
 
 def refusal(error: OSError) -> str:
-    """What the system said, to stand within a sentence: no space left on device."""
+    """Returns the system's reason, to stand within a sentence: no space left on device."""
     return (error.strerror or str(error)).lower()
 
 
 def short(value: object) -> str:
-    """A user's text as a sentence may repeat it: in one line, its middle left out where it is huge."""
+    """Returns a user's text as a sentence may repeat it: in one line, without its middle where it is huge."""
     text = str(value)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - ENDING]}…{text[-ENDING:]}"
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return printable(text)
+
+
+def printable(text: str, and_also: str = "") -> str:
+    """Escapes what no terminal shows: control characters, and those that turn letters round (U+202E)."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in and_also else ascii(c)[1:-1] for c in text)
 
 
 def say(sentence: object) -> None:
-    """To whoever started the command, on stderr: what it did or could not do."""
-    print(f"{PREFIX}{sentence}", file=sys.stderr)
+    """Prints a sentence on stderr. A full disk or a closed terminal ends nothing."""
+    with contextlib.suppress(OSError):
+        print(f"{PREFIX}{printable(str(sentence), LINES)}", file=sys.stderr)
 
 
 def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = str) -> str:
-    """How a sentence ends on the right spelling that is nearest to a wrong one, as it is `shown`; nothing if none is near."""
+    """Returns the end of a sentence on the legal word nearest to a wrong one, as it is `shown`; nothing if none is near."""
     near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
     return f"; did you mean {shown(near[0])}?" if near else ""
 
 
-def divisors(n: int) -> str:
-    """The divisors of n, for a sentence; of many, the small ones and n itself."""
+@functools.lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    found = small + [n // d for d in reversed(small) if d * d != n]
-    return ", ".join(map(str, found if len(found) <= 12 else [*found[:11], "...", n]))
+    return (*small, *(n // d for d in reversed(small) if d * d != n))
+
+
+def listed_divisors(n: int) -> str:
+    """Returns the divisors of n for a sentence; of many, the small ones and n itself."""
+    all_divisors = divisors(n)
+    return ", ".join(map(str, all_divisors if len(all_divisors) <= 12 else [*all_divisors[:11], "...", n]))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, synced, renamed."""
+"""Writes of files that are complete or not there: under a temporary name, synced, renamed."""
 
 import errno
 import fcntl
@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+MIN_ROOM = 1 << 16  # bytes
+
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The whole content under `path`, or what was there before, whoever else writes it and whenever the machine stops.
+    """Leaves all of the content under `path`, or what was there before, whoever else writes it and whenever the machine stops.
 
-    OSError, of `path` by name, if the system refuses.
+    Raises OSError with `path` as its file name.
     """
     temporary = temporary_beside(path)
     try:
@@ -32,12 +34,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A hidden name that no other process uses, on the same file system."""
+    """Returns a hidden name that no other process uses, on the same file system."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
 def remove_temporaries(directory: Path) -> None:
-    """What processes that were killed left half-written; for who knows that none is at work."""
+    """Removes what killed processes left half-written; no other process may be writing."""
     for path in directory.glob(".*"):
         if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
             path.unlink(missing_ok=True)
@@ -45,7 +47,7 @@ def remove_temporaries(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """One process at a time writes in a directory, the others wait; the kernel frees the lock of a process that dies."""
+    """Locks a directory for one process at a time; the kernel frees the lock of a process that dies."""
     with open(directory / ".lock", "a+b", buffering=0) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
@@ -61,8 +63,17 @@ def sync(directory: Path) -> None:
 
 
 def still_names(path: Path, file: IO[bytes]) -> bool:
-    """Whether `path` leads to the open file, and not to nothing or to what took its place. An answer that the system refuses is a yes."""
+    """Returns whether `path` leads to the open file, and not to nothing or to another one; True where the system does not tell."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+def is_full(directory: Path) -> bool:
+    """Returns whether there is no room for another file, as far as the system tells."""
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return False
+    return room.f_bavail * room.f_frsize < MIN_ROOM or (room.f_files > 0 and room.f_favail == 0)

@@ -12,7 +12,12 @@
 
 Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk least. With
 several islands the mesh has an axis of them besides, outermost of all. `mesh.order` asks for another order of axes, and `mesh.cluster`
-for another one of devices (`meshtrain.device_order`).
+for another one of devices, as a cluster's file gives it:
+
+    JAX's devices     0  1  2  3  4  5  6  7        joined by fast links: 0 2 4 6, 1 3 5 7
+    names             a/0 a/1 a/2 a/3 b/0 ...       HOST/NUMBER, which a restart does not change
+    device_order      a/0, a/2, b/0, b/2, a/1, ...  as `meshtrain.cluster.levels` found them
+    the mesh          0  2  4  6  1  3  5  7        neighbours of the innermost axis have fast links
 """
 
 import errno
@@ -20,6 +25,7 @@ import math
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -35,9 +41,8 @@ from meshtrain.config.mesh import ISLAND as ISLAND
 from meshtrain.config.mesh import PIPELINE as PIPELINE
 from meshtrain.config.mesh import TENSOR as TENSOR
 from meshtrain.config.schema import MOST_FAKE_DEVICES
-from meshtrain.device_order import in_order
 from meshtrain.errors import refusal
-from meshtrain.gpu_memory import ask_for_pool
+from meshtrain.xla import ask_for_pool
 
 LEGAL_AXES = (AXES, (ISLAND, *AXES))
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
@@ -110,11 +115,13 @@ def join_cluster() -> None:
             _check_port(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{address.rpartition(':')[2]}")
         jax.distributed.initialize(address, processes, process, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
     elif in_slurm:
+        if "SLURM_STEP_NODELIST" not in os.environ:
+            # In the batch script itself, or in the shell of salloc.
+            raise ConfigError(
+                f"this is one process in a job of Slurm's for {tasks} tasks; start it with srun, as in srun python -m meshtrain.train, "
+                "which starts all of them (SLURM_NTASKS=1 before the command runs it alone)."
+            )
         jax.distributed.initialize(shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
-
-
-class PortTaken(ConfigError):
-    """Something else listens where the first process is to."""
 
 
 def _check_port(address: str) -> None:
@@ -128,6 +135,8 @@ def _check_port(address: str) -> None:
             probe.bind((host.strip("[]"), int(port)))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
+            from meshtrain.run.processes import PortTaken
+
             raise PortTaken(
                 f"the coordinator cannot listen at {address}: {refusal(error)}; give another port."
             ) from None
@@ -183,10 +192,42 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             )
         raise ConfigError(f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}.")
     if own and shape.cluster:
-        devices = in_order(devices, shape.cluster)
+        devices = _in_cluster_order(devices, shape.cluster)
     if own:
         _check_processes(devices, shape)
     return Mesh(arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes))
+
+
+def device_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
+    """The name of each device of this run, HOST/NUMBER: the machine and which of its devices it is. All processes must call it."""
+    from meshtrain.run.processes import gathered
+
+    hosts, counts = gathered(socket.gethostname()), Counter[str]()
+    names: dict[jax.Device, str] = {}
+    for device in sorted(jax.devices(devices[0].platform), key=lambda d: (d.process_index, d.id)):
+        host = hosts[device.process_index]
+        names[device] = f"{host}/{counts[host]}"
+        counts[host] += 1
+    return tuple(names[device] for device in devices)
+
+
+def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Device]:
+    """The devices as the cluster file at `path` orders them; ConfigError where it does not say of one of them where it stands."""
+    from meshtrain.cluster.cluster import load_cluster
+
+    order = {name: place for place, name in enumerate(load_cluster(path).device_order)}
+    if not order:
+        raise ConfigError(
+            f"mesh.cluster {short(path)} has no device_order; let python -m meshtrain.probe write the file, or leave the key out."
+        )
+    names = device_names(devices)
+    if unknown := [name for name in names if name not in order]:
+        raise ConfigError(
+            f"mesh.cluster {short(path)} says nothing of {len(unknown)} of the {len(names)} devices that are there, {short(unknown[0])} for one; "
+            "probe them again, or leave the key out."
+        )
+    places = [order[name] for name in names]
+    return [device for _, device in sorted(zip(places, devices, strict=True), key=lambda pair: pair[0])]
 
 
 def _check_processes(devices: Sequence[jax.Device], shape: MeshConfig) -> None:

@@ -150,9 +150,9 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
         choices = [[d for d in range(rank) if d != dropped] for dropped in (rank, *range(weight.stacked, rank))]
         kept = next((k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape), None)
         if kept is not None:
-            return part(weight, kept, layout.data)
+            return part(weight, kept)
         # Not factored: one number a layer.
-        return part(weight, [0], layout.data, more=value.ndim - 1) if weight.stacked else None
+        return part(weight, [0], more=value.ndim - 1) if weight.stacked else None
 
     return [mirrored(path, value) for path, value in jax.tree_util.tree_flatten_with_path(state)[0]]
 

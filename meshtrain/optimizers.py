@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FACTORED_FROM = 32
 
 
-class Keys(Protocol):
+class OptimizerKeys(Protocol):
     """The section `optimizer` of a config, as far as it is asked here."""
 
     @property
@@ -38,7 +38,7 @@ class Keys(Protocol):
     def weight_decay(self) -> float: ...
 
 
-class Matrix(Protocol):
+class OptimizedWeight(Protocol):
     """A weight as an optimizer sees it: `model.weights.Weight`, or `parallel.placement.Placed`."""
 
     @property
@@ -59,44 +59,44 @@ class Optimizer:
     """
 
     name: str
-    make: Callable[[Keys, optax.Schedule, Any, Any], optax.GradientTransformation]
-    moments: Callable[[Keys, Matrix], Sequence[Sequence[int]]]
+    make: Callable[[OptimizerKeys, optax.Schedule, Any, Any], optax.GradientTransformation]
+    moments: Callable[[OptimizerKeys, OptimizedWeight], Sequence[Sequence[int]]]
     # It does the decoupled decay itself; else that comes after it.
     decays: bool = False
     # An update of one number depends on others of its matrix, which must therefore be whole, unpadded, and of one layer.
     by_matrix: bool = False
 
 
-def _all(weight: Matrix) -> list[int]:
+def _all(weight: OptimizedWeight) -> list[int]:
     """All dimensions but that of the layers."""
     return list(range(weight.stacked, len(weight.axes)))
 
 
-def _adamw(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _adamw(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=mask)
 
 
-def _lion(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _lion(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.lion(rate, o.beta1, o.beta2, weight_decay=o.weight_decay, mask=mask)
 
 
-def _sgd(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _sgd(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.sgd(rate, o.beta1 or None)
 
 
-def _adafactor(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _adafactor(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import optax
 
     return optax.adafactor(rate, weight_decay_rate=None, min_dim_size_to_factor=FACTORED_FROM)
 
 
-def _factors(o: Keys, weight: Matrix) -> list[list[int]]:
+def _factors(o: OptimizerKeys, weight: OptimizedWeight) -> list[list[int]]:
     """The second moment less each of its two largest dimensions in turn, with a number in place of the whole; or the other way round."""
     every = _all(weight)
     by_size = sorted(every, key=lambda d: weight.shape[d])
@@ -105,11 +105,11 @@ def _factors(o: Keys, weight: Matrix) -> list[list[int]]:
     return [[], *([d for d in every if d != dropped] for dropped in by_size[-2:])]
 
 
-def _muon(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _muon(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
     import jax
     import optax
 
-    def dimensions(weight: Matrix) -> optax.contrib.MuonDimensionNumbers | None:
+    def dimensions(weight: OptimizedWeight) -> optax.contrib.MuonDimensionNumbers | None:
         """A layer's weight as a matrix: (input dimensions, output dimensions); None: Adam is used."""
         if not _orthogonalised(weight):
             return None
@@ -122,7 +122,7 @@ def _muon(o: Keys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransfor
     )
 
 
-def _orthogonalised(weight: Matrix) -> bool:
+def _orthogonalised(weight: OptimizedWeight) -> bool:
     """Muon's own update: not for embedding and head, norms and biases."""
     return weight.stacked and weight.decayed
 

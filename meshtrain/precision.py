@@ -5,11 +5,11 @@ By what the step computes in, `precision.compute`:
     float32, bfloat16   a loss or gradient norm that is not finite ends the run
     float16             a step that has one is skipped: no bit of the state changes but the counters and the loss scale, which
                         falls; a run that would skip for ever ends
-    both                a state is saved only if it is `sound`
+    both                a state is saved only if it `is_finite`
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from meshtrain.config import Config, PrecisionConfig
 from meshtrain.config.schema import LARGEST_LOSS_SCALE
+from meshtrain.run.hooks import Row, RunHook
 
 Tree = Any
 # Gradients that overflow at this loss scale overflow by themselves.
@@ -74,7 +75,7 @@ def taken_if(finite: jax.Array, after: Tree, before: Tree) -> Tree:
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
 
 
-def sound(params: Tree, optimizer: Tree, precision: PrecisionConfig) -> jax.Array:
+def is_finite(params: Tree, optimizer: Tree, precision: PrecisionConfig) -> jax.Array:
     """Whether one can train on from here: all is finite, and the weights small enough for the dtype that computes, and to be squared.
 
     To be squared, since weights of 1e30 give every loss but no gradient: the norms divide by the root of an infinite mean.
@@ -90,17 +91,27 @@ def _of_all(reduce: Callable[[jax.Array], jax.Array], tree: Tree) -> jax.Array:
     return jnp.stack([reduce(x).astype(jnp.float32) for x in jax.tree.leaves(tree)])
 
 
-class Watch:
-    """Sees what every step of a process leaves, and ends the run, by a FloatingPointError, where it is past saving."""
+class NumbersCheck(RunHook):
+    """Checks what every step of a process leaves, and ends the run, by a FloatingPointError, where it is past saving.
 
-    def __init__(self, config: Config, start: int) -> None:
-        self.steps, self.taken, self.at_smallest = config.train.steps, start, 0
+    `is_finite`: whether a state is one to train on from. `ended`: whether the step is the last, though train.steps has more.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        start: int,
+        is_finite: Callable[[Any], jax.Array] = lambda state: jnp.array(True),
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_finite, self._ended = is_finite, ended
+        self.steps, self.start, self.taken, self.at_smallest = config.train.steps, start, start, 0
         sync = config.parallel.sync
         # From there on a process knows of its own islands alone: one that is broken ends nothing, and is mended when islands meet.
         self.sees_all = sync.start if sync.every and jax.process_count() > 1 else math.inf
 
-    def metrics(self, step: int, metrics: Mapping[str, float], ended: bool = False) -> None:
-        """Before anything of the step is saved; `ended`: it is the last, though train.steps has more."""
+    def after_metrics(self, row: Row, due: bool) -> None:
+        step, metrics = row["step"], row
         if metrics.get("sync_islands") == 0:
             raise _past_saving(f"no island has weights that are finite after step {step}")
         if step > self.sees_all:
@@ -116,15 +127,16 @@ class Watch:
                 raise _past_saving(
                     f"no step after step {self.taken} could be taken in float16, even at a loss scale of 1"
                 )
-            if step == metrics["skipped"] and (ended or step == self.steps):
+            # of islands `skipped` is the most of any
+            none_taken = step == metrics["skipped"] and self.taken == self.start
+            if none_taken and (self._ended() or step == self.steps):
                 raise FloatingPointError(
                     f"none of the {step} steps could be taken in float16, down to a loss scale of {metrics['loss_scale']:g}. "
                     "More steps, a lower precision.loss_scale, or precision.compute bfloat16, may help."
                 )
 
-    def state(self, step: int, is_sound: jax.Array) -> None:
-        """Before the state after `step` is saved."""
-        if not is_sound:
+    def before_save(self, step: int, state: Any) -> None:
+        if not self._is_finite(state):
             raise _past_saving(
                 f"step {step} left weights or optimizer state that are not finite, or too large to square"
             )

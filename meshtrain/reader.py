@@ -19,23 +19,22 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
-from meshtrain.adopt import loading
-from meshtrain.adopt.adapters import Adapters, with_adapters
-from meshtrain.adopt.theirs import config_of
-from meshtrain.checkpoint import compatible, steps
-from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint import restoring, steps
+from meshtrain.checkpoint.arrays import freed_blocks_returned
 from meshtrain.checkpoint.finding import by_eval_loss, no_best, problems
-from meshtrain.checkpoint.host_memory import freed_blocks_returned
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.global_arrays import GlobalArrays
+from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.restoring import read_weights
 from meshtrain.config import Config, check, load, replaced
 from meshtrain.config.key import known
 from meshtrain.config.mesh import MeshConfig
-from meshtrain.config.theirs import is_theirs
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
-from meshtrain.given import a_batch, some_ids, some_patches
-from meshtrain.inputs import LABELS, PATCHES, WEIGHTS, inputs
+from meshtrain.hf import loading
+from meshtrain.hf.hf_directory import config_of
+from meshtrain.hf.peft import Adapters, with_adapters
+from meshtrain.hf_families import is_hf_directory
+from meshtrain.inputs import PATCHES, a_batch, inputs, pad_rows, some_ids, some_patches
 from meshtrain.mesh import check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
@@ -90,12 +89,9 @@ class Model(Shown):
             raise ConfigError(f"{length} positions are asked for, but the model has learned {model.max_positions}.")
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The batch on the mesh, with as many more rows, which weigh nothing, as its data axis needs."""
-        rows = len(inputs(batch))
-        missing = -rows % self.config.mesh.data
-        if missing and LABELS in batch:
-            batch = {WEIGHTS: np.ones(batch[LABELS].shape, np.float32), **batch}
-        padded = {name: np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) for name, x in batch.items()}
+        """The batch on the mesh, with as many padding rows as its data axis needs."""
+        missing = -len(inputs(batch)) % self.config.mesh.data
+        padded = pad_rows(batch, missing) if missing else batch
         return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
 
 
@@ -119,12 +115,16 @@ def read_model(
     `masters` False weights are held in it too. ConfigError if there is no such step, if all there is is damaged,
     or if the mesh does not fit the model. With several processes all of them call it alike.
     """
-    root = Path(path).expanduser().absolute()
+    try:
+        root = Path(path).expanduser().absolute()
+        theirs = is_hf_directory(root)
+    except (TypeError, OSError):
+        raise ConfigError(f"{short(repr(path))} is no path that a run or a Hugging Face directory can have.") from None
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
     how = {"block": block, "attention": attention, "loss": loss, "masters": masters}
-    if is_theirs(root):
+    if theirs:
         return _adopted(root, mesh, adapter, precision, **how)
     if adapter is not None:
         raise ConfigError(
@@ -164,9 +164,9 @@ def read_config(
     """The config of the model that `read_model` would read, on one device; ConfigError if there is none. Nothing is verified."""
     root = Path(path).expanduser().absolute()
     one = MeshConfig().shape
-    if is_theirs(root):
+    if is_hf_directory(root):
         return _with_precision(replaced(config_of(root), mesh=one), precision)
-    return _config(Manifest.read(_choose(root, step, {}, [])), one, precision)
+    return _config(StepManifest.read(_choose(root, step, {}, [])), one, precision)
 
 
 def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any) -> Model:
@@ -185,7 +185,7 @@ def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: C
     """The directory of the step asked for, or of the newest that is not known to be damaged; ConfigError if there is none."""
     there = {d.name: d for d in map(Path, first_decides(lambda: [str(d) for d in steps.directories(root)]))}
     if not there:
-        raise ConfigError(f"there is no checkpoint in {root}; give a run directory that has one, or one step.")
+        raise ConfigError(f"there is no checkpoint in {short(root)}; give a run directory that has one, or one step.")
     if step in ("newest", "best"):
         if left := [d for d in there.values() if d not in damaged]:
             return left[-1] if step == "newest" else _best(root, left)
@@ -223,15 +223,15 @@ def _unchanged(directory: Path, before: list[int] | None) -> bool:
 
 
 def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Model:
-    manifest = Manifest.read(directory)
+    manifest = StepManifest.read(directory)
     program = Program(_config(manifest, mesh.shape, precision), mesh, **how)
-    compatible.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
+    restoring.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
     with freed_blocks_returned():
-        params = read_weights(Canonical(program), directory, manifest)
+        params = read_weights(GlobalArrays(program), directory, manifest)
     return Model(program, params, manifest.step, directory)
 
 
-def _config(manifest: Manifest, mesh: Mapping[str, int], precision: str | None = None) -> Config:
+def _config(manifest: StepManifest, mesh: Mapping[str, int], precision: str | None = None) -> Config:
     """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
     sections = known(manifest.config, Config)
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})

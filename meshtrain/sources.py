@@ -21,9 +21,9 @@ MIXTURE = "mixture"  # data.source where data.mixture names the sources
 class SourceKind:
     """A word, and which functions open what it names.
 
-    documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.opened.Source`; they can be batched in every way, mixed and held out.
+    documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.source.Source`; they can be batched in every way, mixed and held out.
     rows: (config: Config, split: str) -> `data.batches.EpochRows`; they are drawn: nothing is read, so nothing has a digest.
-    images: (config: Config) -> `data.images.source.ImageSource`, for a family of images.
+    images: (config: Config) -> `data.images.image_sources.ImageSource`, for a family of images.
     """
 
     name: str
@@ -54,11 +54,11 @@ def _late(function: str) -> Callable[..., Any]:
 
 
 SOURCES = Registry(
-    SourceKind("stdlib", documents=_late("meshtrain.data.stdlib:open_stdlib"), of_python=True),
+    SourceKind("stdlib", documents=_late("meshtrain.data.cache:open_stdlib"), of_python=True),
     SourceKind(
         "synthetic",
-        rows=_late("meshtrain.data.synthetic:SyntheticRows"),
-        images=_late("meshtrain.data.images.synthetic:synthetic_images"),
+        rows=_late("meshtrain.data.token_rows:SyntheticRows"),
+        images=_late("meshtrain.data.images.image_sources:synthetic_images"),
     ),
-    SourceKind("digits", images=_late("meshtrain.data.images.digits:open_digits")),
+    SourceKind("digits", images=_late("meshtrain.data.images.image_sources:open_digits")),
 )

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +18,26 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
-from meshtrain import scopes, xla_options
+from meshtrain import xla
 from meshtrain.compat import lines_as_they_are
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.rows import filled_rows
+from meshtrain.config.follow import padded_batch_size
 from meshtrain.families import FAMILIES
-from meshtrain.given import PAIRS, a_batch, a_config
-from meshtrain.hlo import Collectives, collectives
-from meshtrain.inputs import FLOATS, LABELS, PATCHES, TOKENS, WEIGHTS, inputs, row_shape
-from meshtrain.island_steps import IslandSteps
+from meshtrain.inputs import FLOATS, LABELS, PAIRS, PATCHES, TOKENS, WEIGHTS, a_batch, a_config, inputs, row_shape
 from meshtrain.mesh import TENSOR, make_mesh, of_own_rows, own_rows, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import offload
-from meshtrain.parallel.forward import Batch, Totals
+from meshtrain.parallel.forward import Batch
 from meshtrain.parallel.layout import Layout
-from meshtrain.parallel.local import Local
-from meshtrain.parallel.logits import logits
-from meshtrain.parallel.reduce.feedback import Kept
-from meshtrain.parallel.reduce.statistics import Statistics
-from meshtrain.parallel.sync import states
-from meshtrain.precision import LossScale, factor, initial_scale, next_scale, sound, taken_if, unscaled
+from meshtrain.parallel.parallelize import Gradients, LocalStep
+from meshtrain.precision import LossScale, factor, initial_scale, is_finite, next_scale, taken_if, unscaled
 from meshtrain.shown import Shown
+
+if TYPE_CHECKING:
+    from meshtrain.hlo import CompiledCollectives
+    from meshtrain.parallel.reduce.feedback import FeedbackState
+    from meshtrain.parallel.sync.steps import IslandSteps
 
 Tree = Any
 
@@ -66,6 +64,8 @@ class Program(Shown):
     and for a hook whose result is not what it must be. `masters` False: a program that trains nothing, whose weights are held in the
     dtype that computes.
     """
+
+    islands: "IslandSteps | None" = None  # where they step by themselves
 
     def __init__(
         self,
@@ -95,10 +95,13 @@ class Program(Shown):
         self.hooks.check(config)
         offload.check_memory(config, mesh)
         self.layout = Layout(config, mesh, masters)
-        self.local = Local(self.layout, platform(mesh), self.hooks)
+        self.local = LocalStep(self.layout, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)
-        self.islands = IslandSteps(self) if config.parallel.sync.every else None
+        if config.parallel.sync.every:
+            from meshtrain.parallel.sync.steps import IslandSteps
+
+            self.islands = IslandSteps(self)
         if self.hooks.names:
             # traced, so that what a hook does wrong is told here and now
             jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
@@ -115,19 +118,15 @@ class Program(Shown):
         if self.config.parallel.offload_optimizer:
             shardings = offload.on_host(optimizer, shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-        scale = jax.eval_shape(lambda: initial_scale(self.config.precision))
+        scale, feedback = jax.eval_shape(lambda: initial_scale(self.config.precision)), self.local.zero.feedback
         state = State(
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
             params=params,
             optimizer=jax.tree.map(place, optimizer, shardings),
             scale=jax.tree.map(lambda x: place(x, replicated), scale),
-            reduce=self.local.zero.feedback.shapes,
+            reduce=feedback and feedback.shapes,
         )
-        if self.islands is None:
-            return state
-        optimizer, scale = states.stacked((state.optimizer, state.scale), self.config.mesh.islands)
-        kept = states.shapes(self.config, self.layout.only_trained(params))
-        return state._replace(optimizer=optimizer, scale=scale, islands=kept)
+        return state if self.islands is None else self.islands.shapes(state)
 
     @property
     def state_shardings(self) -> State:
@@ -148,16 +147,21 @@ class Program(Shown):
 
         def make() -> State:
             params = self.layout.init(jax.random.key(self.config.run.seed))
-            trained = self.layout.only_trained(params)
-            optimizer = self.optimizer.init(trained)
-            scale, kept = initial_scale(self.config.precision), self.local.zero.feedback.init(self.feedback_key)
-            state = State(jnp.zeros((), jnp.int32), params, optimizer, scale, kept)
-            if self.islands is None:
-                return state
-            optimizer, scale = states.every_island((optimizer, state.scale), self.config.mesh.islands)
-            return state._replace(optimizer=optimizer, scale=scale, islands=states.begun(self.config, trained))
+            optimizer = self.optimizer.init(self.layout.only_trained(params))
+            scale, feedback = self._initial_scale(), self.local.zero.feedback
+            compression = feedback and feedback.init(self.feedback_key)
+            state = State(jnp.zeros((), jnp.int32), params, optimizer, scale, compression)
+            return state if self.islands is None else self.islands.begin(state)
 
         return jax.jit(make, out_shardings=self.state_shardings)()
+
+    def init_scale(self) -> LossScale | None:
+        """The loss scale before the first step. Compiled, so that no two of its numbers share a buffer, which a step would use up twice."""
+        return jax.jit(self._initial_scale, out_shardings=self.state_shardings.scale)()
+
+    def _initial_scale(self) -> LossScale | None:
+        scale = initial_scale(self.config.precision)
+        return scale if self.islands is None else self.islands.every_island(scale)
 
     @property
     def feedback_key(self) -> jax.Array:
@@ -169,14 +173,14 @@ class Program(Shown):
         state = state._replace(params=params)
         if self.islands is None:
             return state
-        begun = jax.jit(partial(states.begun, self.config), out_shardings=self.state_shardings.islands)
+        begun = jax.jit(self.islands.begun, out_shardings=self.state_shardings.islands)
         return state._replace(islands=begun(self.layout.only_trained(params)))
 
     # --- batches
 
     def batch_shapes(self, example: dict[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """ShapeDtypeStructs of a global batch with the arrays of an example, rows sharded over data."""
-        train, rows = self.config.train, filled_rows(self.config)
+        train, rows = self.config.train, padded_batch_size(self.config)
         more = PAIRS if train.objective == "dpo" else ()
         example = example or dict.fromkeys((PATCHES if self.of_images else TOKENS, LABELS, *more))
         if rows > train.global_batch_size:
@@ -209,81 +213,53 @@ class Program(Shown):
     # --- the programs
 
     def gradients(
-        self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array, kept: Kept | None = None
+        self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array, feedback: "FeedbackState | None" = None
     ) -> tuple[jax.Array, Tree]:
         """Mean loss per token (dpo: per pair; images: per image), and `scale` times its gradient as float32 shards; None of what is frozen.
 
-        kept: `State.reduce`, what compression kept of the last step; by default what it has before the first one.
+        feedback: `State.reduce`, what compression kept of the last step; by default what it has before the first one.
         """
-        kept = self.local.zero.feedback.init(self.feedback_key) if kept is None else kept
-        (loss, _), gradients, _, _ = self._gradients(params, batch, step, scale, kept)
-        return loss, gradients
+        if self.local.zero.feedback is not None and feedback is None:
+            feedback = self.local.zero.feedback.init(self.feedback_key)
+        gradients = self._gradients(params, batch, step, scale, feedback)
+        return gradients.loss, gradients.shards
 
-    def _gradients(
-        self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array, kept: Kept | None
-    ) -> tuple[Totals, Tree, Kept | None, Statistics]:
-        """The same with means of what is measured beside the loss, what compression keeps, and what it did."""
-        shards = self.layout.only_trained(self.layout.masters)
-        flat, tree = jax.tree.flatten(shards)
-
-        def local(*given: Any) -> tuple[Totals, list[jax.Array], Kept | None, Statistics]:
-            means, closed = self.local.gradients(*given)
-            return means, jax.tree.leaves(closed.shards), closed.kept, closed.statistics
-
-        everywhere, of_kept = PartitionSpec(), self.local.zero.feedback.specs
-        in_specs = (self.layout.shards, self.rows, everywhere, everywhere, of_kept)
-        out_specs = (everywhere, [shard.sharding.spec for shard in flat], of_kept, everywhere)
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        means, gradients, kept, statistics = mapped(params, batch, step, scale, kept)
-        return means, jax.tree.unflatten(tree, gradients), kept, statistics
+    @cached_property
+    def _gradients(self) -> Callable[..., Gradients]:
+        """`LocalStep.gradients` on the mesh."""
+        everywhere, feedback = PartitionSpec(), self.local.zero.feedback
+        specs = feedback and feedback.specs
+        shards = jax.tree.map(lambda x: x.sharding.spec, self.layout.only_trained(self.layout.masters))
+        return jax.shard_map(
+            self.local.gradients,
+            mesh=self.mesh,
+            in_specs=(self.layout.shards, self.rows, everywhere, everywhere, specs),
+            out_specs=Gradients(everywhere, shards, specs, everywhere, measured=everywhere),
+        )
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        scale = factor(state.scale)
-        (loss, measured), gradients, kept, statistics = self._gradients(
-            state.params, batch, state.step, scale, state.reduce
-        )
-        state, metrics = self.update(state, loss, gradients, kept, statistics)
-        return state, metrics | measured
+        gradients = self._gradients(state.params, batch, state.step, factor(state.scale), state.reduce)
+        optimizer = self.on_device(state.optimizer)
+        return self.update(state._replace(optimizer=optimizer), gradients)
 
-    @jax.named_scope(scopes.UPDATE)
-    def update(
-        self,
-        state: State,
-        loss: jax.Array,
-        gradients: Tree,
-        kept: Kept | None = None,
-        statistics: Statistics | None = None,
-    ) -> tuple[State, dict[str, jax.Array]]:
-        """The state after a step, and its metrics, from the mean loss and what `gradients` made of it, times the loss scale.
-
-        `kept` and `statistics` are what compression keeps, and what it did.
-        """
-        state = state._replace(optimizer=self.on_device(state.optimizer))
-        return self.updated(state, loss, gradients, kept, statistics)
-
-    def updated(
-        self,
-        state: State,
-        loss: jax.Array,
-        gradients: Tree,
-        kept: Kept | None = None,
-        statistics: Statistics | None = None,
-    ) -> tuple[State, dict[str, jax.Array]]:
-        """`update` of an optimizer state that is on the devices."""
-        gradients = unscaled(gradients, state.scale)
-        norm = optax.tree.norm(gradients)
+    @jax.named_scope(xla.UPDATE)
+    def update(self, state: State, gradients: Gradients) -> tuple[State, dict[str, jax.Array]]:
+        """The state after a step, and its metrics; `state.optimizer` is on the devices."""
+        grads = unscaled(gradients.shards, state.scale)
+        norm = optax.tree.norm(grads)
         before = self.layout.only_trained(state.params), state.optimizer, state.reduce
-        updates, optimizer = self.optimizer.update(gradients, before[1], before[0])
-        after = optax.apply_updates(before[0], updates), optimizer, kept
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(updates_made(state.optimizer))}
-        scale, statistics = state.scale, statistics or {}
+        updates, optimizer = self.optimizer.update(grads, before[1], before[0])
+        after = optax.apply_updates(before[0], updates), optimizer, gradients.feedback
+        learning_rate = self.learning_rate(updates_made(state.optimizer))
+        metrics = {"loss": gradients.loss, "grad_norm": norm, "learning_rate": learning_rate}
+        scale, statistics = state.scale, gradients.statistics
         if scale is not None:
             left_out = statistics.get("residual_norm", 0.0)
-            finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(left_out)
+            finite = jnp.isfinite(norm) & jnp.isfinite(gradients.loss) & jnp.isfinite(left_out)
             after, scale = taken_if(finite, after, before), next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
         params = self.layout.with_frozen(after[0], state.params)
-        return State(state.step + 1, params, after[1], scale, after[2]), metrics | statistics
+        return State(state.step + 1, params, after[1], scale, after[2]), metrics | statistics | gradients.measured
 
     def on_device(self, optimizer: Tree) -> Tree:
         """The optimizer state where it is computed with: inside jit, from the host if it lies there."""
@@ -313,7 +289,10 @@ class Program(Shown):
         return self.train_step if self.islands is None else self.islands.step_after(taken)
 
     def jitted_step(self, function: Callable[..., Any]) -> "TrainStep":
-        options, shardings = compiler_options(self.mesh, self.local.zero.closes_early), (self.state_shardings, None)
+        options, shardings = (
+            compiler_options(self.mesh, self.local.zero.overlaps_reduce_scatter),
+            (self.state_shardings, None),
+        )
         return TrainStep(jax.jit(function, donate_argnums=0, out_shardings=shardings, compiler_options=options))
 
     @cached_property
@@ -332,11 +311,15 @@ class Program(Shown):
 
         Of images (params, patches float32 [B, N, P]) -> [B, 1, vocab_size].
         """
+        from meshtrain.parallel.logits import logits
+
         name = PATCHES if self.of_images else TOKENS
 
         def local(masters: Tree, tokens: jax.Array) -> jax.Array:
             return logits(
-                self.local.forward, self.local.zero.open(masters), {name: tokens, "rows": jnp.arange(len(tokens))}
+                self.local.forward,
+                self.local.zero.gather_params(masters),
+                {name: tokens, "rows": jnp.arange(len(tokens))},
             )
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:
@@ -349,12 +332,12 @@ class Program(Shown):
         return jax.jit(run, out_shardings=self.batch_sharding)
 
     @cached_property
-    def sound(self) -> Callable[[State], jax.Array]:
+    def is_finite(self) -> Callable[[State], jax.Array]:
         """Whether a state is one to train on from: finite, all of it."""
         precision = self.config.precision
         if self.islands is None:
-            return jax.jit(lambda s: sound(s.params, (self.on_device(s.optimizer), s.reduce), precision))
-        return jax.jit(self.islands.sound)
+            return jax.jit(lambda s: is_finite(s.params, (self.on_device(s.optimizer), s.reduce), precision))
+        return jax.jit(self.islands.is_finite)
 
     def check_offload(self, state: State, batch: Batch) -> float:
         """Relative difference between the gradients with and without offloaded activations, on a real batch.
@@ -377,15 +360,17 @@ class Program(Shown):
         """The train step lowered on abstract arrays, for devices that may only be described, and a batch like this one."""
         return self.train_step.lower(self.state_shapes, batch or self.batch_shapes())
 
-    def collectives(self, batch: Mapping[str, Any] | None = None) -> Collectives:
+    def collectives(self, batch: Mapping[str, Any] | None = None) -> "CompiledCollectives":
         """What a step sends, read from the program compiled for a batch like this one (default: `batch_shapes`). Compiles it."""
+        from meshtrain.hlo import collectives
+
         with lines_as_they_are():
             compiled = self.lower(batch).compile()
         return collectives(compiled, self.mesh, self.busy)
 
     @property
     def busy(self) -> float:
-        """How often what stands in conditionals of the compiled step is done: on CPU idle stages skip a tick's work, elsewhere none does."""
+        """How often what stands in conditionals of the compiled step is done: on CPU idle stages skip a clock's work, elsewhere none does."""
         table = self.layout.table
         return table.busy if table and platform(self.mesh) == "cpu" else 1.0
 
@@ -407,8 +392,8 @@ class TrainStep:
 class StepOfIslands(TrainStep):
     """Any step of a run whose islands step by themselves, with what is due after it: it waits for the step's number to know which."""
 
-    def __init__(self, islands: IslandSteps) -> None:
-        self._islands, self._step, self.lower = islands, self._any, islands.alone.lower
+    def __init__(self, islands: "IslandSteps") -> None:
+        self._islands, self._step, self.lower = islands, self._any, islands.local_step.lower
 
     def _any(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
         taken = int(state.step)
@@ -421,10 +406,12 @@ def _refuse_state(params: Tree) -> None:
         raise ConfigError("the weights alone are wanted here: give state.params in place of the state.")
 
 
-def compiler_options(mesh: Mesh, closes_early: bool = False) -> dict[str, int]:
+def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False) -> dict[str, int]:
     """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
+    from meshtrain import xla
+
     given = os.environ.get("XLA_FLAGS", "")
-    options = xla_options.of_step(mesh.size, mesh.shape[TENSOR], closes_early)
+    options = xla.step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter)
     return {option.name: option.value for option in options if option.name not in given}

@@ -1,22 +1,23 @@
 """python -m meshtrain.train --config FILE: parse, build, restore, loop, stop.
 
     next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► evaluate, save, stop where due
+        hooks (`meshtrain.run.hooks`): rows, what watches the run, the check of the numbers, tracing, supervision
 
 So devices never wait for the host; fake CPU devices do after every step, since steps in flight together deadlock them.
 """
 
 if __name__ == "__main__":
-    from meshtrain.run import early
-    from meshtrain.survive import beat as _beat
+    from meshtrain.survive import heartbeat as _heartbeat
 
-    early.hear()
     # So that its supervisor sees it live while it imports.
-    _beat.begin()
+    _heartbeat.begin()
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,33 +27,28 @@ from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
 from meshtrain.compat import meet
-from meshtrain.config import Config, ConfigError, load, to_yaml
+from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
 from meshtrain.data import Loader, SplitBatches, in_epochs, open_data
-from meshtrain.data.digests import digests
+from meshtrain.data.batches import digests
 from meshtrain.errors import say
-from meshtrain.given import a_config
-from meshtrain.inputs import inputs
+from meshtrain.evaluate.evaluation import Evaluation
+from meshtrain.inputs import a_config, inputs
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
+from meshtrain.model.weights import trained_text
 from meshtrain.modules import callable_as
-from meshtrain.parallel import offload
-from meshtrain.parallel.sync.states import visible
-from meshtrain.plan import reducing, ticks
-from meshtrain.plan.peak import tokens_at_peak
-from meshtrain.precision import Watch
-from meshtrain.run import said
+from meshtrain.parallel import offload, placement
+from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, run_directory
-from meshtrain.run.evaluation import Evaluation
-from meshtrain.run.failures import RunFailure, end_at_once, explained
+from meshtrain.run.hooks import Batch, Row, RunHook
+from meshtrain.run.processes import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State, TrainStep
-from meshtrain.survive.tended import Tended, note
-from meshtrain.telemetry.hub import Hub
-from meshtrain.telemetry.measured import Measured
+from meshtrain.survive.supervision import Supervision, note
+from meshtrain.telemetry.hub import watch
+from meshtrain.telemetry.measured import Measured, measured
 from meshtrain.telemetry.progress import Reporter
-from meshtrain.telemetry.trace import Tracer
-from meshtrain.telemetry.watching import watch
 
 COMPILING = 3600  # seconds by which one process may be later than another
 PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors that are one sentence
@@ -76,9 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, FloatingPointError, RunFailure) as error:
         say(error)
         return FAILED
-    except KeyboardInterrupt as request:
-        say(request or "SIGINT: stopped before the first step; nothing is lost.")
-        return STOPPED
 
 
 def train(
@@ -88,55 +81,25 @@ def train(
     attention: AttentionHook | None = None,
     loss: LossHook | None = None,
 ) -> int:
-    """A whole run, or the rest of one; the exit code: 0 done (its steps, or eval.patience), 75 stopped on request with its checkpoint written.
+    """Trains a whole run, or the rest of one. Returns 0 if it is done (its steps, or eval.patience), 75 if it stopped on request.
 
     `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`; a run must be resumed and read with the same.
     ConfigError for what cannot run, CheckpointError if the last checkpoint cannot be written, FloatingPointError if the loss is
     not finite.
     """
     a_config(config, "mt.train")
-    tended = Tended(config)
+    supervision = Supervision(config)
     with StopSignals() as stop, ExitStack() as closing:
+        closing.callback(supervision.close)
         directory = run_directory(config)
         try:
-            closing.callback(tended.close)
-            tended.phase("open")
-            data, held_out = open_data(config)
-            config = in_epochs(config, data.batches_per_epoch)
-            tended.phase("join")
-            tended.at("join")
-            with stop.held():
-                join_cluster()
-            tended.phase("init")
-            program = Program(config, block=block, attention=attention, loss=loss)
-            tended.build(program.mesh, program.state_shapes.params)
-            checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
-            closing.callback(checkpointer.close)
-            tended.phase("restore")
-            tended.at("restore")
-            state, start = checkpointer.restore_or_init()
-            tended.start(state.params, start, checkpointer.newest)
-            record = RunRecord(directory, config, start, checkpointer.lock)
-            closing.callback(record.close)
-            # Ends before what failed is said, since that may end the process at once.
-            with (
-                watch(config, directory, tended.beat, program.mesh) as hub,
-                Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report,
-            ):
-                evaluation = Evaluation(program, held_out, directory / METRICS, start)
-                for sentence in said.opening(program, data, start, evaluation):
-                    report.write(sentence)
-                loop = Loop(program, data, evaluation, checkpointer, report, record, start, tended, hub)
-                closing.callback(loop.close)
-                code = loop.run(state, stop)
-                tended.phase("end")
-                return code
+            return _run(config, directory, supervision, stop, closing, block=block, attention=attention, loss=loss)
         except Exception as error:
             newest = max(committed_in(directory / CHECKPOINTS), default=None)
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
-            if tended.supervised is not None:
-                tended.fail(failure, PLAIN)
-            # of all processes alike
+            if supervision.supervised is not None:
+                supervision.fail(failure, PLAIN)
+            # All processes raise these alike.
             if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
                 raise
             if jax.distributed.is_initialized():
@@ -146,159 +109,224 @@ def train(
             raise failure from None
 
 
+def _run(
+    config: Config, directory: Path, supervision: Supervision, stop: StopSignals, closing: ExitStack, **parts: Any
+) -> int:
+    """Builds what a run needs, each once and in order, takes the steps, and ends the run."""
+    heartbeat = supervision.heartbeat
+    heartbeat.phase("open")
+    data, held_out = open_data(config)
+    config = in_epochs(config, data.batches_per_epoch)
+    supervision.enter("join")
+    with stop.held():
+        join_cluster()
+    heartbeat.phase("init")
+    program = Program(config, **parts)
+    supervision.build(program)
+    checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
+    closing.callback(checkpointer.close)
+    supervision.enter("restore")
+    state, start = checkpointer.restore_or_init()
+    supervision.start(state, start, lambda: checkpointer.newest)
+    record = RunRecord(directory, config, start, checkpointer.lock)
+    closing.callback(record.close)
+    # These end before the failure's sentence, which may end the process at once.
+    with (
+        watch(config, directory, heartbeat, program.mesh) as hub,
+        Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report,
+    ):
+        evaluation = Evaluation(program, held_out, directory / METRICS, start)
+        for sentence in _opening(program, data, start, evaluation):
+            report.write(sentence)
+        measures = measured(program, heartbeat.phases)
+        hooks: list[RunHook] = [
+            record,
+            hub,
+            report,
+            NumbersCheck(config, start, lambda s: program.is_finite(s), lambda: evaluation.ended),
+        ]
+        if config.telemetry.trace_at:
+            from meshtrain.telemetry.trace import Tracer
+
+            tracer = Tracer(config, directory, program.mesh, program.layout.table, heartbeat.phase, measures.leave_out)
+            closing.callback(tracer.close)
+            hooks.append(tracer)
+        if config.parallel.remat_offload:
+            hooks.append(OffloadCheck(program, report.write, measures.leave_out))
+        hooks.append(supervision)
+
+        def place(batch: dict[str, np.ndarray]) -> Batch:
+            supervision.read(batch)
+            return program.place(batch)
+
+        rows = lambda count: own_rows(program.batch_sharding, count)  # noqa: E731
+        loader = Loader(data, start, rows=rows, put=place, depth=config.data.prefetch)
+        closing.callback(loader.close)
+        loop = Loop(program, data, loader, evaluation, checkpointer, supervision, measures, report.write, hooks)
+        last = loop.run(state, start, stop)
+        heartbeat.phase("save")
+        checkpointer.wait()
+        for sentence in _closing(evaluation, last, checkpointer.metrics()):
+            report.write(sentence)
+        # Its rows are a part of a run: it did not end well without.
+        if not record.is_written():
+            heartbeat.note("error", "rows of metrics.jsonl could not be written.")
+            return FAILED
+        stopped = last < config.train.steps and not evaluation.ended
+        if stopped:
+            where = f"after step {last}; its checkpoint is written" if last > start else "before the first step"
+            report.write(f"stopped on request {where}, run again to go on.")
+        heartbeat.phase("end")
+        return STOPPED if stopped else DONE
+
+
+@dataclass
 class Loop:
     """The steps of one process of a run."""
 
-    def __init__(
-        self,
-        program: Program,
-        data: SplitBatches,
-        evaluation: Evaluation,
-        checkpointer: Checkpointer,
-        report: Reporter,
-        record: RunRecord,
-        start: int,
-        tended: Tended,
-        hub: Hub,
-    ) -> None:
-        self.config, self.program, self.tended = program.config, program, tended
-        self.data, self.evaluation, self.checkpointer, self.report = data, evaluation, checkpointer, report
-        self.record, self.start, self.hub = record, start, hub
-        self.watch = Watch(self.config, start)
-        self.tracer = Tracer(self.config, record.directory, program.mesh, program.layout.table, tended.phase)
-        depth = self.config.data.prefetch
-        self.loader = Loader(data, start, rows=self.own_rows, put=self.place, depth=depth)
-        self.synchronous = platform(program.mesh) == "cpu"  # steps in flight together deadlock fake devices
-        devices = program.mesh.devices
-        peak = tokens_at_peak(self.config, devices.flat[0].device_kind, devices.size)
-        self.measured = Measured(tended.beat.phases, program.mesh.local_devices, peak)
-        self.sent = reducing.row(self.config, ticks.trips(self.config, skips=self.synchronous))
-        self.waited, self.clock = 0.0, time.perf_counter()
-        self.steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = {}
+    program: Program
+    data: SplitBatches
+    loader: Loader
+    evaluation: Evaluation
+    checkpointer: Checkpointer
+    supervision: Supervision
+    measures: Measured
+    report: Callable[[str], None]
+    hooks: Sequence[RunHook]
+    steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = field(default_factory=dict)  # by batch shape
 
-    def run(self, state: State, stop: StopSignals) -> int:
-        config, steps = self.config, self.config.train.steps
-        pending: tuple[int, int, dict[str, jax.Array]] | None = None
-        step, stopping = self.start, stop.requested
-        tended = self.tended
+    def run(self, state: State, start: int, stop: StopSignals) -> int:
+        """Takes the steps after `start`, until all are taken, evaluation ends the run, or it is asked to stop; returns the last step."""
+        steps, step, stopping = self.program.config.train.steps, start, stop.requested
+        synchronous = platform(self.program.mesh) == "cpu"  # steps in flight together deadlock fake devices
+        pending: tuple[int, dict[str, jax.Array]] | None = None
         while step < steps and not stopping and not self.evaluation.ended:
-            self.tracer.before(step + 1)
-            tended.begin_step(step, self.checkpointer.newest)
-            k, batch = next(self.loader)
-            tended.take(step + 1, self.own_rows(self.data.batch_shape(k)[0]).start)
-            if config.parallel.remat_offload and step == self.start:
-                difference = self.program.check_offload(state, batch)
-                self.report.write(offload.judged(difference, config.precision.compute))
+            for hook in self.hooks:
+                hook.before_batch(step + 1)
+            _, batch = next(self.loader)
             train_step = self.compiled(state, batch, step)
             stop.finish_steps()
-            tended.phase("dispatch")
-            tended.check_product(state)
-            state, batch = tended.at("dispatch", step, (state, batch))
-            if self.synchronous:
-                tended.phase("wait")  # such devices may compute within the call
+            for hook in self.hooks:
+                state, batch = hook.before_step(step + 1, train_step, state, batch)
             state, metrics = train_step(state, batch)
             step += 1
             if self.program.islands is not None:
                 state, metrics = self.program.islands.finish(state, metrics, step)
             if pending is not None:
                 self.log(*pending)
-            pending = (step, self.data.tokens(k), metrics)
-            tracing = self.tracer.after(step, train_step, metrics)
-            self.clock += tracing
-            self.measured.leave_out(tended.beat.name, tracing)
+            pending = step, metrics
+            for hook in self.hooks:
+                hook.after_step(step, train_step, metrics)
             evaluates = self.evaluation.due(step)
             # Asked once a step, so that a request is met by a save, and by every process alike.
             stopping = stop.requested
             saves = self.checkpointer.due(step) or step == steps or stopping
-            if evaluates or saves or self.synchronous:
-                measured = self.evaluate(state) if evaluates else {}
-                eval_loss = measured.get("eval_loss")
+            if evaluates or saves or synchronous:
+                evaluated = self.evaluate(state) if evaluates else {}
+                eval_loss = evaluated.get("eval_loss")
                 is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
-                row = self.log(*pending, measured)
-                pending = None
+                row, pending = self.log(*pending, evaluated), None
                 if saves or is_best or self.evaluation.ended:
-                    tended.begin_save(step, self.checkpointer.due(step) or is_best)
-                    self.watch.state(step, self.program.sound(state))
-                    tended.check_copies(state.params)
-                    tended.at("save", step)
+                    due = self.checkpointer.due(step) or is_best
+                    self.supervision.heartbeat.begin_save(step, due)
+                    for hook in self.hooks:
+                        hook.before_save(step, state)
                     self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
         if pending is not None:
             self.log(*pending)
-        tended.phase("save")
-        self.checkpointer.wait()
-        for sentence in said.closing(self.evaluation, step, self.checkpointer.metrics()):
-            self.report.write(sentence)
-        # What the run says of itself is a part of it: it did not end well without.
-        if not self.record.is_written():
-            tended.note("error", "rows of metrics.jsonl could not be written.")
-            return FAILED
-        if step < steps and not self.evaluation.ended:
-            left = f"after step {step}; its checkpoint is written" if step > self.start else "before the first step"
-            self.report.write(f"stopped on request {left}, run again to go on.")
-            return STOPPED
-        return DONE
+        return step
 
-    def compiled(self, state: State, batch: dict[str, jax.Array], step: int) -> jax.stages.Compiled:
+    def compiled(self, state: State, batch: Batch, step: int) -> jax.stages.Compiled:
         """The step after `step` steps for this shape of batch; compiling is reported, and does not count as a step's time."""
         train_step, shape = self.program.step_after(step), inputs(batch).shape
         key = train_step, shape
         if key not in self.steps:
-            self.tended.phase("compile")
-            self.tended.at("compile", step)
+            self.supervision.enter("compile", step)
             began = time.perf_counter()
             self.steps[key] = train_step.lower(state, batch).compile()
             if self.program.islands is not None:
                 self.program.islands.prepare()
             meet(f"compiled for {shape}, program {len(self.steps)}", COMPILING)
             sizes = " x ".join(map(str, shape))
-            self.report.write(f"compiled for batches of {sizes} in {time.perf_counter() - began:.1f} s")
-            self.tended.see_compiled(self.steps[key], self.program.mesh, self.program.busy)
-            self.clock = time.perf_counter()
+            self.report(f"compiled for batches of {sizes} in {time.perf_counter() - began:.1f} s")
+            self.measures.restart()
         return self.steps[key]
 
-    def log(self, step: int, tokens: int, metrics: dict[str, Any], evaluated: Mapping[str, float] | None = None) -> dict[str, Any]:  # fmt: skip
-        """Waits for the metrics of `step`, writes and shows them where due, with what it `evaluated` to."""
-        self.tended.phase("wait")
-        values = visible(metrics)
-        self.tended.took(step)
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
-        waited, self.waited = self.loader.waited - self.waited, self.loader.waited
-        row = {"step": step, **values, "tokens": tokens, "tokens_per_second": tokens / seconds}
-        row |= self.sent | {"step_seconds": seconds, "data_wait_seconds": waited} | self.measured.step(tokens / seconds)
+    def log(self, step: int, metrics: dict[str, Any], evaluated: Mapping[str, float] | None = None) -> Row:
+        """Waits for the metrics of `step`, and hands its row, with what it `evaluated` to, to the hooks."""
+        self.supervision.heartbeat.phase("wait")
+        islands, config = self.program.islands, self.program.config
+        values = (
+            {name: float(x) for name, x in jax.device_get(metrics).items()}
+            if islands is None
+            else islands.visible(metrics)
+        )
+        self.supervision.heartbeat.took(step)
+        row = {"step": step, **values} | self.measures.step(self.data.tokens(step - 1), self.loader.waited)
         row |= evaluated or {}
-        due = step % self.config.log.every == 0 or step == self.config.train.steps or bool(evaluated)
+        due = step % config.log.every == 0 or step == config.train.steps or bool(evaluated)
         if due:
             # of all saves and compilations since the row before
-            row |= self.checkpointer.metrics() | self.measured.row()
-            self.record.write(row)
-        self.hub.row(row, due)
-        self.report.step(row, show=due)
-        self.watch.metrics(step, values, self.evaluation.ended)
+            row |= self.checkpointer.metrics() | self.measures.row()
+        for hook in self.hooks:
+            hook.after_metrics(row, due)
         return row
 
     def evaluate(self, state: State) -> dict[str, float]:
-        """What held-out data comes to."""
-        self.tended.phase("wait")
+        """The loss on held-out data."""
+        self.supervision.heartbeat.phase("wait")
         jax.block_until_ready(state)
-        self.tended.phase("eval")
+        self.supervision.heartbeat.phase("eval")
         began = time.perf_counter()
-        found = self.evaluation.measure(state.params, self.synchronous)
-        self.clock += time.perf_counter() - began  # no part of a step's time
-        return found
+        values = self.evaluation.measure(state.params, platform(self.program.mesh) == "cpu")
+        self.measures.leave_out(time.perf_counter() - began)
+        return values
 
-    def own_rows(self, rows: int) -> slice:
-        """The rows of a global batch that this process's devices hold."""
-        return own_rows(self.program.batch_sharding, rows)
 
-    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows onto its devices, on the loader's thread."""
-        self.tended.read(batch)
-        return self.program.place(batch)
+class OffloadCheck(RunHook):
+    """Compares gradients with and without offloaded activations on the first batch of a process; ConfigError if they differ."""
 
-    def close(self) -> None:
-        self.loader.close()
-        self.tracer.close()
+    def __init__(self, program: Program, report: Callable[[str], None], leave_out: Callable[[float], None]) -> None:
+        self._program, self._report, self._leave_out, self._checked = program, report, leave_out, False
+
+    def before_step(self, step: int, compiled: jax.stages.Compiled, state: State, batch: Batch) -> tuple[State, Batch]:
+        if not self._checked:
+            began, self._checked = time.perf_counter(), True
+            difference = self._program.check_offload(state, batch)
+            self._report(offload.judged(difference, self._program.config.precision.compute))
+            self._leave_out(time.perf_counter() - began)
+        return state, batch
+
+
+def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evaluation) -> list[str]:
+    """Sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is left to do."""
+    config, mesh = program.config, program.config.mesh
+    lines = [
+        f"{config.model.family} with {program.layout.parameters:,} parameters{trained_text(config.model, config.lora, config.train.trainable)} on {mesh} "
+        f"({program.mesh.devices.size} {platform(program.mesh)} devices), "
+        f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
+        data.describe(),
+        *([f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"] if config.train.epochs else []),
+        *chosen(config),
+        *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
+    ]
+    if start >= config.train.steps:
+        lines.append(f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do")
+    elif evaluation.ended:
+        lines.append(f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on")
+    else:
+        lines += [*evaluation.opening(), *([f"going on after step {start}"] if start else [])]
+    return lines
+
+
+def _closing(evaluation: Evaluation, step: int, last: Mapping[str, float]) -> list[str]:
+    """Sentences on the saves that no row of metrics follows (`last`: their metrics), and on the evaluations."""
+    lines = evaluation.closing(step)
+    if last:
+        size, seconds = last["checkpoint_bytes"] / 1e6, last["checkpoint_seconds"]
+        blocking = last["checkpoint_blocked_seconds"]
+        lines.insert(0, f"last save: {size:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking")
+    return lines
 
 
 callable_as(__name__, train)

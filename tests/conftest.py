@@ -1,4 +1,4 @@
-"""Every test sees 8 fake CPU devices, a compiler told to be quick, and what was compiled the last time."""
+"""Every test sees 8 fake CPU devices, a compiler told to be quick, what was compiled the last time, and nothing that a user left behind."""
 
 import os
 import signal
@@ -6,9 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
+import pytest
 
 from meshtrain.mesh import fake_cpu_devices
 
+ROOT = Path(__file__).parents[1]
 DEVICES = 8
 FLAGS = [
     "--xla_cpu_collective_call_terminate_timeout_seconds=60",  # a hang fails soon, and says where
@@ -27,6 +29,28 @@ def pytest_configure() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     fake_cpu_devices(DEVICES)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meshtrain" / "compiled-tests"
+    os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    cache = Path(os.environ["XDG_CACHE_HOME"]) / "meshtrain" / "compiled-tests"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="module")
+def shared_programs():
+    """What a module's tests run or read in this process builds each program once."""
+    from shared_programs import shared_program
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("train", "reader"):
+            patch.setattr(f"meshtrain.{module}.Program", shared_program)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_directory_and_a_home_of_its_own(tmp_path_factory):
+    """Tests run in a directory that holds the checkout's configs and README alone, and in an empty home."""
+    directory = tmp_path_factory.mktemp("checkout")
+    for name in ("configs", "experiments", "README.md"):
+        (directory / name).symlink_to(ROOT / name)
+    os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
+    os.chdir(directory)

@@ -5,6 +5,7 @@ import importlib
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_help_is_still_help(name, capsys):
         (OSError(errno.ENOSPC, "No space left on device", "page.html"), cli.FAILED, "page.html: no space left on device."),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), cli.FAILED, "standard output cannot be written: broken pipe."),  # another one than the output
         (OSError(errno.ENOSPC, "No space left on device"), cli.FAILED, "standard output cannot be written: no space left on device."),
-        (OSError(errno.EIO, "Input/output error"), cli.FAILED, "input/output error."),
+        (OSError(errno.EIO, "Input/output error"), cli.FAILED, "the system refused a call (test_cli.py, line {line}): input/output error."),
     ],
 )  # fmt: skip
 def test_a_command_ends_on_a_sentence_and_an_exit_code(error, code, says, capsys):
@@ -133,7 +134,68 @@ def test_a_command_ends_on_a_sentence_and_an_exit_code(error, code, says, capsys
         raise error
 
     assert main([]) == code
-    assert capsys.readouterr().err == f"meshtrain: {says}\n"
+    line = main.__wrapped__.__code__.co_firstlineno + 2
+    assert capsys.readouterr().err == f"meshtrain: {says.format(line=line)}\n"
+
+
+# Interrupts a process when it looks for a module for the first time.
+INTERRUPTS = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+"""
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "at"),
+    [
+        *((name, name) for name in ("meshtrain.train", *(f"meshtrain.{p.parent.name}" for p in ROOT.glob("meshtrain/*/__main__.py")))),
+        ("meshtrain.data", "meshtrain.cli"),
+    ],
+)  # fmt: skip
+def test_an_interrupt_while_a_command_imports_is_a_sentence(module, at, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPTED_AT": at}
+    done = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == "meshtrain: SIGINT: stopped; nothing is lost, run again to go on.\n"
+    assert done.returncode == cli.STOPPED
+
+
+def test_who_imports_the_package_is_interrupted_as_before(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import meshtrain.cli")
+    (tmp_path / "theirs" / "__main__.py").write_text("import signal; print(signal.getsignal(2), signal.getsignal(15))")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "theirs", "--config", "meshtrain.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{signal.default_int_handler} {signal.SIG_DFL}\n"
+
+
+def test_a_process_that_is_interrupted_ends_without_the_interpreters_end():
+    """Which waits for what XLA compiles, and crashes on it."""
+    program = (
+        "import atexit, os, signal, time; from meshtrain import cli; from meshtrain.run import early\n"
+        "atexit.register(os.abort); early.hear()\n"
+        "def main(_):\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+        "    finally: print('put in order')\n"
+        "cli.command(main)()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (cli.STOPPED, "put in order\n", "meshtrain: stopped.\n")
+
+
+def test_a_command_that_is_ended_at_its_work_does_not_say_that_nothing_is_lost():
+    program = (
+        "import os, signal; from meshtrain import cli; from meshtrain.run import early; early.hear()\n"
+        "cli.command(lambda _: os.kill(os.getpid(), signal.SIGTERM))()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (cli.STOPPED, "meshtrain: SIGTERM: stopped.\n")
 
 
 def test_what_the_package_logs_is_said_by_its_commands_and_by_them_alone(capsys):
@@ -148,6 +210,21 @@ def test_what_the_package_logs_is_said_by_its_commands_and_by_them_alone(capsys)
     assert capsys.readouterr().err == "meshtrain: preparing 3 files\n" * 2
     logging.getLogger("meshtrain.data.cache").info("to nobody")
     assert capsys.readouterr().err == "" and logging.getLogger("meshtrain").handlers == []
+
+
+def test_a_name_that_no_file_can_have_is_bad_input(capsys):
+    assert cli.command(lambda arguments: Path("x" * 5000).is_file())([]) == cli.USAGE
+    assert capsys.readouterr().err.endswith("x: file name too long.\n")
+
+
+def test_what_a_command_makes_is_not_everybodys_to_write(tmp_path):
+    before = os.umask(0)
+    try:
+        cli.command(lambda _: (tmp_path / "run" / "checkpoints").mkdir(parents=True) or cli.DONE)([])
+    finally:
+        after = os.umask(before)
+    assert after == 0, "who calls a command has the mask of before"
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run", tmp_path / "run" / "checkpoints")} == {0o775}
 
 
 def test_what_a_terminal_has_no_letters_for_is_escaped(monkeypatch):
@@ -168,3 +245,27 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
         process.stdout.close()
         said = process.stderr.read()
         assert "meshtrain: " not in said and "Traceback" not in said and process.wait(60) == cli.FAILED
+
+
+def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, monkeypatch):
+    from meshtrain.__main__ import COMMANDS, main
+
+    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {"train"}
+    assert there == COMMANDS.keys()
+    monkeypatch.setattr("meshtrain.run.early.hear", lambda: None)
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name:<11} {meaning}\n" in printed for name, meaning in COMMANDS.items())
+    assert main(["--version"]) == 0 and capsys.readouterr().out.startswith("meshtrain ")
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == "meshtrain: there is no command trian; did you mean train?\n"
+
+
+@pytest.mark.parametrize("words", [["train", "--confg", "x"], ["telemetry", "catalog"]])
+def test_a_command_by_its_name_alone_says_and_ends_as_its_module_does(words):
+    run = lambda *line: subprocess.run(  # noqa: E731
+        [sys.executable, "-m", *line], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    short, long = run("meshtrain", *words), run(f"meshtrain.{words[0]}", *words[1:])
+    assert (short.returncode, short.stdout, short.stderr) == (long.returncode, long.stdout, long.stderr)
+    assert short.returncode == cli.USAGE and short.stderr

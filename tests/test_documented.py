@@ -4,9 +4,11 @@ import ast
 import importlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import jax
 import pytest
 import yaml
 from documented import README, ROOT, commands, docstrings, fenced, paths
+from training_processes import CONTEXT
 
 from meshtrain.config import Config, load
 from meshtrain.config.key import keys
@@ -41,8 +44,11 @@ NOT_HERE = {
     "python -m experiments.adopt.parity": "needs torch and transformers; tests/adopt has what they computed",
     "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; tests/evaluate/test_harness.py has tasks of its own",
     "python -m meshtrain.evaluate.harness": "needs lm-eval",
+    "python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100": "tests/plan/jobs/test_jobs_command.py places them",
     "python -m meshtrain.train --config configs/vit_digits.yaml": "takes minutes; tests/test_images_runs.py has runs on images",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
+    "python -m experiments.plan": "takes a minute; tests/plan/test_published.py holds what it prints",
+    "python -m experiments.plan --compile": "takes 15 minutes; tests/plan/test_compiled.py compiles some of them",
     "python -m experiments.serving.balance": "tests/serve/test_balancers.py runs it, where haproxy and nginx are",
     "python -m meshtrain.generate HF_DIR --chat": "reads what is typed; tests/generate/test_generate_command.py has it",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
@@ -104,7 +110,6 @@ SAYS = {
     "telemetry catalogue": r"(?m)^meshtrain_loss +step",
     "telemetry dashboard": r'(?m)^ "title": "meshtrain"',
     "telemetry rules": r"(?m)^- name: meshtrain",
-    "--jobs": r"(?m)^search +100\.0%",
     "meshtrain.probe": r"(?s)latency.*each of 8 devices, all at once",
     "adopt inspect": r"(?m)^model:\n  family: llama\n  layers: 3\n",
     "adopt import": r"imported",
@@ -124,26 +129,41 @@ SAYS = {
 }
 
 
-def python(arguments: list[str], directory: Path) -> str:
-    """What a Python of its own prints that is started in a directory."""
-    # It finds the tests' compiled programs, and fakes the devices that its config asks for.
-    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {
+def environment() -> dict[str, str]:
+    """Of what is typed: it finds the tests' compiled programs, and fakes the devices that its config asks for."""
+    return {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
-    command = [sys.executable, *arguments]
-    ended = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+
+
+def typed(words: list[str], directory: Path) -> str:
+    """What `python -m words` prints that is typed in a directory: in a process forked from one that has imported what most need."""
+    printed = directory / "printed"
+    process = CONTEXT.Process(target=_type, args=(words, directory, printed, environment()))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0, Path(f"{printed}.errors").read_text()
+    return printed.read_text()
+
+
+def _type(words: list[str], directory: Path, printed: Path, variables: dict[str, str]) -> None:
+    for number, path in ((1, printed), (2, f"{printed}.errors")):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(variables)
+    jax.config.update("jax_compilation_cache_dir", variables["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def run(words: list[str], directory: Path) -> None:
     """Types a command in a directory, with nothing changed but SHORTER; what it must print and write is there."""
     more = SHORTER.get(words[2], []) if "--config" in words else [] if len(words) > 3 else ["--help"]
-    printed = python([*words[1:], *more], directory)
+    printed = typed([*words[2:], *more], directory)
     line = " ".join([*words, *more])
     expected = next(said for word, said in SAYS.items() if word in line)
     assert re.search(expected, printed), printed
@@ -151,44 +171,51 @@ def run(words: list[str], directory: Path) -> None:
         assert option not in ("--gantt", "--output", "--svg") or (directory / target).exists(), f"nothing at {target}"
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """The first run of the README, typed beside a copy of the configs; the run directory that it leaves."""
-    directory = tmp_path_factory.mktemp("quickstart")
+def furnish(directory: Path) -> Path:
+    """Puts what commands name into a directory, but for a run."""
     shutil.copytree(ROOT / "configs", directory / "configs")
-    run(COMMANDS[QUICKSTART], directory)
-    return directory / "runs" / "quickstart"
+    (directory / "experiments").mkdir()
+    (directory / "my_text").mkdir()
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        (directory / "my_text" / f"{name}.txt").write_bytes((ROOT / name).read_bytes())
+    (directory / "mine.yaml").write_text(yaml.safe_dump(FILE))
+    (directory / "theirs.yaml").write_text(yaml.safe_dump(THEIRS))
+    return directory
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """What commands name, but for a run."""
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "my_text").mkdir()
-    for name in ("README.md", "LICENSE", "pyproject.toml"):
-        (tmp_path / "my_text" / f"{name}.txt").write_bytes((ROOT / name).read_bytes())
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FILE))
-    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(THEIRS))
-    return tmp_path
+    return furnish(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The run directory that a command left which several others read; it is typed once."""
+
+    @cache
+    def run_of(command: str) -> Path:
+        where = furnish(tmp_path_factory.mktemp("ran"))
+        run(COMMANDS.get(command, command.split()), where)
+        return where / "runs"
+
+    return run_of
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", TYPED)
-def test_what_is_documented_can_be_typed(command, directory, request):
+def test_what_is_documented_can_be_typed(command, directory, ran):
     words = [PLACEHOLDERS.get(word, word) for word in COMMANDS.get(command, command.split())]
     assert words[0] == "python", "what is typed here is Python; give a reason in NOT_HERE"
     assert not (unknown := list(filter(PLACEHOLDER.fullmatch, words))), f"no such thing is made here: {unknown}"
     if "tokenizer.json" in words:
         run(TOKENIZER.split(), directory)
-    if command == QUICKSTART or "runs/quickstart" in words:
-        (directory / "runs").mkdir()
-        (directory / "runs" / "quickstart").symlink_to(request.getfixturevalue("quickstart"))
-    if words[2] == "meshtrain.survive" and "runs/quickstart" in words:
-        run(SUPERVISED.split(), directory)
-        words = ["runs/mine" if word == "runs/quickstart" else word for word in words]
-    if command != QUICKSTART:
-        run(words, directory)
+    once = SUPERVISED if words[2] == "meshtrain.survive" and len(words) > 4 else QUICKSTART
+    if once in (" ".join(words), command):
+        ran(once)
+    else:
+        if "runs/quickstart" in words:
+            (directory / "runs").symlink_to(ran(once))
+        run(["runs/mine" if once == SUPERVISED and word == "runs/quickstart" else word for word in words], directory)
     # What the README shows is what its command draws now.
     for drawn in directory.glob("experiments/*.svg"):
         assert drawn.read_text() == (ROOT / "experiments" / drawn.name).read_text(), "draw it again"
@@ -211,12 +238,16 @@ PYTHON = [
 def test_the_readmes_python_runs_and_shows_its_last_line(block, directory):
     last = ast.parse(block).body[-1]
     assert isinstance(last, ast.Expr), "the last line of a cell is what it shows"
-    script = f"{block}\nprint({ast.unparse(last)})"
-    assert len(python(["-c", script], directory).splitlines()) > 3
+    script = [sys.executable, "-c", f"{block}\nprint({ast.unparse(last)})"]
+    ended = subprocess.run(
+        script, cwd=directory, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) > 3
 
 
 def test_the_readmes_blocks_are_of_kinds_that_are_run_or_shown():
-    assert {kind for kind, _ in BLOCKS} == {"", "bash", "python", "yaml"}
+    assert {kind for kind, _ in BLOCKS} == {"", "bash", "python", "sh", "yaml"}
 
 
 @pytest.mark.parametrize("block", [block for kind, block in BLOCKS if kind == "yaml"])

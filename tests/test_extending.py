@@ -107,7 +107,7 @@ def test_a_family_of_images_is_one_entry(register):
 
 def test_a_schedule_is_one_entry(register):
     def late_backward(stages, microbatches, chunks):
-        """All forwards, a tick in which nothing happens, all backwards in the order of the forwards."""
+        """All forwards, a clock in which nothing happens, all backwards in the order of the forwards."""
         forward = np.arange(stages)[:, None] + np.arange(microbatches)
         backward = forward.max() + 2 + np.arange(microbatches) + (stages - 1 - np.arange(stages))[:, None]
         return forward, backward
@@ -117,7 +117,7 @@ def test_a_schedule_is_one_entry(register):
     np.testing.assert_allclose(losses(there), losses(config({})), rtol=2e-5)
     planned = mt.plan(there)
     assert planned.timeline.table.name == "late" and planned.peak_in_flight == 4
-    assert planned.ticks == 2 * (4 + 1) + 1
+    assert planned.clocks == 2 * (4 + 1) + 1
 
 
 def test_an_optimizer_is_one_entry(register):

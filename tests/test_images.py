@@ -85,10 +85,8 @@ CASES: dict[str, tuple[tuple[int, int, int], str, bool, bool, float, dict[str, A
     "2x2x2": ((2, 2, 2), "class", True, True, 0.0, {"zero_stage": 1, "microbatches": 2}),
     "1x4x1": ((1, 4, 1), "class", True, True, 0.0, {}),
     "4x1x2-edge-zero3": ((4, 1, 2), "class", True, False, 0.0, {"vocab": "edge", "zero_stage": 3, "microbatches": 2}),
-    "2x4x1-scattering-at-use": ((2, 4, 1), "mean", False, True, 0.0, {"zero_stage": 2, "zero_hold": False, "microbatches": 2}),
     "1x2x4-split-backward": ((1, 2, 4), "even", True, True, 0.2, {"schedule": "zb_h1", "sequence_parallel": True, "microbatches": 4}),
     "2x2x2-interleaved": ((2, 2, 2), "mean", True, False, 0.2, {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4, "remat": "full", "zero_stage": 3}),
-    "8x1x1": ((8, 1, 1), "class", False, True, 0.2, {"zero_stage": 2, "remat": "selective"}),
 }  # fmt: skip
 NOW = ("1x1x1", "2x2x2", "1x4x1")
 

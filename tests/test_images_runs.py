@@ -105,9 +105,7 @@ def test_a_checkpoint_of_all_axes_goes_on_alike_on_any_mesh(tmp_path):
 
 
 OTHERS: dict[str, dict[str, dict[str, Any]]] = {
-    "LoRA": {"lora": {"rank": 2, "targets": ["q", "v", "up"]}},
     "DiLoCo": {"mesh": {"data": 4, "islands": 2}, "parallel": {"sync": {"every": 2}}},
-    "compressed": {"mesh": {"data": 4}, "parallel": {"reduce": {"compression": "topk"}, "zero_stage": 1}},
     "offloaded, ring": {"mesh": {"data": 4}, "parallel": {"reduce": {"algorithm": "ring"}, "zero_stage": 2, "offload_optimizer": True}},
     "a batch filled up": {"mesh": {"data": 3}, "train": {"uneven_batch": "pad"}},
 }  # fmt: skip

@@ -6,28 +6,23 @@ Of S bytes of gradients on a device, N data ranks and R islands, read from the c
     island    one all-reduce of S / (N/R), of which a device sends 2 (R - 1) / R by a ring, in groups of one device an island
 """
 
-import json
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-import yaml
-from supervised import supervised
 
 import meshtrain as mt
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, load, replaced
-from meshtrain.hlo import Collectives, Module, collectives, replica_groups
+from meshtrain.hlo import CompiledCollectives, Module, collectives, replica_groups
 from meshtrain.mesh import make_mesh, of_own_rows, own_rows, part_bytes
 from meshtrain.plan import named, plan, traffic
-from meshtrain.run.failures import SickDevice
+from meshtrain.run.processes import SickDevice
 from meshtrain.step import Program, State
-from meshtrain.survive.beat import Beat
 from meshtrain.survive.health import Health
+from meshtrain.survive.heartbeat import Heartbeat
 from meshtrain.survive.injector import _changed_at
 
 WITHIN = 0.01
@@ -58,9 +53,7 @@ CASES = {
 MORE = {
     "zero 2 in 4 islands of 2": configuration((8, 1, 1), 4, zero_stage=2),
     "zero 2 scattering at use": configuration((4, 2, 1), 2, zero_stage=2, zero_hold=False),
-    "zero 3 in 2 islands of 4": configuration((8, 1, 1), 2, zero_stage=3, zero_hold=False),
     "zero 3 held": configuration((4, 2, 1), 2, zero_stage=3, zero_hold=True),
-    "zero 1, all axes": configuration((4, 2, 1), 2, zero_stage=1, sequence_parallel=True),
     "odd sizes": configuration((8, 1, 1), 2, ODD, zero_stage=1),
     "islands of one": configuration((4, 2, 1), 4, zero_stage=1),
 }
@@ -68,7 +61,7 @@ RUN = [*CASES, *[pytest.param(case, marks=pytest.mark.thorough) for case in MORE
 
 
 @cache
-def compiled(case: str) -> tuple[Program, Module, Collectives]:
+def compiled(case: str) -> tuple[Program, Module, CompiledCollectives]:
     config = (CASES | MORE)[case]
     program = Program(config, make_mesh(config))
     text = program.lower().compile().as_text()
@@ -109,12 +102,12 @@ def test_across_islands_goes_one_sum_of_a_shard(case):
 def test_the_planner_knows_what_islands_send(case):
     program, _, found = compiled(case)
     config, mesh = program.config, program.config.mesh
-    planned = traffic.by_axis(plan(config, named("cpu", mesh.devices)).flows)
+    planned = traffic.by_axis(plan(config, named("cpu", mesh.devices)).transfers)
     assert planned["island"] == pytest.approx(found.traffic["island"], rel=WITHIN)
     # An island by itself is a mesh without islands, with its share of the batch.
     inside = {"data": mesh.shards, "islands": 1}
     alone = replaced(config, mesh=inside, train={"global_batch_size": 16 // mesh.islands})
-    assert planned["data"] == traffic.by_axis(plan(alone, named("cpu", alone.mesh.devices)).flows)["data"]
+    assert planned["data"] == traffic.by_axis(plan(alone, named("cpu", alone.mesh.devices)).transfers)["data"]
 
 
 @pytest.mark.parametrize("case", RUN)
@@ -139,7 +132,7 @@ def test_without_zero_there_is_one_sum_over_all_of_data():
     sent = program.collectives().traffic
     assert set(sent) == {"island+data"}
     assert sent["island+data"] == pytest.approx(2 * 3 / 4 * 4 * program.layout.parameters, rel=WITHIN)
-    planned = traffic.by_axis(plan(config, named("cpu", 4)).flows)
+    planned = traffic.by_axis(plan(config, named("cpu", 4)).transfers)
     assert planned["island+data"] == pytest.approx(sent["island+data"], rel=WITHIN)
 
 
@@ -176,12 +169,10 @@ def test_weights_of_a_run_on_islands_are_read_on_islands_and_without(tmp_path):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
 
 
-def test_a_bit_that_flips_on_one_island_is_found(tmp_path):
+def test_a_bit_that_flips_on_one_island_is_found():
     program = Program(configuration((2, 1, 1), 2))
-    beat = Beat()
-    beat.supervised = supervised(tmp_path)
     params = program.init().params
-    health = Health(program.mesh, params, beat)
+    health = Health(program.mesh, params, Heartbeat())
     health.check_copies(params)
 
     def flip(part: np.ndarray) -> None:
@@ -189,24 +180,3 @@ def test_a_bit_that_flips_on_one_island_is_found(tmp_path):
 
     with pytest.raises(SickDevice, match=r"^rank 0 holds other bits of "):
         health.check_copies(_changed_at(State(None, params, None, None), lambda leaf: True, flip).params)
-
-
-@pytest.mark.thorough
-def test_a_process_an_island_computes_what_one_process_does_without_islands(tmp_path):
-    def losses(run: str, command: list[str], *more: str) -> list[float]:
-        where = tmp_path / run
-        words = [*command, "--config", str(tmp_path / "run.yaml"), "--set", f"run.directory={where}", *more]
-        subprocess.run([sys.executable, "-m", *words], check=True, capture_output=True, timeout=300)
-        rows = map(json.loads, (where / "metrics.jsonl").read_text().splitlines())
-        return [row["loss"] for row in rows if "loss" in row]
-
-    run = given((4, 2, 1), 2, {"vocab_size": 257}, zero_stage=3) | {
-        "data": {"source": "synthetic"},
-        "log": {"every": 1},
-    }
-    run["train"] |= {"steps": 6}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    two = losses("two", ["meshtrain.launch", "local", "2"])
-    one = losses("one", ["meshtrain.train"], "--set", "mesh.islands=1")
-    assert len(one) == 6
-    np.testing.assert_allclose(two, one, rtol=2e-6)

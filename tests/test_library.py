@@ -77,7 +77,11 @@ def test_looking_loads_no_jax_and_starts_no_backend():
 
 @pytest.mark.parametrize(
     "before",
-    ["", "import meshtrain.train, meshtrain.plan", "mt.train, mt.plan; import meshtrain.train, meshtrain.plan"],
+    [
+        pytest.param("", marks=pytest.mark.thorough),
+        pytest.param("import meshtrain.train, meshtrain.plan", marks=pytest.mark.thorough),
+        "mt.train, mt.plan; import meshtrain.train, meshtrain.plan",
+    ],
 )
 def test_train_and_plan_are_modules_that_can_be_called_whatever_was_imported_before(before):
     script = f"""
@@ -94,7 +98,7 @@ except mt.ConfigError as error:
     print(error)
 """
     first, second = python(script).splitlines()
-    assert first == "1 config block attention loss config cluster practice"
+    assert first == "1 config block attention loss config cluster profile"
     assert "run.directory /proc/nowhere cannot be written" in second
 
 
@@ -233,7 +237,7 @@ def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_
     exec("\n".join(lines), found)
     assert found["logits"].shape == (1, 2, 260) and float(found["metrics"]["loss"]) > 0
     looked_at = [line for line in lines if re.fullmatch(r"program\.[\w.()]+", line)]
-    assert [type(eval(line, found)).__name__ for line in looked_at] == ["Layout", "Collectives", "Table"]
+    assert [type(eval(line, found)).__name__ for line in looked_at] == ["Layout", "CompiledCollectives", "Table"]
     assert all("<img" in html or "<table" in html for html in (eval(line, found)._repr_html_() for line in looked_at))
 
 

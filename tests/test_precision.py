@@ -15,7 +15,7 @@ from short_runs import canonical_numbers, start, token_batches, train
 
 from meshtrain.config import Config, ConfigError, PrecisionConfig, load
 from meshtrain.mesh import make_mesh
-from meshtrain.precision import LossScale, Watch, initial_scale, next_scale
+from meshtrain.precision import LossScale, NumbersCheck, initial_scale, next_scale
 from meshtrain.step import Program
 
 STEPS = 10
@@ -175,7 +175,7 @@ def test_one_number_makes_a_state_unsound(compute):
     config = configuration((2, 1, 1), precision=precision, parallel=parallel)
     program = Program(config, make_mesh(config))
     state = program.init()
-    assert program.sound(state)
+    assert program.is_finite(state)
     for part, values in zip(("params", "optimizer"), SOUND[compute], strict=True):
         leaves, tree = jax.tree.flatten(getattr(state, part))
         at = max(range(len(leaves)), key=lambda i: leaves[i].size)
@@ -184,7 +184,7 @@ def test_one_number_makes_a_state_unsound(compute):
             spoilt = whole.copy()
             spoilt[-1, -1] = value
             leaves[at] = jax.device_put(spoilt, sharding)
-            assert bool(program.sound(state._replace(**{part: tree.unflatten(leaves)}))) == right, (part, value)
+            assert bool(program.is_finite(state._replace(**{part: tree.unflatten(leaves)}))) == right, (part, value)
 
 
 # --- runs that end
@@ -198,10 +198,10 @@ def metrics(loss: float = 1.0, grad_norm: float = 1.0, **others: float) -> dict[
     ("loss", "norm", "says"), [(math.nan, math.nan, "the loss of step 3 is nan"), (1.0, math.inf, "the gradient norm of step 3 is inf")]
 )  # fmt: skip
 def test_a_loss_or_gradient_that_is_not_finite_ends_a_run_without_a_loss_scale(loss, norm, says):
-    watch = Watch(configuration(), start=0)
-    watch.metrics(2, metrics())
+    watch = NumbersCheck(configuration(), start=0)
+    watch.after_metrics({"step": 2, **metrics()}, due=True)
     with pytest.raises(FloatingPointError, match=f"^{says}; the checkpoints before it are intact"):
-        watch.metrics(3, metrics(loss, norm))
+        watch.after_metrics({"step": 3, **metrics(loss, norm)}, due=True)
 
 
 def skips(scale: float, skipped: int) -> dict[str, float]:
@@ -209,28 +209,35 @@ def skips(scale: float, skipped: int) -> dict[str, float]:
 
 
 def test_float16_gives_up_after_ten_skipped_steps_at_the_smallest_scale_and_not_before():
-    watch = Watch(
+    watch = NumbersCheck(
         configuration(train={"global_batch_size": 8, "steps": 100}, precision={"compute": "float16"}), start=5
     )
-    watch.metrics(6, metrics(loss_scale=4.0, skipped=0))
-    watch.metrics(7, skips(2.0, 1))
+    watch.after_metrics({"step": 6, **metrics(loss_scale=4.0, skipped=0)}, due=True)
+    watch.after_metrics({"step": 7, **skips(2.0, 1)}, due=True)
     for step in range(8, 18):
-        watch.metrics(step, skips(1.0, step - 6))  # the first of these still ran at scale 2
-    watch.metrics(18, metrics(loss_scale=1.0, skipped=11))  # one good step, and all is forgiven
+        watch.after_metrics({"step": step, **skips(1.0, step - 6)}, due=True)  # the first of these still ran at scale 2
+    watch.after_metrics(
+        {"step": 18, **metrics(loss_scale=1.0, skipped=11)}, due=True
+    )  # one good step, and all is forgiven
     for step in range(19, 29):
-        watch.metrics(step, skips(1.0, step - 7))
+        watch.after_metrics({"step": step, **skips(1.0, step - 7)}, due=True)
     with pytest.raises(
         FloatingPointError, match=r"^no step after step 18 could be taken in float16, even at a loss scale of 1;"
     ):
-        watch.metrics(29, skips(1.0, 22))
+        watch.after_metrics({"step": 29, **skips(1.0, 22)}, due=True)
 
 
 def test_a_float16_run_whose_steps_were_all_skipped_does_not_end_well():
-    watch = Watch(configuration(precision={"compute": "float16"}), start=0)
+    watch = NumbersCheck(configuration(precision={"compute": "float16"}), start=0)
     for step in range(1, STEPS):
-        watch.metrics(step, skips(64.0, step))
+        watch.after_metrics({"step": step, **skips(64.0, step)}, due=True)
     with pytest.raises(
         FloatingPointError, match=f"^none of the {STEPS} steps could be taken in float16, down to a loss scale of 64"
     ):
-        watch.metrics(STEPS, skips(64.0, STEPS))
-    watch.metrics(STEPS, skips(64.0, STEPS - 1))  # one of them was
+        watch.after_metrics({"step": STEPS, **skips(64.0, STEPS)}, due=True)
+    others = NumbersCheck(configuration(precision={"compute": "float16"}), start=0)
+    for step in range(1, STEPS + 1):
+        others.after_metrics(
+            {"step": step, **metrics(loss_scale=64.0, skipped=step)}, due=True
+        )  # by another island all of them were taken
+    watch.after_metrics({"step": STEPS, **skips(64.0, STEPS - 1)}, due=True)  # one of them was

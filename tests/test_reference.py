@@ -1,6 +1,5 @@
 """The API reference: every public module and name says what it is, every page is built, every link leads somewhere."""
 
-import ast
 import html
 import os
 import re
@@ -8,15 +7,14 @@ import subprocess
 import sys
 from collections import defaultdict
 from html.parser import HTMLParser
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from documented import ROOT, docstrings
+from documented import MODULES, ROOT, docstrings
 
 import meshtrain as mt
 
-MODULES = sorted((ROOT / "meshtrain").rglob("*.py"))
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in MODULES}
 # A drawing, a table or code: columns, or what draws lines.
 COLUMNS = re.compile(r"\S {2,}\S|[─│┌┐└┘├┤┬┴►◄╰╭]")
 # What Markdown may take for its own and lose: a word, a comparison, a heading, a column.
@@ -24,7 +22,7 @@ MEANS = re.compile(r"\w+|[<>#|]")
 
 
 def test_every_module_says_what_it_is():
-    assert not [path for path, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not set(MODULES) - {path for path, name, _ in docstrings() if not name}
 
 
 def test_every_public_name_says_what_it_is():
@@ -32,6 +30,10 @@ def test_every_public_name_says_what_it_is():
         found = getattr(getattr(mt, name), "function", getattr(mt, name))
         # A dataclass that says nothing is given its signature.
         assert found.__doc__ and not found.__doc__.startswith(f"{found.__name__}("), name
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def text_of(page: str) -> str:
@@ -46,7 +48,7 @@ def test_docstrings_are_shown_as_they_are_written():
         code = text_of("\n".join(re.findall(r"<pre>.*?</pre>", shown, re.DOTALL)))
         loose = [line for line in text.splitlines() if COLUMNS.search(line) and line.strip() not in code]
         if loose or MEANS.findall(text) != MEANS.findall(text_of(shown)):
-            wrong[f"{path.relative_to(ROOT).as_posix()} {name}".strip()] = loose or "not all of it is shown"
+            wrong[f"{relative(path)} {name}".strip()] = loose or "not all of it is shown"
     assert not wrong, "a drawing, a table or code is indented by 4 more than some line after the docstring's first"
 
 
@@ -62,7 +64,7 @@ def refuse(event, arguments):
 
 sys.addaudithook(refuse)
 from experiments.api_reference import build
-pages = build(Path(sys.argv[1]))
+pages = build(Path(sys.argv[1]), sources=False)  # which take most of the time, and have no links
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 print(json.dumps(pages))
@@ -97,7 +99,7 @@ class Page(HTMLParser):
 @pytest.mark.thorough
 def test_every_module_has_a_page_and_every_link_leads_somewhere(pages):
     shown = {match[1] for page in pages.values() if (match := re.search(r"<title>(meshtrain\S*) API", page))}
-    public = (path for path in TREES if not path.endswith("__main__.py"))
+    public = (path for path in map(relative, MODULES) if not path.endswith("__main__.py"))
     assert shown == {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in public}
 
     read = {path: Page(page) for path, page in pages.items()}

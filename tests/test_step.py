@@ -59,3 +59,21 @@ def test_a_step_gives_back_arrays_of_the_types_it_took_so_that_it_is_compiled_on
     before = jax.eval_shape(program.init)
     after, _ = jax.eval_shape(program.train_step, before, program.batch_shapes())
     assert types(after) == types(before)
+
+
+def test_a_mean_is_one_however_little_the_labels_weigh():
+    program = Program(configuration("llama", (2, 1, 1), 2))
+    params = program.init().params
+    tokens, labels = np.random.default_rng(0).integers(0, 96, (2, 8, 16), np.int32)
+    step = jax.jit(lambda batch: program.gradients(params, batch, np.int32(0), np.float32(1)))
+
+    def of(weight: float):
+        weights = np.full((8, 16), weight, np.float32)
+        loss, gradients = step(program.place({"tokens": tokens, "labels": labels, "weights": weights}))
+        return [float(loss), *map(np.asarray, jax.tree.leaves(gradients))]
+
+    expected = of(1.0)
+    for weight in (0.01, 1e-4):
+        for found, wanted in zip(of(weight), expected, strict=True):
+            assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted)
+    assert all(not np.any(x) for x in of(0.0))

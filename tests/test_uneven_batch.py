@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from counted import before_or_after_the_ticks
+from counted import before_or_after_the_clocks
 from data_configs import config as text_config
 from free_port import free_port
 from short_runs import canonical_numbers, first_moment, start
 
 from meshtrain.config import Config, load, replaced, to_yaml
-from meshtrain.config.rows import filled_rows, sequences
+from meshtrain.config.follow import microbatch_rows, padded_batch_size
 from meshtrain.data import open_data
 from meshtrain.hlo import collectives
 from meshtrain.plan import named, plan
@@ -73,7 +73,7 @@ def test_losses_and_gradients_are_those_of_the_rows_alone(rows, filled, mesh, pa
     config = replaced(
         one_device(rows, precision={"compute": compute}), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"}
     )
-    assert filled_rows(config) == filled
+    assert padded_batch_size(config) == filled
     losses, gradient, held_out = run(config)
     right, right_gradient, right_held_out = expected(rows, compute)
     coarser = 500 if compute == "float16" else 1
@@ -135,7 +135,7 @@ def test_a_run_counts_its_own_tokens_alone(tmp_path):
 def test_the_planner_counts_filled_rows_as_work_and_not_as_tokens():
     even = replaced(one_device(12), mesh={"data": 3}, parallel={"microbatches": 2})
     odd = replaced(even, train={"global_batch_size": 10, "uneven_batch": "pad"})
-    assert sequences(odd) == sequences(even) == 2
+    assert microbatch_rows(odd) == microbatch_rows(even) == 2
     full, padded = plan(even, "h100"), plan(odd, "h100")
     assert (padded.bytes, padded.seconds) == (full.bytes, full.seconds)
     assert padded.tokens_per_second == pytest.approx(full.tokens_per_second * 10 / 12)
@@ -148,9 +148,9 @@ def test_the_program_sends_what_the_planner_says():
     config = replaced(one_device(10), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"})
     program, planned = Program(config), plan(config, "cpu")
     found = collectives(program.lower().compile(), program.mesh, program.busy)
-    counted = [c for c in found if not before_or_after_the_ticks(c.source)]
+    counted = [c for c in found if not before_or_after_the_clocks(c.source)]
     sent = {axis: sum(c.sent * c.times for c in counted if c.axis == axis) for axis in {c.axis for c in counted}}
-    for axis, nbytes in by_axis(planned.flows).items():
+    for axis, nbytes in by_axis(planned.transfers).items():
         assert sent.get(axis, 0) == pytest.approx(nbytes, rel=0.01, abs=256), (
             axis
         )  # scalars, such as the tokens that count
@@ -160,7 +160,9 @@ def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
     config = replaced(one_device(10), train={"uneven_batch": "pad"})
     found = {(c.config.mesh.data, c.config.parallel.microbatches) for c in candidates(config, named("h100", 6), 6)}
     assert {(6, 1), (6, 2), (3, 1), (3, 2), (3, 4)} <= found and (3, 3) not in found
-    assert all(filled_rows(replaced(config, mesh={"data": d}, parallel={"microbatches": m})) < 20 for d, m in found)
+    assert all(
+        padded_batch_size(replaced(config, mesh={"data": d}, parallel={"microbatches": m})) < 20 for d, m in found
+    )
 
 
 @pytest.mark.thorough

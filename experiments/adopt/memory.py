@@ -32,20 +32,18 @@ def write(directory: Path, dtype: str) -> None:
     import ml_dtypes
     from safetensors.numpy import save_file
 
-    from meshtrain.adopt.mapping import rows
     from meshtrain.config import load
-    from meshtrain.config.theirs import model_section
-    from meshtrain.model.weights import weights
+    from meshtrain.hf.mapping import mappings
+    from meshtrain.hf_families import model_section
 
     model = load({"model": model_section(SECTION, "x")}).model
     draw, index = np.random.default_rng(0), {}
     kind = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
     for layer in (None, *range(model.layers)):
         file, held = f"model-{layer}.safetensors", {}
-        for weight in weights(model):
-            if weight.stacked == (layer is not None):
-                row = rows(model)[weight.name]
-                held[row.name(layer)] = draw.standard_normal(row.shape(weight), np.float32).astype(kind)
+        for mapping in mappings(model).values():
+            if mapping.weight.stacked == (layer is not None):
+                held[mapping.tensor(layer)] = draw.standard_normal(mapping.shape(), np.float32).astype(kind)
         save_file(held, directory / file)
         index |= dict.fromkeys(held, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
@@ -80,10 +78,10 @@ def read(directory: Path, devices: int) -> dict[str, float]:
     """One loading, measured in this process."""
     import jax
 
-    from meshtrain.adopt import loading
-    from meshtrain.adopt.theirs import config_of
-    from meshtrain.checkpoint.host_memory import freed_blocks_returned
+    from meshtrain.checkpoint.arrays import freed_blocks_returned
     from meshtrain.config.follow import replaced
+    from meshtrain.hf import loading
+    from meshtrain.hf.hf_directory import config_of
     from meshtrain.mesh import part_bytes
     from meshtrain.step import Program
 

@@ -21,13 +21,12 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import meshtrain as mt
-from meshtrain.adopt.mapping import layers, rows, whole
 from meshtrain.config import Config, load, replaced
 from meshtrain.config.model import ModelConfig, positions_of
-from meshtrain.config.theirs import model_section
+from meshtrain.hf.mapping import full_box, layers, mappings
+from meshtrain.hf_families import model_section
 from meshtrain.inputs import LABELS, PATCHES
 from meshtrain.model.decoder import Decoder
-from meshtrain.model.weights import weights
 
 WIDTH, LAYERS, HEADS, GROUPS, HIDDEN, WORDS = 64, 3, 4, 2, 96, 131
 LENGTH = 96
@@ -91,14 +90,13 @@ def randomise(model: Any) -> None:
 def ours(model: ModelConfig, theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Their tensors as our weights, by name."""
     found, used = {}, set()
-    for weight in weights(model):
-        row = rows(model)[weight.name]
-        each = []
+    for mapping in mappings(model).values():
+        weight, box, each = mapping.weight, full_box(mapping.weight), []
         for layer in layers(weight):
-            name = row.name(layer)
+            name = mapping.tensor(layer)
             used.add(name)
-            assert theirs[name].shape == row.shape(weight), (name, theirs[name].shape, row.shape(weight))
-            each.append(row.cut(weight, whole(weight), theirs[name][row.box(weight, whole(weight))]))
+            assert theirs[name].shape == mapping.shape(), (name, theirs[name].shape, mapping.shape())
+            each.append(mapping.cut(box, theirs[name][mapping.box(box)]))
         found[weight.name] = np.stack(each) if weight.stacked else each[0]
     left = set(theirs) - used - ({"lm_head.weight"} if model.tied_head else set())
     assert not left, left

@@ -49,8 +49,8 @@ def stashed(chosen: Config) -> int:
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        stage = Stage(program.local.forward, 1, program.local.zero.open(masters), batches, None)
-        kept, _ = stage.stashed(split=False)
+        stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batches, None)
+        kept, _ = stage.stash_shapes(split=False)
         found.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)))
         return jnp.zeros(())
 

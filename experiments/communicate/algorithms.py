@@ -6,18 +6,17 @@ tells what the messages themselves cost, and nothing of links. Then the alpha-be
 
 import argparse
 
+from meshtrain.allreduce import ALGORITHMS
+from meshtrain.cluster.algorithms import ALL_REDUCE
 from meshtrain.config import MeshConfig, load
-from meshtrain.config.reduce import ALGORITHMS
+from meshtrain.draw.picture import columns
 from meshtrain.mesh import make_mesh
-from meshtrain.pictures.picture import columns
-from meshtrain.plan import named
-from meshtrain.plan.cluster import programs
-from meshtrain.plan.cluster.algorithms import ALL_REDUCE
-from meshtrain.plan.report import duration, size
+from meshtrain.plan import named, programs
 from meshtrain.probe import links
-from meshtrain.probe.conventions import XLA
+from meshtrain.probe.figures import XLA
+from meshtrain.units import duration, size
 
-PROGRAMS = ALGORITHMS[1:]
+PROGRAMS = tuple(ALGORITHMS)[1:]
 MEASURED = (4 * 2**10, 64 * 2**10, 2**20)
 MODELLED = tuple(2**k for k in (12, 16, 20, 24, 28, 32))
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
-from meshtrain.plan import named, reducing, ticks
+from meshtrain.plan import gradient_traffic, named, pipeline
 from meshtrain.step import Program
 
 MODEL = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 4, "d_ff": 1408, "vocab_size": 2048}
@@ -41,7 +41,7 @@ def config_of(compression: str, over: str, islands: int) -> Config:
 def sent(config: Config) -> dict[tuple[str, bool], float]:
     """Bytes of gradients that a device sends in the compiled step, by axis, and whether they are compressed."""
     found: dict[tuple[str, bool], float] = defaultdict(float)
-    axes = {flow.axis for flow in reducing.gradient_flows(config, ticks.trips(config))}
+    axes = {flow.axis for flow in gradient_traffic.gradient_transfers(config, pipeline.iterations(config))}
     least = 1024  # numbers for the norm and the loss are no gradients
     for c in Program(config, make_mesh(config)).collectives():
         if c.axis in axes and (c.axis, c.kind) != ("data", "all-gather") and c.bytes >= least:
@@ -67,7 +67,7 @@ def seconds() -> Table:
                     "train": {"global_batch_size": 512, "sequence_length": 4096},
                 }
             )
-            spent, coding = reducing.seconds(config, cluster)
+            spent, coding = gradient_traffic.seconds(config, cluster)
             row.append(f"{1000 * (spent + coding):.0f} ({1000 * coding:.0f})")
         table.add_row(str(islands), over, *row)
     return table
@@ -91,7 +91,7 @@ def compiled() -> Table:
         total, packed = sum(found.values()), sum(nbytes for (_, how), nbytes in found.items() if how)
         across = sum(nbytes for (axis, _), nbytes in found.items() if axis == "island")
         whole = plain.setdefault(islands, total)
-        planned, _ = reducing.bytes_and_ratio(config, ticks.trips(config))
+        planned, _ = gradient_traffic.bytes_and_ratio(config, pipeline.iterations(config))
         of_matrices = f"{(whole - total + packed) / packed:.2f} x" if packed else ""
         table.add_row(
             compression, over if packed else "", str(islands), f"{total - across:,.0f}", f"{across:,.0f}",

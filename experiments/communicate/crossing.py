@@ -17,11 +17,11 @@ from pathlib import Path
 
 from experiments.communicate import draw
 from experiments.communicate.draw import Axis, Line
+from meshtrain.cluster.algorithms import best
+from meshtrain.cluster.cluster import Cluster, load_cluster
 from meshtrain.config import Config, ConfigError, load
 from meshtrain.config.mesh import ISLAND
 from meshtrain.parallel.placement import stages
-from meshtrain.plan.cluster.algorithms import best
-from meshtrain.plan.cluster.cluster import Cluster, load_cluster
 from meshtrain.plan.estimate import Plan, plan
 
 HERE = Path(__file__).parent
@@ -52,13 +52,13 @@ def whole(planned: Plan) -> float:
 def across(planned: Plan) -> float:
     """Seconds of a step for what travels across islands."""
     mesh = planned.config.mesh
-    flows = [flow for flow in planned.flows if flow.axis == ISLAND]
+    flows = [flow for flow in planned.transfers if flow.axis == ISLAND]
     return sum(f.count * best(f.kind, planned.cluster.axis(f.axis, mesh), f.nbytes).seconds for f in flows)
 
 
 def overlapped(planned: Plan) -> float:
     """With all across islands hidden that can be: behind the last microbatch's backward, since no gradient is complete before it."""
-    backward = stages(planned.config).chunks * planned.pieces.chunk_backward
+    backward = stages(planned.config).chunks * planned.costs.chunk_backward
     return planned.seconds - min(across(planned), backward)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from meshtrain.pictures.picture import drawn
+from meshtrain.draw.svg import svg
 
 WIDE, TALL = 460, 320  # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 30, 42  # of what is plotted in it
@@ -99,7 +99,7 @@ def write(
     for i, panel in enumerate(panels):
         body.append(f'<g transform="translate({i % columns * WIDE},{i // columns * TALL})">{"".join(panel)}</g>')
     body.append(f'<g transform="translate(0,{rows * TALL})">{"".join(under)}</g>')
-    path.write_text(drawn(columns * WIDE, rows * TALL + below, body) + "\n")
+    path.write_text(svg(columns * WIDE, rows * TALL + below, body) + "\n")
 
 
 def _title(text: str) -> str:

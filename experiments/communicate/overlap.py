@@ -23,7 +23,7 @@ from meshtrain.hlo.module import Module
 from meshtrain.mesh import DATA, ISLAND, make_mesh
 from meshtrain.plan import named, plan
 from meshtrain.plan.compiled import described_devices
-from meshtrain.plan.timed import Sent, timed
+from meshtrain.plan.timed import CollectiveTime, timed
 from meshtrain.step import Program
 
 SMALL = {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336}
@@ -60,10 +60,10 @@ def config_of(layout: str, changes: list[str]) -> Config:
     return load(given, changes)
 
 
-def over_data(config: Config, module: Module, program: Program) -> tuple[dict[str, Sent], float]:
+def over_data(config: Config, module: Module, program: Program) -> tuple[dict[str, CollectiveTime], float]:
     """What is sent over data and islands, by kind, and the seconds of the whole program."""
     found = timed(module, program.mesh, config, named("h100", config.mesh.devices))
-    kinds: dict[str, Sent] = defaultdict(Sent)
+    kinds: dict[str, CollectiveTime] = defaultdict(CollectiveTime)
     for (axes, kind), sent in found.sent.items():
         if set(axes.split("+")) <= {DATA, ISLAND}:
             kinds[kind].add(sent)

@@ -2,7 +2,7 @@
 
 n workers, gradients of S bytes. A port sends one message and receives one at a time; what is summed goes out while the rest comes in.
 
-    all-reduce                 the cheapest of ring, butterfly and tree, as the planner has them (`meshtrain.plan.cluster.algorithms`)
+    all-reduce                 the cheapest of ring, butterfly and tree, as the planner has them (`meshtrain.cluster.algorithms`)
     one server                 its port takes n S in and n S out               (n + 1) alpha + n S beta
     s servers, a part each     a port of theirs n S / s, a worker's S          (max(n, s) + 1) alpha + max(n / s, 1) S beta
     on the workers' machines   a port takes 2 S (n - 1) / n: what the ring sends, and as long
@@ -14,8 +14,8 @@ mean `spread`: of n workers the slowest takes T (1 + spread H_n) on average, H_n
 
 from dataclasses import dataclass
 
-from meshtrain.plan.cluster.algorithms import ALL_REDUCE, best
-from meshtrain.plan.cluster.cluster import Group, Hop
+from meshtrain.cluster.algorithms import ALL_REDUCE, best
+from meshtrain.cluster.topology import Group, Hop
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 
+from meshtrain.cluster.levels import clustered, cost
 from meshtrain.config import Config, MeshConfig, load
 from meshtrain.plan import Cluster, axes, named, plan
-from meshtrain.plan.cluster.levels import clustered, cost
 
 SIZES = (2**12, 2**25)  # bytes of a message
 LINKS = ((3e-6, 450e9), (8e-6, 50e9), (3e-5, 12.5e9))  # seconds, bytes/s: NVLink, a rail, an oversubscribed spine

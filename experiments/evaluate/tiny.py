@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 import meshtrain as mt
-from meshtrain.adopt.writing import export, live
+from meshtrain.adopt.exporting import export, live_source
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 BEGIN, END, TURN = "<|begin|>", "</s>", "<|end|>"
@@ -37,7 +37,7 @@ def tiny(directory: Path, family: str = "llama", text: str = "") -> Path:
     params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, program.init().params)
     ids = {"bos_token_id": tokenizer.token_to_id(named["bos_token"]), "eos_token_id": tokenizer.token_to_id(END)}
     files = {path.name: path for path in beside.iterdir()}
-    export(config, live(program.layout, params), directory / family, "float32", files, ids)
+    export(config, live_source(program.layout, params), directory / family, "float32", files, ids)
     return directory / family
 
 

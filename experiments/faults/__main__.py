@@ -1,15 +1,19 @@
-"""Injects every fault that was found or thought of, and prints what became of each: python -m experiments.faults
+"""Injects the faults that no test covers, and prints what became of each: python -m experiments.faults
 
-Prints per room and in sum how many were tried, named, unclear, silent and traceback (the words: `harness.py`), and each that was
-not named with its reason. Exit code 0 if none is silent or a traceback, and every control was judged rightly. Full disks and read-only ones are mounts that the fault's
-processes alone see, another user is nobody: both need root, and are counted as not tried without.
+`--all`: every fault that was found or thought of, those of the kinds that `tests/` covers too; which test covers which kind stands where
+the kind does. Prints per room and in sum how many were tried, of how many kinds, and what became of them (the words: `harness.py`), and each that was
+not named with its reason. Exit code 0 if none is silent, a traceback or a hang, and every control was judged rightly. Full disks and read-only
+ones are mounts that the fault's processes alone see, another user is nobody: both need root, and are counted as not tried without.
+`--long`: the faults that take minutes, of runs under supervisors (`nodes.py`).
 """
 
 import argparse
 import fnmatch
+import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -25,7 +29,12 @@ ENVIRONMENT = {  # of every process, so that it starts and compiles fast and say
     "PYTHONDONTWRITEBYTECODE": "1",
     "COLUMNS": "200",
 }
-VERDICTS = ("named", "unclear", "silent", "traceback", "not tried")
+# Each a module that registers its faults when it is imported.
+ROOMS = (
+    "controls", "checkpoints", "run", "sources", "prepare", "config", "library", "planning", "adopting", "requests", "serving", "starved",
+    "surroundings", "numbers", "features", "nodes",
+)  # fmt: skip
+VERDICTS = ("named", "unclear", "silent", "traceback", "hang", "not tried")
 
 
 def main() -> int:
@@ -33,28 +42,41 @@ def main() -> int:
     parser.add_argument(
         "--only",
         metavar="PATTERN",
-        help="faults whose 'room: name' or point matches, such as 'data*', '*FIFO*' or '#9'",
+        help="faults whose 'room: name', room, kind or point matches, such as 'data*', '*FIFO*', clock or '#9'",
     )
+    parser.add_argument("--all", action="store_true", help="those of the kinds that tests/ covers, too")
+    parser.add_argument("--long", action="store_true", help="the faults that take minutes, in place of the others")
     parser.add_argument("--list", action="store_true", help="lists the faults and injects none")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
     parser.add_argument(
-        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="faults at a time (default: the cores, at most 4)"
+        "--jobs",
+        type=int,
+        default=None,
+        help="faults at a time (default: one more than the cores, since many only wait, at most 4; 1 with --long)",
     )
     options = parser.parse_args()
+    options.jobs = options.jobs or (1 if options.long else min(4, (os.cpu_count() or 1) + 1))
 
+    # In a script's background they are ignored, and so would be the faults that send them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     work = Path(tempfile.mkdtemp(prefix="faults-"))
     os.environ.update(ENVIRONMENT)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
-        work / "compiled"
-    )  # read when JAX is imported, so all else comes after
-    from experiments.faults import harness, rooms
+    # Read when JAX is imported, so all else comes after.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(work / "compiled")
+    from experiments.faults import harness
 
-    rooms.load()
-    chosen = [f for f in harness.FAULTS if _matches(f, options.only)]
+    for room in ROOMS:
+        importlib.import_module(f"experiments.faults.{room}")
+    asked = options.all or options.only
+    matching = [f for f in harness.FAULTS if _matches(f, options.only) and f.long == options.long]
+    chosen = [f for f in matching if asked or not f.tests]
+    if len(chosen) < len(matching):
+        print(f"left out: {len(matching) - len(chosen)} that tests/ covers (--all injects them, too)", file=sys.stderr)
     try:
         if options.list:
             for fault in chosen:
-                print(f"{fault.room:<12} {'#' + fault.point if fault.point else '':<4} {fault.name}")
+                print(f"{fault.room:<12} {fault.kind:<22} {'#' + fault.point if fault.point else '':<4} {fault.name}")
             return 0
         return _run(chosen, work, options)
     finally:
@@ -64,9 +86,8 @@ def main() -> int:
 def _matches(fault, pattern: str | None) -> bool:
     if pattern is None:
         return True
-    return any(
-        fnmatch.fnmatch(text, pattern) for text in (f"{fault.room}: {fault.name}", fault.room, f"#{fault.point}")
-    )
+    texts = (f"{fault.room}: {fault.name}", fault.room, fault.kind, f"#{fault.point}")
+    return any(fnmatch.fnmatch(text, pattern) for text in texts)
 
 
 def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
@@ -79,10 +100,9 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
     bases.make(work / "bases")
     found: list[dict] = []
 
-    def tell(fault: harness.Fault, verdict: str, reason: str) -> None:
-        found.append(
-            {"room": fault.room, "fault": fault.name, "point": fault.point, "verdict": verdict, "reason": reason}
-        )
+    def tell(fault: harness.Fault, verdict: str, reason: str, seconds: float) -> None:
+        known = {"room": fault.room, "kind": fault.kind, "fault": fault.name, "point": fault.point}
+        found.append({**known, "verdict": verdict, "reason": reason, "seconds": round(seconds, 2)})
         if verdict != "named":
             print(
                 f"{verdict:<10} {fault.room}: {fault.name}{' #' + fault.point if fault.point else ''}: {reason}",
@@ -93,23 +113,33 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
     (work / "places").mkdir()
     harness.meet(chosen, work / "places", work / "bases", options.jobs, tell)
     sums = _sums(found)
-    seconds = time.monotonic() - began
+    seconds, processor = time.monotonic() - began, sum(os.times()[:4])
     if options.json:
         print(json.dumps({"faults": found, "sums": sums, "seconds": round(seconds)}, indent=1))
     else:
-        print(f"{'room':<14}{'tried':>7}" + "".join(f"{v:>11}" for v in VERDICTS))
+        columns = ("tried", "kinds", *VERDICTS, "seconds")
+        print(f"{'room':<14}" + "".join(f"{column:>10}" for column in columns))
         for room, counts in sums.items():
-            print(f"{room:<14}{counts['tried']:>7}" + "".join(f"{counts[v]:>11}" for v in VERDICTS))
-        print(f"{seconds:.0f} s, {options.jobs} at a time")
+            print(f"{room:<14}" + "".join(f"{counts[column]:>10}" for column in columns))
+        every = sums["all"]
+        print(
+            f"tried {every['tried']} cases of {every['kinds']} kinds in {seconds:.0f} s ({processor:.0f} of processor), {options.jobs} at a time"
+        )
     controls = sums.get("controls", Counter())
-    return int(bool(sums["all"]["silent"] or sums["all"]["traceback"] or controls["tried"] > controls["named"]))
+    wrong = any(sums["all"][verdict] for verdict in ("silent", "traceback", "hang"))
+    return int(wrong or controls["tried"] > controls["named"])
 
 
 def _sums(found: list[dict]) -> dict[str, dict[str, int]]:
     sums: dict[str, dict[str, int]] = {}
     for room in [*dict.fromkeys(f["room"] for f in found), "all"]:
-        counts = Counter(f["verdict"] for f in found if room in ("all", f["room"]))
-        sums[room] = {"tried": sum(counts.values()) - counts["not tried"], **{v: counts[v] for v in VERDICTS}}
+        of = [f for f in found if room in ("all", f["room"])]
+        counts = Counter(f["verdict"] for f in of)
+        kinds = {f["kind"] for f in of if f["verdict"] != "not tried"}
+        sums[room] = {
+            "tried": len(of) - counts["not tried"], "kinds": len(kinds), **{v: counts[v] for v in VERDICTS},
+            "seconds": round(sum(f["seconds"] for f in of)),
+        }  # fmt: skip
     return sums
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from experiments.faults.harness import (
     DAMAGE,
     LAST,
+    NO_FILE,
     STEPS,
     Ended,
     Place,
@@ -16,6 +17,7 @@ from experiments.faults.harness import (
     done,
     fault,
     flip,
+    kind,
     last_line,
     refused,
     resign,
@@ -39,6 +41,13 @@ def goes_on(p: Place, after: int, *words: str, settings: tuple[str, ...] = ()) -
 
 
 # --- names (point 1)
+kind(
+    "step-renamed",
+    "checkpoint/test_odd_steps.py::test_a_renamed_step_directory_is_never_restored",
+    "checkpoint/test_odd_steps.py::test_two_steps_that_changed_places_are_both_reported_and_the_one_between_is_restored",
+    "checkpoint/test_odd_steps.py::test_the_real_step_is_saved_later_and_what_had_its_name_stays",
+    "checkpoint/test_command.py::test_verify_names_each_that_is_not_the_step_of_its_name",
+)
 
 
 def step_names(name: str, arrange: Callable[[Place], None], after: int, point: str, told: bool = True) -> None:
@@ -101,6 +110,9 @@ def later_saves(p: Place) -> None:
     p.intact(4, 6, 8)
 
 
+kind("step-linked")
+
+
 @fault(ROOM, "the newest step is a link to where it was moved, and retention passes over it", "10")
 def linked(p: Place) -> None:
     p.base()
@@ -128,6 +140,7 @@ def linked_old(p: Place) -> None:
 
 
 # --- what else may lie in checkpoints/
+kind("step-litter")
 
 
 def litter(name: str, arrange: Callable[[Path], object], point: str = "", *words: str) -> None:
@@ -145,6 +158,15 @@ def unfinished(root: Path) -> None:
     shutil.copytree(root / "2", root / "8.writing")
 
 
+kind(
+    "step-litter",
+    "checkpoint/test_odd_steps.py::test_a_name_that_is_no_number_is_no_step_and_reported_if_it_is_newer",
+    "checkpoint/test_odd_steps.py::test_a_number_that_is_not_the_steps_own_is_passed_over",
+    "checkpoint/test_odd_steps.py::test_what_is_no_step_at_all_is_set_aside",
+    "checkpoint/test_odd_steps.py::test_what_is_named_like_a_leftover_and_is_none_is_left_alone",
+    "checkpoint/test_finding.py::test_leftovers_are_removed_and_reported",
+    "checkpoint/test_steps.py::test_setting_aside_never_overwrites",
+)
 litter("a plain file 40.writing", lambda root: (root / "40.writing").write_text("x"), "10")
 litter("a plain file 40.removing", lambda root: (root / "40.removing").write_text("x"))
 litter("a link 40.writing to an intact step", lambda root: (root / "40.writing").symlink_to("2"))
@@ -157,11 +179,12 @@ litter("a directory of 400 digits", lambda root: (root / ("9" * 200)).mkdir())
 litter("a directory in Arabic digits", lambda root: (root / "٤٠").mkdir())
 litter("a directory -4", lambda root: (root / "-4").mkdir())
 litter("a plain file 99", lambda root: (root / "99").write_text("x"))
-litter("a FIFO 99", lambda root: os.mkfifo(root / "99"))
 litter("a link 99 to itself", lambda root: (root / "99").symlink_to("99"))
 litter("8.writing with a COMMIT, as a kill before the rename leaves it", unfinished)
-litter("8.removing that is there already", lambda root: (root / "8.removing").mkdir())
 litter("2.damaged of an earlier run", lambda root: shutil.copytree(root / "2", root / "2.damaged"))
+kind("step-litter")
+litter("a FIFO 99", lambda root: os.mkfifo(root / "99"))
+litter("8.removing that is there already", lambda root: (root / "8.removing").mkdir())
 litter("a name that is not UTF-8", lambda root: os.mkdir(os.fsencode(root) + b"/\xff\xfe"))
 litter("a step 0", lambda root: (root / "0").mkdir())
 
@@ -192,9 +215,22 @@ def array_file(p: Place, name: str) -> Path:
     return max((f for f in (step / "arrays").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
 
 
-for file in ("COMMIT", "digests.json", "manifest.json", "an array file"):
+kind(
+    "step-damaged",
+    "checkpoint/test_finding.py::test_every_flipped_bit_is_caught_and_the_step_before_is_used",
+    "checkpoint/test_finding.py::test_truncated_and_missing_files_are_caught_in_each_kind_of_file",
+    "checkpoint/test_odd_steps.py::test_a_step_whose_own_files_are_garbled_is_set_aside",
+)
+for file in ("COMMIT", "digests.json", "manifest.json"):
     for way in DAMAGE:
         damaged(file, way, "10" if file in ("COMMIT", "digests.json") and way == "become a directory" else "")
+
+
+for way in (way for way in DAMAGE if way not in NO_FILE):
+    damaged("an array file", way)
+kind("step-damaged")
+for way in NO_FILE:
+    damaged("an array file", way)
 
 
 def with_manifest(name: str, change: Callable[[dict], object], *words: str, point: str = "") -> None:
@@ -243,6 +279,13 @@ def broken_shape(values: dict) -> None:
     next(record for record in values["leaves"].values() if record["shape"])["shape"] = ["many"]
 
 
+kind(
+    "manifest-sealed",
+    "checkpoint/test_manifest.py::test_what_is_no_value_of_its_key_is_named",
+    "checkpoint/test_manifest.py::test_what_is_no_manifest_at_all_is_named",
+    "checkpoint/test_manifest.py::test_a_missing_key_is_named_and_one_of_a_later_version_is_passed_over",
+    "checkpoint/test_command.py::test_a_manifest_that_is_wrong_under_right_digests_is_one_sentence",
+)
 with_manifest("with a dtype that there is not", broken_dtype, point="10")
 with_manifest("with a shape of words", broken_shape)
 with_manifest("of another step", lambda values: values.update(step=2), "damaged|set aside|manifest")
@@ -250,6 +293,9 @@ with_manifest("without its leaves", lambda values: values.pop("leaves") and None
 with_manifest("with a key of a later version", lambda values: values.update(novelty=1))
 with_manifest("that is a list", lambda values: "[]")
 with_manifest("with leaves that are a list", lambda values: values.update(leaves=[]))
+
+
+kind("commit-odd")
 
 
 @fault(ROOM, "a checkpoint of a later format")
@@ -274,6 +320,9 @@ def senseless(p: Place) -> None:
     head = "no format at all\n"
     path.write_text(f"{head}the lines above sha256 {hashlib.sha256(head.encode()).hexdigest()}\n")
     goes_on(p, 4, "damaged")
+
+
+kind("step-damaged")
 
 
 @fault(ROOM, "every step damaged")
@@ -311,6 +360,7 @@ def others_arrays(p: Place) -> None:
 
 
 # --- resuming from another run
+kind("resume-path")
 
 
 def other_run(name: str, resume: str, arrange: Callable[[Place], object], *words: str) -> None:
@@ -354,6 +404,7 @@ def of_another_run(p: Place) -> None:
 
 
 # --- the command
+kind("command-path")
 
 
 def commanded(
@@ -388,6 +439,9 @@ commanded(
     arrange=lambda p: flip(array_file(p, "an array file")),
 )
 commanded("show with a name of 300 characters", "name", arguments=("show", "x" * 300))
+
+
+kind("notebook-lock")
 
 
 @fault(ROOM, "a constructor that fails lets go of its lock: a notebook tries again", "10")

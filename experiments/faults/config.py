@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from experiments.faults.harness import Place, Silent, Unclear, done, fault, last_line, refused, told_or_done
+from experiments.faults.harness import Place, Silent, Unclear, done, fault, kind, last_line, refused, told_or_done
 
 ROOM = "config"
 
@@ -27,6 +27,12 @@ def bad_path(name: str, arrange: Callable[[Place], object], path: str, *words: s
             raise Unclear(f"offered as its own correction: {last_line(ended.err)}")
 
 
+kind(
+    "config-path",
+    "test_config.py::test_what_is_no_plain_file_is_refused_without_waiting",
+    "test_config.py::test_a_path_that_no_file_can_have_is_refused",
+    "test_config.py::test_missing_config_names_the_nearest_file",
+)
 bad_path("that is not there", lambda p: None, "gone.yaml", "gone.yaml")
 bad_path("with a slip of the pen", lambda p: p.config(), "confg.yaml", "did you mean config.yaml")
 bad_path(
@@ -50,6 +56,7 @@ bad_path("with a NUL in it", lambda p: None, "a\0b.yaml", "NUL|null|--config", p
 bad_path("with half of a surrogate pair in it", lambda p: None, "a\ud800.yaml", point="11")
 bad_path("with bytes that are not UTF-8", lambda p: None, os.fsdecode(b"\xff\xfe.yaml"), "yaml")
 
+kind("config-yaml", "test_config.py::test_bad_input_is_refused_in_one_sentence")
 bad_file("an empty file", "", "empty")
 bad_file("white space alone", "\n\n  \n", "empty")
 bad_file("a comment alone", "# nothing\n", "empty")
@@ -96,6 +103,14 @@ def bad(value: str, *words: str, point: str = "", name: str = "") -> None:
         refused(p.command("train", "--config", "config.yaml", "--print-config", "--set", value), *words)
 
 
+kind(
+    "config-value",
+    "test_config.py::test_bad_input_is_refused_in_one_sentence",
+    "test_config.py::test_an_odd_value_of_any_key_is_taken_whole_or_refused_in_a_sentence",
+    "test_config.py::test_what_a_shells_command_writes_to_a_pipe_is_a_config",
+    "checkpoint/test_restoring.py::test_what_cannot_be_asked_for_is_refused",
+    "test_cli.py::test_wrong_usage_is_one_sentence_and_exit_code_2",
+)
 bad("", "--set|argument")
 bad("=", "--set")
 bad("mesh", "--set")
@@ -205,6 +220,7 @@ def legal(name: str, *settings: str, quiet: bool = False, point: str = "") -> No
             raise Silent(f"{p.last_step()} steps")
 
 
+kind("config-legal")
 legal("v_1f1b with pipeline 1", "parallel.schedule=v_1f1b", "model.layers=1", point="13")
 legal("the largest seed of 32 bits", "run.seed=4294967295", point="11")
 legal("a value with Windows line ends and a byte order mark", "run.seed=1\r")

@@ -16,8 +16,10 @@ from experiments.faults.harness import (
     done,
     fault,
     flip,
+    kind,
     refused,
     resumed,
+    went_on,
 )
 
 ROOM = "controls"
@@ -34,6 +36,9 @@ def found_out(kind: type[Verdict], judge) -> None:
     raise Silent("the judge finds nothing")
 
 
+kind("control")
+
+
 @fault(ROOM, "nothing at all: a run from start to end")
 def healthy(p: Place) -> None:
     done(p.train(), quiet=True)
@@ -46,9 +51,7 @@ def interrupted(p: Place) -> None:
     p.base()
     before = p.digests(p.checkpoints)
     ended = p.train()
-    done(ended, quiet=True)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, ended, quiet=True)
     p.survive(before)
 
 
@@ -59,15 +62,15 @@ def silently_other(p: Place) -> None:
     def before() -> None:
         import jax
 
-        from meshtrain.checkpoint.canonical import Canonical
+        from meshtrain.checkpoint.global_arrays import GlobalArrays
 
-        real = Canonical.state
+        real = GlobalArrays.state
 
         def other(self, *arguments):
             state = real(self, *arguments)
             return state._replace(params=jax.tree.map(lambda x: x * (1.01), state.params))
 
-        Canonical.state = other
+        GlobalArrays.state = other
 
     p.base()
     done(p.train(before=before))

@@ -5,7 +5,8 @@ A fault is a function that arranges, runs and judges; it ends in one of
     named       one plain sentence with the right exit code, or the told way of going on; nothing is lost
     unclear     told, but not well: another exit code, more than one sentence, a sentence that misleads
     silent      a wrong result, or something lost, without a word
-    traceback   a traceback, a death by a signal, or no end at all
+    traceback   a traceback, or a death by a signal
+    hang        no end, or nothing where something must happen
     not tried   this machine does not let us arrange it
 
 Processes are forked from one that has imported everything and started no backend: a run takes a second and a half.
@@ -34,6 +35,7 @@ from meshtrain.checkpoint import digests, steps
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 PATIENCE = 120.0  # seconds that a process may take, on a machine with much else to do
+LONGEST = 1800.0  # of a fault that takes minutes
 STEPS, EVERY, LAST = 8, 2, 6  # of a run; of its checkpoints; the newest checkpoint of an interrupted one
 TINY: dict[str, dict[str, Any]] = {
     "run": {"directory": "run"},
@@ -65,6 +67,10 @@ class Crash(Verdict):
     name = "traceback"
 
 
+class Hang(Crash):
+    name = "hang"
+
+
 class NotTried(Verdict):
     name = "not tried"
 
@@ -72,19 +78,34 @@ class NotTried(Verdict):
 @dataclass(frozen=True)
 class Fault:
     room: str
+    kind: str
     name: str
     point: str  # of the issue that reported it; "" for one more of its kind
     meet: Callable[["Place"], None]
+    long: bool  # it takes minutes
+    tests: tuple[str, ...]  # that cover its kind
 
 
 FAULTS: list[Fault] = []
+_kinds: list[tuple[str, tuple[str, ...]]] = [("", ())]
 
 
-def fault(room: str, name: str, point: int | str = "") -> Callable[[Callable[["Place"], None]], Any]:
+def kind(word: str, *tests: str) -> None:
+    """The kind of all faults that are registered from here on, until the next one is said.
+
+    `tests`, as `config/test_load.py::test_x` in `tests/`, cover it: its faults are injected with `--all` alone, or if they are asked for.
+    """
+    _kinds.append((word, tests))
+
+
+def fault(
+    room: str, name: str, point: int | str = "", long: bool = False
+) -> Callable[[Callable[["Place"], None]], Any]:
     """Makes a fault of a function that arranges, runs and judges it."""
 
     def add(meet: Callable[["Place"], None]) -> Callable[["Place"], None]:
-        FAULTS.append(Fault(room, name, str(point), meet))
+        word, tests = _kinds[-1]
+        FAULTS.append(Fault(room, word, name, str(point), meet, long, tests))
         return meet
 
     return add
@@ -116,7 +137,7 @@ class Ended:
             if sign in self.said:
                 raise Crash(last_line(self.said))
         if self.code is None:
-            raise Crash(f"still running after {PATIENCE:.0f} s: {last_line(self.said)}")
+            raise Hang(f"still running after {PATIENCE:.0f} s: {last_line(self.said)}")
         if self.code < 0:
             raise Crash(f"{signal.Signals(-self.code).name}: {last_line(self.said)}")
         return self
@@ -147,7 +168,7 @@ class Running:
                 raise Crash(f"ended before the fault: {last_line(self.end().said)}")
             if time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
-                raise Crash(f"nothing happened: {last_line(self.out)}")
+                raise Hang(f"nothing happened: {last_line(self.out)}")
             time.sleep(0.001)
 
     def send(self, *numbers: int) -> None:
@@ -333,7 +354,9 @@ class Place:
     def train(self, *settings: str, **how: Any) -> Ended:
         return self.training(*settings, **how).end().checked()
 
-    def python(self, *arguments: str, env: dict[str, str | None] | None = None, shell: str = "") -> Ended:
+    def python(
+        self, *arguments: str, env: dict[str, str | None] | None = None, shell: str = "", patience: float = PATIENCE
+    ) -> Ended:
         """A new Python process, for what decides before anything is imported; `shell` stands behind the command."""
         command = " ".join([sys.executable, *(f"'{a}'" for a in arguments), shell])
         merged = {**os.environ, "XDG_CACHE_HOME": str(self.dir / "cache"), "PYTHONPATH": str(REPOSITORY)}
@@ -343,7 +366,7 @@ class Place:
                 merged[name] = value
         try:
             done = subprocess.run(
-                ["bash", "-c", command], cwd=self.dir, env=merged, capture_output=True, timeout=PATIENCE
+                ["bash", "-c", command], cwd=self.dir, env=merged, capture_output=True, timeout=patience
             )
         except subprocess.TimeoutExpired:
             return Ended(None, "", "").checked()
@@ -406,6 +429,17 @@ def refused(ended: Ended, *words: str, code: int = 2, sentences: int = 1) -> Non
         contains(last, *words)
 
 
+def failed(ended: Ended, *words: str, codes: Sequence[int] = (), silent: str = "exit code 0") -> None:
+    """Ended badly, with one of these codes if any is given, in plain sentences alone, which have these words."""
+    if ended.code == 0:
+        raise Silent(silent)
+    if codes and ended.code not in codes:
+        raise Unclear(f"exit code {ended.code}: {last_line(ended.err)}")
+    if not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
+        raise Unclear(last_line(ended.err))
+    contains(ended.err, *words)
+
+
 def contains(text: str, *words: str) -> None:
     for word in words:
         if not any(choice.lower() in text.lower() for choice in word.split("|")):
@@ -429,6 +463,13 @@ def resumed(ended: Ended, after: int) -> None:
     step = int(found.group(1)) if found else 0
     if step != after:
         raise Silent(f"went on after step {step}, not {after}")
+
+
+def went_on(p: Place, ended: Ended, *words: str, quiet: bool = False) -> None:
+    """It went on after the newest checkpoint, having said these words, and the run is as if nothing had disturbed it."""
+    done(ended, *words, quiet=quiet)
+    resumed(ended, LAST)
+    p.undisturbed()
 
 
 def told_or_done(ended: Ended, *words: str) -> bool:
@@ -535,9 +576,13 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "become a FIFO": fifo_instead,
     "become zeros": zeros,
 }
+# The ways in which a path is no plain file any more; the others change what is in it.
+NO_FILE = ("become a directory", "become a dangling link", "become a link to itself", "become a FIFO")
 
 
-def meet(found: Sequence[Fault], work: Path, bases: Path, jobs: int, tell: Callable[[Fault, str, str], None]) -> None:
+def meet(
+    found: Sequence[Fault], work: Path, bases: Path, jobs: int, tell: Callable[[Fault, str, str, float], None]
+) -> None:
     """Meets each fault in a process of its own, `jobs` at a time; tells verdict and reason."""
     waiting, running = list(reversed(found)), {}
     while waiting or running:
@@ -551,11 +596,11 @@ def meet(found: Sequence[Fault], work: Path, bases: Path, jobs: int, tell: Calla
                 _meet(fault, place, bases, result)
             running[pid] = fault, place, result, time.monotonic()
         for pid, (fault, place, result, began) in list(running.items()):
-            if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() - began > 4 * PATIENCE:
+            if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() - began > (LONGEST if fault.long else 4 * PATIENCE):
                 with contextlib.suppress(OSError):  # and whatever it left running
                     os.killpg(pid, signal.SIGKILL)
-                verdict, reason = json.loads(result.read_text()) if result.exists() else ("traceback", "no end")
-                tell(fault, verdict, reason)
+                verdict, reason = json.loads(result.read_text()) if result.exists() else ("hang", "no end")
+                tell(fault, verdict, reason, time.monotonic() - began)
                 del running[pid]
                 os.system(f"chmod -R u+rwX {place} 2>/dev/null; rm -rf {place}")
         time.sleep(0.01)

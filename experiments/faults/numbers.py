@@ -2,7 +2,7 @@
 
 import math
 
-from experiments.faults.harness import Place, Silent, Unclear, done, fault, last_line, refused
+from experiments.faults.harness import Place, Silent, Unclear, done, failed, fault, kind, last_line, refused
 
 ROOM = "numbers"
 HALF = ("precision.compute=float16",)
@@ -16,12 +16,12 @@ def sound(p: Place) -> None:
         import jax
 
         from meshtrain.checkpoint import arrays, steps
-        from meshtrain.checkpoint.manifest import Manifest
+        from meshtrain.checkpoint.manifest import StepManifest
 
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         for step in steps.committed_in(p.checkpoints):
             directory = p.checkpoints / str(step)
-            leaves = Manifest.read(directory).leaves
+            leaves = StepManifest.read(directory).leaves
             targets = {
                 n: jax.ShapeDtypeStruct(tuple(r["shape"]), r["dtype"], sharding=device) for n, r in leaves.items()
             }
@@ -37,6 +37,14 @@ def sound(p: Place) -> None:
     ended.checked()
 
 
+kind(
+    "not-finite",
+    "test_train.py::test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_at_which_step",
+    "test_train.py::test_weights_that_an_update_made_useless_are_never_saved",
+    "test_precision.py::test_one_number_makes_a_state_unsound",
+)
+
+
 @fault(ROOM, "an update that makes weights that are not finite is not saved, nor resumed from", "5")
 def update(p: Place) -> None:
     settings = (
@@ -47,15 +55,7 @@ def update(p: Place) -> None:
         "optimizer.name=sgd",
     )
     for _ in range(2):
-        ended = p.train(*settings)
-        if ended.code == 0:
-            raise Silent("exit code 0 with weights that are not finite")
-        if (
-            ended.code != 1
-            or not ended.sentences
-            or any(not line.startswith("meshtrain: ") for line in ended.sentences)
-        ):
-            raise Unclear(last_line(ended.err))
+        failed(p.train(*settings), codes=(1,), silent="exit code 0 with weights that are not finite")
         sound(p)
 
 
@@ -82,13 +82,19 @@ def last_update(p: Place) -> None:
     sound(p)
 
 
+kind(
+    "loss-scale",
+    "test_train.py::test_a_float16_run_that_only_skips_ends_with_exit_code_1",
+    "test_precision.py::test_loss_scale_never_grows_beyond_the_largest",
+    "test_precision.py::test_loss_scale_itself_overflows_float16_and_comes_down_to_what_fits",
+    "test_config.py::test_bad_input_is_refused_in_one_sentence",
+)
+
+
 @fault(ROOM, "float16: a loss that is never finite does not end well", "5")
 def never_finite(p: Place) -> None:
     ended = p.train(*HALF, "model.init_std=1e30", "checkpoint.every=4", "train.steps=60")
-    if ended.code == 0:
-        raise Silent(f"exit code 0, untrained: {last_line(ended.out)}")
-    if ended.code != 1 or not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
-        raise Unclear(last_line(ended.err))
+    failed(ended, codes=(1,), silent=f"exit code 0, untrained: {last_line(ended.out)}")
 
 
 @fault(ROOM, "float16: the scale does not grow without bound", "5")
@@ -144,6 +150,7 @@ def with_offload(name: str, *settings: str, point: str = "") -> None:
         sound(p)
 
 
+kind("offload")
 with_offload("float16", *HALF, point="8")
 with_offload("float16 on two devices, ZeRO-3", *HALF, "mesh.data=2", "parallel.zero_stage=3", point="8")
 with_offload("float16 with a pipeline", *HALF, "mesh.pipeline=2", point="8")
@@ -161,11 +168,12 @@ def extreme(name: str, *settings: str) -> None:
         if ended.code == 0:
             if any(row["loss"] is None for row in p.rows()):
                 raise Silent("exit code 0 with a loss that is not finite")
-        elif not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
-            raise Unclear(last_line(ended.err))
+        else:
+            failed(ended)
         sound(p)
 
 
+kind("extreme-number")
 extreme("initial weights of 1e20", "model.init_std=1e20")
 extreme("initial weights of 1e-40", "model.init_std=1e-40")
 extreme("norm_eps of 1e30", "model.norm_eps=1e30")

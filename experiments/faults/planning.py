@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.faults.harness import Ended, Place, Silent, done, fault, refused, told_or_done
+from experiments.faults.harness import Ended, Place, Silent, done, fault, kind, refused, told_or_done
 
 ROOM = "planning"
 # A cluster whose every figure is given.
@@ -47,6 +47,13 @@ def altered(old: str, new: str) -> str:
     return CPU.replace(old, new)
 
 
+kind(
+    "cluster-file",
+    "cluster/test_cluster.py::test_a_bad_description_is_one_sentence_with_what_is_legal",
+    "cluster/test_cluster.py::test_an_empty_description_is_told_what_it_needs_and_that_is_enough",
+    "cluster/test_cluster.py::test_a_description_that_is_no_mapping_is_called_by_its_name",
+    "test_config.py::test_bad_input_is_refused_in_one_sentence",
+)
 cluster("that is empty", "", "c.yaml", point="13")
 cluster("that is a list", "- 1\n", "mapping")
 cluster("that is not UTF-8", b"\xff\xfe", "UTF-8|text")
@@ -77,6 +84,7 @@ def cluster_path(name: str, arrange: Callable[[Place], object], path: str, *word
         refused(plan(p, "--cluster", path), *words)
 
 
+kind("cluster-path")
 cluster_path("with a slip of the pen", lambda p: None, "h10", "did you mean h100")
 cluster_path("that is not there", lambda p: None, "gone.yaml", "gone.yaml")
 cluster_path("that is empty: ''", lambda p: None, "", "--cluster|argument")
@@ -91,6 +99,12 @@ cluster_path("../../etc/passwd", lambda p: None, "../../../../etc/passwd", "pass
 
 
 # --- a schedule's table (point 11)
+kind(
+    "schedule-table",
+    "schedule/test_table.py::test_csv_errors_name_row_column_and_what_is_legal",
+    "schedule/test_table.py::test_what_is_no_table_is_one_sentence",
+    "plan/test_plan_command.py::test_every_table_that_is_wrong_is_one_sentence_and_code_2",
+)
 
 
 def legal_table(p: Place) -> str:
@@ -157,6 +171,11 @@ for name, arrange in (
 
 
 # --- options
+kind(
+    "plan-option",
+    "plan/test_plan_command.py::test_bad_input_is_one_sentence_and_code_2_before_anything_is_done",
+    "test_cli.py::test_wrong_usage_is_one_sentence_and_exit_code_2",
+)
 
 
 def option(name: str, *arguments: str, words: tuple[str, ...] = (), point: str = "") -> None:
@@ -191,6 +210,50 @@ def without(p: Place) -> None:
     refused(p.command("plan.__main__"), "--config")
 
 
+kind("plan-as-train")
+
+
+def noted(name: str, key: str, *settings: str) -> None:
+    """What training refuses on this machine may be planned for another, with a note that names the key."""
+
+    @fault(ROOM, f"plan of what train refuses: {name}")
+    def _(p: Place) -> None:
+        refused(p.train(*settings))
+        done(plan(p, *(word for setting in settings for word in ("--set", setting))), f"note: {key}")
+
+
+noted("data.source that is not there", "data.source gone", "data.source=gone")
+noted("a tokenizer that is not there", "data.tokenizer gone.json", "data.source=synthetic", "data.tokenizer=gone.json")
+noted("fewer fake devices than the mesh has", "run.fake_devices 2", "mesh.data=4", "run.fake_devices=2")
+
+
+@fault(ROOM, "plan of what train refuses: weights that are not there")
+def no_weights(p: Place) -> None:
+    refused(p.train("model.weights=gone"))
+    refused(plan(p, "--set", "model.weights=gone"))
+
+
+@fault(ROOM, "plan --jobs from another directory: its configs lie beside its file")
+def jobs_elsewhere(p: Place) -> None:
+    (p.dir / "there").mkdir()
+    p.config("there/mine.yaml")
+    p.file("there/jobs.yaml", "nodes: 2\njobs:\n  - {name: a, config: mine.yaml, steps: 10}\n")
+    for path in ("there/jobs.yaml", str(p.dir / "there/jobs.yaml")):
+        done(p.command("plan.__main__", "--jobs", path, "--cluster", "h100"))
+
+
+for shown in ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"):
+
+    @fault(ROOM, f"a cluster's accelerator is named {shown}, as its driver does")
+    def _(p: Place, shown: str = shown) -> None:
+        links = "links: {node: {devices: 2, bandwidth: 450}}\n"
+        p.file("c.yaml", f"name: mine\nnodes: 1\ndevices_per_node: 2\naccelerator: {{name: {shown}}}\n{links}")
+        done(plan(p, "--cluster", "c.yaml"))
+
+
+kind("full-output")
+
+
 @fault(ROOM, "plan on a full disk: --html is whole or not there")
 def html_full(p: Place) -> None:
     (p.dir / "small").mkdir()
@@ -199,6 +262,9 @@ def html_full(p: Place) -> None:
     refused(plan(p, "--html", "small/x.html"), "no space")
     if (p.dir / "small/x.html").exists():
         raise Silent("half a page is left")
+
+
+kind("plan-size")
 
 
 @fault(ROOM, "plan of a model that fits nowhere")
@@ -222,6 +288,9 @@ def too_large(p: Place) -> None:
 @fault(ROOM, "plan of numbers beyond 64 bits")
 def beyond(p: Place) -> None:
     told_or_done(plan(p, "--set", "model.d_model=9223372036854775808", "--set", "model.heads=1"))
+
+
+kind("stdout")
 
 
 @fault(ROOM, "plan into a pipe that is closed")

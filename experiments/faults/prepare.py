@@ -19,6 +19,7 @@ from experiments.faults.harness import (
     contains,
     done,
     fault,
+    kind,
     last_line,
     refused,
     truncate,
@@ -38,6 +39,14 @@ def documents(p: Place) -> int:
 
 
 # --- inputs that are refused
+kind(
+    "input-refused",
+    "data/test_input_files.py::test_what_is_no_input_is_reported_as_what_it_is",
+    "data/test_input_files.py::test_nothing_to_read_is_refused",
+    "data/test_documents.py::test_a_bad_document_is_reported_by_name_and_kind",
+    "data/test_prepare.py::test_an_input_of_bad_documents_alone_is_refused",
+    "data/test_documents.py::test_of_a_damaged_compressed_file_no_line_is_taken",
+)
 
 
 def input_refused(
@@ -123,6 +132,15 @@ compressed(".parquet", "input.parquet", lambda: b"PAR1" + bytes(range(256)) + b"
 
 
 # --- inputs of which a part is bad: the good part is there, the rest is named
+kind(
+    "input-partly",
+    "data/test_documents.py::test_a_bad_document_is_reported_by_name_and_kind",
+    "data/test_documents.py::test_what_else_a_line_of_json_holds_does_no_harm",
+    "data/test_documents.py::test_of_a_damaged_compressed_file_no_line_is_taken",
+    "data/test_documents.py::test_compressed_files_in_several_pieces_are_read_whole",
+    "data/test_documents.py::test_how_deeply_a_line_may_be_nested_does_not_depend_on_who_reads_it",
+    "data/test_input_files.py::test_suffixes_in_capitals_are_taken_as_those_in_small_letters",
+)
 
 
 def partly(
@@ -254,6 +272,9 @@ partly(
 )
 
 
+kind("input-partly")
+
+
 @fault(ROOM, "an input with a link to a directory: read, or counted as left out", "7")
 def linked_directory(p: Place) -> None:
     p.file("elsewhere/b.txt", text(2))
@@ -301,6 +322,7 @@ def refuses_bad(p: Place) -> None:
 
 
 # --- outputs
+kind("output-taken")
 
 
 def output(
@@ -341,6 +363,26 @@ output(
 output("that is /dev/null", lambda p: None, "/dev/null", more=("--output", "/dev/null"), codes=(1, 2), point="13")
 
 
+@fault(ROOM, "an output of one document, of which a share is to be held out")
+def nothing_to_train_on(p: Place) -> None:
+    """The seed decides which document is held out: none of them may be all there is, without a word."""
+    for seed in range(12):
+        p.file(f"one-{seed}.txt", text(seed))
+        arguments = (
+            "--input",
+            f"one-{seed}.txt",
+            "--output",
+            f"shards-{seed}",
+            "--workers",
+            "1",
+            "--validation",
+            "0.2",
+        )
+        ended = p.command("data.__main__", "prepare", *arguments)
+        if "train: 0 documents" in ended.said and ended.code == 0:
+            raise Silent(f"0 documents to train on, exit code 0: {last_line(ended.said)}")
+
+
 @fault(ROOM, "an output that lies in its input: done, and again", "13")
 def output_inside(p: Place) -> None:
     folder(p)
@@ -379,12 +421,21 @@ def again(what: str, pattern: str, way: str) -> None:
             refused(ended, "shards", code=ended.code if ended.code in (1, 2) else 2)
 
 
+kind(
+    "output-damaged",
+    "data/test_prepare.py::test_an_altered_shard_is_made_again_and_what_is_not_ours_is_left",
+    "data/test_prepare.py::test_a_shard_that_went_missing_or_short_is_made_again",
+    "data/test_prepare.py::test_a_directory_in_the_place_of_a_file_is_named",
+)
 for way in ("with a bit flipped", "truncated", "removed", "emptied", "become a directory"):
     again("the tokens", "train-*.tokens", way)
 for way in ("truncated", "removed", "become a directory"):
     again("the note of a unit", "units/*.json", way)
 for way in ("truncated", "removed"):
     again("the manifest", "manifest.json", way)
+
+
+kind("two-at-once")
 
 
 @fault(ROOM, "two at once into one output")
@@ -398,6 +449,12 @@ def both(p: Place) -> None:
 
 
 # --- options
+kind(
+    "prepare-option",
+    "data/test_data_command.py::test_wrong_usage_is_one_sentence_and_exit_code_2",
+    "test_cli.py::test_wrong_usage_is_one_sentence_and_exit_code_2",
+    "data/test_tokenizer.py::test_a_vocabulary_smaller_than_the_bytes_is_refused",
+)
 
 
 def option(name: str, *arguments: str, words: tuple[str, ...] = ()) -> None:
@@ -421,6 +478,9 @@ option("--vocab-size in Arabic digits", "train-tokenizer", *COMMON, "--vocab-siz
 option("a tokenizer that is not there", "prepare", *COMMON, "--tokenizer", "gone.json", words=("gone.json",))
 option("verify of nothing", "verify", "nowhere", words=("nowhere",))
 option("verify of a file", "verify", "text/00.txt", words=("00.txt",))
+
+
+kind("tokenizer-out")
 
 
 @fault(ROOM, "train-tokenizer into a directory that is not there, under a file")

@@ -23,6 +23,7 @@ from experiments.faults.harness import (
     Unclear,
     done,
     fault,
+    kind,
     last_line,
     told_or_done,
 )
@@ -58,6 +59,11 @@ def stopped(result: Ended) -> None:
 
 
 # --- before the handlers exist (point 12)
+kind(
+    "stopped-importing",
+    "test_train.py::test_a_signal_in_the_imports_is_one_sentence_and_code_75",
+    "test_cli.py::test_an_interrupt_while_a_command_imports_is_a_sentence",
+)
 
 
 SLOW_IMPORT = """
@@ -97,6 +103,7 @@ early("optax", signal.SIGINT)
 
 
 # --- in a state of the run that is made long
+kind("stopped")
 
 
 def slow(module: str, name: str, wait: float = 1.0) -> Callable[[], None]:
@@ -167,6 +174,40 @@ asked("while removing old steps", "meshtrain.checkpoint.steps", "remove", "check
 asked("while metrics are trimmed", "meshtrain.run.record|meshtrain.train", "trim_metrics", base="synthetic")
 
 
+kind("stopped-compiling")
+
+
+def in_a_compile(number: int, after: float) -> None:
+    """While the compiler itself is at work, whose call comes back late: 75 and a sentence, and no crash at the end."""
+
+    @fault(ROOM, f"{signal.Signals(number).name} {after} s into the compiler")
+    def _(p: Place) -> None:
+        def before() -> None:
+            import jax
+
+            jax.config.update("jax_enable_compilation_cache", False)
+            real = jax.stages.Lowered.compile
+
+            def told(self: jax.stages.Lowered, *arguments: object, **keywords: object) -> object:
+                os.write(1, b"<compiler>\n")
+                return real(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+            jax.stages.Lowered.compile = told  # type: ignore[assignment, method-assign]
+
+        settings = ("model.layers=8", "mesh.pipeline=4", "parallel.microbatches=4", "parallel.schedule=zb_h1")
+        running = p.training(*settings, before=before)
+        running.until(lambda: "<compiler>" in running.out)
+        time.sleep(after)
+        running.send(number)
+        stopped(running.end())
+
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    for after in (0.0, 0.3, 1.0):
+        in_a_compile(number, after)
+kind("stopped")
+
+
 @fault(ROOM, "SIGTERM in the last step")
 def last_step(p: Place) -> None:
     running = p.training(before=slow("meshtrain.checkpoint.digests", "write", 0.3))
@@ -208,6 +249,7 @@ def harmless(number: int) -> None:
         p.undisturbed()
 
 
+kind("other-signal")
 for number in (signal.SIGCONT, signal.SIGWINCH, signal.SIGCHLD, signal.SIGPIPE, signal.SIGURG):
     harmless(number)
 
@@ -237,6 +279,7 @@ def killed(name: str, module: str, function: str, *settings: str, base: str = ""
         p.intact(STEPS)
 
 
+kind("killed")
 killed("before digests are written", "meshtrain.checkpoint.digests", "write", count=2)
 killed("before COMMIT", "meshtrain.checkpoint.steps", "commit", count=2)
 killed("between COMMIT and the rename", "meshtrain.checkpoint.steps", "publish", count=2)
@@ -263,6 +306,7 @@ def killed_preparing(p: Place) -> None:
 
 
 # --- preparing
+kind("stopped-preparing")
 
 
 PREPARE = ("prepare", "--input", "text", "--output", "shards", "--workers", "1")
@@ -286,8 +330,8 @@ def goes_on_to_the_same_shards(p: Place) -> None:
 @fault(ROOM, "SIGTERM while preparing: run again, it goes on to the same shards")
 def prepare_stopped(p: Place) -> None:
     prepared_undisturbed(p)
-    running = p.start("meshtrain.data.__main__", *PREPARE, before=slow("meshtrain.data.prepare", "read_note", 0.5))
-    running.until(lambda: "<read_note>" in running.out)
+    running = p.start("meshtrain.data.__main__", *PREPARE, before=slow("meshtrain.data.prepare", "read_record", 0.5))
+    running.until(lambda: "<read_record>" in running.out)
     running.send(signal.SIGTERM)
     result = running.end().checked()
     if result.code != 75:
@@ -327,6 +371,11 @@ early_command("plan.__main__", "--config", "config.yaml", seconds=0.3)
 
 
 # --- one of two processes (point 12)
+kind(
+    "one-of-two",
+    "checkpoint/test_faults.py::test_a_process_that_is_killed_is_reported_by_the_other_in_one_sentence",
+    "checkpoint/test_faults.py::test_a_preemption_notice_to_one_of_two_processes_stops_both_with_a_checkpoint_and_code_75",
+)
 
 
 def free_port() -> int:
@@ -383,6 +432,7 @@ def environment(name: str, env: dict[str, str], *words: str) -> None:
         refused(p.training(env=env).end().checked(), *words)
 
 
+kind("rank-environment")
 address = {"JAX_COORDINATOR_ADDRESS": "localhost:1"}
 environment("lacks the number of processes", address, "JAX_NUM_PROCESSES")
 environment(

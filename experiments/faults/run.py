@@ -13,10 +13,12 @@ from experiments.faults.harness import (
     Unclear,
     done,
     fault,
+    kind,
     last_line,
     refused,
     resumed,
     told_or_done,
+    went_on,
 )
 
 ROOM = "run"
@@ -53,10 +55,17 @@ def empty_volume(p: Place) -> None:
     p.checkpoints.mkdir()
 
 
+kind(
+    "steps-missing",
+    "checkpoint/test_finding.py::test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out",
+)
 no_way_on("checkpoints/ is missing, as a volume that is not mounted", lambda p: shutil.rmtree(p.checkpoints))
 no_way_on("checkpoints/ is empty, though metrics.jsonl has rows", empty_volume)
 no_way_on("no step has its COMMIT", without_commits)
 no_way_on("checkpoints/ was renamed", lambda p: os.rename(p.checkpoints, p.run / "checkpoints-old"))
+
+
+kind("resume-never")
 
 
 @fault(ROOM, "resume: never sets the rows and checkpoints before aside", "3")
@@ -108,6 +117,7 @@ def killed_early(p: Place) -> None:
 
 
 # --- what vanishes under a run (point 6)
+kind("vanished-while-running")
 
 
 def vanishes(name: str, act: Callable[[Place], object], *words: str, point: str = "") -> None:
@@ -238,15 +248,17 @@ def instead(path: Callable[[Place], Path], make: Callable[[Path], object]) -> Ca
     return act
 
 
-def twice(p: Place) -> None:
-    p.metrics.write_bytes(p.metrics.read_bytes() * 2)
-
-
 def linked(p: Place) -> None:
     os.rename(p.metrics, p.dir / "rows")
     p.metrics.symlink_to(p.dir / "rows")
 
 
+kind(
+    "metrics-damaged",
+    "run/test_rows.py::test_a_torn_last_row_is_dropped_even_if_its_step_counts",
+    "run/test_rows.py::test_a_link_to_the_rows_is_followed",
+    "run/test_directory.py::test_metrics_that_are_no_file_are_refused",
+)
 metrics_file("ends in half a row", append(b'{"step": 8, "lo'))
 metrics_file("ends in zeros, as a crash of the machine leaves them", append(bytes(4096)))
 metrics_file("ends in bytes that are not UTF-8", append(b"\xff\xfe\n"))
@@ -254,44 +266,43 @@ metrics_file("has a row of a list", append(b"[1, 2]\n"))
 metrics_file("has a row whose step is a word", append(b'{"step": "six"}\n'))
 metrics_file("has a row whose step is null", append(b'{"step": null, "loss": 1}\n'))
 metrics_file("has a row nested 100,000 deep", append(b"[" * 100_000 + b"\n"))
-metrics_file("has a row with a number of 10,000 digits", append(b'{"step": ' + b"9" * 10_000 + b"}\n"))
-metrics_file("has Windows line ends", lambda p: p.metrics.write_bytes(p.metrics.read_bytes().replace(b"\n", b"\r\n")))
 metrics_file("is a directory", instead(lambda p: p.metrics, Path.mkdir), refuses=True)
 metrics_file("is a FIFO", instead(lambda p: p.metrics, os.mkfifo), refuses=True)
 metrics_file("is a link to itself", instead(lambda p: p.metrics, lambda path: path.symlink_to(path)), refuses=True)
 metrics_file("is a link to a file elsewhere", linked)
+kind("metrics-damaged")
+metrics_file("has a row with a number of 10,000 digits", append(b'{"step": ' + b"9" * 10_000 + b"}\n"))
+metrics_file("has Windows line ends", lambda p: p.metrics.write_bytes(p.metrics.read_bytes().replace(b"\n", b"\r\n")))
 
 
 @fault(ROOM, "metrics.jsonl has every row twice, at a resume")
 def rows_twice(p: Place) -> None:
     p.base()
-    twice(p)
-    ended = p.train()
-    if told_or_done(ended, "metrics"):
+    p.metrics.write_bytes(p.metrics.read_bytes() * 2)
+    if told_or_done(p.train(), "metrics"):
         p.undisturbed()
 
 
-@fault(ROOM, "metrics.jsonl has lost rows in the middle, at a resume")
-def rows_lost(p: Place) -> None:
-    """Nothing can bring them back; what is there must stay, and the rest be right."""
-    p.base()
-    lines = p.metrics.read_bytes().splitlines(keepends=True)
-    p.metrics.write_bytes(b"".join(lines[:2] + lines[3:]))
-    ended = p.train()
-    if told_or_done(ended, "metrics") and [r["step"] for r in p.rows()] != [1, 2, 4, 5, 6, 7, 8]:
-        raise Silent(f"steps {[r['step'] for r in p.rows()]}")
+def rows_left(name: str, keep: Callable[[list[bytes]], list[bytes]], *steps: int) -> None:
+    """Nothing can bring lost rows back; what is there must stay, and the rest be right."""
+
+    @fault(ROOM, f"metrics.jsonl {name}")
+    def _(p: Place) -> None:
+        p.base()
+        rows = keep(p.metrics.read_bytes().splitlines(keepends=True))
+        p.metrics.unlink()
+        if rows:
+            p.metrics.write_bytes(b"".join(rows))
+        if told_or_done(p.train(), "metrics") and [row["step"] for row in p.rows()] != list(steps):
+            raise Silent(f"steps {[row['step'] for row in p.rows()]}")
 
 
-@fault(ROOM, "metrics.jsonl is missing, though checkpoints are there")
-def rows_gone(p: Place) -> None:
-    p.base()
-    p.metrics.unlink()
-    ended = p.train()
-    if told_or_done(ended, "metrics") and [r["step"] for r in p.rows()] != [7, 8]:
-        raise Silent(f"steps {[r['step'] for r in p.rows()]}")
+rows_left("has lost rows in the middle, at a resume", lambda rows: rows[:2] + rows[3:], 1, 2, 4, 5, 6, 7, 8)
+rows_left("is missing, though checkpoints are there", lambda rows: [], 7, 8)
 
 
 # --- the directory itself
+kind("run-path")
 
 
 def place_of_run(
@@ -329,15 +340,23 @@ place_of_run("has checkpoints that is a file", lambda p: p.file("run/checkpoints
 place_of_run("has a .lock that is a directory", lambda p: (p.run / ".lock").mkdir(parents=True), refuses=True)
 
 
+for setting in ("run.directory", "data.source", "data.tokenizer", "checkpoint.resume", "model.weights"):
+
+    @fault(ROOM, f"{setting} has characters that turn the direction of a line")
+    def _(p: Place, setting: str = setting) -> None:
+        ended = p.train(f'{setting}="a\\u202eb"')
+        if "\u202e" in ended.said:
+            raise Unclear(f"printed as they are: {last_line(ended.said)!a}")
+        told_or_done(ended)
+
+
 @fault(ROOM, "run.directory has checkpoints that is a link to another volume")
 def checkpoints_elsewhere(p: Place) -> None:
     p.base()
     os.rename(p.checkpoints, p.dir / "volume")
     p.checkpoints.symlink_to(p.dir / "volume")
     ended = p.train()
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, ended)
     p.intact(2, 4, 6, 8)
 
 
@@ -365,46 +384,30 @@ def config_link(p: Place) -> None:
 @fault(ROOM, "the config that is given is the run's own config.yaml")
 def config_own(p: Place) -> None:
     p.base()
-    ended = p.train(config="run/config.yaml")
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, p.train(config="run/config.yaml"))
 
 
 # --- two at once
+kind("two-at-once")
 
 
-@fault(ROOM, "a second run in the directory")
-def second(p: Place) -> None:
-    first = begun(p)
-    with first.frozen():
-        ended = p.train()
-    first.send(signal.SIGTERM)
-    refused(ended, "in use")
-    done(first.end().checked(), code=75)
+def second(name: str, setting: str = "run.directory=run") -> None:
+    @fault(ROOM, f"a second run in the directory{name}")
+    def _(p: Place) -> None:
+        first = begun(p)
+        (p.dir / "link").symlink_to("run")
+        with first.frozen():
+            before = p.digests(p.checkpoints, p.metrics)
+            ended = p.train(setting)
+            p.survive(before)
+        first.send(signal.SIGTERM)
+        refused(ended, "in use")
+        done(first.end().checked(), code=75)
 
 
-@fault(ROOM, "a second run in the directory, by another path")
-def second_path(p: Place) -> None:
-    first = begun(p)
-    (p.dir / "link").symlink_to("run")
-    with first.frozen():
-        ended = p.train("run.directory=link")
-    first.send(signal.SIGTERM)
-    refused(ended, "in use")
-    done(first.end().checked(), code=75)
-
-
-@fault(ROOM, "a second run in the directory, with resume: never")
-def second_never(p: Place) -> None:
-    first = begun(p)
-    with first.frozen():
-        before = p.digests(p.checkpoints, p.metrics)
-        ended = p.train("checkpoint.resume=never")
-        p.survive(before)
-    first.send(signal.SIGTERM)
-    refused(ended, "in use")
-    done(first.end().checked(), code=75)
+second("")
+second(", by another path", "run.directory=link")
+second(", with resume: never", "checkpoint.resume=never")
 
 
 @fault(ROOM, "a second run that takes a running one's checkpoints as its start")
@@ -418,14 +421,14 @@ def second_from(p: Place) -> None:
     done(first.end().checked(), code=75)
 
 
+kind("leftovers")
+
+
 @fault(ROOM, "the lock file of a process that was killed")
 def stale_lock(p: Place) -> None:
     p.base()
     (p.run / ".lock").write_text("process 1 on elsewhere")
-    ended = p.train()
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, p.train())
 
 
 @fault(ROOM, "leftovers of killed processes: .writable-1, .metrics.jsonl.abc, .config.yaml.abc")
@@ -433,23 +436,20 @@ def leftovers(p: Place) -> None:
     p.base()
     for name in (".writable-1", ".metrics.jsonl.abc", ".config.yaml.abc"):
         (p.run / name).write_text("x")
-    ended = p.train()
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, p.train())
 
 
-@fault(ROOM, "nothing left to do: a run that is over is started again")
-def over(p: Place) -> None:
-    p.base(interrupted=False)
-    before = p.digests(p.checkpoints, p.metrics)
-    done(p.train(), "nothing is left to do")
-    p.survive(before)
+kind("run-over")
 
 
-@fault(ROOM, "fewer steps than are taken already")
-def fewer(p: Place) -> None:
-    p.base(interrupted=False)
-    before = p.digests(p.checkpoints, p.metrics)
-    done(p.train("train.steps=3"), "nothing is left to do")
-    p.survive(before)
+def over(name: str, *settings: str) -> None:
+    @fault(ROOM, name)
+    def _(p: Place) -> None:
+        p.base(interrupted=False)
+        before = p.digests(p.checkpoints, p.metrics)
+        done(p.train(*settings), "nothing is left to do")
+        p.survive(before)
+
+
+over("nothing left to do: a run that is over is started again")
+over("fewer steps than are taken already", "train.steps=3")

@@ -11,11 +11,13 @@ from experiments.faults.bases import WORDS, folder, text
 from experiments.faults.harness import (
     DAMAGE,
     LAST,
+    NO_FILE,
     NotTried,
     Place,
     Silent,
     done,
     fault,
+    kind,
     refused,
     resumed,
     told_or_done,
@@ -63,6 +65,12 @@ def reprepare(p: Place) -> None:
     done(p.command("data.__main__", "prepare", "--input", "text", "--output", "shards", "--workers", "1"))
 
 
+kind(
+    "data-changed",
+    "checkpoint/test_training.py::test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed",
+    "checkpoint/test_restoring.py::test_data_that_changed_are_refused_with_the_ways_out",
+    "checkpoint/test_restoring.py::test_data_that_changed_and_are_allowed_to_are_reported",
+)
 changed("half of the files deleted", half)
 changed("a file edited", lambda p: p.file("text/03.txt", text(77)))
 changed("a file added", lambda p: p.file("text/16.txt", text(16)))
@@ -75,6 +83,9 @@ def packed_half(p: Place) -> None:
 
 
 changed("half of the files deleted, packed", packed_half, base="packed")
+
+
+kind("data-changed")
 
 
 @fault(ROOM, "between two runs: files touched, and nothing else")
@@ -134,6 +145,7 @@ def tokenizer(p: Place, size: int, name: str, source: str = "text") -> None:
 
 
 # --- caches (point 4)
+kind("cache-damaged")
 
 
 def cache_file(p: Place, pattern: str) -> Path:
@@ -168,11 +180,8 @@ for way in DAMAGE:
         way,
         "4" if way in ("with a bit flipped", "truncated") else "",
     )
-for way in ("with a bit flipped", "truncated", "removed", "emptied", "become a directory", "become a FIFO"):
+for way in NO_FILE:
     cached("the cached tokens", "text", lambda p: cache_file(p, "train-*.tokens"), way)
-for way in ("with a bit flipped", "truncated", "removed", "emptied"):
-    cached("the cached offsets", "packed", lambda p: cache_file(p, "train-*.offsets"), way)
-for way in ("with a bit flipped", "truncated", "removed", "emptied", "become a directory", "become a link to itself"):
     cached("the cached manifest", "text", lambda p: cache_file(p, "manifest.json"), way)
 
 
@@ -189,6 +198,16 @@ def all_lengths(p: Place) -> None:
         p.undisturbed("packed")
 
 
+kind("cache-damaged", "data/test_cache.py::test_cached_shards_that_are_damaged_are_reported_and_made_again")
+for way in ("with a bit flipped", "truncated", "removed", "emptied"):
+    cached("the cached tokens", "text", lambda p: cache_file(p, "train-*.tokens"), way)
+    cached("the cached offsets", "packed", lambda p: cache_file(p, "train-*.offsets"), way)
+    cached("the cached manifest", "text", lambda p: cache_file(p, "manifest.json"), way)
+
+
+kind("cache-path")
+
+
 @fault(ROOM, "the cache directory is a file")
 def cache_is_file(p: Place) -> None:
     p.base("text")
@@ -203,6 +222,9 @@ def cache_dangles(p: Place) -> None:
     shutil.rmtree(p.dir / "cache")
     (p.dir / "cache").symlink_to("/nonexistent/place")
     refused(p.train(), "XDG_CACHE_HOME|cache")
+
+
+kind("two-at-once")
 
 
 @fault(ROOM, "two runs fill the same cache at once")
@@ -237,21 +259,22 @@ def shard(what: str, pattern: str, way: str) -> None:
         refused(p.command("data.__main__", "verify", "shards"))
 
 
-for way in (
-    "with a bit flipped",
-    "truncated",
-    "emptied",
-    "doubled",
-    "removed",
-    "become a directory",
-    "become a dangling link",
-    "become a FIFO",
-    "become zeros",
-):
+kind(
+    "shard-damaged",
+    "data/test_shards.py::test_a_damaged_shard_is_refused_by_name",
+    "data/test_shards.py::test_a_directory_without_a_manifest_of_ours_is_refused",
+    "data/test_data_command.py::test_prepare_then_verify_then_damage",
+)
+for way in ("with a bit flipped", "truncated", "emptied", "doubled", "removed", "become zeros"):
     shard("the tokens", "train-*.tokens", way)
 for way in ("with a bit flipped", "truncated", "doubled"):
     shard("the offsets", "train-*.offsets", way)
-for way in ("truncated", "emptied", "become a directory", "become a link to itself", "become a FIFO", "become zeros"):
+for way in ("truncated", "emptied", "become zeros"):
+    shard("the manifest", "manifest.json", way)
+kind("shard-damaged")
+for way in ("become a directory", "become a dangling link", "become a FIFO"):
+    shard("the tokens", "train-*.tokens", way)
+for way in ("become a directory", "become a link to itself", "become a FIFO"):
     shard("the manifest", "manifest.json", way)
 
 
@@ -268,6 +291,12 @@ def manifest(name: str, change: Callable[[dict], object], *words: str) -> None:
             p.undisturbed("shards")
 
 
+kind(
+    "shard-manifest",
+    "data/test_shards.py::test_a_manifest_whose_values_make_no_sense_is_refused",
+    "data/test_shards.py::test_a_directory_without_a_manifest_of_ours_is_refused",
+    "data/test_shards.py::test_sizes_are_checked_even_without_digests",
+)
 manifest("with a dtype that there is not", lambda v: v.update(dtype="float99"))
 manifest("with another dtype", lambda v: v.update(dtype="uint32"))
 manifest("with more tokens", lambda v: v["shards"]["train"][0].update(tokens=10**6))
@@ -283,6 +312,7 @@ manifest("with shards that are null", lambda v: v.update(shards=None))
 
 
 # --- what data.source may name
+kind("source-path")
 
 
 def source(
@@ -374,6 +404,7 @@ def read_anyway(name: str, arrange: Callable[[Place], object], *words: str) -> N
         done(ended)
 
 
+kind("source-odd")
 read_anyway(
     "has a file name that is not UTF-8",
     lambda p: Path(os.fsdecode(os.fsencode(p.dir) + b"/text/\xff.txt")).write_text(text(50)),
@@ -390,6 +421,7 @@ read_anyway("has one line of a megabyte", lambda p: p.file("text/z.txt", "x" * 1
 
 
 # --- tokenizers
+kind("tokenizer-file")
 
 
 def tokenizer_file(name: str, content: str | bytes, *words: str) -> None:

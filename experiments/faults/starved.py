@@ -1,5 +1,6 @@
 """Full disks, no inodes, read-only disks, and files of another user: at each kind of file that a run writes."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -7,9 +8,8 @@ import stat
 import struct
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
-from experiments.faults.bases import folder, text
+from experiments.faults.bases import folder
 from experiments.faults.harness import (
     LAST,
     NOBODY,
@@ -20,32 +20,21 @@ from experiments.faults.harness import (
     Unclear,
     contains,
     done,
+    failed,
     fault,
+    kind,
     last_line,
     losses,
     refused,
     resumed,
+    went_on,
 )
 
 ROOM = "starved"
 
 
-def rows_are_right(p: Place, base: str = "synthetic") -> None:
-    expected = losses(p.bases / base / "run" / "metrics.jsonl")
-    found = [row["step"] for row in p.rows()]
-    if found != sorted(set(found)) or any(row["loss"] != expected[row["step"]] for row in p.rows()):
-        raise Silent(f"metrics.jsonl has steps {found}, or other losses")
-
-
-def room_again(p: Place, disk: Path, *settings: str, base: str = "synthetic") -> None:
-    """With room again, the same command ends the run as if nothing had been."""
-    (disk / ".filler").unlink(missing_ok=True)
-    done(p.train(*settings))
-    p.undisturbed(base)
-    p.intact(STEPS)
-
-
 # --- a run on a full disk (point 9)
+kind("full-disk")
 
 
 @fault(ROOM, "a new run on a disk that is full", "9")
@@ -67,18 +56,16 @@ def resumed_full(name: str, leave: int, torn: bool = False) -> None:
         p.mount(p.run, "size=4m")
         p.fill(p.run, leave)
         before = p.digests(p.checkpoints)
-        ended = p.train()
-        if ended.code not in (1, 2):
-            raise Silent(f"exit code {ended.code}")
-        if not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
-            raise Unclear(last_line(ended.err))
-        if not any("no space" in line or "full" in line for line in ended.sentences):
-            raise Unclear(last_line(ended.err))
+        failed(p.train(), "no space|full", codes=(1, 2))
         p.survive(before)
         p.intact(2, 4, 6)
         if [row["step"] for row in p.rows()][:LAST] != list(range(1, LAST + 1)):
             raise Silent(f"metrics.jsonl has steps {[row['step'] for row in p.rows()]}")
-        room_again(p, p.run)
+        # With room again, the same command ends the run as if nothing had been.
+        (p.run / ".filler").unlink(missing_ok=True)
+        done(p.train())
+        p.undisturbed()
+        p.intact(STEPS)
 
 
 resumed_full("that is full", 0)
@@ -113,48 +100,35 @@ def full_to_the_end(p: Place) -> None:
     with running.frozen():
         p.fill(p.run)
     ended = running.end().checked()
-    if ended.code != 1:
-        raise Silent(f"exit code {ended.code}")
-    if any(not line.startswith("meshtrain: ") for line in ended.sentences):
-        raise Unclear(last_line(ended.err))
+    failed(ended, codes=(1,))
     done(ended, "no space", "rows", code=1)
 
 
 # --- no inodes
+kind("no-inodes")
 
 
-def inodes(name: str, arrange: Callable[[Place], None], *words: str, refuses: bool) -> None:
+def inodes(name: str, count: int, resumes: bool = False) -> None:
+    """The disk has `count` inodes; at a resume, so many more than are used."""
+
     @fault(ROOM, f"no inodes: {name}")
     def _(p: Place) -> None:
-        arrange(p)
-        ended = p.train()
-        if ended.code == 0:
-            raise Silent("exit code 0")
-        if any(not line.startswith("meshtrain: ") for line in ended.sentences) or not ended.sentences:
-            raise Unclear(repr(ended.err))
-        if not any("no space" in line for line in ended.sentences):
-            raise Unclear(last_line(ended.err))
+        used = 0
+        if resumes:
+            p.base()
+            used = sum(len(folders) + len(files) for _, folders, files in os.walk(p.run)) + 1
+        p.mount(p.run, f"size=8m,nr_inodes={used + count}")
+        failed(p.train(), "no space")
 
 
-def few_inodes(p: Place, count: int, base: bool) -> None:
-    if base:
-        p.base()
-    p.mount(p.run, f"size=8m,nr_inodes={count}")
-
-
-def resumed_inodes(p: Place) -> None:
-    p.base()
-    used = sum(len(folders) + len(files) for _, folders, files in os.walk(p.run)) + 1
-    p.mount(p.run, f"size=8m,nr_inodes={used + 4}")
-
-
-inodes("a new run", lambda p: few_inodes(p, 2, base=False), refuses=True)
-inodes("in the first checkpoint", lambda p: few_inodes(p, 10, base=False), refuses=False)
-inodes("in a checkpoint's arrays", lambda p: few_inodes(p, 14, base=False), refuses=False)
-inodes("after a resume", resumed_inodes, refuses=False)
+inodes("a new run", 2)
+inodes("in the first checkpoint", 10)
+inodes("in a checkpoint's arrays", 14)
+inodes("after a resume", 4, resumes=True)
 
 
 # --- read-only
+kind("read-only")
 
 
 @fault(ROOM, "the run directory is remounted read-only before a resume")
@@ -171,13 +145,15 @@ def read_only_checkpoints(p: Place) -> None:
     p.base()
     before = p.digests(p.checkpoints)
     p.remount_read_only(p.checkpoints)
-    ended = p.train()
-    if ended.code == 0:
-        raise Silent("exit code 0 without a checkpoint")
-    if any(not line.startswith("meshtrain: ") for line in ended.sentences) or "read-only" not in ended.err:
-        raise Unclear(last_line(ended.err))
+    failed(p.train(), "read-only", silent="exit code 0 without a checkpoint")
     p.survive(before)
-    rows_are_right(p)
+    expected = losses(p.bases / "synthetic/run/metrics.jsonl")
+    steps = [row["step"] for row in p.rows()]
+    if steps != sorted(set(steps)) or any(row["loss"] != expected[row["step"]] for row in p.rows()):
+        raise Silent(f"metrics.jsonl has steps {steps}, or other losses")
+
+
+kind("disk-fails")
 
 
 @fault(ROOM, "the disk fails while training: every read and write is an error")
@@ -199,13 +175,10 @@ def disk_fails(p: Place) -> None:
         fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 2))
     finally:
         os.close(descriptor)
-    ended = running.end().checked()
-    if ended.code != 1:
-        raise Silent(f"exit code {ended.code}")
-    if any(not line.startswith("meshtrain: ") for line in ended.sentences) or not ended.sentences:
-        raise Unclear(last_line(ended.err))
-    if "input/output error" not in ended.err:
-        raise Unclear(last_line(ended.err))
+    failed(running.end().checked(), "input/output error", codes=(1,))
+
+
+kind("read-only")
 
 
 @fault(ROOM, "reading checkpoints from a read-only disk: ls, show, verify, diff")
@@ -231,20 +204,17 @@ def read_only_source(p: Place) -> None:
     resumed(ended, LAST)
 
 
-@fault(ROOM, "text and shards on a read-only disk")
-def read_only_text(p: Place) -> None:
-    p.base("text")
-    p.remount_read_only(p.dir / "text")
-    done(p.train())
-    p.undisturbed("text")
+def read_only_input(name: str, base: str, folder: str) -> None:
+    @fault(ROOM, f"{name} on a read-only disk{', that has what is needed' if folder == 'cache' else ''}")
+    def _(p: Place) -> None:
+        p.base(base)
+        p.remount_read_only(p.dir / folder)
+        done(p.train())
+        p.undisturbed(base)
 
 
-@fault(ROOM, "a cache on a read-only disk, that has what is needed")
-def read_only_cache(p: Place) -> None:
-    p.base("packed")
-    p.remount_read_only(p.dir / "cache")
-    done(p.train())
-    p.undisturbed("packed")
+read_only_input("text and shards", "text", "text")
+read_only_input("a cache", "packed", "cache")
 
 
 @fault(ROOM, "a cache on a read-only disk, that lacks what is needed")
@@ -257,6 +227,7 @@ def read_only_empty_cache(p: Place) -> None:
 
 
 # --- a full disk at each kind of file
+kind("full-cache")
 
 
 def full_cache(name: str, base: str, leave: int, keep: str = "", point: str = "") -> None:
@@ -287,8 +258,7 @@ full_cache("the table of lengths, packed, with room for its first page", "packed
 def full_output(name: str, leave: int, point: str = "") -> None:
     @fault(ROOM, f"a full disk at prepared shards, {name}", point)
     def _(p: Place) -> None:
-        for k in range(16):
-            p.file(f"text/{k:02d}.txt", text(k))
+        folder(p)
         p.mount(p.dir / "disk", "size=1m")
         p.fill(p.dir / "disk", leave)
         arguments = ("prepare", "--input", "text", "--output", "disk/shards", "--workers", "1")
@@ -301,6 +271,7 @@ def full_output(name: str, leave: int, point: str = "") -> None:
         done(p.command("data.__main__", "verify", "disk/shards"))
 
 
+kind("full-output")
 full_output("with no room at all", 0, "13")
 full_output("with room for a part", 16_384, "13")
 full_output("with room for all but the manifest", 32_768, "13")
@@ -330,6 +301,7 @@ def full_output_stream(name: str, module: str, *arguments: str) -> None:
             raise Silent("exit code 0 though nothing was written")
 
 
+kind("stdout")
 full_output_stream("plan", "plan", "--config", "config.yaml")
 full_output_stream("--print-config", "train", "--config", "config.yaml", "--print-config")
 full_output_stream("checkpoint ls", "checkpoint", "ls", "run")
@@ -347,6 +319,36 @@ def full_stdout(p: Place) -> None:
     elif not ended.sentences:
         raise Unclear(f"exit code {ended.code} without a word")
     p.intact(2, 4, 6)
+
+
+def failing_stdout(number: int) -> None:
+    @fault(ROOM, f"a write to stdout fails with {os.strerror(number)}: train goes on")
+    def _(p: Place) -> None:
+        def before() -> None:
+            import io
+            import sys
+
+            class Fails(io.RawIOBase):
+                def writable(self) -> bool:
+                    return True
+
+                def fileno(self) -> int:
+                    return 1
+
+                def write(self, content: object) -> int:
+                    raise OSError(number, os.strerror(number))
+
+            sys.stdout = io.TextIOWrapper(io.BufferedWriter(Fails()), line_buffering=True)
+
+        p.base()
+        ended = p.train(before=before)
+        if ended.code not in (0, 1):
+            raise Unclear(f"exit code {ended.code}: {last_line(ended.err)}")
+        p.undisturbed()
+
+
+for number in (errno.EDQUOT, errno.ENOSPC, errno.EIO, errno.EAGAIN):
+    failing_stdout(number)
 
 
 @fault(ROOM, "stdout is closed: train goes on")
@@ -373,6 +375,7 @@ def pipe(p: Place) -> None:
 
 
 # --- limits
+kind("limit")
 
 
 @fault(ROOM, "a limit on the size of files (ulimit -f)")
@@ -386,11 +389,7 @@ def file_size(p: Place) -> None:
 
     p.base()
     before = p.digests(p.checkpoints)
-    ended = p.train(before=limit)
-    if ended.code == 0:
-        raise Silent("exit code 0 without a checkpoint")
-    if not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
-        raise Unclear(last_line(ended.err))
+    failed(p.train(before=limit), silent="exit code 0 without a checkpoint")
     p.survive(before)
     p.intact(2, 4, 6)
 
@@ -407,12 +406,13 @@ def open_files(p: Place) -> None:
     ended = p.train(before=limit)
     if ended.code == 0:
         p.undisturbed()
-    elif not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
-        raise Unclear(last_line(ended.err))
+    else:
+        failed(ended)
     p.survive(before)
 
 
 # --- permissions, as another user
+kind("permission")
 
 
 def forbidden(
@@ -526,9 +526,7 @@ def sticky(p: Place) -> None:
     os.chown(p.checkpoints / "2", 0, 0)
     (p.checkpoints / "2").chmod(0o555)
     ended = p.train("checkpoint.keep=1", "checkpoint.keep_best=0", user=user)
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, ended)
     if "cannot be removed" not in ended.err and (p.checkpoints / "2").exists():
         raise Silent("a step that need not stay stays without a word")
     done(p.train("checkpoint.keep=1", "checkpoint.keep_best=0", "train.steps=10", user=user))

@@ -4,6 +4,7 @@ import glob
 import os
 import shutil
 
+from experiments.faults.bases import folder
 from experiments.faults.harness import (
     LAST,
     REPOSITORY,
@@ -12,10 +13,13 @@ from experiments.faults.harness import (
     Silent,
     Unclear,
     done,
+    failed,
     fault,
+    kind,
     last_line,
     refused,
     resumed,
+    went_on,
 )
 
 ROOM = "surroundings"
@@ -30,13 +34,19 @@ def environment(
     point: str = "",
     quiet: bool = False,
     base: str = "synthetic",
+    early: bool = True,
 ) -> None:
+    """`early`: what Python or JAX reads when it is imported, so that it needs a new process."""
+
     @fault(ROOM, name, point)
     def _(p: Place) -> None:
         p.base(base)
         # Other flags would compile another program, with other roundings.
         flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {env['XLA_FLAGS']}"} if env.get("XLA_FLAGS") else {}
-        ended = p.python(*TRAIN, env=env | flags)
+        if early:
+            ended = p.python(*TRAIN, env=env | flags)
+        else:
+            ended = p.train(before=lambda: changed(env | flags))
         if refuses:
             refused(ended, *words)
             return
@@ -48,6 +58,17 @@ def environment(
         p.undisturbed(base)
 
 
+kind("environment")
+
+
+def changed(env: dict[str, str | None]) -> None:
+    for name, value in env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 environment("PYTHONWARNINGS=error", {"PYTHONWARNINGS": "error"}, point="11")
 environment("python -X dev: every warning is shown", {"PYTHONDEVMODE": "1"}, point="11")
 environment("PYTHONOPTIMIZE=2: no asserts, no docstrings", {"PYTHONOPTIMIZE": "2"})
@@ -55,13 +76,13 @@ environment("PYTHONHASHSEED=0", {"PYTHONHASHSEED": "0"})
 environment("PYTHONUTF8=0 and LC_ALL=C", {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"})
 environment("PYTHONIOENCODING=ascii", {"PYTHONIOENCODING": "ascii:strict"})
 environment("LANG of a language that is not installed", {"LANG": "xx_YY.UTF-16", "LC_ALL": "xx_YY"})
-environment("TERM=dumb, COLUMNS=1", {"TERM": "dumb", "COLUMNS": "1"})
-environment("COLUMNS that is a word", {"COLUMNS": "wide"})
-environment("HOME unset", {"HOME": None})
-environment("HOME that is not there", {"HOME": "/nonexistent"})
-environment("XDG_CACHE_HOME empty", {"XDG_CACHE_HOME": ""})
-environment("XDG_CACHE_HOME relative", {"XDG_CACHE_HOME": "cache"}, base="text")
-environment("TMPDIR that is not there", {"TMPDIR": "/nonexistent"})
+environment("TERM=dumb, COLUMNS=1", {"TERM": "dumb", "COLUMNS": "1"}, early=False)
+environment("COLUMNS that is a word", {"COLUMNS": "wide"}, early=False)
+environment("HOME unset", {"HOME": None}, early=False)
+environment("HOME that is not there", {"HOME": "/nonexistent"}, early=False)
+environment("XDG_CACHE_HOME empty", {"XDG_CACHE_HOME": ""}, early=False)
+environment("XDG_CACHE_HOME relative", {"XDG_CACHE_HOME": "cache"}, base="text", early=False)
+environment("TMPDIR that is not there", {"TMPDIR": "/nonexistent"}, early=False)
 environment("JAX_ENABLE_X64=1", {"JAX_ENABLE_X64": "1"})
 environment("JAX_DEBUG_NANS=1", {"JAX_DEBUG_NANS": "1"})
 environment("JAX_TRACEBACK_FILTERING=off", {"JAX_TRACEBACK_FILTERING": "off"})
@@ -72,12 +93,23 @@ environment(
 environment("JAX_PLATFORMS that is a word", {"JAX_PLATFORMS": "toaster"}, "toaster|JAX_PLATFORMS", refuses=True)
 environment("JAX_COMPILATION_CACHE_DIR that cannot be written", {"JAX_COMPILATION_CACHE_DIR": "/proc/nowhere"})
 environment("XLA_FLAGS that are none", {"XLA_FLAGS": "--xla_no_such_flag=1"}, "XLA_FLAGS", refuses=True)
-environment("XLA_FLAGS that fakes 3 devices for a mesh of 1", {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"})
+environment(
+    "XLA_FLAGS that fakes 3 devices for a mesh of 1",
+    {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"},
+    early=False,
+)
 environment("XLA_FLAGS that fakes 0 devices", {"XLA_FLAGS": "--xla_force_host_platform_device_count=0"})
-environment("PJRT_NPROC that is a word", {"PJRT_NPROC": "many"})
-environment("OMP_NUM_THREADS=1 and one core", {"OMP_NUM_THREADS": "1"})
-environment("SLURM_NTASKS=1 left over from a job", {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"})
-environment("JAX_NUM_PROCESSES left over, without an address", {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
+environment("PJRT_NPROC that is a word", {"PJRT_NPROC": "many"}, early=False)
+environment("OMP_NUM_THREADS=1 and one core", {"OMP_NUM_THREADS": "1"}, early=False)
+environment(
+    "SLURM_NTASKS=1 left over from a job", {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}, early=False
+)
+environment(
+    "JAX_NUM_PROCESSES left over, without an address", {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, early=False
+)
+
+
+kind("compilation-cache")
 
 
 @fault(ROOM, "a damaged compilation cache")
@@ -88,12 +120,11 @@ def compiled(p: Place) -> None:
     for path in cache.iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     ended = p.python(*TRAIN, env={"JAX_COMPILATION_CACHE_DIR": str(cache)})
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, ended)
 
 
 # --- the clock
+kind("clock")
 
 
 @fault(ROOM, "the clock set back by years: every file comes from the future")
@@ -102,9 +133,7 @@ def future_files(p: Place) -> None:
     for path in [p.run, *p.run.rglob("*")]:
         os.utime(path, (4_000_000_000, 4_000_000_000))
     ended = p.train("checkpoint.keep=2", "checkpoint.keep_best=0")
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, ended)
     p.intact(6, 8)
 
 
@@ -127,9 +156,7 @@ def clock(name: str, when: str) -> None:
             "checkpoint.keep_best=0",
             env={"LD_PRELOAD": faketime(), "FAKETIME": when, "DONT_FAKE_MONOTONIC": "1"},
         )
-        done(ended)
-        resumed(ended, LAST)
-        p.undisturbed()
+        went_on(p, ended)
         p.intact(6, 8)
         done(p.command("checkpoint.__main__", "ls", "run"))
 
@@ -149,9 +176,7 @@ def back_while_running(p: Place) -> None:
 
     p.base()
     ended = p.train(before=before)
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, ended)
     if any(row["step_seconds"] < 0 or row["tokens_per_second"] < 0 for row in p.rows()):
         raise Silent("a step took less than no time")
 
@@ -167,6 +192,7 @@ def dates(p: Place) -> None:
 
 
 # --- streams and directories
+kind("streams")
 
 
 @fault(ROOM, "stdin is closed")
@@ -198,6 +224,9 @@ def stderr_code(p: Place) -> None:
         raise Unclear(f"exit code {ended.code}")
 
 
+kind("working-directory")
+
+
 @fault(ROOM, "the working directory is deleted before the start")
 def no_directory(p: Place) -> None:
     p.base()
@@ -214,9 +243,7 @@ def no_directory(p: Place) -> None:
         .end()
         .checked()
     )
-    done(ended)
-    resumed(ended, LAST)
-    p.undisturbed()
+    went_on(p, ended)
 
 
 @fault(ROOM, "the working directory is deleted, and run.directory is relative")
@@ -234,15 +261,24 @@ def no_directory_relative(p: Place) -> None:
     )
 
 
+kind("umask")
+
+
 @fault(ROOM, "umask 777: nothing that is made can be read")
 def umask(p: Place) -> None:
     p.config()
     user = p.give_to(65534)
-    ended = p.train(user=user, before=lambda: os.umask(0o777))
-    if ended.code == 0:
-        raise Silent("exit code 0")
-    if not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
-        raise Unclear(last_line(ended.err))
+    failed(p.train(user=user, before=lambda: os.umask(0o777)))
+
+
+@fault(ROOM, "umask 0: nothing that is made can be written by everybody")
+def umask_none(p: Place) -> None:
+    folder(p)
+    p.config(data={"source": "text"})
+    done(p.train(before=lambda: os.umask(0)))
+    everybodys = [path for path in p.run.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o002]
+    if everybodys or p.run.stat().st_mode & 0o002:
+        raise Silent(f"{len(everybodys)} of them can, such as {(everybodys or [p.run])[0].name}")
 
 
 @fault(ROOM, "umask 077: a run can be read again by its own user")
@@ -253,6 +289,9 @@ def umask_own(p: Place) -> None:
     ended = p.train(user=user)
     done(ended)
     resumed(ended, 4)
+
+
+kind("installation")
 
 
 @fault(ROOM, "a module of the user's in the working directory is called like one of ours or Python's")
@@ -273,6 +312,9 @@ def installed(p: Place) -> None:
     ended = p.python(*TRAIN, env={"PYTHONDONTWRITEBYTECODE": None})
     done(ended)
     p.undisturbed()
+
+
+kind("suspended")
 
 
 @fault(ROOM, "another process traces, and time stands still for a minute: stopped and continued")

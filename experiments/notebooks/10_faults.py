@@ -23,15 +23,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import meshtrain as mt
-from meshtrain.config.rows import filled_rows
-from meshtrain.pictures.picture import Picture, image
+from meshtrain.config.follow import padded_batch_size
+from meshtrain.draw.picture import Picture
+from meshtrain.draw.svg import image
 from meshtrain.plan.failures import daly, goodput, young
 from meshtrain.survive import history, picture
-from meshtrain.survive.decide import Options, decide
+from meshtrain.survive.decide import SupervisorOptions, decide
 from meshtrain.survive.forming import formed
-from meshtrain.survive.ledger import ledger
-from meshtrain.survive.life import word
-from meshtrain.survive.records import End, Node, Plan, Rank
+from meshtrain.survive.ledger import ledger, word
+from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan
 from meshtrain.survive.reliability import reliability
 from meshtrain.survive.store import config_of
 
@@ -44,8 +44,8 @@ from meshtrain.survive.store import config_of
 
 # %%
 names = ["n0", "n1", "n2"]
-options = Options(used=lambda nodes: nodes, wanted=3, least=2, step_timeout=8, node_timeout=6)
-plan = Plan(2, 1, "running", "n0", 900, "start", "the run begins", members=names, incarnations=names, age=100)
+options = SupervisorOptions(used=lambda nodes: nodes, wanted=3, least=2, step_timeout=8, node_timeout=6)
+plan = RestartPlan(2, 1, "running", "n0", 900, "start", "the run begins", members=names, incarnations=names, age=100)
 
 
 def node(number, end=None, age=0.5, since=2.0, **changed):
@@ -74,7 +74,8 @@ assert judged(node(0), node(1), node(2)).verdict == "go on"
 # stands earlier (`causes.py`).
 
 # %%
-failed, killed = End(73, "peer", "lost another process", 10), End(-9, "signal", "was ended by SIGKILL", 10)
+failed = ProcessEnd(73, "peer", "lost another process", 10)
+killed = ProcessEnd(-9, "signal", "was ended by SIGKILL", 10)
 scene = [node(0, failed), node(1, failed), node(2, killed)]
 found = judged(*scene)
 assert found.blamed == ("n2",)
@@ -123,7 +124,7 @@ assert [h.blamed for h in hangs.values()] == [()] + 5 * [("n2",)]
 # optimizer, and the run ends with exit code 3, which says that starting it again is of no use.
 
 # %%
-nan = [node(i, End(70, "numbers", "found NaN in the loss", 10)) for i in range(3)]
+nan = [node(i, ProcessEnd(70, "numbers", "found NaN in the loss", 10)) for i in range(3)]
 first = judged(*nan)
 forming = replace(plan, number=3, generation=2, state="forming", kind="numbers", reason=first.reason, step=10)
 ready = [replace(node(i), state="idle", acked=2) for i in range(3)]
@@ -215,8 +216,8 @@ assert told.plans[-1].kind == "done" and told.plans[-2].members == ["n0", "n1"]
 # %% tags=["varies"]
 # A file each, made in the moment of the fault.
 injected = sorted(path.stat().st_mtime for path in Path("hurt", "survive", "injected").iterdir())
-started = {e.whole("generation"): e.time for e in told.of("started")}
-going = {e.whole("generation"): e for e in told.of("going")}
+started = {e.integer("generation"): e.time for e in told.of("started")}
+going = {e.integer("generation"): e for e in told.of("going")}
 for fault, verdict in zip(injected, verdicts[1:], strict=True):
     times = verdict.wall, started[verdict.generation], going[verdict.generation].time
     judgement, processes, step = (moment - fault for moment in times)
@@ -230,7 +231,7 @@ for fault, verdict in zip(injected, verdicts[1:], strict=True):
 # to the last bit; so the weights were restored in full, and the data went on in its place.
 
 # %%
-starts = [going[generation].whole("start") for generation in (1, 2, 3, 4)]
+starts = [going[generation].integer("start") for generation in (1, 2, 3, 4)]
 assert [step for step, _ in hurt] == list(range(1, 49))
 assert hurt[: starts[3]] == calm[: starts[3]]
 apart = [abs(one - other) / other for (_, one), (_, other) in zip(hurt, calm, strict=True)]
@@ -288,8 +289,8 @@ for config in (before, since):
     data, _ = mt.open_data(config)
     weights = data.batch(30).get("weights", np.ones(data.batch_shape(30))).mean(axis=1)
     print(f"data {config.mesh.data}, microbatches {config.parallel.microbatches}: rows that weigh {weights}")
-    assert sum(weights == 1) == 15 and len(weights) == filled_rows(config)
-assert (filled_rows(before), filled_rows(since)) == (15, 16)
+    assert sum(weights == 1) == 15 and len(weights) == padded_batch_size(config)
+assert (padded_batch_size(before), padded_batch_size(since)) == (15, 16)
 
 # %% [markdown]
 # Here a row in 16 is waste. On a real cluster it is little, and what it saves is much: 128 nodes of 8 GPUs, tensor 8 × pipeline 8, 1024 rows. One
@@ -312,7 +313,7 @@ def speeds(nodes):
     """Of what 128 nodes do, the share that so many do: with empty rows, and if data had to divide the batch."""
     config = formed(large, nodes).config
     dividing = max(data for data in range(1, nodes // 8 + 1) if 1024 % data == 0)
-    return config.mesh.data / 16 * 1024 / filled_rows(config), dividing / 16
+    return config.mesh.data / 16 * 1024 / padded_batch_size(config), dividing / 16
 
 
 left = range(64, 129)
@@ -355,7 +356,7 @@ Picture(image(picture.svg(Path("hurt"), width=860), "the life of the run"), "the
 # all this, and `status` while a run goes on. At the end nothing may be left of three supervisors and 11 ranks, the frozen one least of all.
 
 # %%
-processes = [e.whole("pid") for e in told.of("started", "join")]
+processes = [e.integer("pid") for e in told.of("started", "join")]
 left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
 print(f"{len(processes)} processes, {len(left)} of them left")
 assert left == []

@@ -16,14 +16,13 @@ import numpy as np
 
 import meshtrain as mt
 from meshtrain.report.compare import compare
-from meshtrain.report.diagnosis.command import told
-from meshtrain.report.diagnosis.diagnose import diagnose
+from meshtrain.report.diagnosis.diagnose import diagnose, read, render
 from meshtrain.report.diagnosis.layouts import layouts
-from meshtrain.report.diagnosis.reading import newest_trace, read
+from meshtrain.report.diagnosis.tracing import newest_trace
 from meshtrain.report.facts import gather
 from meshtrain.report.trace import MEANING, PARTS, attribute, planned, read_trace
+from meshtrain.telemetry.alerts import AlertState, judge
 from meshtrain.telemetry.catalogue import METRICS
-from meshtrain.telemetry.rules import State, judge
 
 mt.fake_devices(8)
 work = Path(tempfile.mkdtemp())
@@ -135,7 +134,7 @@ plt.show()
 # of a step a cure would win. (Where others use the machine that comes first, since nothing can be said of the speed then; so it may be here.)
 
 # %% tags=["varies"]
-print(told(diagnose(evidence)))
+print(render(diagnose(evidence)))
 
 # %% [markdown]
 # The rule for layouts, asked by itself: it proposes only what the planner shows to be faster on this cluster.
@@ -183,7 +182,7 @@ assert np.allclose(*losses, rtol=1e-4)
 # any story can be told to it. Here is one: forty good steps, three whose loss is no number, and good ones again.
 
 # %%
-state, said = State(), []
+state, said = AlertState(), []
 for step in range(1, 60):
     loss = float("nan") if 40 < step <= 43 else 3.0 - 0.01 * step
     row = {"step": step, "loss": loss, "step_seconds": 0.2, "tokens_per_second": 5000.0, "time": 1000 + 0.2 * step}

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+from meshtrain.cluster import algorithms
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from meshtrain.cluster.cluster import load_cluster, named
 from meshtrain.plan import traffic
-from meshtrain.plan.cluster import algorithms
-from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from meshtrain.plan.cluster.cluster import load_cluster, named
 
 # %% [markdown]
 # ## What is often said, and what is true
@@ -106,7 +106,7 @@ found
 config, gradients = islands.config, 4 * islands.layout.parameters
 R, shards = config.mesh.islands, config.mesh.shards
 across = sum(c.sent * c.times for c in found if c.axes == ("island",))
-planned = traffic.by_axis(mt.plan(config, "cpu").flows)["island"]
+planned = traffic.by_axis(mt.plan(config, "cpu").transfers)["island"]
 print(
     f"across islands {across:,.0f} bytes, by formula {2 * (R - 1) / R * gradients / shards:,.0f}, planned {planned:,.0f}"
 )
@@ -123,13 +123,13 @@ assert np.isclose(across, planned, rtol=0.01)
 # error of a number is at most half a step of its block.
 
 # %%
-from meshtrain.parallel.reduce.blocks import block_codec
+from meshtrain.parallel.reduce.sizes import codec_of
 
 gradient = np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32) * 1e-3
 gradient[0, 7] = 1.0  # one outlier takes the resolution of its whole block
 errors = {}
 for name in ("bfloat16", "float8", "int8", "int4"):
-    codec = block_codec(mt.load({"parallel": {"reduce": {"compression": name, "feedback": False}}}).parallel.reduce)
+    codec = codec_of(mt.load({"parallel": {"reduce": {"compression": name, "feedback": False}}}).parallel.reduce)
     arrived = np.asarray(codec.decode(codec.encode(jnp.asarray(gradient)), 4096))
     off = np.abs(arrived - gradient)[0]
     errors[name] = np.sqrt((off[256:] ** 2).mean() / (gradient[0, 256:] ** 2).mean())
@@ -154,7 +154,7 @@ sent = {}
 for way, program in programs.items():
     # The weights' gather stays as it is, and a few bytes are the loss and other figures of the step.
     sent[way] = sum(c.sent * c.times for c in program.collectives() if c.kind in SUMMING and c.bytes > 128)
-    flows = [flow for flow in mt.plan(program.config, "cpu").flows if "gradient" in flow.what]
+    flows = [flow for flow in mt.plan(program.config, "cpu").transfers if "gradient" in flow.what]
     foreseen = sum(flow.sent for flow in flows)
     print(f"{way:9} {sent[way]:9,.0f} bytes, {sent['none'] / sent[way]:5.2f} x less, planned {foreseen:9,.0f}")
     assert np.isclose(sent[way], foreseen, rtol=0.01)
@@ -190,7 +190,7 @@ assert np.allclose(losses["none"], losses["int8"], atol=0.03) and losses["int8"]
 # and what comes late is then no longer what it was: in the quickstart top-k did worse with feedback than without (`experiments/README.md`).
 
 # %%
-from meshtrain.parallel.reduce.topk import TopK
+from meshtrain.parallel.reduce.codecs import TopK
 
 codec, dice = TopK(0.1), np.random.default_rng(1)
 # the part of the gradient that is the same every step
@@ -222,7 +222,7 @@ from meshtrain.hlo import collectives
 
 alone = built("parallel.sync.every=4", "parallel.sync.outer_momentum=0.5")
 inner = collectives(alone.lower().compile(), alone.mesh)
-outer = collectives(alone.islands.bring_together[0].lower(alone.state_shapes).compile(), alone.mesh)
+outer = collectives(alone.islands.synchronize[0].lower(alone.state_shapes).compile(), alone.mesh)
 crossing = [sum(c.sent * c.times for c in program if "island" in c.axes) for program in (inner, outer)]
 print(
     f"across islands: {crossing[0]:,.0f} bytes in a step, {crossing[1]:,.0f} every fourth step; {across:,.0f} every step before"

@@ -17,7 +17,7 @@ import numpy as np
 from IPython.utils.io import capture_output
 
 import meshtrain as mt
-from meshtrain.data.images.pixels import whole
+from meshtrain.data.images.pixels import unpatched
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import open_model
 from meshtrain.generate.programs import Decoding
@@ -205,7 +205,7 @@ print({name: (x.shape, str(x.dtype)) for name, x in train.batch(0).items()})
 figure, axes = plt.subplots(len(CHANGES), 10, figsize=(9, 5.4))
 for (name, images), line in zip(CHANGES.items(), axes, strict=True):
     batch = batches(**images).batch(0)
-    pictures = whole(batch["patches"], 4)[..., 0]
+    pictures = unpatched(batch["patches"], 4)[..., 0]
     for r, axis in enumerate(line):
         axis.imshow(pictures[r], cmap="gray_r", vmin=-1, vmax=1)
         axis.set(xticks=[], yticks=[])
@@ -248,8 +248,7 @@ assert not np.array_equal(batches(**everything).batch(16)["patches"], batch["pat
 # %%
 from PIL import Image, ImageDraw
 
-from meshtrain.data.images.operations import OPERATIONS
-from meshtrain.data.images.policies import RANDAUGMENT
+from meshtrain.data.images.policies import OPERATIONS, RANDAUGMENT
 
 picture = Image.fromarray(
     np.indices((96, 96)).sum(0).astype(np.uint8)[..., None] * np.array([1, 0, 0], np.uint8)
@@ -320,7 +319,7 @@ axes["c"].imshow(np.log1p(confused), cmap="Blues")
 for i, j in np.argwhere(confused):
     axes["c"].text(j, i, confused[i, j], ha="center", va="center", fontsize=6)
 axes["c"].set(xticks=range(10), yticks=range(10), xlabel="taken for", ylabel="is")
-pictures = whole(patches, 4)[..., 0]
+pictures = unpatched(patches, 4)[..., 0]
 for k in range(12):
     axes[k].axis("off")
     if k < len(wrong):

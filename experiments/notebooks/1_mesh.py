@@ -51,7 +51,7 @@ assert abs(losses[0] - math.log(config.model.vocab_size)) < 0.05
 # %% [markdown]
 # ## The devices
 # A program shows its mesh: a block is a pipeline stage, a row a data rank, a column a tensor rank. Every device has a colour, which the
-# pictures below use again. Under it stands the pipeline's schedule, who does what in which tick; notebook 4 is about that.
+# pictures below use again. Under it stands the pipeline's schedule, who does what in which clock; notebook 4 is about that.
 
 # %%
 program
@@ -139,7 +139,7 @@ mt.show(batch["tokens"])
 # 2 × 2 × 2. Each step is compiled once, and the compiled program is both run and read: `collectives` finds what a device sends in it.
 
 # %%
-from meshtrain.hlo import Collectives, collectives
+from meshtrain.hlo import CompiledCollectives, collectives
 
 
 def run(data_ranks, tensor_ranks, stages):
@@ -210,7 +210,7 @@ for shape, axis, formula in [((8, 1, 1), "data", of_data), ((1, 8, 1), "tensor",
 # %%
 sent = runs[2, 2, 2][2]
 assert {axis for c in sent for axis in c.axes} == {"data", "tensor", "pipeline"}
-Collectives(c for c in sent if c.sent * c.times > 10_000)
+CompiledCollectives(c for c in sent if c.sent * c.times > 10_000)
 
 # %% [markdown]
 # ## What does not divide

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.hlo import KINDS, Collectives, collectives
+from meshtrain.hlo import KINDS, CompiledCollectives, collectives
 from meshtrain.model.attention import attend
 from meshtrain.parallel.tensor import MeshCollectives
 
@@ -297,7 +297,7 @@ assert all(abs(a - b) < 1e-5 for of in losses.values() for a, b in zip(of, losse
 # %%
 layers = programs["one device"].config.model.layers
 sends = {name: collectives(step, programs[name].mesh) for name, step in steps.items()}
-of_layers = {name: Collectives(c for c in found if c.loops) for name, found in sends.items()}
+of_layers = {name: CompiledCollectives(c for c in found if c.loops) for name, found in sends.items()}
 for name, times in {"tensor 4": {"all-reduce": 4}, "sequence parallel": {"all-gather": 6, "reduce-scatter": 4}}.items():
     counted = {kind: sum(c.times for c in of_layers[name] if c.kind == kind) / layers for kind in KINDS}
     assert counted == {kind: times.get(kind, 0) for kind in KINDS}
@@ -417,7 +417,7 @@ backward
 # meshtrain's loss (`model/loss.py`) does the same, and its step sends just these 3 numbers a token:
 
 # %%
-of_loss = Collectives(c for c in sends["tensor 4"] if "loss.py" in c.where)
+of_loss = CompiledCollectives(c for c in sends["tensor 4"] if any("loss.py" in str(line) for line in c.lines))
 assert sum(c.bytes for c in of_loss) == 3 * 4 * tokens
 gathering_logits = (n - 1) / n * 4 * tokens * V
 print(f"gathering the logits would send {gathering_logits / of_loss.traffic['tensor']:.1f} times the bytes")
@@ -450,7 +450,7 @@ assert max(after.values()) - min(after.values()) < 1e-5 and abs(after["tensor 4"
 
 # %%
 replaced = mt.Program(programs["tensor 4"].config, block=parallel_block)
-fewer = Collectives(c for c in replaced.collectives() if c.loops)
+fewer = CompiledCollectives(c for c in replaced.collectives() if c.loops)
 assert fewer.traffic["tensor"] == 0.75 * of_layers["tensor 4"].traffic["tensor"]
 assert sum(c.times for c in fewer) == 0.5 * sum(c.times for c in of_layers["tensor 4"])
 fewer

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import meshtrain as mt
-from meshtrain.hlo import Collectives, collectives, live_bytes
+from meshtrain.hlo import CompiledCollectives, collectives, live_bytes
+from meshtrain.parallel.parallelize import Gradients
 from meshtrain.plan import memory
 
 mt.fake_devices(8)
@@ -112,7 +113,7 @@ for stage, (plan, (_, step)) in enumerate(zip(plans, stages, strict=True)):
 program = stages[0][0]
 update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_shardings, None))
 gradients, loss = program.layout.masters, jax.ShapeDtypeStruct((), "float32")
-more = update.lower(program.state_shapes, loss, gradients).compile().memory_analysis().temp_size_in_bytes
+more = update.lower(program.state_shapes, Gradients(loss, gradients)).compile().memory_analysis().temp_size_in_bytes
 print(f"stage 0: {states_only[0]} and the update's own {more / psi:.2f}")
 assert abs((states_only[0] * psi + more) / peaks[0] - 1) < 1e-3
 
@@ -146,7 +147,7 @@ def opened(program, masters):
     """Bytes of what a step computes with, on one device."""
 
     def local(shards):
-        weights = program.local.zero.open(shards)
+        weights = program.local.zero.gather_params(shards)
         read = weights.constant if jax.tree.leaves(weights.constant) else weights.differentiated
         return jax.tree.map(lambda x: x[None], read)
 
@@ -203,7 +204,7 @@ print(f"stage 3 by formula: {expected[3]:.4f}")
 # backward, and its gradient is scattered. The largest ones, with their lines:
 
 # %%
-Collectives(c for c in sent[3] if c.bytes >= 40_000)
+CompiledCollectives(c for c in sent[3] if c.bytes >= 40_000)
 
 # %%
 expected = {
@@ -259,7 +260,7 @@ assert temporaries[2, True] == temporaries[3, True] == temporaries[1, False]
 
 # %% [markdown]
 # Holding brings the traffic back to $2\Psi$, and the memory up: stages 2 and 3 are stage 1 then, and for the sums over microbatches whole gradients are
-# held, with each microbatch's new ones beside them. By default stage 2 holds, since many microbatches would make it slow, and stage 3 does not, since who asks for it wants the memory. A pipeline is
+# held, with each microbatch's new ones beside them. By default neither holds, since who asks for them wants the memory. A pipeline is
 # the same trade, with its microbatches.
 #
 # ## With tensor parallelism
@@ -334,5 +335,5 @@ assert not any(plan.fits for plan in large[0])
 #   which assertions notice?
 # - `precision.compute=bfloat16` and `precision.reduce=bfloat16` in `built`: half the traffic on a GPU. XLA's CPU backend sends float32 all the same:
 #   look at `dtype` in `sent`.
-# - `mesh.data=4`, `mesh.pipeline=2`, `parallel.microbatches=4`, `train.global_batch_size=16` with stages 1 and 3: a stage gathers its layers in every tick.
+# - `mesh.data=4`, `mesh.pipeline=2`, `parallel.microbatches=4`, `train.global_batch_size=16` with stages 1 and 3: a stage gathers its layers in every clock.
 # - `mesh.tensor=8` in `shape`: all floors of the last picture fall. Which one falls least, and what is it made of?

@@ -248,12 +248,13 @@ for name, all_reduce in {"ring": ring, "tree": tree, "butterfly": folded}.items(
 # ## Seconds
 # The alpha-beta model (Thakur, Rabenseifner & Gropp 2005, section 3): a message takes $\alpha$ seconds and $\beta$ more a byte, so a
 # program takes $\text{steps} \cdot \alpha + \text{bytes} \cdot \beta$. The planner's formulas are in
-# `meshtrain/plan/cluster/algorithms.py`; here they meet what was just counted, on 8 H100s in one machine.
+# `meshtrain/cluster/algorithms.py`; here they meet what was just counted, on 8 H100s in one machine.
 
 # %%
-from meshtrain.plan.cluster import algorithms
-from meshtrain.plan.cluster.algorithms import ALL_REDUCE
-from meshtrain.plan.cluster.cluster import Group, Hop, named
+from meshtrain.cluster import algorithms
+from meshtrain.cluster.algorithms import ALL_REDUCE
+from meshtrain.cluster.cluster import named
+from meshtrain.cluster.topology import Group, Hop
 
 machine = named("h100", 8).group(8, 1)
 alpha, beta = machine.latency, 1 / machine.bytes_per_second
@@ -358,12 +359,12 @@ print(f"16 ranks on a torus: the ring is ahead of the butterfly from {meet / 1e6
 # And of a real run: Llama-3 8B on 6 × 8 × 2 H100s, the largest of what it sends of each kind, and the way that the planner takes for it.
 # On GPUs it takes what NCCL has: rings, trees, and switches that sum (NVLS), the first two in three protocols. `LL` sends a flag beside
 # every 4 bytes, which is quick and takes half of the wire; `Simple` fills the wire and waits for a fence; `LL128` stands between
-# (`meshtrain/plan/cluster/nccl.py`).
+# (`meshtrain/cluster/nccl.py`).
 
 # %%
 overrides = ["mesh.data=6", "mesh.tensor=8", "train.global_batch_size=48", "parallel.zero_stage=0"]
 plan = mt.plan(mt.load("../configs/llama3_8b.yaml", overrides), "h100")
-largest = {(f.axis, f.kind): f for f in sorted(plan.flows, key=lambda f: f.sent) if f.axis in ("data", "tensor")}
+largest = {(f.axis, f.kind): f for f in sorted(plan.transfers, key=lambda f: f.sent) if f.axis in ("data", "tensor")}
 for f in largest.values():
     costs = algorithms.all_of(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes)
     way = min(costs, key=costs.get)

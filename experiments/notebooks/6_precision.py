@@ -6,6 +6,7 @@
 
 # %%
 import meshtrain as mt
+from meshtrain.parallel.parallelize import Gradients
 
 mt.fake_devices(4)
 
@@ -17,8 +18,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.hlo import Collectives, collectives
-from meshtrain.precision import Watch, factor, initial_scale
+from meshtrain.hlo import CompiledCollectives, collectives
+from meshtrain.precision import NumbersCheck, factor, initial_scale
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -202,7 +203,7 @@ def training(dtype, *changes, kept=lambda params: params):
     state = start._replace(params=kept(start.params), scale=initial_scale(program.config.precision))
     for batch in batches:
         loss, tree = gradients[dtype](state.params, batch, state.step, factor(state.scale))
-        after, metrics = update(state, loss, tree)
+        after, metrics = update(state, Gradients(loss, tree))
         after = after._replace(params=kept(after.params))
         yield state, after, {name: float(value) for name, value in metrics.items()}
         state = after
@@ -365,7 +366,7 @@ for axis in ("tensor", "data"):
     assert abs(sent.traffic[axis] / traffic["float16"][axis] - 1) < 0.002
 assert {c.dtype for c in sent if c.axis == "tensor" and c.loops} == {"f16"}
 assert {c.dtype for c in sent if c.kind == "reduce-scatter"} == {"f32"}
-Collectives(c for c in sent if c.sent > 1000)
+CompiledCollectives(c for c in sent if c.sent > 1000)
 
 # %% [markdown]
 # For bfloat16 one would not see this on a CPU: XLA's CPU compiler has no sum of bfloat16, and widens the message to float32. On GPUs
@@ -384,19 +385,19 @@ for dtype in ("float16", "bfloat16"):
 # ## When the numbers end
 #
 # In float32 and bfloat16 there is no scale to blame: a loss or a gradient that is not finite is past saving, and `mt.train` ends the
-# run before anything of that step is saved. Its `Watch` sees each step's metrics; here those of an absurd learning rate. Note that
+# run before anything of that step is saved. Its `NumbersCheck` sees each step's metrics; here those of an absurd learning rate. Note that
 # the loss is still a number: the norms divide by the root of a mean that is infinite, all logits are 0, and the model guesses
 # ($\log 128$). Only the gradient knows.
 
 # %%
-watch, said = Watch(programs["float32"].config, start=0), ""
+check, message = NumbersCheck(programs["float32"].config, start=0), ""
 try:
     for step, (_, _, metrics) in enumerate(training("float32", "optimizer.learning_rate=1e6", *slow[1:]), 1):
-        watch.metrics(step, metrics)
+        check.after_metrics({"step": step, **metrics}, True)
 except FloatingPointError as error:
-    said = str(error)
-print(said.replace("; ", ";\n"))
-assert said.startswith("the gradient norm of") and np.isclose(metrics["loss"], np.log(128))
+    message = str(error)
+print(message.replace("; ", ";\n"))
+assert message.startswith("the gradient norm of") and np.isclose(metrics["loss"], np.log(128))
 
 # %% [markdown]
 # ## Things to try

@@ -94,7 +94,7 @@ assert files.keys() == present - {"COMMIT", "digests.json"}
 
 # %% [markdown]
 # The arrays have no trace of the mesh. On the devices the four layers were two stages, split over tensor, and the moments over data as well; here
-# each array is one, with all layers stacked in order. Below, where the first of them lies while the run is under way. That is why any mesh can read it (`meshtrain/checkpoint/canonical.py`).
+# each array is one, with all layers stacked in order. Below, where the first of them lies while the run is under way. That is why any mesh can read it (`meshtrain/checkpoint/global_arrays.py`).
 
 # %%
 print(f"{len(manifest['leaves'])} arrays, of which")
@@ -182,7 +182,7 @@ def verify(directory):
     """What `python -m meshtrain.checkpoint verify` says, without its sizes and speeds and Orbax's random names."""
     command = [sys.executable, "-m", "meshtrain.checkpoint", "verify", directory]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, re.sub(r"[0-9a-f]{32}", "...", re.sub(r", [\d.]+ .B at .*", "", done.stdout))
+    return done.returncode, re.sub(r"[0-9a-f]{32}", "...", re.sub(r", [\d.,]+ \w*B at .*", "", done.stdout))
 
 
 code, said = verify("run")

@@ -10,12 +10,13 @@ import math
 
 import matplotlib.pyplot as plt
 import numpy as np
+from plan import calibrate, published
 
 import meshtrain as mt
 from meshtrain.plan import advice, failures, scaling, traffic
-from meshtrain.plan.fit import calibrate, published
-from meshtrain.plan.report import layout, size
+from meshtrain.plan.report import layout
 from meshtrain.plan.search import reason, search
+from meshtrain.units import size
 
 # %% [markdown]
 # ## A plan
@@ -248,7 +249,7 @@ for tensor in (2, 4, 8, 16, 32):
     ]
     settings.append(f"parallel.microbatches={512 // data}")
     p = mt.plan(mt.load(large, settings), "h100")
-    sent = traffic.by_axis(p.flows)
+    sent = traffic.by_axis(p.transfers)
     rate = sent["tensor"] / p.time.tensor / 1e9
     rows.append((sent["tensor"], sent["data"], rate, p.seconds))
     print(
@@ -312,7 +313,7 @@ assert (1 - math.exp(-restart / between)) / lost > 0.7 and allowed > restart
 
 # %% [markdown]
 # ## How far off is it?
-# Six numbers of each GPU generation (`plan/cluster/accelerators.py`: what share of the peak a product reaches, of a link a collective,
+# Six numbers of each GPU generation (`cluster/accelerators.py`: what share of the peak a product reaches, of a link a collective,
 # ...) were *fitted* on twelve published rows. Nine further rows of the same sources were never fitted. Apart, then; and each fitted row once more,
 # predicted by a fit on the others.
 
@@ -338,7 +339,7 @@ assert worst.run.config.mesh.pipeline == 1
 # %% [markdown]
 # The rows held out come out better than those left out. That is no triumph: they are other sizes from the same papers, the same clusters
 # and code, which the fit knows. A row left out is a harder test; the worst is one of Megatron's on H100s without a pipeline.
-# `experiments/bench_planner.py` has more than two hundred rows of other frameworks, which no number was fitted on. A whole run from
+# `python -m experiments.plan` has more than two hundred rows of other frameworks, which no number was fitted on. A whole run from
 # elsewhere is the hardest. Meta's model card of Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B, over
 # 15 trillion tokens:
 
@@ -360,6 +361,6 @@ for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
 # - Load `small` with `["parallel.schedule=1f1b", "parallel.virtual_stages=1"]` and draw the strong scaling again. The serial share is twice as
 #   large from the start, but the bubble no longer grows: on 512 devices this is the better of the two.
 # - The layout of `gpt3` was a guess. `search(on["h100"].config, on["h100"].cluster, devices=8192)` finds one that is a fifth faster. What did it change?
-# - Give the nodes one network card in place of eight: `links.rail` with bandwidth 6.25, in a copy of `meshtrain/plan/cluster/known/h100.yaml` with
+# - Give the nodes one network card in place of eight: `links.rail` with bandwidth 6.25, in a copy of `meshtrain/cluster/known/h100.yaml` with
 #   64 nodes, whose path `mt.plan` takes. Tensor 16 now takes more than twice as long, tensor 8 a fifth longer: that is the textbook's rule.
 # - Set `restart_seconds` to 30 in the cluster: the best interval stays, and 99.8% of the time of 8,192 devices counts in place of 98.5%.

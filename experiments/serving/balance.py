@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from experiments.serving import balancers
 from experiments.serving.servers import Server, made_run, servers, serving
-from meshtrain.pictures.picture import columns
+from meshtrain.draw.picture import columns
 
 CLIENTS = 8
 TOKENS = 24

@@ -21,7 +21,7 @@ import openai
 import psutil
 
 from experiments.serving.servers import LENGTH, SLOTS, Server, made_run, servers, serving
-from meshtrain.pictures.picture import columns
+from meshtrain.draw.picture import columns
 
 AT_ONCE = 8
 TOKENS, SHORT = 32, 8
@@ -141,15 +141,15 @@ def engine_rate(run: Path, prompts: Sequence[str]) -> float:
     """Tokens a second of the same requests, as many at once, by an engine in this process."""
     from meshtrain.generate.engine import Engine
     from meshtrain.generate.opened import open_model
-    from meshtrain.generate.prompts import of_text
     from meshtrain.generate.request import Piece, Request
+    from meshtrain.generate.text import text_tokens
 
     opened = open_model(run, length=LENGTH, slots=SLOTS)
     with Engine(opened, SLOTS, LENGTH) as engine:
 
         def ask(prompt: str) -> Answer:
             began, last = time.monotonic(), Future[Piece]()
-            asked = Request(of_text(opened.tokenizer, prompt), TOKENS)
+            asked = Request(text_tokens(opened.tokenizer, prompt), TOKENS)
             engine.submit(asked, lambda piece: last.set_result(piece) if piece.finish else None)
             return Answer(0.0, (), time.monotonic() - began, last.result().tokens, "", last.result().finish or "")
 

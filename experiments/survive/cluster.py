@@ -5,6 +5,7 @@ kernel no longer has it, whatever anybody says of it.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -55,6 +56,16 @@ def settings(run: Path, processes: int, steps: int, **sections: dict[str, Any]) 
     return values
 
 
+@dataclasses.dataclass
+class Start:
+    """How the supervisor of a node is started, where that is another way than the others'."""
+
+    before: tuple[str, ...] = ()  # words before the command, such as ip netns exec
+    address: str = "127.0.0.1"
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    set: tuple[str, ...] = ()  # of its config
+
+
 class Cluster:
     """The supervisors of one run in `directory`. `compiled`: the compilation cache, which runs share."""
 
@@ -67,6 +78,7 @@ class Cluster:
         self.config.write_text(yaml.safe_dump(values))
         self.environment = {**os.environ, **ENVIRONMENT, "JAX_COMPILATION_CACHE_DIR": str(compiled)}
         self.nodes = [f"n{i}" for i in range(values["survive"]["wanted"])]
+        self.starts: dict[str, Start] = {}  # of the nodes that are not as the others
         self.supervisors: dict[str, subprocess.Popen[bytes]] = {}
         self.codes: dict[str, int] = {}
         self.died: dict[int, float] = {}  # when a training process was gone, by its id
@@ -81,9 +93,21 @@ class Cluster:
     def start(self, *nodes: str) -> "Cluster":
         for node in nodes or self.nodes:
             log = (self.directory / f"{node}.log").open("ab")
-            command = [sys.executable, "-m", "meshtrain.survive", "--config", str(self.config), "--node", node]
+            how = self.starts.get(node, Start())
+            sets = [word for setting in how.set for word in ("--set", setting)]
+            command = [
+                *how.before,
+                sys.executable,
+                "-m",
+                "meshtrain.survive",
+                "--config",
+                str(self.config),
+                "--node",
+                node,
+            ]
             self.supervisors[node] = subprocess.Popen(
-                [*command, "--address", "127.0.0.1"], cwd=REPOSITORY, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [*command, "--address", how.address, *sets], cwd=REPOSITORY, env={**self.environment, **how.environment},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         return self
 

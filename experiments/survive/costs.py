@@ -9,11 +9,11 @@ from pathlib import Path
 
 from experiments.survive.cluster import Cluster, alive, load_average, median, say, settings
 from experiments.survive.tables import table
-from meshtrain.survive.beat import LEASE, Beat, Supervised
-from meshtrain.survive.decide import Options, decide
+from meshtrain.survive.decide import SupervisorOptions, decide
 from meshtrain.survive.history import read
 from meshtrain.survive.ledger import ledger
-from meshtrain.survive.records import Node, Plan, Rank
+from meshtrain.survive.records import Node, Rank, RestartPlan
+from meshtrain.survive.supervised import LEASE, Supervised, SupervisedHeartbeat
 
 PHASES = ("data", "dispatch", "wait")
 
@@ -118,10 +118,10 @@ def decided(nodes: int) -> float:
         )
         for i, name in enumerate(names)
     ]  # fmt: skip
-    plan = Plan(
+    plan = RestartPlan(
         2, 1, "running", names[0], 1e9, "start", "", members=names, incarnations=[n.incarnation for n in found], age=100.0
     )  # fmt: skip
-    options = Options(lambda n: n or None, wanted=nodes)
+    options = SupervisorOptions(lambda n: n or None, wanted=nodes)
     assert decide(1e9, found, plan, [], options).verdict == "go on"
     return min(timeit.repeat(lambda: decide(1e9, found, plan, [], options), number=1, repeat=20))
 
@@ -130,7 +130,7 @@ def phase(work: Path) -> float:
     """Seconds of one change of phase, its line in the file included."""
     local = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else work))
     (local / LEASE).write_text("1".rjust(16))
-    beat = Beat(Supervised(local, local, 1, 0, 1e6, local))
+    beat = SupervisedHeartbeat(Supervised(local, local, 1, 0, 1e6, local))
     turn = iter(range(1_000_000))
     try:
         return min(timeit.repeat(lambda: beat.phase(PHASES[next(turn) % 3]), number=1000, repeat=5)) / 1000

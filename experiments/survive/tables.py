@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from experiments.survive.cluster import median
-from meshtrain.survive.inject import KINDS
+from meshtrain.config.inject import KINDS
 
 TIMES = ("verdict", "ended", "started", "first")
 

@@ -24,9 +24,8 @@ from rich.table import Table
 
 from meshtrain.config import Config, load
 from meshtrain.data import SplitBatches, open_data
-from meshtrain.data.images.operations import OPERATIONS
 from meshtrain.data.images.pixels import patches
-from meshtrain.data.images.policies import RANDAUGMENT
+from meshtrain.data.images.policies import OPERATIONS, RANDAUGMENT
 
 TURNS = 3
 PHOTOS, WIDTH, HEIGHT, SIZE = 64, 500, 375, 224

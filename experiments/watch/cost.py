@@ -27,13 +27,11 @@ import jax
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.run.rows import MetricsFile
-from meshtrain.survive.beat import Beat
-from meshtrain.telemetry.board import Board
-from meshtrain.telemetry.endpoint import Endpoint
-from meshtrain.telemetry.hub import Hub
+from meshtrain.survive.heartbeat import Heartbeat
+from meshtrain.telemetry.endpoint import Board, Endpoint
+from meshtrain.telemetry.hub import Hub, watch
 from meshtrain.telemetry.measured import Measured
 from meshtrain.telemetry.trace import Tracer
-from meshtrain.telemetry.watching import watch
 
 ALLOWED = {"loop": 150.0, "thread": 0.1, "scrape": 10.0}
 UNITS = {"loop": "µs a step on the loop", "thread": "% of a core, the thread", "scrape": "ms a scrape"}
@@ -41,15 +39,15 @@ SERIES = 1000
 STEP = 0.3  # seconds
 
 
-def watched(directory: Path, every: float = 10.0) -> tuple[Hub, Beat, jax.sharding.Mesh, Tracer]:
+def watched(directory: Path, every: float = 10.0) -> tuple[Hub, Heartbeat, jax.sharding.Mesh, Tracer]:
     """All of it on."""
     given = ["mesh.data=1", "mesh.tensor=1", "mesh.pipeline=1", f"telemetry.every={every}", "telemetry.endpoint=19533"]
     config = load(
         "configs/quickstart.yaml",
         [*given, "telemetry.trackers=[tensorboard]", "telemetry.trace_at=[100]", "train.steps=100"],
     )
-    mesh, beat = make_mesh(config), Beat()
-    return watch(config, directory, beat, mesh), beat, mesh, Tracer(config, directory, mesh, None)
+    mesh, heartbeat = make_mesh(config), Heartbeat()
+    return watch(config, directory, heartbeat, mesh), heartbeat, mesh, Tracer(config, directory, mesh, None)
 
 
 def row(step: int) -> dict[str, float]:
@@ -68,24 +66,24 @@ def loop(steps: int = 200, batches: int = 20) -> tuple[float, str]:
     """µs of a step."""
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        hub, beat, mesh, tracer = watched(directory)
-        measured = Measured(beat.phases, mesh.local_devices, 1e6)
+        hub, heartbeat, mesh, tracer = watched(directory)
+        measured = Measured(heartbeat.phases, mesh.local_devices, 1e6)
         file, found, writing = MetricsFile(directory / "metrics.jsonl"), list[float](), list[float]()
-        tracer.before(1)
+        tracer.before_batch(1)
         tracer.begins = set()
         with hub:
             for batch in range(batches):
                 spent = wrote = 0.0
                 for step in range(batch * steps, (batch + 1) * steps):
                     began = time.perf_counter()
-                    tracer.before(step + 2)
-                    whole = row(step) | measured.step(6826.6)
+                    tracer.before_batch(step + 2)
+                    whole = row(step) | measured.step(2048, 0.0)
                     whole |= measured.row()
                     middle = time.perf_counter()
                     file.write(whole)
                     wrote += time.perf_counter() - middle
-                    hub.row(whole)
-                    tracer.after(step + 1, None, None)  # type: ignore[arg-type]
+                    hub.after_metrics(whole, due=True)
+                    tracer.after_step(step + 1, None, None)  # type: ignore[arg-type]
                     spent += time.perf_counter() - began
                 found.append((spent - wrote) / steps * 1e6)
                 writing.append(wrote / steps * 1e6)
@@ -103,7 +101,7 @@ def thread(seconds: float) -> tuple[float, str]:
             time.sleep(3)
             began, spent, step = time.perf_counter(), time.clock_gettime(clock), 0
             while time.perf_counter() - began < seconds:
-                hub.row(row(step := step + 1) | {"time": time.time()})
+                hub.after_metrics(row(step := step + 1) | {"time": time.time()}, due=True)
                 time.sleep(STEP)
             share = (time.clock_gettime(clock) - spent) / (time.perf_counter() - began)
     return share * 100, f"over {seconds:.0f} s, {step} rows"

@@ -6,9 +6,8 @@ import threading
 import time
 from typing import Any
 
-from meshtrain.telemetry.board import Board
 from meshtrain.telemetry.catalogue import METRICS
-from meshtrain.telemetry.endpoint import Endpoint
+from meshtrain.telemetry.endpoint import Board, Endpoint
 
 RATE = 1000.0  # tokens a second
 

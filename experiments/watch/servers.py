@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from experiments.watch.made_up import Run
-from meshtrain.pictures.picture import columns
+from meshtrain.draw.picture import columns
 from meshtrain.telemetry import dashboard, prometheus_rules
 from meshtrain.telemetry.catalogue import BY_NAME
 from meshtrain.telemetry.exposition import PLAIN

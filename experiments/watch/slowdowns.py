@@ -174,25 +174,26 @@ def _slow_loader(rank: int) -> None:
 def _slow_disk(rank: int) -> None:
     from meshtrain.checkpoint import saving
 
-    whole = saving._written
+    whole = saving._failure
 
-    def late(response, directory, published):  # type: ignore[no-untyped-def]
-        whole(response, directory, published)
+    def late(response, directory, final):  # type: ignore[no-untyped-def]
+        failure = whole(response, directory, final)
         time.sleep(sum(p.stat().st_size for p in Path(directory).rglob("*") if p.is_file()) / WRITING)
+        return failure
 
-    saving._written = late
+    saving._failure = late
 
 
 def _slow_rank(rank: int) -> None:
-    from meshtrain.survive.tended import Tended
+    from meshtrain.survive.supervision import Supervision
 
-    whole = Tended.check_product
+    whole = Supervision.check_product
 
     def late(self, *arguments):  # type: ignore[no-untyped-def]
         time.sleep(0.3 if rank == 1 else 0.0)
         return whole(self, *arguments)
 
-    Tended.check_product = late  # type: ignore[method-assign]
+    Supervision.check_product = late  # type: ignore[method-assign]
 
 
 def _fill_memory(rank: int) -> None:
@@ -297,8 +298,8 @@ def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
 
 def judged(directory: Path) -> dict:
     """The diagnosis of a run, as data; its trace is read if it has one."""
-    from meshtrain.report.diagnosis import diagnose
-    from meshtrain.report.diagnosis.reading import attributed, newest_trace, read
+    from meshtrain.report.diagnosis.diagnose import diagnose, read
+    from meshtrain.report.diagnosis.tracing import attributed, newest_trace
 
     trace = newest_trace(directory)
     return diagnose(read(directory, None if trace is None else attributed(trace))).as_json()

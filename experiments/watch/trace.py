@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
-from meshtrain import scopes
+from meshtrain import xla
 from meshtrain.cli import DONE, FAILED, Parser
 from meshtrain.config import Config, load
 from meshtrain.hlo import collectives
@@ -63,9 +63,9 @@ def main() -> int:
 
 
 def counted(trace: Trace, config: Config) -> dict[tuple[str, str], float]:
-    """What the program has, by the share of the ticks in which a stage has work: right for tables of one chunk a stage.
+    """What the program has, by the share of the clocks in which a stage has work: right for tables of one chunk a stage.
 
-    The first embedding and the last one's gradient, before and after all ticks, are among the ticks' already.
+    The first embedding and the last one's gradient, before and after all clocks, are among the clocks' already.
     """
     mesh = AbstractMesh(tuple(trace.facts.mesh.values()), tuple(trace.facts.mesh))
     parallel, stages = config.parallel, config.mesh.pipeline
@@ -76,7 +76,7 @@ def counted(trace: Trace, config: Config) -> dict[tuple[str, str], float]:
     )
     found: dict[tuple[str, str], float] = defaultdict(float)
     for one in collectives(trace.module, mesh, busy):
-        if f"shard_map/{scopes.EMBEDDING}/cond/" not in one.source:
+        if f"shard_map/{xla.EMBEDDING}/cond/" not in one.source:
             found[one.kind, one.axis] += one.times
     return found
 

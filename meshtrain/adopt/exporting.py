@@ -1,83 +1,228 @@
-"""The weights of whatever has some: a run, a step, a checkpoint that was imported, or a Hugging Face directory."""
+"""Weights as a Hugging Face directory: of a run, a step, an imported checkpoint, or another Hugging Face directory; merged or not.
 
+    live masters, files ── a layer of a weight ──► host ── cast, in their layout ──► part 1, 2 ...     aside, and renamed when complete
+
+The directory has safetensors in parts with their index, config.json, the tokenizer's files or, of images, preprocessor_config.json. One
+part is in host memory at a time. All processes take part in gathering, the first writes.
+"""
+
+import contextlib
+import json
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import ml_dtypes
 import numpy as np
 
-from meshtrain.adopt import beside, loading
-from meshtrain.adopt.adapters import Adapters, with_adapters
-from meshtrain.adopt.files import Files
-from meshtrain.adopt.mapping import Source
-from meshtrain.adopt.peft import delta
-from meshtrain.adopt.theirs import config_of
-from meshtrain.adopt.writing import live
+from meshtrain.adopt import extra_files
+from meshtrain.adopt.extra_files import written_aside
 from meshtrain.config import Config
-from meshtrain.config.theirs import CONFIG, is_theirs, read_json
+from meshtrain.config.model import ModelConfig, positions_of
 from meshtrain.errors import ConfigError, short
+from meshtrain.hf import loading, peft
+from meshtrain.hf.hf_directory import ENDING, INDEX, PREPROCESSOR, SINGLE, TensorFiles, config_of, preprocessor_json
+from meshtrain.hf.mapping import Source, TensorMapping, layers, mappings
+from meshtrain.hf_families import CONFIG, check_exportable, config_json, is_hf_directory, read_json
 from meshtrain.model.weights import Weight
+from meshtrain.parallel.layout import Layout
 from meshtrain.reader import read_model
 
-NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+Tree = Any
 Step = int | Literal["newest", "best"]
+DtypeOf = Callable[[str], np.dtype]
+Tensor = tuple[int | None, list[TensorMapping]]  # layer, the weights that a tensor holds
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PART = 5 * 10**9  # bytes of a file, at most, as transformers has it
+
+
+# --- what is exported
 
 
 @dataclass(frozen=True)
-class Opened:
+class ExportSource:
     """Weights to be written, and what is known of them."""
 
     config: Config
     source: Source
     dtype: str  # that they are written in unless another is asked for
-    theirs: dict[str, Any]  # the config.json they came from
+    dtypes: Mapping[str, str]  # of their tensors by name, where they have not been trained since
+    hf_config: dict[str, Any]  # the config.json they came from
     tokenizer: dict[str, Path]
     step: int | None  # None: of no run
 
 
-def opened(path: Path, step: Step = "newest", adapter: Path | None = None) -> Opened:
-    """The weights that a path names, with the adapters of a directory of PEFT's; ConfigError if it names none, or they have their own."""
-    found = _opened(path, step)
+def open_weights(path: Path, step: Step = "newest", adapter: Path | None = None) -> ExportSource:
+    """Returns the weights that a path names, with the adapters of a directory of PEFT's; ConfigError if it names none, or they have their own."""
+    weights = _open_directory(path) if is_hf_directory(path) else _open_run(path, step)
     if adapter is None:
-        return found
-    if found.config.lora.rank:
+        return weights
+    if weights.config.lora.rank:
         raise ConfigError(f"{short(path)} has adapters of its own; --adapter is for a model without.")
-    adapters = Adapters(adapter, found.config.model)
+    adapters = peft.Adapters(adapter, weights.config.model)
 
     def source(weight: Weight, layer: int | None) -> np.ndarray:
-        return (adapters.read if weight.adapter else found.source)(weight, layer)
+        return (adapters.read if weight.adapter else weights.source)(weight, layer)
 
-    return replace(found, config=with_adapters(found.config, adapters), source=source)
+    return replace(weights, config=peft.with_adapters(weights.config, adapters), source=source)
 
 
-def _opened(path: Path, step: Step) -> Opened:
-    """Of a Hugging Face directory the weights are read as they are asked for."""
-    if is_theirs(path):
-        files, config = Files(path), config_of(path)
-        loading.check(config.model, files)
-        sizes = Counter[str]()
-        for name in files.names:
-            sizes[NAMES.get(files.dtype(name), "float32")] += math.prod(files.shape(name))
-        theirs = read_json(path / CONFIG)
-        tokenizer = beside.tokenizer_files(path)
-        of_layer = loading.of_layer(config.model, files)
-        return Opened(config, of_layer, sizes.most_common(1)[0][0], theirs, tokenizer, None)
+def _open_directory(path: Path) -> ExportSource:
+    files, config = TensorFiles(path), config_of(path)
+    loading.check(config.model, files)
+    dtypes = {name: DTYPE_NAMES.get(files.dtype(name), "float32") for name in files.names}
+    sizes = Counter[str]()
+    for name, dtype in dtypes.items():
+        sizes[dtype] += math.prod(files.shape(name))
+    hf_config, tokenizer = read_json(path / CONFIG), extra_files.tokenizer_files(path)
+    source = loading.layer_source(config.model, files)
+    return ExportSource(config, source, sizes.most_common(1)[0][0], dtypes, hf_config, tokenizer, None)
+
+
+def _open_run(path: Path, step: Step) -> ExportSource:
     model = read_model(path, step)
-    source, config = live(model.program.layout, model.params), model.config
-    theirs, tokenizer = beside.found_config(path, config), beside.found_tokenizer(path, config)
-    return Opened(config, source, config.precision.compute, theirs, tokenizer, model.step)
+    source, config = live_source(model.program.layout, model.params), model.config
+    hf_config, tokenizer = extra_files.find_hf_config(path, config), extra_files.find_tokenizer(path, config)
+    # what is trained is float32, whatever it began with
+    dtypes = _imported_dtypes(path) if model.step == 0 else {}
+    dtype = Counter(dtypes.values()).most_common(1)[0][0] if dtypes else config.precision.compute
+    return ExportSource(config, source, dtype, dtypes, hf_config, tokenizer, model.step)
 
 
-def merged(found: Opened) -> Source:
-    """The weights with scale * A B added to each that has an adapter, in float32 (Hu et al. 2021, section 4.1)."""
-    model, lora, source = found.config.model, found.config.lora, found.source
+def _imported_dtypes(path: Path) -> dict[str, str]:
+    """Returns the dtypes that an import's tensors had; {} of any other run."""
+    note = extra_files.run_of(path) / extra_files.HF_CONFIG
+    dtypes = read_json(note).get(extra_files.DTYPES) if note.is_file() else None
+    return (
+        {name: DTYPE_NAMES.get(dtype, "float32") for name, dtype in dtypes.items()} if isinstance(dtypes, dict) else {}
+    )
+
+
+def merged(weights: ExportSource) -> Source:
+    """Returns the weights with scale * A B added to each that has an adapter, in float32 (Hu et al. 2021, section 4.1)."""
+    model, lora, source = weights.config.model, weights.config.lora, weights.source
 
     def read(weight: Weight, layer: int | None) -> np.ndarray:
         base = source(weight, layer)
-        if layer is None or (more := delta(model, lora, source, weight, layer)) is None:
+        if layer is None or (delta := peft.merged_delta(model, lora, source, weight, layer)) is None:
             return base
-        return base.astype(np.float32) + more
+        return base.astype(np.float32) + delta
 
     return read
+
+
+def live_source(layout: Layout, params: Tree) -> Source:
+    """Returns a function that gathers one layer of the live weights of a layout."""
+    by_name = dict(zip((p.name for p in layout.flat), jax.tree.leaves(params), strict=True))
+
+    def read(weight: Weight, layer: int | None) -> np.ndarray:
+        stacked = by_name[weight.name]
+        array = stacked if layer is None else stacked[int(layout.places[layer])]
+        if not array.is_fully_addressable:
+            from jax.experimental.multihost_utils import process_allgather
+
+            array = process_allgather(array, tiled=True)
+        return np.asarray(array)[tuple(slice(0, n) for _, n in weight.dims)]
+
+    return read
+
+
+# --- how it is written
+
+
+def export(
+    config: Config,
+    source: Source,
+    to: Path,
+    dtype: str = "bfloat16",
+    tokenizer: Mapping[str, Path] | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    part: int = PART,
+) -> None:
+    """Writes a directory that transformers loads: the weights of `source` in one dtype, or in that which `dtypes` has of a tensor, files
+    of a tokenizer by name, and the fields that no section `model` has of `hf_config`, the config.json that the model came from.
+
+    ConfigError if it is there already, cannot be written, or the model is none of theirs.
+    """
+    fields = config_json(vars(config.model), config.train.sequence_length, dtype)
+    extra_files.check_tokenizer(tokenizer or {}, config.model.vocab_size)
+    first = jax.process_index() == 0
+    with written_aside(to) if first else contextlib.nullcontext() as aside:
+        _write_tensors(config.model, source, aside, lambda name: DTYPES[(dtypes or {}).get(name, dtype)], part)
+        if aside is not None:
+            (aside / CONFIG).write_text(extra_files.merged_config(fields, hf_config or {}))
+            extra_files.copy_tokenizer(tokenizer or {}, aside)
+            if positions_of(config.model):
+                (aside / PREPROCESSOR).write_text(preprocessor_json(config))
+
+
+def export_adapter(config: Config, source: Source, to: Path, dtype: str, base: str | None) -> None:
+    """Writes the adapters as PEFT does; `base`: where the model that they adapt is. ConfigError if `to` is there already."""
+    from safetensors.numpy import save_file
+
+    model, lora = config.model, config.lora
+    check_exportable(vars(model))
+    with written_aside(to) as aside:
+        tensors = {n: _cast(array, DTYPES[dtype], n) for n, array in peft.adapter_tensors(model, lora, source)}
+        save_file(tensors, str(aside / f"{peft.STEM}{ENDING}"), metadata=peft.adapter_metadata(model, lora))
+        fields = json.dumps(peft.adapter_config(model, lora, base), indent=2) + "\n"
+        (aside / peft.ADAPTER_CONFIG).write_text(fields)
+
+
+def _write_tensors(model: ModelConfig, source: Source, to: Path | None, dtype_of: DtypeOf, part: int) -> None:
+    from safetensors.numpy import save_file
+
+    parts = list(_parts(model, dtype_of, part))
+    index: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(parts, 1):
+        file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        tensors = {}
+        for name, (layer, pieces) in names.items():
+            thirds = [mapping.converted(source(mapping.weight, layer)) for mapping in pieces]
+            tensors[name] = _cast(np.concatenate(thirds, -1) if len(thirds) > 1 else thirds[0], dtype_of(name), name)
+            index[name], total = file, total + tensors[name].nbytes
+        if to is not None:
+            save_file(tensors, str(to / file), metadata={"format": "pt"})
+    if to is not None and len(parts) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+        (to / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Returns a contiguous array: safetensors writes any other wrong, and says nothing."""
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(array, dtype)
+    if dtype == np.float16 and not np.isfinite(cast).all():
+        raise ConfigError(
+            f"{name} has numbers beyond float16, whose largest is 65504; give --dtype bfloat16 or float32."
+        )
+    return cast
+
+
+def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[str, Tensor]]:
+    names: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in _tensors(model).items():
+        nbytes = dtype_of(name).itemsize * sum(math.prod(n for _, n in mapping.weight.dims) for mapping in tensor[1])
+        if names and size + nbytes > part:
+            yield names
+            names, size = {}, 0
+        names[name] = tensor
+        size += nbytes
+    yield names
+
+
+def _tensors(model: ModelConfig) -> dict[str, Tensor]:
+    by_name, tensors = mappings(model), dict[str, Tensor]()
+    for layer in (None, *range(model.layers)):
+        for mapping in by_name.values():
+            if layer in layers(mapping.weight):
+                tensors.setdefault(mapping.tensor(layer), (layer, []))[1].append(mapping)
+    return tensors

@@ -1,7 +1,7 @@
 """A Hugging Face directory as a checkpoint of ours, which every command takes that takes a run's.
 
-    HF_DIR/ ── box by box ──► the mesh ── canonical ──► OUT/checkpoints/0/    weights alone: a run that begins with it begins at step 0
-                                                        OUT/config.yaml, hf_config.json, the tokenizer's files
+    HF_DIR/ ── box by box ──► the mesh ── global arrays ──► OUT/checkpoints/0/    weights alone: a run that begins with it begins at step 0
+                                                            OUT/config.yaml, hf_config.json, the tokenizer's files
 
 `checkpoint.resume: OUT` begins a run with it, with or without `checkpoint.weights_only`.
 """
@@ -9,15 +9,16 @@
 import math
 from pathlib import Path
 
-from meshtrain.adopt import beside, loading
-from meshtrain.adopt.adapters import Adapters, with_adapters
-from meshtrain.adopt.aside import refuse_taken, written_aside
-from meshtrain.checkpoint.canonical import Canonical
-from meshtrain.checkpoint.host_memory import freed_blocks_returned
+from meshtrain.adopt import extra_files
+from meshtrain.checkpoint.arrays import freed_blocks_returned
+from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.saving import CheckpointError, Saver
 from meshtrain.config import Config, to_yaml
 from meshtrain.config.follow import put
 from meshtrain.errors import ConfigError, say, short
+from meshtrain.hf import loading
+from meshtrain.hf.hf_directory import TensorFiles
+from meshtrain.hf.peft import Adapters, with_adapters
 from meshtrain.run.directory import CHECKPOINTS, CONFIG
 from meshtrain.step import Program
 
@@ -27,26 +28,31 @@ def import_weights(config: Config, directory: Path, out: Path, adapter: Path | N
 
     ConfigError if `out` is there, or `directory` does not hold the weights of the config's model.
     """
-    refuse_taken(out)
+    extra_files.refuse_existing(out)
+    extra_files.check(directory)
+    files = TensorFiles(directory)
     adapters = None if adapter is None else Adapters(adapter, config.model)
+    loading.check(config.model, files)
+    for tensors in (files, *([] if adapters is None else [adapters.files])):
+        loading.check_finite(tensors)
     config = with_adapters(config, adapters)
     program = Program(config)
     with freed_blocks_returned():
-        params = loading.read(program.layout, directory, adapters=adapters)
+        params = loading.load(program.layout, files, adapters=adapters)
     config = put(config, run={"directory": str(out.absolute())})
-    if config.data.tokenizer == "byte" and "tokenizer.json" in beside.tokenizer_files(directory):
+    if config.data.tokenizer == "byte" and "tokenizer.json" in extra_files.tokenizer_files(directory):
         config = put(config, data={"tokenizer": str(out.absolute() / "tokenizer.json")})
-    with written_aside(out.absolute()) as aside:
-        saver = Saver(config, Canonical(program, weights_alone=True), aside / CHECKPOINTS, say, {})
+    with extra_files.written_aside(out.absolute()) as aside:
+        saver = Saver(config, GlobalArrays(program, weights_alone=True), aside / CHECKPOINTS, say, {})
         try:
             saver.save(0, params, math.nan, None)
             saver.wait()
         except CheckpointError as error:
-            # what is said of a run's steps is nothing here
+            # without the step and the steps before it, which a run has
             reason = str(error).partition(": ")[2].rpartition("; ")[0]
             raise ConfigError(f"{short(out)} cannot be written: {reason}.") from None
         finally:
             saver.close()
         (aside / CONFIG).write_text(to_yaml(config))
-        beside.keep(directory, aside)
+        extra_files.copy(directory, aside, {name: files.dtype(name) for name in files.names})
     return program

@@ -11,9 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from meshtrain import units
 from meshtrain.checkpoint import arrays, digests, steps
 from meshtrain.checkpoint.finding import by_eval_loss, no_best
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.cli import USAGE, Parser, command
 from meshtrain.config.follow import differences
 from meshtrain.errors import ConfigError, refusal, say, short
@@ -26,30 +27,26 @@ UNREADABLE = (steps.Damaged, steps.NewerFormat)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = "a run directory (its newest step is taken) or one step"
-    all_of = "a run directory, its checkpoints/, or one step"
+    one_step = "a run directory (its newest step is taken) or one step"
+    any_steps = "a run directory, its checkpoints/, or one step"
     for name, text, paths in (
-        ("ls", "steps, dates, losses and sizes", {"directory": all_of}),
-        ("show", "one step: losses, config, versions, the tree of arrays", {"directory": one}),
-        ("verify", "compare every file with its digest; exit code 1 if a step is damaged", {"directory": all_of}),
-        ("diff", "what differs between two checkpoints; exit code 1 if anything does", {"first": one, "second": one}),
-    ):
+        ("ls", "steps, dates, losses and sizes", {"directory": any_steps}),
+        ("show", "one step: losses, config, versions, the tree of arrays", {"directory": one_step}),
+        ("verify", "compare every file with its digest; exit code 1 if a step is damaged", {"directory": any_steps}),
+        ("diff", "what differs between two checkpoints; exit code 1 if anything does", {"first": one_step, "second": one_step}),
+    ):  # fmt: skip
         parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
             parsed.add_argument(path, type=Path, help=meaning)
         if name in ("show", "verify"):
-            parsed.add_argument(
-                "--step",
-                type=_step,
-                metavar="N",
-                help="this step of a run: its number, newest, or best (the lowest eval loss)",
-            )
+            text = "this step of a run: its number, newest, or best (the lowest eval loss)"
+            parsed.add_argument("--step", type=_step, metavar="N", help=text)
         if name == "diff":
             parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
     options = parser.parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = {"ls": ls, "show": show, "verify": verify, "diff": diff}[options.command]
+    functions: dict[str, Callable[[argparse.Namespace], int]] = {"ls": ls, "show": show, "verify": verify, "diff": diff}
     try:
-        return run(options)
+        return functions[options.command](options)
     except OSError as error:
         if not error.filename:
             raise
@@ -59,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ls(options: argparse.Namespace) -> int:
-    found, best = _directories(options.directory), by_eval_loss(options.directory.absolute())[:1]
+    directories, best = _directories(options.directory), by_eval_loss(options.directory.absolute())[:1]
     print(f"{'step':>9}  {'saved':<20} {'loss':>10} {'eval loss':>10} {'size':>9}")
-    for directory in found:
+    for directory in directories:
         try:
-            m, size = Manifest.read(directory), _size(digests.total_bytes(directory))
+            m, size = StepManifest.read(directory), units.size(digests.total_bytes(directory))
         except UNREADABLE as problem:
             if os.path.lexists(directory):
                 print(f"{directory.name:>9}  {problem}")
@@ -71,46 +68,44 @@ def ls(options: argparse.Namespace) -> int:
         saved = m.saved.replace("+00:00", "Z")
         mark = "  best" if directory in best else ""
         print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}{mark}")
-    beside = [] if found == [options.directory.absolute()] else sorted(found[0].parent.iterdir())
-    for path in beside:
-        if path not in found:
+    one = directories == [options.directory.absolute()]
+    for path in [] if one else sorted(directories[0].parent.iterdir()):
+        if path not in directories:
             name = path.name if path.name.isprintable() else ascii(path.name)
-            print(f"{name:>9}  no checkpoint: {_what_it_is(path)}")
+            print(f"{name:>9}  no checkpoint: {_kind(path)}")
     return INTACT
 
 
-def _what_it_is(path: Path) -> str:
-    """What stands among the steps and is none."""
+def _kind(path: Path) -> str:
+    """Returns in words what stands among the steps and is none."""
     aside = "damaged, set aside" if steps.DAMAGED in path.name else "unfinished" if steps.is_left_over(path) else ""
     try:
-        return "; ".join(filter(None, (aside, f"it is step {Manifest.read(path).step}, renamed")))
+        return "; ".join(filter(None, (aside, f"it is step {StepManifest.read(path).step}, renamed")))
     except UNREADABLE:
         return aside or "something else"
 
 
 def show(options: argparse.Namespace) -> int:
-    directory, m = _newest(options.directory) if options.step is None else _read(_named(options)[0])
-    print(f"step {m.step} in {directory}")
-    print(
-        f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {_size(digests.total_bytes(directory))}"
-    )
-    print(f"data: {m.data['batches']:,} global batches read{_digest(m)}; seed {m.rng['seed']}")
+    directory, m = _read((_directories(options.directory) if options.step is None else _named(options))[-1])
+    print(f"step {m.step} in {short(directory)}")
+    size = units.size(digests.total_bytes(directory))
+    print(f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {size}")
+    digest = f" of text with digest {m.data['digest']}" if "digest" in m.data else ""
+    print(f"data: {m.data['batches']:,} global batches read{digest}; seed {m.rng['seed']}")
     print("versions: " + ", ".join(f"{name} {version}" for name, version in m.versions.items()))
     for section, keys in m.config.items():
         print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in keys.items()))
     print("arrays:")
-    shown: tuple[str, ...] = ()
+    printed: tuple[str, ...] = ()
     for name, record in m.leaves.items():
         *parents, last = name.split(".")
         for depth, parent in enumerate(parents):
-            if shown[: depth + 1] != tuple(parents[: depth + 1]):
+            if printed[: depth + 1] != tuple(parents[: depth + 1]):
                 print(f"{'  ' * (depth + 1)}{parent}")
-        shown = tuple(parents)
-        size = _size(math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize)
-        print(
-            f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9} {record['shape']!s:<22} {size:>9}"
-            + ("  frozen" if record.get("frozen") else "")
-        )
+        printed = tuple(parents)
+        size = units.size(math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize)
+        line = f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9}"
+        print(f"{line} {record['shape']!s:<22} {size:>9}{'  frozen' if record.get('frozen') else ''}")
     return INTACT
 
 
@@ -119,32 +114,32 @@ def verify(options: argparse.Namespace) -> int:
     for directory in _directories(options.directory) if options.step is None else _named(options):
         began = time.perf_counter()
         try:
-            Manifest.read(directory)
-            found, size = digests.problems(directory), digests.total_bytes(directory)
+            StepManifest.read(directory)
+            problems, size = digests.problems(directory), digests.total_bytes(directory)
         except UNREADABLE as problem:
-            found = [str(problem)]
-        if found and not os.path.lexists(directory):
+            problems = [str(problem)]
+        if problems and not os.path.lexists(directory):
             print(f"{directory.name}: removed meanwhile")
-        elif found:
+        elif problems:
             damaged = True
-            print(f"{directory.name}: DAMAGED: {'; '.join(found)}")
+            print(f"{directory.name}: DAMAGED: {'; '.join(problems)}")
         else:
             seconds = time.perf_counter() - began
-            print(f"{directory.name}: intact, {_size(size)} at {size / seconds / 1e9:.2f} GB/s")
+            print(f"{directory.name}: intact, {units.size(size)} at {size / seconds / 1e9:.2f} GB/s")
     return DAMAGED if damaged else INTACT
 
 
 def diff(options: argparse.Namespace) -> int:
-    (first, a), (second, b) = _newest(options.first), _newest(options.second)
+    (first, a), (second, b) = (_read(_directories(path)[-1]) for path in (options.first, options.second))
     for directory in () if options.no_values else (first, second):
         if damage := digests.problems(directory):
             raise ConfigError(f"{directory} is damaged: {'; '.join(damage)}; --no-values compares all but the arrays.")
-    found = list(_differences(first, a, second, b, values=not options.no_values))
-    print("\n".join(found) if found else "the same")
-    return DAMAGED if found else INTACT
+    lines = list(_differences(first, a, second, b, values=not options.no_values))
+    print("\n".join(lines) if lines else "the same")
+    return DAMAGED if lines else INTACT
 
 
-def _differences(first: Path, a: Manifest, second: Path, b: Manifest, values: bool) -> Iterator[str]:
+def _differences(first: Path, a: StepManifest, second: Path, b: StepManifest, values: bool) -> Iterator[str]:
     for what in ("step", "loss", "eval_loss"):
         if getattr(a, what) != getattr(b, what):
             yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
@@ -164,7 +159,7 @@ def _differences(first: Path, a: Manifest, second: Path, b: Manifest, values: bo
             yield f"array {name}: {sentence}"
 
 
-def _array(directory: Path, name: str, manifest: Manifest) -> np.ndarray:
+def _array(directory: Path, name: str, manifest: StepManifest) -> np.ndarray:
     record, device = manifest.leaves[name], jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"], sharding=device)
     return np.asarray(arrays.read(directory / steps.place(record), {name: target})[name])
@@ -181,26 +176,25 @@ def _compare(a: np.ndarray, b: np.ndarray) -> str | None:
 def _directories(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}; give a run directory, its checkpoints/, or one step.")
-    found = steps.directories(path.absolute())
-    if not found:
+    directories = steps.directories(path.absolute())
+    if not directories:
         raise ConfigError(f"there is no checkpoint in {path}; give a run directory, its checkpoints/, or one step.")
-    return found
+    return directories
 
 
 def _named(options: argparse.Namespace) -> list[Path]:
-    """The one step that --step names; ConfigError if there is none."""
-    found, path = _directories(options.directory), options.directory.absolute()
+    """Returns the one step that --step names; ConfigError if there is none."""
+    directories, path = _directories(options.directory), options.directory.absolute()
     if options.step == "newest":
-        return found[-1:]
+        return directories[-1:]
     if options.step == "best":
         if best := by_eval_loss(path)[:1]:
             return best
         raise ConfigError(no_best(options.directory, ()))
-    if one := [d for d in found if d.name == options.step]:
-        return one
-    raise ConfigError(
-        f"there is no step {options.step} in {options.directory}; it has {', '.join(d.name for d in found)}."
-    )
+    if named := [d for d in directories if d.name == options.step]:
+        return named
+    numbers = ", ".join(d.name for d in directories)
+    raise ConfigError(f"there is no step {options.step} in {options.directory}; it has {numbers}.")
 
 
 def _step(text: str) -> str:
@@ -209,31 +203,15 @@ def _step(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is none; give a number, newest or best")
 
 
-def _newest(path: Path) -> tuple[Path, Manifest]:
-    return _read(_directories(path)[-1])
-
-
-def _read(directory: Path) -> tuple[Path, Manifest]:
+def _read(directory: Path) -> tuple[Path, StepManifest]:
     try:
-        return directory, Manifest.read(directory)
+        return directory, StepManifest.read(directory)
     except UNREADABLE as problem:
         raise ConfigError(f"{directory} cannot be read: {problem}.") from None
 
 
-def _digest(m: Manifest) -> str:
-    return f" of text with digest {m.data['digest']}" if "digest" in m.data else ""
-
-
 def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.6f}" if abs(x) < 1000 else f"{x:.4e}"
-
-
-def _size(n: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000  # type: ignore[assignment]
-    return f"{n:.1f} TB"
 
 
 if __name__ == "__main__":

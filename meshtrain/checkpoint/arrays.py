@@ -3,8 +3,13 @@
 Without compression: float32 noise shrinks by 8%, for four times the time and a core taken from the data loader.
 """
 
+import ctypes
+import logging
 import math
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +20,7 @@ from meshtrain.errors import ConfigError
 
 CHUNK = 32 << 20  # bytes of a stored chunk at most: what another mesh's device must read to get a part of it
 READ_AHEAD = 32 << 20  # bytes on their way from disk to devices at a time, or one shard where that is more
+M_MMAP_THRESHOLD, SMALL, ADAPTED = -3, 1 << 20, 32 << 20  # ADAPTED: where glibc's own adapting ends up
 
 
 def write(directory: Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncResponse[None]:
@@ -30,7 +36,7 @@ def write(directory: Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncResponse
 
 
 def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays that `targets` names, placed by its shardings. Shapes and dtypes must be those on disk: Orbax would cast silently.
+    """Returns the arrays that `targets` names, placed by its shardings. Shapes and dtypes must be those on disk: Orbax would cast silently.
 
     ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand.
     """
@@ -45,19 +51,58 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     context.memory.read_concurrent_bytes = max(READ_AHEAD, 1 + max(shards, default=0))
     try:
         with context:
-            found = ocp.load(directory, dict(targets))
+            arrays = ocp.load(directory, dict(targets))
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(
-            f"{directory} cannot be read by Orbax {metadata.version('orbax-checkpoint')}: {_innermost(error)}."
-        ) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = str(cause).splitlines()[0].split(". ")[0].rstrip(".") if str(cause) else type(cause).__name__
+        version = metadata.version("orbax-checkpoint")
+        raise ConfigError(f"{directory} cannot be read by Orbax {version}: {reason}.") from error
     # Orbax returns the target itself of an array that is not there.
-    if absent := [name for name, x in found.items() if not isinstance(x, jax.Array)]:
+    if absent := [name for name, x in arrays.items() if not isinstance(x, jax.Array)]:
         raise ConfigError(f"{directory} has no array {absent[0]}.")
-    return found
+    return arrays
 
 
-def _innermost(error: BaseException) -> str:
-    """The first sentence of the error that the others came of."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).splitlines()[0].split(". ")[0].rstrip(".") if str(error) else type(error).__name__
+@contextmanager
+def freed_blocks_returned() -> Iterator[None]:
+    """While entered, large blocks that are freed go back to the system at once.
+
+    glibc learns to keep freed blocks of up to 32 MB for itself, in an arena a thread; what is read and rearranged in many parts
+    then peaks at up to twice its size (experiments/bench_checkpoint.py). No effect with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, SMALL)
+    try:
+        yield
+    finally:
+        mallopt(M_MMAP_THRESHOLD, ADAPTED)
+
+
+# --- a save that fails is reported in one sentence by whoever asked for it; what Orbax and its threads print besides is left out
+
+unraisable_hook = sys.unraisablehook  # the one before ours
+
+
+def without_tracebacks() -> None:
+    """Keeps Orbax from logging tracebacks of its own, and its closed event loops, and what was to run on them, from being reported."""
+    logging.getLogger("absl").addFilter(_is_no_traceback)
+    # The garbage collector meets them whenever it comes by.
+    warnings.filterwarnings("ignore", r"coroutine 'OrbaxLayout\..*' was never awaited", RuntimeWarning)
+    if sys.unraisablehook is not _report:
+        global unraisable_hook
+        unraisable_hook, sys.unraisablehook = sys.unraisablehook, _report
+
+
+def _is_no_traceback(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _report(unraisable: "sys.UnraisableHookArgs") -> None:
+    # TensorStore reports each write to the loop that Orbax closed when the first one failed.
+    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+        unraisable_hook(unraisable)

@@ -1,4 +1,4 @@
-"""Digests of every file of a step, since Orbax has none on array data: flipped bits would restore silently.
+"""Digests of every file of a step: Orbax has none on array data, so that flipped bits would restore silently.
 
 Files are hashed in blocks, on as many threads as there are cores (`hashlib` lets go of the interpreter), so that one large file
 is as quick as many small ones: SHA-256 runs at 1 to 2 GB/s a core where the processor has instructions for it.
@@ -21,25 +21,24 @@ BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a ti
 
 
 def write(directory: Path, known: Files | None = None) -> int:
-    """Writes the digests of all files under `directory` beside them; the bytes of those that are not `known`, whose digests are as given."""
+    """Writes the digests of all files under `directory` beside them; returns the bytes of those that were not `known`."""
     known = known or {}
     paths = sorted(p for p in directory.rglob("*") if p.is_file() and p.name not in (COMMIT, DIGESTS))
     sizes = {str(p.relative_to(directory)): p.stat().st_size for p in paths}
     new = {name: size for name, size in sizes.items() if name not in known}
     blocks = [(name, start) for name, size in new.items() for start in range(0, max(size, 1), BLOCK)]
     files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
-    for name, (size, expected) in known.items():
-        files[name] = {"bytes": size, "sha256": expected}
+    files |= {name: {"bytes": size, "sha256": expected} for name, (size, expected) in known.items()}
     with ThreadPoolExecutor(_threads()) as pool:
-        found = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
-        for (name, _), digest in zip(blocks, found, strict=True):
+        digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
+        for (name, _), digest in zip(blocks, digests, strict=True):
             files[name]["sha256"].append(digest)
     write_atomically(directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode())
     return sum(new.values())
 
 
 def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
-    """What differs from the digests, a sentence each; one of `parts` processes looks at every `parts`-th block.
+    """Returns a sentence on each difference from the digests; one of `parts` processes looks at every `parts`-th block.
 
     `only` names the files to look at, None all of them. The digests themselves must have been checked (`steps.commit_problem`).
     """
@@ -47,21 +46,21 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
         block, files = _record(directory)
     except Damaged as damage:
         return [str(damage)]
-    found, blocks = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files], []
+    sentences, blocks = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files], []
     for name, (size, expected) in files.items():
         if only is not None and name not in only:
             continue
         if problem := _size_problem(directory / name, size):
-            found.append(f"{name} {problem}{_shared(directory / name)}")
+            sentences.append(f"{name} {problem}{_shared(directory / name)}")
         else:
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(_threads()) as pool:
-        sentences = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts])
-        return found + [sentence for sentence in sentences if sentence is not None]
+        in_blocks = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts])
+        return sentences + [sentence for sentence in in_blocks if sentence is not None]
 
 
 def files_in(directory: Path, part: str) -> Files:
-    """The digests of a part of a step. Damaged if they are not all there, or are of blocks of another size than are written now."""
+    """Returns the digests of a part of a step. Damaged if they are not all there, or are of blocks of another size than are written now."""
     block, files = _record(directory)
     if block != BLOCK:
         raise Damaged(f"{DIGESTS} is of blocks of {block:,} bytes")
@@ -69,22 +68,22 @@ def files_in(directory: Path, part: str) -> Files:
 
 
 def total_bytes(directory: Path) -> int:
-    """Bytes of a step's files, as its digests say."""
+    """Returns the bytes of a step's files, as its digests say."""
     return sum(size for size, _ in _record(directory)[1].values())
 
 
 def _record(directory: Path) -> tuple[int, Files]:
-    """The block size, and each file's bytes and digests; Damaged if they are not all there."""
+    """Returns the block size, and each file's bytes and digests; Damaged if they are not all there."""
     record = parsed(directory / DIGESTS)
     try:
         block, files = record["block"], {n: (f["bytes"], f["sha256"]) for n, f in record["files"].items()}
-        whole = block > 0 and all(
+        complete = block > 0 and all(
             name.isprintable() and size >= 0 and len(expected) == len(range(0, max(size, 1), block))
             for name, (size, expected) in files.items()
         )
     except (TypeError, KeyError, AttributeError, OverflowError):
-        whole = False
-    if not whole:
+        complete = False
+    if not complete:
         raise Damaged(f"{DIGESTS} does not have a digest of every block")
     return block, files
 
@@ -111,7 +110,7 @@ def _problem(directory: Path, name: str, start: int, expected: str, block: int) 
 
 
 def _shared(path: Path) -> str:
-    """How a sentence on a damaged file ends that has other names."""
+    """Returns how a sentence on a damaged file ends: in which other steps it is damaged."""
     try:
         others = path.stat().st_nlink - 1
     except OSError:
@@ -120,7 +119,7 @@ def _shared(path: Path) -> str:
 
 
 def digest_of(path: Path, start: int, block: int) -> str:
-    """The sha256 of the bytes of a file from `start` on, at most a block of them."""
+    """Returns the SHA-256 of the bytes of a file from `start` on, at most a block of them."""
     digest, buffer = hashlib.sha256(), bytearray(min(READ, block))
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:

@@ -1,16 +1,18 @@
-"""Where a run starts from: the newest intact checkpoint of its own, another run's, or nothing."""
+"""Which steps a run starts from and which it leaves: the newest intact one of its own, another run's, or none; what stays on disk."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 import jax
 
-from meshtrain.checkpoint import anew, digests, steps
-from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import Config
+from meshtrain.checkpoint import digests, steps
+from meshtrain.checkpoint.manifest import StepManifest
+from meshtrain.config import CheckpointConfig, Config
 from meshtrain.errors import ConfigError, nearest, refusal
+from meshtrain.run.directory import CHECKPOINTS, CONFIG, METRICS, NEWEST, TRACES, WATCHED, noted_checkpoint, set_aside
 from meshtrain.run.processes import first_decides, gathered
 
 Say = Callable[[str], None]
@@ -21,24 +23,24 @@ class Start:
     """The verified step from which a run starts."""
 
     directory: Path
-    manifest: Manifest
+    manifest: StepManifest
     own: bool  # of this run; else of the one that checkpoint.resume names
 
 
 def find(config: Config, root: Path, say: Say) -> Start | None:
-    """The checkpoint to start from, None for a new run. `root` is the run's own directory of steps; damaged steps there are set aside.
+    """Returns the checkpoint to start from, None for a new run. `root` is the run's own directory of steps; damaged steps there are set aside.
 
     ConfigError if checkpoint.resume names nothing, if all that there is is damaged, of a newer format, or lost.
     """
     resume = config.checkpoint.resume
     if resume == "never":
         return None
-    first_decides(partial(anew.refuse_lost, root))
+    first_decides(partial(_refuse_lost, root))
     directory = _newest_intact(root, say, own=True)
     if directory is not None:
         if resume != "auto":
             say(f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}.")
-        return Start(directory, Manifest.read(directory), own=True)
+        return Start(directory, StepManifest.read(directory), own=True)
     if resume == "auto":
         return None
     directory = _newest_intact(Path(resume).expanduser().absolute(), say, own=False)
@@ -47,47 +49,50 @@ def find(config: Config, root: Path, say: Say) -> Start | None:
             f"checkpoint.resume is {resume}, but there is no checkpoint; give auto, never, or a run directory that has one"
             + (nearest(resume, ("auto", "never")) or ".")
         )
-    return Start(directory, Manifest.read(directory), own=False)
+    return Start(directory, StepManifest.read(directory), own=False)
 
 
-def best_step(directory: Path) -> int:
-    """The intact step with the lowest eval loss, of equal ones the earlier, in a run directory or its checkpoints/.
+def _refuse_lost(root: Path) -> None:
+    """ConfigError if the run had a checkpoint and none is there: a disk is not mounted, somebody removed or renamed something.
 
-    With several processes all of them call it alike. ConfigError if no step there has an eval loss, or if all that have one are damaged.
+    A run that was killed before its first checkpoint, or could not save one, had none: it starts over by itself.
     """
-    evaluated = list(map(Path, first_decides(lambda: [str(d) for d in by_eval_loss(directory)])))
-    for best in evaluated:
-        if not problems(best):
-            return Manifest.read(best).step
-    raise ConfigError(no_best(directory, evaluated))
+    if steps.committed_in(root):
+        return
+    noted = noted_checkpoint(root.parent)
+    # Their marker was written before they got their names, so that it has gone since.
+    unmarked = [d.name for d in steps.directories(root) if d.is_dir() and any(d.iterdir())]
+    if noted is None and not unmarked:
+        return
+    lost = f"{unmarked[-1]} has no {steps.COMMIT}" if unmarked else "there is none"
+    had = f"had a checkpoint of step {noted}" if noted and noted.isdecimal() else "had checkpoints"
+    raise ConfigError(
+        f"the run in {root.parent} {had}, but in {root} {lost}; mount or restore {root.name} to go on, "
+        "or start anew with --set checkpoint.resume=never, which sets aside what is there."
+    )
 
 
-def by_eval_loss(path: Path) -> list[Path]:
-    """The steps that a path names and that have an eval loss, the lowest first, of equal ones the earlier; their arrays are not looked at."""
-    found = []
-    for directory in steps.directories(path):
-        try:
-            manifest = Manifest.read(directory)
-        except (steps.Damaged, steps.NewerFormat):
-            continue
-        if manifest.eval_loss is not None:
-            found.append((manifest.eval_loss, manifest.step, directory))
-    return [directory for _, _, directory in sorted(found)]
-
-
-def no_best(path: Path, damaged: Collection[Path]) -> str:
-    """Why no step there is the best, in a sentence; `damaged`: those that have an eval loss."""
-    if damaged:
-        return f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
-    return f"no checkpoint in {path} has an eval loss, so none is the best; give a step, or newest (eval.every has a run evaluate)."
+def set_aside_earlier(root: Path, resume: str, say: Say) -> None:
+    """Moves the files of a run, from which this one does not go on, out of its way; nothing is emptied or written over."""
+    run = root.parent
+    has_steps = bool(steps.directories(root))
+    has_rows = (run / METRICS).exists() and (run / METRICS).stat().st_size > 0
+    if not (has_steps or has_rows or (run / NEWEST).exists()):
+        return
+    # The checkpoints first: without them the note makes a kill in between a refusal, and not a start over in the middle.
+    earlier = set_aside(run, [*([CHECKPOINTS] if has_steps else []), NEWEST, METRICS, TRACES, *WATCHED, CONFIG])
+    root.mkdir(exist_ok=True)
+    what = "checkpoints and metrics" if has_steps else "metrics"
+    why = f"checkpoint.resume is {resume}" if resume == "never" else "no checkpoint was written before the run ended"
+    say(f"{why}: it starts anew, and the {what} of the run before are now in {earlier}.")
 
 
 def problems(directory: Path) -> list[str]:
-    """What is wrong with a step, a sentence each; every process looks at a part and has all. ConfigError if its format is newer."""
+    """Returns a sentence on each damage of a step; every process looks at a part and has all. ConfigError if its format is newer."""
 
     def manifest() -> str | None:
         try:
-            Manifest.read(directory)
+            StepManifest.read(directory)
             return None
         except steps.Damaged as damage:
             return str(damage)
@@ -104,61 +109,94 @@ def problems(directory: Path) -> list[str]:
 
 
 def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
-    """The newest intact step that `path` names; None if it names none that was ever committed."""
-    bad: dict[Path, list[str]] = {}
-    chosen = None
+    """Returns the newest intact step that `path` names; None if it names none that was ever committed."""
+    damaged: dict[Path, list[str]] = {}
+    intact = None
     # A run's own directory of steps is never taken for a step itself, whatever lies in it.
-    found = steps.numbered if own else steps.directories
-    for directory in map(Path, reversed(first_decides(lambda: [str(d) for d in found(path)]))):
+    listing = steps.numbered if own else steps.directories
+    for directory in map(Path, reversed(first_decides(lambda: [str(d) for d in listing(path)]))):
         if not (wrong := problems(directory)):
-            chosen = directory
+            intact = directory
             break
-        bad[directory] = wrong
-    committed = first_decides(lambda: [str(d) for d in bad if not steps.never_committed(d)])
-    if chosen is None and committed:
-        raise ConfigError(_all_damaged(path, Path(committed[0]), bad[Path(committed[0])], own))
-    for directory, wrong in bad.items():
+        damaged[directory] = wrong
+    committed = first_decides(lambda: [str(d) for d in damaged if not steps.never_committed(d)])
+    if intact is None and committed:
+        newest = Path(committed[0])
+        what = "; ".join(damaged[newest])
+        if newest == path:
+            raise ConfigError(f"checkpoint {path} is damaged: {what}; give another.")
+        way_out = "checkpoint.resume: never starts anew and moves them out of the way" if own else "give another"
+        raise ConfigError(f"every checkpoint in {path} is damaged ({newest.name}: {what}); {way_out}.")
+    for directory, wrong in damaged.items():
         place = first_decides(partial(_set_aside, directory)) if own else "it is passed over"
         say(f"checkpoint {directory} is damaged: {'; '.join(wrong)}; {place}.")
-    for sentence in first_decides(lambda: _renamed_and_newer(path, chosen, bad)):
+    for sentence in first_decides(lambda: _renamed_and_newer(path, intact, damaged)):
         say(sentence)
-    return chosen
-
-
-def _all_damaged(path: Path, newest: Path, wrong: list[str], own: bool) -> str:
-    what = "; ".join(wrong)
-    if newest == path:
-        return f"checkpoint {path} is damaged: {what}; give another."
-    way_out = "checkpoint.resume: never starts anew and moves them out of the way" if own else "give another"
-    return f"every checkpoint in {path} is damaged ({newest.name}: {what}); {way_out}."
+    return intact
 
 
 def _set_aside(directory: Path) -> str:
-    """What became of a damaged step, in words."""
+    """Sets a damaged step aside; returns what became of it, in words."""
     try:
         return f"it is set aside as {steps.set_aside(directory).name}"
     except OSError as error:
         return f"it cannot be set aside ({refusal(error)}) and is passed over"
 
 
-def _renamed_and_newer(path: Path, chosen: Path | None, reported: Collection[Path]) -> list[str]:
-    """A sentence on each step that would have been chosen under its own name, and that is not `reported` yet."""
+def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Path]) -> list[str]:
+    """Returns a sentence on each step that would have been chosen under its own name, and that is not `reported` yet."""
     # A step given by its own path was chosen for itself.
-    if chosen == path:
+    if intact == path:
         return []
-    root, newest = (path, -1) if chosen is None else (chosen.parent, int(chosen.name))
-    found = []
+    root, newest = (path, -1) if intact is None else (intact.parent, int(intact.name))
+    sentences = []
     for other in sorted(root.iterdir()) if root.is_dir() else ():
         if other in reported or steps.DAMAGED in other.name:
             continue
         try:
-            step = Manifest.read(other).step
+            step = StepManifest.read(other).step
         except steps.Renamed as renamed:
             step = renamed.step
         except (steps.Damaged, steps.NewerFormat):
             continue
         if step > newest:
-            found.append(
+            sentences.append(
                 f"checkpoint {other} is step {step}, renamed; it is passed over, and gone on from only as {step}."
             )
-    return found
+    return sentences
+
+
+# --- the best, and what stays
+
+
+def by_eval_loss(path: Path) -> list[Path]:
+    """Returns the steps that a path names and that have an eval loss, the lowest first, of equal ones the earlier; their arrays are not looked at."""
+    evaluated = []
+    for directory in steps.directories(path):
+        try:
+            manifest = StepManifest.read(directory)
+        except (steps.Damaged, steps.NewerFormat):
+            continue
+        if manifest.eval_loss is not None:
+            evaluated.append((manifest.eval_loss, manifest.step, directory))
+    return [directory for _, _, directory in sorted(evaluated)]
+
+
+def no_best(path: Path, damaged: Collection[Path]) -> str:
+    """Returns why no step there is the best, in a sentence; `damaged`: those that have an eval loss."""
+    if damaged:
+        return f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
+    return f"no checkpoint in {path} has an eval loss, so none is the best; give a step, or newest (eval.every has a run evaluate)."
+
+
+def retained(eval_losses: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, str]:
+    """Returns the steps that stay, each with the reason; `eval_losses` has every committed step (None: not evaluated)."""
+    numbers = sorted(eval_losses)
+    reasons = {step: f"one of the newest {config.keep}" for step in numbers[-config.keep :]}
+    evaluated = [(loss, step) for step, loss in eval_losses.items() if loss is not None and not math.isnan(loss)]
+    for _, step in sorted(evaluated)[: config.keep_best]:
+        reasons.setdefault(step, "best by eval loss")
+    for step in numbers:
+        if config.keep_every and step % config.keep_every == 0:
+            reasons.setdefault(step, f"a multiple of {config.keep_every}")
+    return reasons

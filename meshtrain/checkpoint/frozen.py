@@ -1,4 +1,4 @@
-"""What a run never changes is written once or twice, and linked by every later step: the base of LoRA, and all else that is frozen.
+"""Frozen weights, such as the base of LoRA, are written once or twice, and linked by every later step.
 
     step     1          2          3          4
     arrays/  written    written    written    written      what is trained, its optimizer state
@@ -20,9 +20,8 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.errors import refusal
@@ -31,13 +30,8 @@ from meshtrain.files import sync
 COPIES = 2
 
 
-def records(leaves: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Of a manifest's leaves those that are frozen."""
-    return {name: record for name, record in leaves.items() if record.get("frozen")}
-
-
-class Copies:
-    """The newest steps of this process that have what is frozen; `keep` as in the config. The first process alone has them."""
+class FrozenCopies:
+    """The newest steps of this process that have the frozen weights; `keep` as in the config."""
 
     def __init__(self, keep: int, say: Callable[[str], None]) -> None:
         self._wanted, self._say = min(COPIES, keep), say
@@ -45,21 +39,21 @@ class Copies:
         self._refused: set[str] = set()  # why links could not be made, each said once
 
     def add(self, step: Path) -> None:
-        """A step that is committed, which this process has written or verified."""
+        """Adds a committed step, which this process has written or verified."""
         # one that has gone meanwhile is no copy
         with contextlib.suppress(steps.Damaged):
             self._steps.append((step, digests.files_in(step, steps.FROZEN)))
 
-    def be_content_with_one(self) -> None:
-        """A save has failed: it may have been for want of room."""
+    def keep_one(self) -> None:
+        """Writes no second copy from here on: a save has failed, perhaps for want of room."""
         self._wanted = 1
 
     def link(self, directory: Path) -> digests.Files | None:
-        """Makes frozen/ of a step that is being written, of links; their digests. None where it is to be written."""
-        there = [(step, files) for step, files in self._steps if step.is_dir()]
-        if len(there) < self._wanted:
+        """Makes frozen/ of a step that is being written, of links; returns their digests, None where it has to be written."""
+        copies = [(step, files) for step, files in self._steps if step.is_dir()]
+        if len(copies) < self._wanted:
             return None
-        step, files = there[0]
+        step, files = copies[0]
         try:
             _link(step, directory, files)
         except OSError as error:
@@ -76,17 +70,16 @@ class Copies:
 
 
 def _link(step: Path, directory: Path, files: digests.Files) -> None:
-    """OSError if one of the files is not what was written, or the file system refuses."""
-    made = set()
+    """Raises OSError if one of the files is not what was written, or the file system refuses."""
+    parents = set()
     for name, (size, _) in files.items():
         source, target = step / name, directory / name
         found = source.lstat()
         # what a person has put somewhere else would be missing in a copy of the step
         if not stat.S_ISREG(found.st_mode) or found.st_size != size:
             raise OSError("a file there is not as it was written")
-        if target.parent not in made:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            made |= {target.parent, *(p for p in target.parent.parents if directory in p.parents)}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        parents |= {target.parent, *(p for p in target.parent.parents if directory in p.parents)}
         os.link(source, target)
-    for parent in made:
+    for parent in parents:
         sync(parent)

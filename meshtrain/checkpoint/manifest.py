@@ -1,12 +1,10 @@
-"""What a checkpoint says of itself: everything but the arrays."""
+"""manifest.json of a step: everything of a checkpoint but the arrays, and what it may hold."""
 
 import dataclasses
 import datetime
 import json
 import math
-import platform
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.checkpoint import digests, steps
-from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.steps import MANIFEST, Damaged, Renamed
 from meshtrain.config import Config
 from meshtrain.files import write_atomically
-
-PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+from meshtrain.run.versions import versions
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class StepManifest:
     """manifest.json of a step."""
 
     step: int
@@ -39,7 +36,7 @@ class Manifest:
 
     @property
     def weights_alone(self) -> bool:
-        """It was made from weights, by `meshtrain.adopt import`, and not by a run: there is no state to go on from."""
+        """Whether `meshtrain.adopt import` made it from weights, and no run: there is no state to go on from."""
         return "step" not in self.leaves
 
     @classmethod
@@ -49,25 +46,25 @@ class Manifest:
         loss: float,
         eval_loss: float | None,
         config: Config,
-        canonical: Canonical,
-        read: Mapping[str, str],
-    ) -> "Manifest":
+        converter: GlobalArrays,
+        data_digests: Mapping[str, str],
+    ) -> "StepManifest":
         return cls(
             step=step,
             loss=_finite(loss),
             eval_loss=_finite(eval_loss),
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            data={"batches": step, **read},
+            data={"batches": step, **data_digests},
             rng={"seed": config.run.seed, "step": step},
-            leaves={e.name: e.record for e in canonical.entries},
+            leaves={e.name: e.record for e in converter.entries},
             config=dataclasses.asdict(config),
-            versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-            hooks=canonical.program.hooks.names,
+            versions=versions(),
+            hooks=converter.program.hooks.names,
         )
 
     @classmethod
-    def read(cls, directory: Path) -> "Manifest":
-        """The manifest of a step that is committed, unchanged, and what its name says; the arrays are not looked at.
+    def read(cls, directory: Path) -> "StepManifest":
+        """Returns the manifest of a step that is committed, unchanged, and what its name says; the arrays are not looked at.
 
         All who look at a step come through here. Damaged with what is wrong; NewerFormat if it cannot be judged.
         """
@@ -81,8 +78,8 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _parsed(cls, content: Any) -> "Manifest":
-        """Damaged unless everything is of the kind that was written, so that nobody after this need ask."""
+    def _parsed(cls, content: Any) -> "StepManifest":
+        """Damaged unless everything has the type that is written, so that nobody after this need ask."""
         if not isinstance(content, dict):
             raise Damaged(f"{MANIFEST} is no manifest")
         # Checkpoints from before parts of the model could be replaced do not name them.
@@ -141,10 +138,3 @@ LEGAL: dict[str, Callable[[Any], bool]] = {
 
 def _finite(loss: float | None) -> float | None:
     return float(loss) if loss is not None and math.isfinite(loss) else None
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "unknown"

@@ -1,105 +1,253 @@
-"""From a verified step to a state on the program's shardings: all of it, or a new run's state with its weights."""
+"""From a verified step to a state on the program's shardings: what may differ from the run that saved it, and how it is restored.
 
-from collections.abc import Callable, Sequence
+A key may differ by what its line in the config says (`config.key.Resume`); also compared are the data, functions of one's own, versions.
+"""
+
+import dataclasses
+import platform
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshtrain.checkpoint import moved, owed
-from meshtrain.checkpoint.canonical import Canonical, Entry
 from meshtrain.checkpoint.finding import Start
-from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import Config
-from meshtrain.config.key import known
+from meshtrain.checkpoint.global_arrays import ISLANDS, REDUCE, GlobalArray, GlobalArrays
+from meshtrain.checkpoint.manifest import StepManifest
+from meshtrain.config import Config, resolve
+from meshtrain.config.follow import differences, followed, put, value_of
+from meshtrain.config.key import Resume, keys, known
 from meshtrain.config.model import LoraConfig
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, nearest
 from meshtrain.model.weights import lora_difference
+from meshtrain.sources import SOURCES
 from meshtrain.step import State
 
 Tree = Any
 FLOATS = ("float32", "bfloat16", "float16")
+# Keys that count for the weights alone; those that a checkpoint can never have otherwise; those that the data's digest follows from.
+WEIGHTS = (Resume.SHAPE, Resume.SIZE, Resume.TOKENS)
+SHAPES = (Resume.SHAPE, Resume.SIZE)
+CONTENT = (Resume.CONTENT, Resume.TOKENS)
+REFUSED = (*SHAPES, *CONTENT, Resume.ADAPTERS, Resume.REFUSED)
+
+OTHER_ADAPTERS = "give another run.directory (of a run without adapters checkpoint.resume: PATH with checkpoint.weights_only: true takes the weights)"
+
+# --- what may differ
 
 
-def restore(canonical: Canonical, start: Start, say: Callable[[str], None]) -> State:
-    """The whole state; ConfigError if the checkpoint has other leaves. `say` takes what became of what compression kept."""
-    # precision.compute may change, and the loss scale with it; so may compression, and islands may begin to step by themselves
-    entries = [e for e in canonical.entries if not e.name.startswith(("scale.", owed.REDUCE, moved.OUTER))]
+def check_keys(config: Config) -> None:
+    """ConfigError if checkpoint.allow names what is no key, or is allowed anyway; or if there is no run to take weights from."""
+    resume = config.checkpoint.resume
+    if config.checkpoint.weights_only and resume in ("auto", "never"):
+        raise ConfigError(
+            f"checkpoint.weights_only takes the weights of another run, but checkpoint.resume is {resume}; "
+            "give that run's path there, or leave weights_only out."
+        )
+    rules = {name: key.resume for name, key in keys(type(config)).items() if key.resume in REFUSED}
+    for name in config.checkpoint.allow:
+        if name not in rules:
+            # What a model computes may never differ: those keys are none of the legal ones.
+            legal = [key for key, rule in rules.items() if rule not in (Resume.SHAPE, Resume.ADAPTERS)]
+            ending = nearest(name, rules) or f"; legal are {', '.join(legal)}."
+            raise ConfigError(f"checkpoint.allow has {name!r}{ending}")
+        if rules[name] is Resume.ADAPTERS:
+            raise ConfigError(
+                f"checkpoint.allow has {name}, but a checkpoint's adapters cannot change; {OTHER_ADAPTERS}."
+            )
+        if rules[name] in SHAPES and not (config.checkpoint.weights_only and rules[name] is Resume.SIZE):
+            only = ", only" if config.checkpoint.weights_only else "; with checkpoint.weights_only"
+            sizes = " and ".join(name for name, rule in rules.items() if rule is Resume.SIZE)
+            raise ConfigError(f"checkpoint.allow has {name}, but a checkpoint's model cannot change{only} {sizes} can.")
+
+
+def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bool) -> list[str]:
+    """Returns a sentence on each key that changed and may; ConfigError with all that may not. `where` names the checkpoint."""
+    rules, before = keys(type(config)), earlier_config(old, type(config))
+    refusable = WEIGHTS if weights_only else REFUSED
+    refused, notes = dict[str, str](), []
+    for name, was, now in differences(old, dataclasses.asdict(config)):
+        key = rules[name]
+        if key.null and was is None:
+            was = value_of(before, name)
+        follows = key.null and key.resume not in SHAPES and followed(before, name) and followed(config, name)
+        if was == now or follows or key.resume is Resume.FREE or not key.counts(config):
+            continue
+        allowed = name in config.checkpoint.allow and (weights_only or key.resume not in SHAPES)
+        if key.resume in refusable and not allowed:
+            refused[name] = f"{name} is {now} but was {was}"
+        elif not weights_only:
+            notes.append(f"{name} was {was} and is {now} from here on.")
+    if refused:
+        way_out = _way_out({rules[name].resume for name in refused}, ", ".join(refused), weights_only)
+        raise ConfigError(f"{where} does not fit this config: {', '.join(refused.values())}; {way_out}.")
+    return notes
+
+
+def earlier_config(old: Mapping[str, Any], kind: type[Config] = Config) -> Config:
+    """Returns a checkpoint's config in this version's keys; older ones hold null where a value followed from the others."""
+    return resolve(put(kind(), **_tuples(known(old, kind))))
+
+
+def _tuples(value: Any) -> Any:
+    """Returns a value with tuples in the place of JSON's lists."""
+    if isinstance(value, Mapping):
+        return {name: _tuples(x) for name, x in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def compare_data(manifest: StepManifest, config: Config, digests: Mapping[str, str], where: str) -> list[str]:
+    """Returns a sentence on each source that holds other tokens under the same keys; ConfigError if the run trains on it.
+
+    `digests` is as the manifest's `data`. A digest that one of them lacks (random tokens, an older checkpoint) is not compared.
+    """
+    old, notes, rules = manifest.data, [], keys(type(config))
+    changed = {name for name, *_ in differences(manifest.config, dataclasses.asdict(config))}
+    if any(rules[name].resume in CONTENT for name in changed):
+        return []
+    if "digest" in digests and old.get("digest", digests["digest"]) != digests["digest"]:
+        sentence = _other_content(manifest, config, digests["digest"])
+        if "data.source" not in config.checkpoint.allow:
+            way_out = _way_out({Resume.CONTENT}, "data.source", weights_only=False)
+            raise ConfigError(f"{where} does not fit the data: {sentence}; {way_out}.")
+        notes.append(f"{sentence}, from here on.")
+    name, path = "validation_digest", config.data.validation_source
+    other = name in digests and old.get(name, digests[name]) != digests[name]
+    if other and "data.validation_source" not in changed:
+        notes.append(f"data.validation_source {path} holds other tokens than it did, from here on.")
+    return notes
+
+
+def _other_content(manifest: StepManifest, config: Config, digest: str) -> str:
+    names = config.data.mixture or (config.data.source,)
+    # One part a source, in their order.
+    parts = zip(names, manifest.data["digest"].split("+"), digest.split("+"), strict=True)
+    changed = {name: f"{now}, was {before}" for name, before, now in parts if now != before}
+    of_mixture = "mixture: " if config.data.mixture else ""
+    sentence = of_mixture + " and ".join(f"{n} holds other tokens than it did ({what})" for n, what in changed.items())
+    then, now = manifest.versions.get("python"), platform.python_version()
+    if then != now and any(name in SOURCES and SOURCES[name].of_python for name in changed):
+        sentence += f": it is that of Python {now}, was that of {then}"
+    return f"data.source {sentence}"
+
+
+def compare_versions(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns a sentence where a checkpoint was written by other versions: its values are read all the same, but the bits to come may differ."""
+    changed = [f"{name} {then[name]} (here {here})" for name, here in now.items() if then.get(name, here) != here]
+    return [f"the checkpoint was written with {', '.join(changed)}."] if changed else []
+
+
+def compare_hooks(old: Mapping[str, str], now: Mapping[str, str], where: str, weights_only: bool) -> list[str]:
+    """Returns a sentence on each function that replaces another part of the model or the loss than before; ConfigError if one is missing."""
+    counts = [kind for kind in {**old, **now} if not (weights_only and kind == "loss")]
+    if missing := [kind for kind in counts if kind not in now]:
+        names = ", ".join(f"{kind}={old[kind]}" for kind in missing)
+        raise ConfigError(
+            f"{where} was trained with functions of its own, {names}; give them again from Python: "
+            "mt.Program, mt.train and mt.read_model take them."
+        )
+    changed = [kind for kind in counts if old.get(kind) != now[kind]]
+    return [f"the {kind} was {old.get(kind, 'built in')} and is {now[kind]} from here on." for kind in changed]
+
+
+def _way_out(rules: Collection[Resume], names: str, weights_only: bool) -> str:
+    allow = f"checkpoint.allow: [{names}]"
+    if all(rule is Resume.SIZE for rule in rules):
+        if weights_only:
+            return f"{allow} takes what fits and initialises the rest"
+        return f"in another run.directory, checkpoint.resume: PATH with checkpoint.weights_only: true and {allow} starts from its weights"
+    if Resume.ADAPTERS in rules:
+        return f"set it back, or {OTHER_ADAPTERS}"
+    if any(rule in SHAPES for rule in rules):
+        return "set it back, or give another run.directory"
+    return f"set it back, give another run.directory, or go on all the same with {allow}"
+
+
+# --- how it is restored
+
+
+def restore(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -> State:
+    """Returns the full state; ConfigError if the checkpoint has other leaves. `say` reports what was resharded, and broken replica groups."""
+    # precision.compute may change, and the loss scale with it; so may compression, and replica groups may begin to step locally
+    entries = [e for e in converter.entries if not e.name.startswith(("scale.", REDUCE, ISLANDS))]
     _check(start.directory, start.manifest, entries)
-    found, sentences = owed.restored(canonical, start)
-    for sentence in sentences:
-        say(sentence)
-    return canonical.state(start.directory, start.manifest.leaves, found)
+    residuals: dict[str, jax.Array] = {}
+    if any(name.startswith(REDUCE) for name in (*start.manifest.leaves, *(e.name for e in converter.entries))):
+        from meshtrain.checkpoint.resharding import restore_residuals
+
+        residuals, sentences = restore_residuals(converter, start)
+        for sentence in sentences:
+            say(sentence)
+    return converter.state(start.directory, start.manifest.leaves, residuals, say)
 
 
-def read_weights(canonical: Canonical, directory: Path, manifest: Manifest) -> Tree:
-    """The live parameters of a verified step and nothing else of it; ConfigError if they do not fit the program's model."""
-    parameters = [e for e in canonical.entries if e.name.startswith("params.")]
+def read_weights(converter: GlobalArrays, directory: Path, manifest: StepManifest) -> Tree:
+    """Returns the live parameters of a verified step and nothing else of it; ConfigError if they do not fit the program's model."""
+    parameters = [e for e in converter.entries if e.name.startswith("params.")]
     _check(directory, manifest, parameters, weights_only=True)
-    found = canonical.read(directory, manifest.leaves, parameters)
-    return jax.tree.unflatten(jax.tree.structure(canonical.program.layout.masters), [found[e.name] for e in parameters])
+    live = converter.read(directory, manifest.leaves, parameters)
+    return jax.tree.unflatten(jax.tree.structure(converter.program.layout.masters), [live[e.name] for e in parameters])
 
 
-def start_from_weights(canonical: Canonical, start: Start, say: Callable[[str], None]) -> State:
-    """The state before the first step, with the checkpoint's weights; resized where checkpoint.allow names the axis."""
-    parameters = [e for e in canonical.entries if e.name.startswith("params.")]
-    _check_adapters(canonical, start)
-    resized = [e for e in parameters if _resized(canonical, start, e)]
-    drawn = [e for e in parameters if e.parameter.adapter and e.name not in start.manifest.leaves]
-    whole = [e for e in parameters if e not in resized and e not in drawn]
-    _check(start.directory, start.manifest, whole, weights_only=True)
-    state, leaves = canonical.program.init(), start.manifest.leaves
+def start_from_weights(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -> State:
+    """Returns the state before the first step, with the checkpoint's weights; resized where checkpoint.allow names the axis."""
+    parameters = [e for e in converter.entries if e.name.startswith("params.")]
+    _check_adapters(converter, start)
+    resized = [e for e in parameters if _is_resized(converter, start, e)]
+    new_adapters = [e for e in parameters if e.parameter.adapter and e.name not in start.manifest.leaves]
+    same = [e for e in parameters if e not in resized and e not in new_adapters]
+    _check(start.directory, start.manifest, same, weights_only=True)
+    state, leaves = converter.program.init(), start.manifest.leaves
     live = dict(zip((e.name for e in parameters), jax.tree.leaves(state.params), strict=True))
-    for entry in whole:
+    for entry in same:
         live[entry.name].delete()
-    live |= canonical.read(start.directory, leaves, whole)
+    live |= converter.read(start.directory, leaves, same)
     for entry in resized:
-        live[entry.name] = canonical.into(start.directory, leaves, entry, live[entry.name])
+        live[entry.name] = converter.resized(start.directory, leaves, entry, live[entry.name])
         say(
             f"{entry.name} is {list(entry.shape)}; the checkpoint has {leaves[entry.name]['shape']} of it, the rest is as initialised."
         )
     say(f"started from the weights of step {start.manifest.step} in {start.directory}.")
-    return canonical.program.from_weights(state, jax.tree.unflatten(jax.tree.structure(state.params), live.values()))
+    return converter.program.from_weights(state, jax.tree.unflatten(jax.tree.structure(state.params), live.values()))
 
 
-def _resized(canonical: Canonical, start: Start, entry: Entry) -> bool:
-    """The checkpoint has the leaf in another shape, along axes that checkpoint.allow names and no other."""
+def _is_resized(converter: GlobalArrays, start: Start, entry: GlobalArray) -> bool:
+    """Whether the checkpoint has the leaf in another shape, along axes that checkpoint.allow names and no other."""
     record = start.manifest.leaves.get(entry.name)
     if entry.leaf is None or record is None or len(record["shape"]) != len(entry.shape):
         return False
-    allow = canonical.program.config.checkpoint.allow
+    allow = converter.program.config.checkpoint.allow
     free = {axis for key, axis in (("model.layers", "layers"), ("model.vocab_size", "vocab")) if key in allow}
     changed = {a for a, n, m in zip(entry.leaf.axes, entry.shape, record["shape"], strict=True) if n != m}
     return bool(changed) and changed <= free
 
 
-def _check_adapters(canonical: Canonical, start: Start) -> None:
+def _check_adapters(converter: GlobalArrays, start: Start) -> None:
     """ConfigError if the checkpoint has adapters, and this run none or others."""
     section = known(start.manifest.config, Config).get("lora", {})
     if not section.get("rank"):
         return
-    config, theirs = canonical.program.config, LoraConfig(**section | {"targets": tuple(section["targets"])})
-    if name := lora_difference(config.model, theirs, config.lora):
+    config, before = converter.program.config, LoraConfig(**section | {"targets": tuple(section["targets"])})
+    if name := lora_difference(config.model, before, config.lora):
         raise ConfigError(
             f"checkpoint {start.directory} has adapters with lora.{name} {section[name]}, and this config has {getattr(config.lora, name)}; "
             "give it the same section lora, or start from their merge (python -m meshtrain.adopt merge)."
         )
 
 
-def _check(directory: Path, manifest: Manifest, entries: Sequence[Entry], weights_only: bool = False) -> None:
+def _check(directory: Path, manifest: StepManifest, entries: Sequence[GlobalArray], weights_only: bool = False) -> None:
     """ConfigError if a leaf is missing or has another shape or dtype, which Orbax would hide or cast silently.
 
-    Weights alone, and what is frozen, may be cast: they were a float32 master in one run and what computes in another.
+    Weights alone, and frozen ones, may be cast: they were an fp32 master in one run and in the computing dtype in another.
     """
     for entry in entries:
         record = manifest.leaves.get(entry.name)
-        may_cast = weights_only or (entry.leaf is not None and not entry.leaf.trained)
+        may_cast = weights_only or entry.frozen
         dtype = record["dtype"] if record and may_cast and record["dtype"] in FLOATS else entry.live.dtype
         wanted = f"{dtype}{list(entry.shape[bool(entry.islands) :])}"
-        found = (
-            f"it is {record['dtype']}{record['shape'][bool(record.get('islands')) :]}" if record else "there is none"
-        )
-        if found != f"it is {wanted}":
+        stored = f"{record['dtype']}{record['shape'][bool(record.get('islands')) :]}" if record else None
+        if stored != wanted:
+            reason = f"it is {stored}" if record else "there is none"
             raise ConfigError(
-                f"checkpoint {directory} does not fit this config: {entry.name} is {wanted}, but {found} in it."
+                f"checkpoint {directory} does not fit this config: {entry.name} is {wanted}, but {reason} in it."
             )

@@ -3,7 +3,7 @@
     checkpoints/
       12/               committed: written whole, then renamed; COMMIT was written last
         arrays/         Orbax: parameters, optimizer state, loss scale, step
-        frozen/         Orbax: the parameters that are not trained, where there are any (see `frozen`)
+        frozen/         Orbax: the parameters that are not trained, where there are any (`checkpoint.frozen`)
         manifest.json   step, losses, config, versions, the tree of leaves
         digests.json    SHA-256 of every file above, in blocks
         COMMIT          format version and the digest of digests.json
@@ -29,7 +29,7 @@ from meshtrain.errors import refusal
 from meshtrain.files import sync, write_atomically
 from meshtrain.run.directory import CHECKPOINTS
 
-# Formats: all in arrays/; what is frozen in frozen/, where the versions before would not look.
+# Formats: all in arrays/; frozen weights in frozen/, where the versions before would not look.
 WHOLE, PARTED = 1, 2
 FORMAT = PARTED  # the newest that is read
 ARRAYS, FROZEN, MANIFEST, DIGESTS, COMMIT = "arrays", "frozen", "manifest.json", "digests.json", "COMMIT"
@@ -46,7 +46,7 @@ class NewerFormat(Exception):
 
 
 class Damaged(Exception):
-    """What keeps a directory from being the step that its name says, in words that follow "it is damaged: "."""
+    """A directory is not the step that its name says; the text follows "it is damaged: "."""
 
 
 class Renamed(Damaged):
@@ -58,31 +58,31 @@ class Renamed(Damaged):
 
 
 def is_number(name: str) -> bool:
-    """The name says that it is a step, rightly or not; any other is a person's own."""
+    """Whether a name says that it is a step, rightly or not; any other is a person's own."""
     return name.isascii() and name.isdigit()
 
 
 def numbered(root: Path) -> list[Path]:
-    """Whatever has a number for its name, in order of step (never of dates: clocks are set back)."""
-    found = (p for p in root.iterdir() if is_number(p.name)) if root.is_dir() else ()
-    return sorted(found, key=lambda p: (int(p.name), p.name))
+    """Returns whatever has a number for its name, in order of step (never of dates: clocks are set back)."""
+    paths = (p for p in root.iterdir() if is_number(p.name)) if root.is_dir() else ()
+    return sorted(paths, key=lambda p: (int(p.name), p.name))
 
 
 def committed_in(root: Path) -> list[int]:
-    """The numbers of those that have a commit marker, in order."""
+    """Returns the numbers of those that have a commit marker, in order."""
     return [int(d.name) for d in numbered(root) if not never_committed(d)]
 
 
 def directories(path: Path) -> list[Path]:
-    """The steps that a path names, oldest first: all of a run directory or of its checkpoints/, or one step."""
+    """Returns the steps that a path names, oldest first: all of a run directory or of its checkpoints/, or one step."""
     root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    if found := numbered(root):
-        return found
+    if numbers := numbered(root):
+        return numbers
     return [path] if any(os.path.lexists(path / name) for name in (COMMIT, DIGESTS, MANIFEST)) else []
 
 
 def never_committed(directory: Path) -> bool:
-    """There is certainly no commit marker; one that cannot be looked for may be there."""
+    """Whether there is certainly no commit marker; one that cannot be looked for may be there."""
     if os.path.islink(directory) and not os.path.exists(directory):
         return False
     try:
@@ -93,7 +93,7 @@ def never_committed(directory: Path) -> bool:
 
 
 def content(path: Path) -> bytes:
-    """The bytes of one of a step's own files; Damaged if they cannot be had."""
+    """Returns the bytes of one of a step's own files; Damaged if they cannot be had."""
     try:
         # Reading a pipe would wait for ever.
         if not stat.S_ISREG(path.stat().st_mode):
@@ -106,7 +106,7 @@ def content(path: Path) -> bytes:
 
 
 def parsed(path: Path) -> Any:
-    """The JSON of one of a step's own files; Damaged if it is none."""
+    """Returns the JSON of one of a step's own files; Damaged if it is none."""
     try:
         return json.loads(content(path))
     except (ValueError, RecursionError):
@@ -114,8 +114,13 @@ def parsed(path: Path) -> Any:
 
 
 def place(leaf: Mapping[str, Any]) -> str:
-    """Where a step has an array, by what its manifest says of it."""
+    """Returns the folder in which a step has an array, from its record in the manifest."""
     return FROZEN if leaf.get("frozen") else ARRAYS
+
+
+def frozen(leaves: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns those of a manifest's leaves that are frozen."""
+    return {name: leaf for name, leaf in leaves.items() if place(leaf) == FROZEN}
 
 
 def commit(directory: Path) -> None:
@@ -126,28 +131,26 @@ def commit(directory: Path) -> None:
 
 
 def commit_problem(directory: Path) -> str | None:
-    """What is wrong with the commit marker or with the digests it vouches for; NewerFormat if it cannot be judged."""
+    """Returns what is wrong with the commit marker or with the digests it vouches for; NewerFormat if it cannot be judged."""
+    if not os.path.isdir(directory):
+        return "it is a link to nothing" if os.path.islink(directory) else "it is no directory"
+    if never_committed(directory):
+        return f"it has no {COMMIT} file, so it was never finished or is no checkpoint"
     try:
-        _check_commit(directory)
+        marker = content(directory / COMMIT)
     except Damaged as damage:
         return str(damage)
-    return None
-
-
-def _check_commit(directory: Path) -> None:
-    if not os.path.isdir(directory):
-        raise Damaged("it is a link to nothing" if os.path.islink(directory) else "it is no directory")
-    if never_committed(directory):
-        raise Damaged(f"it has no {COMMIT} file, so it was never finished or is no checkpoint")
-    head, _, own = content(directory / COMMIT).rpartition(b"the lines above sha256 ")
+    head, _, own = marker.rpartition(b"the lines above sha256 ")
     lines = re.match(rb"meshtrain checkpoint, format ([1-9][0-9]{0,8})\n", head)
     if lines is None or own.strip().decode("ascii", "replace") != _sha256(head):
-        raise Damaged(f"{COMMIT} is damaged")
+        return f"{COMMIT} is damaged"
     if (number := int(lines[1])) > FORMAT:
         raise NewerFormat(number)
-    vouched = f"{DIGESTS} sha256 {_sha256(content(directory / DIGESTS))}\n".encode()
-    if head[lines.end() :] != vouched:
-        raise Damaged(f"{DIGESTS} is damaged")
+    try:
+        expected = f"{DIGESTS} sha256 {_sha256(content(directory / DIGESTS))}\n".encode()
+    except Damaged as damage:
+        return str(damage)
+    return None if head[lines.end() :] == expected else f"{DIGESTS} is damaged"
 
 
 def publish(writing: Path, final: Path) -> None:
@@ -167,31 +170,30 @@ def remove(directory: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes what killed processes left half written or half removed; a sentence on each."""
-    found = []
+    """Removes what killed processes left half written or half removed; returns a sentence on each."""
+    sentences, unfinished = [], "which a process that was killed left unfinished"
     for path in sorted(p for p in root.iterdir() if is_left_over(p)):
         try:
             shutil.rmtree(path)
-            found.append(f"removed {path}, which a process that was killed left unfinished.")
+            sentences.append(f"removed {path}, {unfinished}.")
         except OSError as error:
-            what = "which a process that was killed left unfinished"
-            found.append(f"{path}, {what}, cannot be removed: {refusal(error)}.")
-    return found
+            sentences.append(f"{path}, {unfinished}, cannot be removed: {refusal(error)}.")
+    return sentences
 
 
 def is_left_over(path: Path) -> bool:
-    """Made by a save or a removal; a file or a link of such a name is somebody's."""
+    """Whether a save or a removal made it; a file or a link of such a name is somebody's."""
     step = path.name.removesuffix(WRITING).removesuffix(REMOVING)
     return step != path.name and is_number(step) and os.path.isdir(path) and not path.is_symlink()
 
 
 def make_room(path: Path) -> Path | None:
-    """Sets aside what stands at a name that is needed, if anything does; its new path."""
+    """Sets aside what stands at a name that is needed, if anything does; returns its new path."""
     return set_aside(path) if os.path.lexists(path) else None
 
 
 def set_aside(path: Path) -> Path:
-    """Renames what is no step, whatever it is, so that nothing takes it for one; its new path."""
+    """Renames what is no step, whatever it is, so that nothing takes it for one; returns its new path."""
     target, k = path.with_name(path.name + DAMAGED), 2
     while os.path.lexists(target):
         target, k = path.with_name(f"{path.name}{DAMAGED}-{k}"), k + 1

@@ -1,25 +1,28 @@
 """The configuration: YAML and `--set` in, one frozen `Config` out, and every mistake refused before a device is touched.
 
-    YAML ──tree──► nodes ──values──► by declared type ──follow──► what follows from other keys ──check──► Config
-             with lines    by the key's own line
+    YAML ──► nodes ──values──► by declared type ──follow──► what follows from other keys ──check──► Config
+          with lines    by the key's own line
 
 A key is one line of `meshtrain.config.schema`: its type, default, bounds, meaning, what it follows from, and what a resume does when it
 has changed. Everything else reads that line. A mistake is one sentence: where, what, what is legal, and the nearest right spelling.
 
-- `meshtrain.config.schema`: every key, those of the mesh in `meshtrain.config.mesh`, of the model and its adapters in
-  `meshtrain.config.model`, of how gradients travel in `meshtrain.config.reduce`, of watching in `meshtrain.config.telemetry`. `meshtrain.config.key`: what its line can say.
+- `meshtrain.config.schema`: every key, a section a class. Sections of a file of their own are called as the file: `mesh`, `model` (with
+  `lora`), `images` (`data.images`), `reduce` (`parallel.reduce`, `parallel.sync`), `telemetry`. `meshtrain.config.key`: what a key's line
+  can say.
 - `meshtrain.config.load`: `load`, of a file, dicts or another config, and overrides; `to_yaml`.
-- `meshtrain.config.tree`, `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type.
-- `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed.
-- `meshtrain.config.check`: which keys contradict each other; `notes` on what is legal but costs something; what was `chosen`.
+- `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type, and a value as text.
+- `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed; the rows of a batch.
+- `meshtrain.config.check`: which keys contradict each other. `meshtrain.config.notes`: what is legal but costs something; what was `chosen`.
+- `meshtrain.config.inject`: the faults that `survive.inject` names.
 
-Tried (`python -m experiments.faults`, room `config`): of 116 odd configs none is met by silence or a traceback.
+Tried (`python -m experiments.faults`, `--only config`): of 116 odd configs none is met by silence or a traceback.
 """
 
-from meshtrain.config.check import check, chosen, notes
+from meshtrain.config.check import check
 from meshtrain.config.follow import replaced, resolve
 from meshtrain.config.load import load, to_yaml
 from meshtrain.config.model import LoraConfig, ModelConfig
+from meshtrain.config.notes import chosen, notes
 from meshtrain.config.schema import (
     CheckpointConfig,
     Config,

@@ -1,28 +1,23 @@
-"""Cross-checks between keys, made before a device is touched; and notes on what is legal but costs something."""
+"""Cross-checks between keys, made before a device is touched: each section's own stand beside its keys."""
 
-import contextlib
 import math
 import os
 from pathlib import Path
 
 from meshtrain.config import images, reduce, telemetry
-from meshtrain.config.follow import followed
+from meshtrain.config.follow import padded_batch_size, row_shards
 from meshtrain.config.mesh import check as mesh_check
 from meshtrain.config.model import PROJECTIONS
 from meshtrain.config.model import check as model_check
-from meshtrain.config.rows import filled_rows, pieces
 from meshtrain.config.schema import ACTIVATIONS, AUTO, Config
-from meshtrain.errors import ConfigError, divisors, nearest, short
+from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import Durations, simulate
-from meshtrain.schedule.table import MOST_WORK
+from meshtrain.schedule.table import MAX_ENTRIES
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
-from meshtrain.survive.inject import requests
 from meshtrain.text import nearest_file
 
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
-WORTH_SAYING = 1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
 PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide
 
 
@@ -38,12 +33,12 @@ def check(config: Config) -> None:
         )
     if model.heads % mesh.tensor:
         raise ConfigError(
-            f"mesh.tensor {mesh.tensor} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
+            f"mesh.tensor {mesh.tensor} does not divide model.heads {model.heads}; legal are {listed_divisors(model.heads)}."
         )
     if parallel.sequence_parallel and train.sequence_length % mesh.tensor:
         raise ConfigError(
             f"mesh.tensor {mesh.tensor} does not divide train.sequence_length {train.sequence_length}, as parallel.sequence_parallel needs; "
-            f"legal for mesh.tensor are {divisors(math.gcd(train.sequence_length, model.heads))}{_without_class(config)}."
+            f"legal for mesh.tensor are {listed_divisors(math.gcd(train.sequence_length, model.heads))}{_without_class(config)}."
         )
     mesh_check(mesh)
     reduce.check(config)
@@ -62,7 +57,7 @@ def check(config: Config) -> None:
 
 
 def _without_class(config: Config) -> str:
-    """The way out of an image's odd number of positions, where it is one."""
+    """Returns the way out of an image's odd number of positions, where it is one."""
     patches, tensor = config.train.sequence_length - 1, config.mesh.tensor
     if not FAMILIES[config.model.family].images or config.model.pool != "class" or patches % tensor:
         return ""
@@ -70,7 +65,7 @@ def _without_class(config: Config) -> str:
 
 
 def _steps(config: Config) -> float:
-    """The last step, as far as it is known: that of `train.epochs` is when the data is open."""
+    """Returns the last step, as far as it is known: that of `train.epochs` is when the data is open."""
     return math.inf if config.train.epochs else config.train.steps
 
 
@@ -115,8 +110,12 @@ def _check_survive(config: Config) -> None:
         )
     if devices % survive.wanted:
         raise ConfigError(
-            f"survive.wanted {survive.wanted} does not divide the {devices} devices of the mesh; legal are {divisors(devices)}."
+            f"survive.wanted {survive.wanted} does not divide the {devices} devices of the mesh; legal are {listed_divisors(devices)}."
         )
+    if not survive.inject:
+        return
+    from meshtrain.config.inject import requests
+
     for request in requests(survive.inject):
         if request.step > _steps(config):
             raise ConfigError(
@@ -127,15 +126,17 @@ def _check_survive(config: Config) -> None:
 def _check_remat(config: Config) -> None:
     parallel = config.parallel
     for name in ("remat_keep", "remat_offload"):
-        chosen = getattr(parallel, name)
-        if chosen and parallel.remat != "names":
+        activations = getattr(parallel, name)
+        if activations and parallel.remat != "names":
             raise ConfigError(
                 f"parallel.{name} is given, but parallel.remat is {parallel.remat}; it counts only with parallel.remat: names."
             )
-        for activation in chosen:
+        for activation in activations:
             if activation not in ACTIVATIONS:
-                given, ending = short(repr(activation)), nearest(activation, ACTIVATIONS) or "."
-                raise ConfigError(f"parallel.{name} has {given}; legal are {', '.join(ACTIVATIONS)}{ending}")
+                ending = nearest(activation, ACTIVATIONS) or "."
+                raise ConfigError(
+                    f"parallel.{name} has {short(repr(activation))}; legal are {', '.join(ACTIVATIONS)}{ending}"
+                )
     if both := [activation for activation in parallel.remat_keep if activation in parallel.remat_offload]:
         raise ConfigError(
             f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
@@ -149,7 +150,7 @@ def _check_remat(config: Config) -> None:
 
 def _check_batch(config: Config) -> None:
     batch, data, microbatches = config.train.global_batch_size, config.mesh.data, config.parallel.microbatches
-    rows = filled_rows(config)
+    rows = padded_batch_size(config)
     if (tokens := rows * config.train.sequence_length) > MOST_TOKENS:
         padded = f" (padded to {rows:,})" if rows > batch else ""
         raise ConfigError(
@@ -160,21 +161,24 @@ def _check_batch(config: Config) -> None:
         return
     if batch % data:
         raise ConfigError(
-            f"mesh.data {data} does not divide train.global_batch_size {batch}, which {PADDED} does without; legal are {divisors(batch)}."
+            f"mesh.data {data} does not divide train.global_batch_size {batch}, which {PADDED} does without; legal are {listed_divisors(batch)}."
         )
     if batch // data % microbatches:
         raise ConfigError(
             f"parallel.microbatches {microbatches} does not divide the {batch // data} sequences of a data rank "
-            f"(train.global_batch_size {batch} / mesh.data {data}), which {PADDED} does without; legal are {divisors(batch // data)}."
+            f"(train.global_batch_size {batch} / mesh.data {data}), which {PADDED} does without; legal are {listed_divisors(batch // data)}."
         )
 
 
 def _check_data(config: Config) -> None:
     data, mesh, batch = config.data, config.mesh, config.train.global_batch_size
     if (data.source == MIXTURE) != bool(data.mixture):
-        named = "names sources; set data.source to mixture, or leave it out."
-        found = named if data.mixture else "names no sources; list them."
-        raise ConfigError(f"data.source is {short(data.source)}, but data.mixture {found}")
+        problem = (
+            "names sources; set data.source to mixture, or leave it out."
+            if data.mixture
+            else "names no sources; list them."
+        )
+        raise ConfigError(f"data.source is {short(data.source)}, but data.mixture {problem}")
     if len(data.weights) != len(data.mixture):
         raise ConfigError(
             f"data.weights has {len(data.weights)} numbers for the {len(data.mixture)} sources of data.mixture; give one each."
@@ -200,10 +204,10 @@ def _check_data(config: Config) -> None:
             f"mesh.tensor {mesh.tensor} does not divide data.length_multiple {data.length_multiple}, as parallel.sequence_parallel needs "
             f"with data.batching {data.batching}; give a multiple of {mesh.tensor}."
         )
-    uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % pieces(config)
+    uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % row_shards(config)
     if data.batching == "budget" and (uneven or data.rows_multiple > batch):
         raise ConfigError(
-            f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches ({pieces(config)}), "
+            f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches ({row_shards(config)}), "
             f"which {PADDED} does without, and at most train.global_batch_size {batch}."
         )
 
@@ -237,14 +241,14 @@ def _check_pipeline(config: Config) -> None:
             f"{what} makes {stages * chunks} stages, more than model.layers {layers}; legal are at most {layers} in all, "
             "unless parallel.layer_split says which have none."
         )
-    if stages * (chunks * parallel.microbatches + stages) > MOST_WORK:
-        most = (MOST_WORK // stages - stages) // chunks
+    if stages * (chunks * parallel.microbatches + stages) > MAX_ENTRIES:
+        most = (MAX_ENTRIES // stages - stages) // chunks
         raise ConfigError(
             f"parallel.microbatches {parallel.microbatches} with {what} is more than a schedule can have; "
             + (
                 f"legal are at most {most} microbatches."
                 if most > 0
-                else f"legal are at most {math.isqrt(MOST_WORK // 2)} stages."
+                else f"legal are at most {math.isqrt(MAX_ENTRIES // 2)} stages."
             )
         )
     split = parallel.layer_split
@@ -256,102 +260,7 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _no_table(schedule: str) -> str:
-    """How the sentence on a table that is not there goes on: where it was looked for, and the nearest name there."""
-    path, start = Path(os.path.expanduser(schedule)), ""
-    # The working directory itself may be gone.
-    with contextlib.suppress(OSError):
-        if not path.is_absolute():
-            start = f"from the working directory {short(Path.cwd())} "
+    """Returns the end of the sentence on a table that is not there: where it was looked for, and the nearest name there."""
+    path = Path(os.path.expanduser(schedule))
+    start = "" if path.is_absolute() else f"from the working directory {short(os.getcwd())} "
     return f"{start}there is no such file{nearest_file(path, ('.csv',)) or '.'}"
-
-
-def notes(config: Config) -> list[str]:
-    """What is legal but costs something, a sentence each; what a mesh pads of the weights says `parallel.placement.notes`."""
-    mesh, parallel, batch, rows = config.mesh, config.parallel, config.train.global_batch_size, filled_rows(config)
-    found = []
-    if rows > batch:
-        found.append(
-            f"train.global_batch_size {batch} does not divide over mesh.data {mesh.data} x parallel.microbatches {parallel.microbatches}: "
-            f"padded to {rows} rows, {rows / batch - 1:.1%} more work."
-        )
-    if mesh.pipeline > 1 and parallel.microbatches < mesh.pipeline:
-        found.append(_few_microbatches(config))
-    if mesh.pipeline > 1:
-        found += _held_up(config)
-    if config.lora.rank and config.model.weights is None and config.checkpoint.resume in ("auto", "never"):
-        found.append(
-            "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or checkpoint.resume with its path."
-        )
-    if config.optimizer.warmup_steps > config.train.steps:
-        found.append(
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
-            "the run ends before the learning rate is at its peak."
-        )
-    if mesh.pipeline == 1 and parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1):
-        found.append(
-            "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
-        )
-    if mesh.pipeline == 1 and parallel.schedule.endswith(".csv"):
-        found.append("parallel.schedule has no use with mesh.pipeline 1: a table is for several stages.")
-    if mesh.pipeline == 1 and parallel.layer_split is not None:
-        found.append("parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage.")
-    return [*found, *_island_notes(config), *reduce.notes(config)]
-
-
-def _island_notes(config: Config) -> list[str]:
-    mesh, stage, asked = config.mesh, config.parallel.zero_stage, config.parallel.reduce
-    if mesh.islands == 1:
-        return []
-    if stage and mesh.shards == 1:
-        return [
-            f"parallel.zero_stage {stage} shards nothing: each of the {mesh.islands} islands is one data rank, and has all of the state."
-        ]
-    plain = (asked.algorithm, asked.compression) == ("psum", "none") and not config.parallel.sync.every
-    if not stage and plain:
-        return [
-            f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: every data rank has all of the state, and gradients are "
-            "summed over all of data at once."
-        ]
-    return []
-
-
-def chosen(config: Config) -> list[str]:
-    """What parallel.schedule: auto stands for in a resolved config with stages, a sentence where that is what it has."""
-    if config.mesh.pipeline == 1 or not followed(config, "parallel.schedule"):
-        return []
-    schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
-    return [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]
-
-
-def _held_up(config: Config) -> list[str]:
-    """What one program for all stages costs a table of one's own; the named schedules are made for it."""
-    parallel, stages = config.parallel, config.mesh.pipeline
-    entry = SCHEDULES.get(parallel.schedule)
-    if entry and entry.formulas:
-        return []
-    table = make_table(parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages)
-    here, alone = (simulate(table, clock=clock).makespan for clock in ("lockstep", "asynchronous"))
-    if here < WORTH_SAYING * alone:
-        return []
-    return [
-        f"parallel.schedule {short(parallel.schedule)} takes {here / alone:.2f} times as long here as if every stage ran on its own "
-        f"({here / table.chunks:.4g} against {alone / table.chunks:.4g} forwards of a stage): a tick costs what any stage does in it, "
-        "so let all do the same in a tick."
-    ]
-
-
-def _few_microbatches(config: Config) -> str:
-    """What fewer microbatches than stages cost, stages being equally long."""
-    parallel, stages = config.parallel, config.mesh.pipeline
-
-    def idle(microbatches: int) -> str:
-        table = make_table(parallel.schedule, stages, microbatches, parallel.virtual_stages)
-        return f"{simulate(table, Durations()).bubble_fraction:.0%}"
-
-    # The table of a file is for one number of microbatches.
-    named = parallel.schedule in SCHEDULES
-    return (
-        f"parallel.microbatches {parallel.microbatches} is fewer than mesh.pipeline {stages}: every stage idles "
-        f"{idle(parallel.microbatches)} of the step; "
-        + (f"{4 * stages} would bring that to {idle(4 * stages)}." if named else "more would shorten that.")
-    )

@@ -1,4 +1,4 @@
-"""The section `data.images`: what is done to images before a model reads them, a row a batch's image.
+"""The section `data.images`: how images are changed before a model reads them.
 
 Everything random in it is a function of run.seed, the step and the row: the same on every mesh, and after a resume.
 """
@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from meshtrain.config.key import Resume, key
 from meshtrain.config.model import positions_of
-from meshtrain.errors import ConfigError, divisors
+from meshtrain.errors import ConfigError, listed_divisors
 from meshtrain.families import FAMILIES
 from meshtrain.sources import SOURCES, has_images, has_text
 
@@ -50,17 +50,17 @@ class ImagesConfig:
 
 
 def check(config: Any) -> None:
-    """Raises ConfigError with the first combination of keys of a resolved config that no images go with, or no text."""
+    """Raises ConfigError for keys that contradict a family of images, or one of text."""
     model, data, train = config.model, config.data, config.train
     family = FAMILIES[model.family]
-    for name, found, wanted in (("data.format", data.format, IMAGES), ("train.objective", train.objective, "classify")):
-        if family.images and found != wanted:
+    for name, value, wanted in (("data.format", data.format, IMAGES), ("train.objective", train.objective, "classify")):
+        if family.images and value != wanted:
             raise ConfigError(
-                f"{name} is {found}, but model.family {family.name} reads images; leave it out, or set it to {wanted}."
+                f"{name} is {value}, but model.family {family.name} reads images; leave it out, or set it to {wanted}."
             )
-        if found == wanted and not family.images:
+        if value == wanted and not family.images:
             raise ConfigError(
-                f"{name} is {found}, but model.family {family.name} reads text; of images is {_families()}."
+                f"{name} is {value}, but model.family {family.name} reads text; of images is {_families()}."
             )
     if not family.images:
         if data.images != ImagesConfig():
@@ -94,16 +94,16 @@ def _check_source(data: Any) -> None:
         raise ConfigError(
             f"data.validation_source is given, but with data.source {data.source} the held-out images are drawn too; leave it out."
         )
-    # What is said of text alone, and what it is where nothing is said.
-    for name, silent in (("batching", "window"), ("mixture", ()), ("template", None), ("tokenizer", "byte")):
-        if (value := getattr(data, name)) != silent:
+    # Keys of text alone, and their defaults.
+    for name, default in (("batching", "window"), ("mixture", ()), ("template", None), ("tokenizer", "byte")):
+        if (value := getattr(data, name)) != default:
             raise ConfigError(f"data.{name} is {value}, but images have none; leave it out.")
 
 
 def _check_sizes(model: Any, images: ImagesConfig) -> None:
     if model.image_size % model.patch_size:
         raise ConfigError(
-            f"model.patch_size {model.patch_size} does not divide model.image_size {model.image_size}; legal are {divisors(model.image_size)}."
+            f"model.patch_size {model.patch_size} does not divide model.image_size {model.image_size}; legal are {listed_divisors(model.image_size)}."
         )
     for name in ("mean", "std"):
         if len(values := getattr(images, name)) not in (0, 1, model.channels):

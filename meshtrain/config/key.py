@@ -1,4 +1,4 @@
-"""What the one line of a key says: its meaning and bounds, what it follows from, what a resume does with a change."""
+"""The line of a key: its meaning and bounds, what it follows from, what a resume does with a change."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -11,12 +11,13 @@ TINIEST = 2.0**-126
 
 
 class Resume(Enum):
-    """What becomes of a resume when a key has another value than in the checkpoint."""
+    """How a resume takes a key that has another value than in the checkpoint."""
 
     FREE = "nothing: the key is of the command, not of the run"
     REPORTED = "it goes on, and says so"
     REFUSED = "it is refused, unless checkpoint.allow names the key"
-    CONTENT = "likewise; the digest of the data follows from the key"
+    ADAPTERS = "it is refused; weights alone are taken from where there are no adapters yet"
+    CONTENT = "as what is refused; the digest of the data follows from the key"
     TOKENS = "likewise; and weights alone are refused too, which mean nothing for other tokens"
     SHAPE = "it is refused, with the weights alone too: what they are, and what the model computes with them"
     SIZE = "likewise; but the weights alone are taken as far as they fit, if checkpoint.allow names the key"
@@ -24,7 +25,7 @@ class Resume(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """What the line of a key says besides its type."""
+    """The line of a key, besides its type."""
 
     default: Any
     doc: str
@@ -44,31 +45,31 @@ class Key:
 
     @property
     def null(self) -> bool:
-        """Null may stand for what follows from the others; it never does in a resolved config."""
+        """Whether null may stand for what follows from the others; a resolved config has none."""
         return self.default is None and self.follows is not None
 
 
 def key(default: Any, doc: str, **rules: Any) -> Any:
-    """The line of a key, with `rules` as in `Key`. A type with None has null as a value of its own."""
+    """Declares a key, with `rules` as in `Key`. A type with None has null as a value of its own."""
     return field(default=default, metadata={"key": Key(default, doc, **rules)})
 
 
 def keys(kind: type) -> dict[str, Key]:
-    """The keys of a section by name; of sections in a config by path, as in model.layers."""
-    found: dict[str, Key] = {}
-    for entry in fields(kind):
-        if isinstance(entry.type, type) and is_dataclass(entry.type):
-            found |= {f"{entry.name}.{name}": rules for name, rules in keys(entry.type).items()}
-        elif "key" in entry.metadata:
-            found[entry.name] = entry.metadata["key"]
-    return found
+    """Returns the keys of a section by name; of sections in a config by path, as in model.layers."""
+    entries: dict[str, Key] = {}
+    for declared in fields(kind):
+        if isinstance(declared.type, type) and is_dataclass(declared.type):
+            entries |= {f"{declared.name}.{name}": rules for name, rules in keys(declared.type).items()}
+        elif "key" in declared.metadata:
+            entries[declared.name] = declared.metadata["key"]
+    return entries
 
 
 def known(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """What a config of another version, by section, has of the keys of this one's `kind`."""
-    found: dict[str, Any] = {}
-    for entry in fields(kind):
-        if entry.name in values:
-            value, of_section = values[entry.name], isinstance(entry.type, type) and is_dataclass(entry.type)
-            found[entry.name] = known(value, entry.type) if of_section else value  # type: ignore[arg-type]
-    return found
+    """Returns the values of a config of another version, by section, whose keys this one's `kind` has too."""
+    entries: dict[str, Any] = {}
+    for declared in fields(kind):
+        if declared.name in values:
+            value, of_section = values[declared.name], isinstance(declared.type, type) and is_dataclass(declared.type)
+            entries[declared.name] = known(value, declared.type) if of_section else value  # type: ignore[arg-type]
+    return entries

@@ -1,4 +1,4 @@
-"""Strict YAML: what is read, where it stood, and one plain sentence when it is wrong.
+"""Loads a config: strict YAML, overrides, and one plain sentence with the line for what is wrong.
 
 Values are decoded by the type that `schema` declares, since YAML itself reads `1e-3` as a string. No loader that we know gives
 `--set a.b=c` over YAML with line numbers and a suggestion, hence this one.
@@ -18,33 +18,34 @@ import yaml
 
 from meshtrain.config.check import check
 from meshtrain.config.follow import nested, put, resolve, unresolved
-from meshtrain.config.key import keys
+from meshtrain.config.key import Resume, keys
 from meshtrain.config.schema import Config
-from meshtrain.config.theirs import section_of
-from meshtrain.config.tree import NULL, compose, plain, problem, shape
-from meshtrain.config.values import value
+from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.schedule.table import Table
 from meshtrain.text import read_text
 
-MOST_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
+MAX_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
+MAX_BITS = 2**13  # of a whole number that is written in decimals
 GIVEN = "the given values"
 EXAMPLE = "it needs at least one section, such as 'mesh: {data: 2}'"
 
 
 def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()) -> Config:
-    """The checked, resolved config of a YAML file, of nested dicts, of another config or (None) of the defaults, with a list of
+    """Returns the checked, resolved config of a YAML file, of nested dicts, of another config or (None) of the defaults, with a list of
     `key.path=value` overrides in their order. What follows from other keys follows from the overridden ones.
 
-    ConfigError (one sentence) otherwise.
+    Raises ConfigError, one sentence, for what is no config.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if isinstance(source, Mapping):
-        found = _of_mapping(source)
+        values = _of_mapping(source)
     elif source is not None and not isinstance(source, Config):
-        found = read_given(Config, source, "config", "--config", EXAMPLE)
-    config = unresolved(source) if isinstance(source, Config) else filled(Config(), found)
-    given = set(_changed(config.model) if isinstance(source, Config) else found.get("model", {}))
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None.")
+        values = read_given(Config, source, "config", "--config", EXAMPLE)
+    config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
+    given = set(_changed(config.model) if isinstance(source, Config) else values.get("model", {}))
     # A text is a sequence of texts too, its letters.
     listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not listed or not all(isinstance(override, str) for override in overrides):
@@ -60,34 +61,43 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what Python code has at hand besides YAML's own: a path as its text, a NumPy number as the number."""
+    """Writes paths as their text and NumPy numbers as numbers too."""
 
     def represent_data(self, data: Any) -> yaml.Node:
         if isinstance(data, os.PathLike):
             data = os.fsdecode(data)
         elif isinstance(data, np.generic):
             data = data.item()
+        if isinstance(data, (bytes, set)):
+            raise yaml.representer.RepresenterError("no value of a config", data)
+        if isinstance(data, int) and data.bit_length() > MAX_BITS:
+            data = hex(data)  # Python writes no decimals of so many digits; where it stands it is refused
         return super().represent_data(data)
 
 
 def _changed(section: Any) -> Iterator[str]:
-    """The keys of a section that do not stand at their defaults."""
+    """Yields the keys of a section that are not at their defaults."""
     return (name for name, key in keys(type(section)).items() if operator.attrgetter(name)(section) != key.default)
 
 
 def _with_weights(config: Config, given: Set[str]) -> Config:
-    """The section model filled by the config.json of model.weights; ConfigError where a key that is given contradicts it.
+    """Fills the section model from the config.json of model.weights. Raises ConfigError where a key that is given contradicts it.
 
     A config that says all of it, as a run's own does, needs the directory no longer.
     """
     weights = config.model.weights
     if weights is None or {"family", "layers", "d_model", "vocab_size"} <= given:
         return config
+    from meshtrain.hf_families import section_of
+
     theirs = section_of(Path(weights).expanduser())
     try:
         _of_mapping({"model": theirs})
     except ConfigError as error:
         raise ConfigError(f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}") from None
+    # what no weight depends on may be otherwise
+    free = {name for name, key in keys(type(config.model)).items() if key.resume is Resume.REPORTED}
+    theirs = {name: value for name, value in theirs.items() if name not in given & free}
     for name in given & theirs.keys():
         ours = getattr(config.model, name)
         if ours != theirs[name]:
@@ -101,20 +111,23 @@ def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
-        held = error.args[-1]
-        if isinstance(held, Table):
+        data = error.args[-1]
+        if isinstance(data, Table):
             raise ConfigError(
-                f"{GIVEN} hold the schedule table {short(held.name)} itself; write it to a file, with "
+                f"{GIVEN} hold the schedule table {short(data.name)} itself; write it to a file, with "
                 "Path('mine.csv').write_text(table.to_csv()), and give that path."
             ) from None
         raise ConfigError(
-            f"{GIVEN} hold {short(repr(held))}; they may be texts, paths, numbers, switches and lists."
+            f"{GIVEN} hold {short(repr(data))}; they may be texts, paths, numbers, switches and lists."
         ) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = problem(error)[1] if isinstance(error, yaml.YAMLError) else TOO_DEEP
+        raise ConfigError(f"{GIVEN} are no config: {reason}.") from None
     return _section(Config, node, "", GIVEN, "config") if node is not None else {}
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config as YAML; `load` of it gives an equal config."""
+    """Returns all of the config as YAML; `load` of it gives an equal config."""
 
     def bare(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -125,12 +138,12 @@ def to_yaml(config: Config) -> str:
 
 
 def read_section(kind: type, path: str | Path, what: str, flag: str, example: str) -> Any:
-    """A dataclass of `schema.key` fields from a YAML file of its own; `what`, `flag` and `example` are for its errors."""
+    """Reads a dataclass of `schema.key` fields from a YAML file of its own; `what`, `flag` and `example` are for its errors."""
     return filled(kind(), read_given(kind, path, what, flag, example))
 
 
 def filled(base: Any, given: Mapping[str, Any]) -> Any:
-    """A dataclass with what was given in the place of its own values, section by section."""
+    """Returns a dataclass with the given values in the place of its own, section by section."""
     changed = {}
     for name, new in given.items():
         section = getattr(base, name)
@@ -139,8 +152,8 @@ def filled(base: Any, given: Mapping[str, Any]) -> Any:
 
 
 def read_given(kind: type, path: str | Path, what: str, flag: str, example: str) -> dict[str, Any]:
-    """What a YAML file gives of a dataclass's keys, checked, and nothing that it leaves out; of a section a dict of its own."""
-    text = read_text(path, f"{what} file", f"{flag} takes a YAML file", (".yaml", ".yml"), MOST_BYTES)
+    """Returns the checked values that a YAML file gives to a dataclass's keys, and nothing that it leaves out; a section is a dict."""
+    text = read_text(path, f"{what} file", f"{flag} takes a YAML file", (".yaml", ".yml"), MAX_BYTES)
     source = short(path)
     try:
         node = compose(text)
@@ -153,7 +166,6 @@ def read_given(kind: type, path: str | Path, what: str, flag: str, example: str)
 
 
 def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
-    """The values of a YAML mapping by the keys of a dataclass."""
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(f"{_at(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}.")
@@ -181,7 +193,6 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
 
 
 def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
-    """Dataclasses from a YAML list of mappings."""
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(f"{_at(source, node)}: {name} is {shape(node)}; it must be a list of mappings.")
     return tuple(
@@ -210,11 +221,11 @@ def _override(config: Config, text: str) -> Config:
     if dataclasses.is_dataclass(hints[name]):
         inner = ", ".join(typing.get_type_hints(hints[name]))
         raise ConfigError(f"{source}: {path} is a section; give one of its keys, {inner}.")
-    return put(config, **nested(path, value(hints[name], keys(kind)[name], _given(given), f"{source}: {path}")))
+    return put(config, **nested(path, value(hints[name], keys(kind)[name], _override_node(given), f"{source}: {path}")))
 
 
-def _given(text: str) -> yaml.Node:
-    """A value of the command line: YAML where it begins as a list, a mapping or a quoted text, else what stands there, # and : included."""
+def _override_node(text: str) -> yaml.Node:
+    """Returns a value of the command line: YAML where it begins as a list, a mapping or a quoted text, else the text as it is, # and : included."""
     node = None
     if text.startswith(("[", "{", "'", '"')):
         with contextlib.suppress(yaml.YAMLError):

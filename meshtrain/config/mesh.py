@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshtrain.config.key import key
-from meshtrain.errors import ConfigError, divisors, nearest, short
+from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 
 DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
 ISLAND = "island"
@@ -37,7 +37,7 @@ class MeshConfig:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "MeshConfig":
-        """Of the axes of a mesh and their sizes, as `shape` has them."""
+        """Makes the section from the axes of a mesh and their sizes, as `shape` has them."""
         islands = sizes.get(ISLAND, 1)
         return cls(sizes[DATA] * islands, sizes[TENSOR], sizes[PIPELINE], islands)
 
@@ -65,6 +65,10 @@ class MeshConfig:
         """Those over which the rows of a batch are split, major first."""
         return (ISLAND, DATA) if self.islands > 1 else (DATA,)
 
+    def token_axes(self, across: bool = True) -> tuple[str, ...]:
+        """Those along which the tokens of a batch are split, major first; without `across` those of an island alone."""
+        return self.data_axes if across else (DATA,)
+
     def ways(self, axis: str) -> int:
         """Devices along an axis, 1 for one that the mesh lacks."""
         return self.shape.get(axis, 1)
@@ -81,10 +85,10 @@ class MeshConfig:
 
 
 def check(mesh: MeshConfig) -> None:
-    """ConfigError for islands that data cannot be cut into, and for an order that is none of the axes."""
+    """Raises ConfigError for islands that data cannot be cut into, and for an order that is none of the axes."""
     if mesh.data % mesh.islands:
         raise ConfigError(
-            f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {divisors(mesh.data)}."
+            f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {listed_divisors(mesh.data)}."
         )
     for axis in mesh.order:
         if axis not in ORDER:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshtrain.config.key import Resume, key
-from meshtrain.errors import ConfigError, divisors
+from meshtrain.errors import ConfigError, listed_divisors
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
 from meshtrain.families import FAMILIES
 
-FREE, REFUSED, SHAPE, SIZE = Resume.FREE, Resume.REFUSED, Resume.SHAPE, Resume.SIZE
+FREE, REFUSED, SHAPE, SIZE, ADAPTERS = Resume.FREE, Resume.REFUSED, Resume.SHAPE, Resume.SIZE, Resume.ADAPTERS
 
 # What LoRA may adapt, in the order in which a layer has it.
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
@@ -19,7 +19,7 @@ def _head_dim(config: Any) -> int:
     if model.d_model % model.heads:
         raise ConfigError(
             f"model.d_model {model.d_model} does not divide into model.heads {model.heads}; "
-            f"give model.head_dim, or heads that divide it: {divisors(model.d_model)}."
+            f"give model.head_dim, or heads that divide it: {listed_divisors(model.d_model)}."
         )
     return model.d_model // model.heads
 
@@ -29,23 +29,23 @@ def _of_images(config: Any) -> bool:
 
 
 def patches_of(model: "ModelConfig") -> tuple[int, int]:
-    """Patches of an image, and numbers of a patch: (N, P)."""
+    """Returns (N, P): patches of an image, and numbers of a patch."""
     return (model.image_size // model.patch_size) ** 2, model.patch_size**2 * model.channels
 
 
 def positions_of(model: "ModelConfig") -> int:
-    """Positions of an image: its patches, and the class token where there is one; 0 of text."""
+    """Returns the positions of an image: its patches, and the class token where there is one; 0 for text."""
     if not FAMILIES[model.family].images:
         return 0
     return patches_of(model)[0] + (model.pool == "class")
 
 
 def check(model: "ModelConfig") -> None:
-    """ConfigError for what the keys of a resolved section cannot be together."""
+    """Raises ConfigError for keys of a resolved section that contradict each other."""
     family = FAMILIES[model.family]
     if model.heads % model.kv_heads:
         raise ConfigError(
-            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {divisors(model.heads)}."
+            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {listed_divisors(model.heads)}."
         )
     if family.rotary and model.head_dim % 2:
         raise ConfigError(
@@ -185,13 +185,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = key(0, "width of the adapters beside frozen projections (Hu et al. 2021); 0: none", least=0, most=4096, resume=REFUSED)
+    rank: int = key(0, "width of the adapters beside frozen projections (Hu et al. 2021); 0: none", least=0, most=4096, resume=ADAPTERS)
     alpha: float = key(
         None, "adapters are scaled by alpha / rank; null: 2 rank",
         above=0.0, follows=lambda c: 2.0 * max(1, c.lora.rank), resume=REFUSED
     )
     targets: tuple[str, ...] = key(
-        (), f"projections that get adapters: {', '.join(PROJECTIONS)}; empty: all that the family has", resume=REFUSED
+        (), f"projections that get adapters: {', '.join(PROJECTIONS)}; empty: all that the family has", resume=ADAPTERS
     )
     dropout: float = key(0.0, "probability of dropping an input of the adapters", least=0.0, most=0.99)
     rslora: bool = key(False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023)", resume=REFUSED)

@@ -3,19 +3,17 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from meshtrain.allreduce import ALGORITHMS
+from meshtrain.compression import COMPRESSIONS
 from meshtrain.config.key import Resume, key
 from meshtrain.errors import ConfigError
 
-COMPRESSIONS = ("bfloat16", "float8", "int8", "int4", "topk", "powersgd")
-# What these leave out of a step must come with a later one, or training stands still (Karimireddy et al. 2019).
-FED_BACK = ("int4", "topk", "powersgd")
 # Of top-k's ratio: a number with its place takes twice the bytes of a float32.
 MOST_RATIO = 0.5
-ALGORITHMS = ("psum", "ring", "two_way_ring", "halving_doubling", "double_tree", "hierarchical")
 
 
 def _feedback(config: Any) -> bool:
-    return config.parallel.reduce.compression in FED_BACK and not config.parallel.sync.every
+    return COMPRESSIONS[config.parallel.reduce.compression].fed_back and not config.parallel.sync.every
 
 
 def _compresses(config: Any) -> bool:
@@ -26,12 +24,13 @@ def _compresses(config: Any) -> bool:
 # fmt: off
 @dataclass(frozen=True)
 class ReduceConfig:
-    algorithm: Literal["psum", "ring", "two_way_ring", "halving_doubling", "double_tree", "hierarchical"] = key(
-        "psum", "how gradients are summed over data: psum (what XLA and NCCL choose), or one of our own programs of messages, to learn from"
+    algorithm: str = key(
+        "psum", "how gradients are summed over data: psum (what XLA and NCCL choose), or one of our own programs of messages, to learn from",
+        one_of=ALGORITHMS
     )
-    compression: Literal["none", "bfloat16", "float8", "int8", "int4", "topk", "powersgd"] = key(
+    compression: str = key(
         "none", "what gradients are sent as: bfloat16; float8, int8 and int4 in blocks with a scale each; topk, the largest alone; powersgd, "
-        "two thin matrices (Vogels et al. 2019)"
+        "two thin matrices (Vogels et al. 2019)", one_of=COMPRESSIONS
     )
     over: Literal["data", "islands"] = key("data", "what compression is for: sums over data, or those across islands alone", counts=_compresses)
     block: int = key(256, "float8, int8, int4: numbers that share a scale", least=16, most=65536, counts=_compresses)
@@ -62,15 +61,41 @@ class SyncConfig:
 # fmt: on
 
 
+# When the arrays of a step travel over data: the program, the planner and the checks all ask here.
+
+
+def gathers_at_use(config: Any) -> bool:
+    """ZeRO-3 without holding: weights are gathered where they are used, forward and backward (see `parallel.zero`)."""
+    return config.parallel.zero_stage == 3 and config.mesh.shards > 1 and not config.parallel.zero_hold
+
+
 def scatters_at_use(config: Any) -> bool:
     """ZeRO-2 and 3 without holding: gradients are scattered where they are made, in the backward."""
     return config.parallel.zero_stage >= 2 and config.mesh.shards > 1 and not config.parallel.zero_hold
 
 
-def keeps(config: Any) -> bool:
+def overlaps_reduce_scatter(config: Any) -> bool:
+    """Gradients that are held over the step are scattered over data as soon as they are complete, while the device goes on.
+
+    A compression with a memory needs one reduction of all of a weight's gradient. With several islands the second sum has to wait for
+    the first, and XLA then hides neither.
+    """
+    scatters = config.parallel.zero_stage > 0 and config.mesh.data > 1 and config.mesh.islands == 1
+    return scatters and not scatters_at_use(config) and not keeps_feedback(config) and not sums_in_place(config)
+
+
+def sums_in_place(config: Any) -> bool:
+    """Whole gradients of several microbatches on one stage, for which bfloat16 is to save memory: on accelerators a layer's are added where
+    the sums lie, and reduced once activations and weights have gone. Reduced early they would all lie there a second time.
+    """
+    several = config.parallel.microbatches > 1 and config.mesh.pipeline == 1
+    return several and config.precision.gradient_sums != "float32" and not scatters_at_use(config)
+
+
+def keeps_feedback(config: Any) -> bool:
     """Compression keeps something from step to step: what it left out, or PowerSGD's Q."""
     reduce = config.parallel.reduce
-    return reduce.compression != "none" and (reduce.feedback or reduce.compression == "powersgd")
+    return reduce.compression != "none" and (reduce.feedback or COMPRESSIONS[reduce.compression].low_rank)
 
 
 def check(config: Any) -> None:
@@ -93,7 +118,7 @@ def _check_compression(config: Any) -> None:
 def _check_kept(config: Any) -> None:
     """What keeps something of a gradient needs the whole of it, once a step; across islands its shard is enough."""
     reduce = config.parallel.reduce
-    if keeps(config) and reduce.over == "data" and scatters_at_use(config):
+    if keeps_feedback(config) and reduce.over == "data" and scatters_at_use(config):
         what = "with parallel.reduce.feedback" if reduce.feedback else "with its Q"
         raise ConfigError(
             f"parallel.reduce.compression {reduce.compression} {what} compresses a step's gradients once, but parallel.zero_stage "
@@ -134,7 +159,7 @@ def _check_sync(config: Any) -> None:
             f"parallel.sync.fragments {sync.fragments} is more than parallel.sync.every {sync.every} steps or model.layers {layers}: each "
             f"has a step and a layer of its own; legal are at most {min(sync.every, layers)}."
         )
-    if reduce.compression != "none" and (reduce.feedback or reduce.compression in ("topk", "powersgd")):
+    if reduce.compression != "none" and (reduce.feedback or not COMPRESSIONS[reduce.compression].in_blocks):
         raise ConfigError(
             f"parallel.reduce.compression {reduce.compression} keeps from step to step what it left out, but with parallel.sync.every "
             "islands send what they moved, not gradients; give bfloat16, float8, int8 or int4 with parallel.reduce.feedback: false."
@@ -187,7 +212,8 @@ def _check_algorithm(config: Any) -> None:
         raise ConfigError(
             f"{named}, and parallel.reduce.compression {reduce.compression}, which has an exchange of its own; leave one of them out."
         )
-    if reduce.algorithm == "hierarchical" and mesh.islands == 1:
+    algorithm = ALGORITHMS[reduce.algorithm]
+    if algorithm.by_levels and mesh.islands == 1:
         raise ConfigError(
             f"{named}, which sums in islands first, but mesh.islands is 1; give mesh.islands, or algorithm ring."
         )
@@ -199,13 +225,8 @@ def _check_algorithm(config: Any) -> None:
             f"{named}, whose messages all stages send together, but with parallel.zero_stage {zero} and mesh.pipeline {mesh.pipeline} each "
             "stage scatters gradients by itself; set parallel.zero_hold to true."
         )
-    if reduce.algorithm == "double_tree":
+    if why := algorithm.no_scatter(mesh.shards):
         raise ConfigError(
-            f"{named}, which ends at the roots of its trees and has no reduce-scatter, but parallel.zero_stage is {zero}; "
-            "give zero_stage 0, or algorithm ring."
-        )
-    if reduce.algorithm == "halving_doubling" and mesh.shards & (mesh.shards - 1):
-        raise ConfigError(
-            f"{named}, whose reduce-scatter is for powers of two, but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its "
-            "state; give zero_stage 0, or algorithm two_way_ring."
+            f"{named}, {why}, but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its state; give zero_stage 0, or "
+            f"algorithm {algorithm.instead}."
         )

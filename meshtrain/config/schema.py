@@ -27,16 +27,11 @@ FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Re
 MOST_FAKE_DEVICES = 1024  # JAX starts so many CPU devices in 5 s; 4096 take more than a minute
 
 
-def _zero_hold(config: "Config") -> bool:
-    """Stage 2 would pay with traffic for every microbatch; stage 3 was asked for to save memory."""
-    return config.parallel.zero_stage == 2 and (config.parallel.microbatches > 1 or config.mesh.pipeline > 1)
-
-
 AUTO, CHUNKED, PLAIN = "auto", "interleaved", "1f1b"  # what auto stands for: with several chunks a stage, with one
 
 
 def _chosen(config: "Config") -> int:
-    """Chunks a stage where nothing is said of them: those that parallel.layer_split is for, or the best number."""
+    """Returns the chunks of a stage by default: those that parallel.layer_split is for, or the best number."""
     parallel, stages = config.parallel, config.mesh.pipeline
     if parallel.layer_split is not None and stages > 1:
         return max(1, len(parallel.layer_split) // stages)
@@ -51,7 +46,7 @@ def _virtual_stages(config: "Config") -> int:
 
 
 def _schedule(config: "Config") -> str:
-    """It stays open on one stage, which runs none. One chunk where more are the choice is of a schedule that was named."""
+    """On one stage, which runs no schedule, auto stays. One chunk where more would be chosen comes from a schedule that was named."""
     chunks = config.parallel.virtual_stages
     if config.mesh.pipeline == 1 or chunks == 1 < _chosen(config):
         return AUTO
@@ -85,9 +80,8 @@ class ParallelConfig:
         1, "what is sharded over data: 0 nothing, 1 optimizer state and masters, 2 also gradients, 3 also parameters"
     )
     zero_hold: bool = key(
-        None, "ZeRO-2/3 with several microbatches: hold full gradients (2) or gathered weights (3) over the whole step; "
-        "less traffic, more memory. null: true for stage 2 (else its traffic grows with the microbatches), false for 3",
-        follows=_zero_hold
+        False, "ZeRO-2/3 with several microbatches: hold full gradients (2, which is stage 1 then) or gathered weights (3) over the whole "
+        "step; more memory, and traffic that does not grow with the microbatches"
     )
     sequence_parallel: bool = key(
         False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)"
@@ -144,6 +138,10 @@ class PrecisionConfig:
         "float32", "dtype of weights and activations in the step; masters stay float32"
     )
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over data")
+    gradient_sums: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype in which a data rank sums its gradients over the microbatches",
+        counts=lambda c: c.parallel.microbatches > 1 or c.mesh.pipeline > 1
+    )
     loss_scale: float = key(
         65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE
     )
@@ -180,7 +178,8 @@ class DataConfig:
         follows=lambda c: "packed" if c.data.format in ("chat", "pairs") else "window", resume=REFUSED
     )
     last: Literal["drop", "pad"] = key(
-        "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, or pad it", resume=REFUSED
+        "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, unless there is no other, or pad it; "
+        "of what is held out none is left out", resume=REFUSED
     )
     lengths: int = key(
         8, "grouped, budget: sequence lengths to pad to, so the shapes to compile", least=1, most=64, resume=REFUSED
@@ -191,7 +190,7 @@ class DataConfig:
         least=1, follows=lambda c: c.train.global_batch_size, resume=REFUSED
     )
     validation: float | None = key(
-        None, "share of the documents held out for evaluation; null: 0.01 (stdlib: 0.05), or what prepared shards were made with",
+        None, "share of the documents held out for evaluation, of conversations one at least; null: 0.01 (stdlib: 0.05), or what prepared shards were made with",
         least=0.0, most=0.5, resume=CONTENT
     )
     validation_source: str | None = key(None, "held-out text of its own, instead of a share of the source")
@@ -202,7 +201,8 @@ class DataConfig:
         resume=CONTENT
     )
     verify: bool = key(
-        True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core); sizes always are"
+        True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core), and bit by bit while they are read; "
+        "sizes, and files that change meanwhile, always are"
     )
     prefetch: int = key(2, "batches that are read and placed on the devices ahead of the step", least=1)
     format: Literal["text", "chat", "pairs", "images"] = key(
@@ -233,6 +233,11 @@ class TrainConfig:
     )
     label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
+    loss_chunk: int | Literal["auto"] = key(
+        "auto", "tokens whose logits are alive at once; the backward makes them again. auto: all of a microbatch, or 2,048 where they would take "
+        "more than 4 GiB a device",
+        least=1, counts=lambda c: not FAMILIES[c.model.family].images
+    )
     epochs: float = key(0.0, "passes over the data, from which train.steps then follows; 0: train.steps counts", least=0.0)
     trainable: tuple[str, ...] = key(
         (), "weights that are trained, by name or pattern (blocks.attention.*), the others frozen; empty: all, or with lora.rank the "
@@ -264,7 +269,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = key(0, "steps between checkpoints; 0: only at the end", least=0)
+    every: int = key(0, "steps between checkpoints, before each of which all copies of the state are compared; 0: only at the end", least=0)
     keep: int = key(3, "newest checkpoints kept", least=1)
     keep_best: int = key(
         1, "checkpoints kept for their eval loss, the lowest ones; 0: none, else each evaluation with the lowest loss so far is followed by a "
@@ -295,7 +300,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     every: int = key(0, "steps between evaluations on held-out text; 0: never", least=0)
-    batches: int = key(8, "batches of one evaluation", least=1)
+    batches: int = key(8, "batches of one evaluation; where fewer are held out, all of them once (of a mixture until a source comes round)", least=1)
     patience: int = key(
         0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all its steps", least=0
     )
@@ -323,7 +328,7 @@ class SurviveConfig:
         0.0, "seconds without a sign of progress within a step that are a hang; 0: 10 times the median step, at least 60",
         least=0.0, resume=FREE
     )
-    node_timeout: float = key(20.0, "seconds without a sign of life after which a node is lost", least=1.0, resume=FREE)
+    node_timeout: float = key(20.0, "seconds without a sign of life after which a node is lost, or a frozen process ended", least=1.0, resume=FREE)
     restarts: int = key(20, "restarts for faults that a run may take in 24 hours before it is given up", least=0, resume=FREE)
     inject: tuple[str, ...] = key((), "faults to inject, KIND@STEP:RANK each; `python -m meshtrain.survive inject --list` has the kinds", resume=FREE)
 

@@ -1,15 +1,27 @@
-"""How a run is watched: the section `telemetry`. No key here changes what a step computes."""
+"""The section `telemetry`: how a run is watched, and where its alerts go. No key here changes what a step computes.
 
+    log                  a sentence on stderr
+    file                 a line of RUN/alerts.jsonl
+    webhook:URL          JSON, by POST
+    command:WORD WORD    a program, which finds the JSON on its standard input
+
+Several may be listed; each alert goes to all of them.
+"""
+
+import shlex
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from meshtrain.config.key import Resume, key
-from meshtrain.errors import ConfigError
-from meshtrain.telemetry import entries
+from meshtrain.errors import ConfigError, nearest, short
 
 FREE = Resume.FREE
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+AlertKind = Literal["log", "file", "webhook", "command"]
+PLAIN: tuple[AlertKind, ...] = ("log", "file")
+ADDRESSED: tuple[AlertKind, ...] = ("webhook", "command")  # followed by a colon, and by where to
 
 
 # A key keeps together what it says.
@@ -41,12 +53,51 @@ class TelemetryConfig:
 
 
 def check(telemetry: TelemetryConfig, steps: float) -> None:
-    """ConfigError for keys that contradict each other. `steps`: of the whole run."""
-    for entry in telemetry.alerts:
-        entries.check(entry)
+    """Raises ConfigError for keys that contradict each other. `steps`: of the whole run."""
+    for text in telemetry.alerts:
+        alert_target(text)
     for name in ("trackers", "alerts", "trace_at"):
-        given = getattr(telemetry, name)
-        if twice := [one for k, one in enumerate(given) if one in given[:k]]:
+        values = getattr(telemetry, name)
+        if twice := [value for k, value in enumerate(values) if value in values[:k]]:
             raise ConfigError(f"telemetry.{name} has {twice[0]} twice; name it once.")
     if late := [step for step in telemetry.trace_at if step > steps]:
         raise ConfigError(f"telemetry.trace_at has {late[0]}, but train.steps is {steps}: that step is never reached.")
+
+
+class AlertTarget(NamedTuple):
+    """One place for alerts. `address`: the URL, or the command's words in one line; empty for the plain ones."""
+
+    kind: AlertKind
+    address: str = ""
+
+
+def alert_target(text: str) -> AlertTarget:
+    """Returns the target that one text of `telemetry.alerts` names. Raises ConfigError if no alert could go there."""
+    name, colon, address = text.partition(":")
+    if name in PLAIN and not colon:
+        return AlertTarget(cast(AlertKind, name))
+    where = f"telemetry.alerts has {short(repr(text))}"
+    if name in PLAIN:
+        raise ConfigError(f"{where}; {name} takes nothing after it, so write {name} alone.")
+    if name not in ADDRESSED:
+        legal = "legal are log, file, webhook:URL and command:WORDS"
+        raise ConfigError(f"{where}; {legal}{nearest(name, (*PLAIN, *ADDRESSED)) or '.'}")
+    if name == "webhook" and not _is_url(address):
+        raise ConfigError(f"{where}; a webhook is an address such as webhook:https://host/path.")
+    if name == "command":
+        try:
+            words = shlex.split(address)
+        except ValueError:
+            raise ConfigError(f"{where}; a quotation mark of the command is not closed.") from None
+        if not words or not words[0]:
+            raise ConfigError(f"{where}; a command is missing after the colon, as in command:mail -s alert me.")
+    return AlertTarget(cast(AlertKind, name), address)
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(host) and port != 0 and url.isascii() and " " not in url

@@ -1,4 +1,4 @@
-"""A value by the type and the bounds that its key declares, whatever YAML would take it for.
+"""YAML text to nodes whose types nobody has guessed, and a node to a value by the type and bounds that its key declares.
 
 YAML readers disagree about 1e-3 (a text, or 0.001), 010 (8, or 10), 1:30 (90, or a text) and off (false, or a text). The declared type
 decides where there is one way to read a value, and what has two is refused with both.
@@ -8,45 +8,110 @@ import re
 import types
 import typing
 import unicodedata
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import yaml
 
 from meshtrain.config.key import LARGEST, TINIEST, Key
-from meshtrain.config.tree import BOOL, NULL, shape
 from meshtrain.errors import ConfigError, nearest, short
 
+NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+MAX_DEPTH = 8  # a config is 4 deep: section, key, list, entry
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
-MOST_CHARACTERS = 1024  # of a text: what every system allows a path
-MOST_DIGITS = 40  # of a whole number: more are too large for every key
+MAX_CHARACTERS = 1024  # of a text: what every system allows a path
+MAX_DIGITS = 40  # of a whole number: more are too large for every key
 
 _WHOLE = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FRACTION = re.compile(r"[-+]?(?=\.?[0-9])([0-9]+(_[0-9]+)*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[-+]?0_?[0-9][0-9_]*")
 
 
-def value(hint: Any, key: Key, node: yaml.Node, where: str) -> Any:
-    """What a node holds, as a `hint` that fits the line of its `key`; ConfigError, which begins with `where`, otherwise."""
+class _Composer(yaml.SafeLoader):
+    """Refuses tags and deep nesting. An alias stands for the node it names, without a copy: a short text cannot grow."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise yaml.composer.ComposerError(None, None, f"there is a tag, {event.tag}", event.start_mark)
+        if self.depth == MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, TOO_DEEP, event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def compose(text: str) -> yaml.Node | None:
+    """Returns the root of a YAML text, None if it holds nothing. Raises yaml.YAMLError; see `problem`."""
+    return yaml.compose(text, Loader=_Composer)
+
+
+def problem(error: yaml.YAMLError) -> tuple[int | None, str]:
+    """Returns the line, where it is known, and the reason for which a text is not valid YAML."""
+    mark = getattr(error, "problem_mark", None)
+    return mark.line + 1 if mark else None, short(getattr(error, "problem", None) or str(error).splitlines()[0])
+
+
+def plain(text: str) -> yaml.ScalarNode:
+    """Returns the scalar node of a text without quotes, whatever is in it."""
+    return yaml.ScalarNode(yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)), text)
+
+
+def shape(node: yaml.Node) -> str:
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    return "a mapping" if isinstance(node, yaml.MappingNode) else f"the single value {short(repr(node.value))}"
+
+
+def as_text(value: object) -> str:
+    """Returns a value as `--set` takes it: `true`, `null`, `[qkv,mlp_out]`."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_text, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()) -> Any:
+    """Returns the value of a node, as a `hint` within the bounds of its `key` or one of the `words` that may stand for one. Raises
+    ConfigError, which begins with `where`.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if key.null and node.tag == NULL:
         return None
     if origin in (typing.Union, types.UnionType):
-        if node.tag == NULL:
+        if node.tag == NULL and type(None) in args:
             return None
-        return value(next(a for a in args if a is not type(None)), key, node, where)
+        words = [word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)]
+        return value(next(a for a in args if a is not type(None)), key, node, where, words)
     if origin is tuple:
         if not isinstance(node, yaml.SequenceNode):
             example = "qkv, mlp_out" if args[0] is str else "2, 3"
             raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
         return tuple(value(args[0], key, item, f"{where}[{i}]") for i, item in enumerate(node.value))
-    legal, choices = _legal(hint, key), _choices(hint, key)
+    # the legal values by their text, where they are counted out
+    listed = args if origin is Literal else key.one_of or ()
+    choices = {str(choice): choice for choice in listed}
+    if hint in LARGEST:
+        legal = f"{NAMES[hint]}, {_range(hint, key)}"
+    else:
+        legal = f"one of {', '.join(choices)}" if choices else NAMES[hint]
+    legal = " or ".join((*words, legal))
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{where} is {shape(node)}; it must be {legal}.")
     text = str(node.value)
     if node.tag == NULL or (text == "" and (choices or hint is not str)):
         raise ConfigError(f"{where} has no value; it must be {legal}.")
     wrong = f"{where} is {short(repr(text))}; it must be {legal}"
+    if text in words:
+        return text
+    if near := nearest(text, words):
+        raise ConfigError(wrong + near)
     if choices:
         if text in choices:
             return choices[text]
@@ -68,18 +133,19 @@ def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
         )
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
         raise ConfigError(f"{wrong} in UTF-8, without control characters.")
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"{wrong} of at most {MOST_CHARACTERS} characters.")
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{wrong} of at most {MAX_CHARACTERS} characters.")
     return text
 
 
 def _number(hint: type, key: Key, text: str, where: str, wrong: str) -> int | float:
-    if _LEADING_ZERO.fullmatch(text) and len(text) <= MOST_DIGITS:
-        raise ConfigError(
-            f"{where} is '{text}', which some readers of YAML take for octal; write {_without_zeros(text)}."
-        )
-    if hint is int and not (_WHOLE.fullmatch(text) and len(text) <= MOST_DIGITS):
-        raise ConfigError(wrong + _meant(text))
+    if _LEADING_ZERO.fullmatch(text) and len(text) <= MAX_DIGITS:
+        decimal = int(text)
+        octal = decimal if re.search("[89]", text) else int(text, 8)
+        meant = str(decimal) if octal == decimal else f"{decimal} or {octal}"
+        raise ConfigError(f"{where} is '{text}', which some readers of YAML take for octal; write {meant}.")
+    if hint is int and not (_WHOLE.fullmatch(text) and len(text) <= MAX_DIGITS):
+        raise ConfigError(wrong + _nearest_integer(text))
     number = hint(text) if _FRACTION.fullmatch(text) else float("nan")
     if not abs(number) < float("inf"):
         raise ConfigError(f"{wrong}.")
@@ -91,15 +157,8 @@ def _number(hint: type, key: Key, text: str, where: str, wrong: str) -> int | fl
     return number
 
 
-def _without_zeros(text: str) -> str:
-    """What 010 may stand for, in decimal: 10 or 8."""
-    decimal = int(text)
-    octal = decimal if re.search("[89]", text) else int(text, 8)
-    return str(decimal) if octal == decimal else f"{decimal} or {octal}"
-
-
-def _meant(text: str) -> str:
-    """How a sentence on what is no whole number ends: 1e3 and 0x3e8 have one in mind."""
+def _nearest_integer(text: str) -> str:
+    """Returns the ending of the sentence on what is no whole number: 1e3 and 0x3e8 mean one."""
     try:
         number = int(text, 0) if re.fullmatch("[-+]?0[xXoObB].{1,8}", text) else float(text)
     except ValueError:
@@ -108,24 +167,11 @@ def _meant(text: str) -> str:
     return f"; did you mean {int(number)}?" if small and number == int(number) else "."
 
 
-def _legal(hint: Any, key: Key) -> str:
-    if hint in LARGEST:
-        return f"{NAMES[hint]}, {_range(hint, key)}"
-    choices = _choices(hint, key)
-    return f"one of {', '.join(choices)}" if choices else NAMES[hint]
-
-
-def _choices(hint: Any, key: Key) -> dict[str, Any]:
-    """The legal values by what stands in the YAML, where they are counted out."""
-    listed = typing.get_args(hint) if typing.get_origin(hint) is Literal else key.one_of or ()
-    return {str(choice): choice for choice in listed}
-
-
 def _range(hint: type, key: Key) -> str:
-    said = {"at least": key.least, "above": key.above, "at most": _most(hint, key)}
+    bounds = {"at least": key.least, "above": key.above, "at most": _most(hint, key)}
     parts = [
         f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}"
-        for word, bound in said.items()
+        for word, bound in bounds.items()
         if bound is not None
     ]
     return " and ".join(parts) + (f", in {key.unit}" if key.unit else "")

@@ -7,15 +7,16 @@ processes in the order that it would have had: each process computes which rows 
                                                                │ permutation, anew each epoch
     devices ◄──Loader, a thread ahead── rows of this process ◄─┴─ batches: rows of batch k
 
-- `meshtrain.data.from_config`: `open_data`, from a config to the batches of a split (`meshtrain.data.split`). `meshtrain.data.loader`: `Loader`.
+- `meshtrain.data.from_config`: `open_data`, from a config to the batches of a split (`meshtrain.data.batches`).
+- `meshtrain.data.loader`: `Loader`, which reads and places batches on a thread.
 - `meshtrain.data.images`: the same of images.
-- `meshtrain.data.inputs`, `meshtrain.data.formats`, `meshtrain.data.documents`: what is read, as what, in what order.
+- `meshtrain.data.input_files`, `meshtrain.data.formats`, `meshtrain.data.documents`: what is read, as what, in what order.
 - `meshtrain.data.prepare`, `meshtrain.data.unit`: text to shards, in parallel, interrupted and gone on with.
-- `meshtrain.data.chat`, `meshtrain.data.template`, `meshtrain.data.answers`: conversations, what the tokenizer's template makes of them,
-  and which tokens of it are learned. `meshtrain.data.epochs`: how many steps so many passes are.
-- `meshtrain.data.shards`, `meshtrain.data.manifest`: what lies on disk. `meshtrain.data.cache`: the same, unasked.
-- `meshtrain.data.windows`, `meshtrain.data.packing`, `meshtrain.data.grouping`: the batchings. `meshtrain.data.mixture`: several sources.
-- `meshtrain.data.permutation`: a shuffle without a table. `meshtrain.data.tokenizer`: bytes, or a tokenizer.json.
+- `meshtrain.data.chat`, `meshtrain.data.template`, `meshtrain.data.examples`: conversations, what the tokenizer's template makes of them,
+  and which tokens of it are learned.
+- `meshtrain.data.shards`, `meshtrain.data.manifest`: what lies on disk. `meshtrain.data.source`: opens them. `meshtrain.data.cache`: unasked.
+- `meshtrain.data.token_rows`, `meshtrain.data.packing`, `meshtrain.data.grouping`: the batchings. `meshtrain.data.mixture`: several sources.
+- `meshtrain.data.permutation`: a shuffle without a table. `meshtrain.data.tokenizer`: bytes, or by `tokenizer_file` a tokenizer.json.
 
 `python -m meshtrain.data` prepares text, trains a tokenizer and verifies shards.
 
@@ -23,9 +24,8 @@ Measured (`experiments/bench_data.py`): packing fills 0.9998 of the places in ro
 which a bare loop copies their tokens and labels out of a memory map.
 """
 
-from meshtrain.data.epochs import in_epochs
+from meshtrain.data.batches import SplitBatches, in_epochs
 from meshtrain.data.from_config import TextBatches, open_data
 from meshtrain.data.loader import Loader
-from meshtrain.data.split import SplitBatches
 
 __all__ = ["Loader", "SplitBatches", "TextBatches", "in_epochs", "open_data"]

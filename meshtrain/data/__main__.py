@@ -3,11 +3,6 @@
 Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while running; 75 stopped early (run again to go on).
 """
 
-if __name__ == "__main__":
-    from meshtrain.run import early
-
-    early.hear()
-
 import argparse
 import errno
 import os
@@ -17,27 +12,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import get_args
 
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, whole_number
 from meshtrain.data import show
-from meshtrain.data.documents import read, units
+from meshtrain.data.documents import documents
 from meshtrain.data.formats import wanted_for
-from meshtrain.data.inputs import Found, find
+from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.manifest import SPLITS, Contents, read_manifest
 from meshtrain.data.prepare import SKIPPED, describe_skipped, last_change, prepare, refusal_at
 from meshtrain.data.shards import open_corpus
-from meshtrain.data.tokenizer import train_bpe
-from meshtrain.data.unit import Options, reading
+from meshtrain.data.tokenizer_file import train_bpe
+from meshtrain.data.unit import PrepareOptions, open_encoder
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.run.early import Stopped
 
 
 class Failed(Exception):
-    """What failed while it ran, in one sentence."""
+    """A failure while it ran, in one sentence."""
 
 
 def _stop(*_: object) -> None:
@@ -67,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """What the system refuses while the output is written; reading the input refuses nothing (documents.read)."""
+    """Turns an OSError while the output is written into a sentence; reading the input raises none (documents.read)."""
     try:
         yield
     except OSError as error:
@@ -81,39 +76,42 @@ def _writing(output: Path) -> Iterator[None]:
 def _parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.data", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    preparing = commands.add_parser("prepare", help="text or conversations to token shards")
-    _add_input(preparing)
-    preparing.add_argument(
-        "--format", choices=get_args(Contents), default=Options.contents, help="as data.format (default: %(default)s)"
+
+    prepares = commands.add_parser("prepare", help="text or conversations to token shards")
+    _add_input(prepares)
+    prepares.add_argument(
+        "--format", choices=get_args(Contents), default="text", help="as data.format (default: %(default)s)"
     )
-    _add_tokenizer(preparing)
-    preparing.add_argument("--output", required=True, type=_directory, help="directory of the shards")
+    _add_tokenizer(prepares)
+    prepares.add_argument("--output", required=True, type=_directory, help="directory of the shards")
     workers = os.cpu_count() or 1
-    preparing.add_argument("--workers", type=whole_number, default=workers, help="processes (default: all cores)")
-    held_out = "share of the documents held out (default: %(default)s)"
-    preparing.add_argument("--validation", type=_share, default=Options.validation, help=held_out)
+    prepares.add_argument("--workers", type=whole_number, default=workers, help="processes (default: all cores)")
+    share = "share of the documents held out (default: %(default)s)"
+    prepares.add_argument("--validation", type=_share, default=PrepareOptions.validation, help=share)
     bad = "documents that are empty, damaged, not UTF-8, without text (default: %(default)s)"
-    preparing.add_argument("--bad", choices=("skip", "refuse"), default=Options.bad, help=bad)
-    preparing.set_defaults(run=_prepare)
-    showing = commands.add_parser("show", help="an example of conversations, what is learned of it in colour")
-    showing.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files or folders of conversations")
-    showing.add_argument(
+    prepares.add_argument("--bad", choices=("skip", "refuse"), default=PrepareOptions.bad, help=bad)
+    prepares.set_defaults(run=_prepare)
+
+    shows = commands.add_parser("show", help="an example of conversations, what is learned of it in colour")
+    shows.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files or folders of conversations")
+    shows.add_argument(
         "--format", choices=("chat", "pairs"), default="chat", help="as data.format (default: %(default)s)"
     )
-    _add_tokenizer(showing)
-    showing.add_argument("--number", type=whole_number, default=1, help="which example, from 1 (default: %(default)s)")
-    showing.add_argument(
-        "--length", type=whole_number, help="as train.sequence_length: how much of the example a row takes"
-    )
-    showing.set_defaults(run=_show)
-    training = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
-    _add_input(training)
-    training.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
-    training.add_argument("--output", required=True, type=_file, help="the tokenizer.json to write")
-    training.set_defaults(run=_train_tokenizer)
-    verifying = commands.add_parser("verify", help="compares prepared shards with their manifest")
-    verifying.add_argument("directory", type=_path)
-    verifying.set_defaults(run=_verify)
+    _add_tokenizer(shows)
+    shows.add_argument("--number", type=whole_number, default=1, help="which example, from 1 (default: %(default)s)")
+    length = "as train.sequence_length: how much of the example a row takes"
+    shows.add_argument("--length", type=whole_number, help=length)
+    shows.set_defaults(run=_show)
+
+    trains = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
+    _add_input(trains)
+    trains.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
+    trains.add_argument("--output", required=True, type=_file, help="the tokenizer.json to write")
+    trains.set_defaults(run=_train_tokenizer)
+
+    verifies = commands.add_parser("verify", help="compares prepared shards with their manifest")
+    verifies.add_argument("directory", type=_path)
+    verifies.set_defaults(run=_verify)
     return parser
 
 
@@ -121,13 +119,12 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     kinds = "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet"
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
     field = "field of a JSON Lines record, or column of Parquet, that holds the text (default: %(default)s)"
-    parser.add_argument("--text-field", default=Options.text_field, help=field)
+    parser.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokenizer", default=Options.tokenizer, help="byte, or the path of a tokenizer.json (default: %(default)s)"
-    )
+    kinds = "byte, or the path of a tokenizer.json (default: %(default)s)"
+    parser.add_argument("--tokenizer", default=PrepareOptions.tokenizer, help=kinds)
     parser.add_argument("--template", help="of conversations: a chat template, instead of the one beside the tokenizer")
 
 
@@ -159,24 +156,23 @@ def _share(text: str) -> float:
     return share
 
 
-def _find(inputs: Sequence[str], contents: Contents = "text") -> Found:
-    found = find(inputs, wanted_for(contents))
-    print(f"{len(found.files)} files, {found.size / 1e6:.1f} MB", file=sys.stderr)
-    if found.ignored:
-        print(f"Left out {found.ignored.total()} files of other kinds: {found.describe_ignored()}", file=sys.stderr)
-    if found.left_out:
-        print(f"Left out: {found.describe_left_out()}", file=sys.stderr)
-    return found
+def _find(inputs: Sequence[str], contents: Contents = "text") -> list[InputFile]:
+    result = find(inputs, wanted_for(contents))
+    print(f"{len(result.files)} files, {result.size / 1e6:.1f} MB", file=sys.stderr)
+    if result.ignored:
+        print(f"Left out {result.ignored.total()} files of other kinds: {result.describe_ignored()}", file=sys.stderr)
+    if result.left_out:
+        print(f"Left out: {result.describe_left_out()}", file=sys.stderr)
+    return result.files
 
 
 def _prepare(chosen: argparse.Namespace) -> None:
-    options, output = (
-        Options(chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad, chosen.format, chosen.template),
-        chosen.output,
+    options = PrepareOptions(
+        chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad, chosen.format, chosen.template
     )
-    found, began = _find(chosen.input, chosen.format), time.perf_counter()
+    files, output, began = _find(chosen.input, chosen.format), chosen.output, time.perf_counter()
     with _writing(output), _progress_bar() as progress:
-        manifest = prepare(found.files, output, options, chosen.workers, progress)
+        manifest = prepare(files, output, options, chosen.workers, progress)
     seconds = time.perf_counter() - began
     for split, shards in manifest.shards.items():
         documents, tokens = manifest.count(split, "documents"), manifest.count(split, "tokens")
@@ -192,6 +188,11 @@ def _prepare(chosen: argparse.Namespace) -> None:
     if manifest.skipped:
         print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")
     print(f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
+    if not manifest.shards["train"]:
+        raise ConfigError(
+            f"no document is left to train on: of few documents --validation {options.validation} may take all; give a smaller share and "
+            "another --output."
+        )
 
 
 @contextmanager
@@ -208,19 +209,19 @@ def _progress_bar() -> Iterator[Callable[[int, int], None]]:
 
 
 def _show(chosen: argparse.Namespace) -> None:
-    options = Options(chosen.tokenizer, contents=chosen.format, template=chosen.template)
-    found = _find(chosen.input, chosen.format)
-    with closing(reading(options, last_change(found.files))) as read:
-        example = show.nth(found.files, read, chosen.number)
-    show.draw(example, read.tokenizer, chosen.length)
+    options = PrepareOptions(chosen.tokenizer, contents=chosen.format, template=chosen.template)
+    files = _find(chosen.input, chosen.format)
+    encoder = open_encoder(options, last_change(files))
+    name, tokens = show.nth(files, encoder, chosen.number)
+    show.draw(name, tokens, encoder.tokenizer, chosen.length)
 
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:
-    parts = [part for unit in units(_find(chosen.input).files) for part in unit]
+    files = _find(chosen.input)
     skipped: Counter[str] = Counter()
 
     def texts() -> Iterator[str]:
-        for document in (document for part in parts for document in read(part, chosen.text_field)):
+        for document in documents(files, chosen.text_field):
             if document.problem:
                 skipped[document.kind] += 1
             else:

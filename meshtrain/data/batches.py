@@ -1,16 +1,29 @@
-"""One global order of batches: which rows make up batch k, whatever the mesh, the process count or the history of the run."""
+"""One global order of batches: which rows make up batch k, whatever the mesh, the process count or the history of the run.
 
+    EpochRows (windows, packed rows, images) ──RowBatches──► GlobalBatches ──SplitBatches──► rows of batch k, padded for the mesh
+    Grouped, mixtures ──────────────────────────────────────►
+
+Of a global batch each process takes the rows that its devices hold.
+"""
+
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
+from meshtrain.config import Config, replaced
+from meshtrain.config.follow import round_up
+from meshtrain.config.key import keys
 from meshtrain.data.loader import Batch
+from meshtrain.errors import ConfigError
+from meshtrain.inputs import LABELS, pad_rows
 
 # Located at a time, at most: a call of numpy costs as much as a hundred rows, and it takes a hundred calls.
 AHEAD_BATCHES, AHEAD_LABELS = 32, 1 << 20
+STEPS = keys(Config)["train.steps"].default
 
 
 class EpochRows(Protocol):
@@ -21,12 +34,37 @@ class EpochRows(Protocol):
     labels: int  # real (not padded) labels of an epoch
 
     def locate(self, items: np.ndarray) -> Any:
-        """Where the rows of these items [N] lie; `[a:b]` of it is where rows a .. b do."""
+        """Returns where the rows of these items [N] lie; its `[a:b]` is where rows a .. b do."""
         ...
 
     def read(self, places: Any) -> Batch:
-        """The rows that lie there."""
+        """Returns the rows that lie there."""
         ...
+
+
+class GlobalBatches(Protocol):
+    """Batches in one global order, of a bounded set of shapes (rows, T)."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]: ...
+
+    @property
+    def places_per_batch(self) -> float: ...
+
+    @property
+    def batches_per_epoch(self) -> int: ...
+
+    @property
+    def batches_once(self) -> int:
+        """Batches before any row comes again; at least one."""
+        ...
+
+    @property
+    def tokens_per_batch(self) -> float: ...
+
+    def batch_shape(self, k: int) -> tuple[int, int]: ...
+
+    def batch(self, k: int, rows: slice = slice(None)) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -57,15 +95,15 @@ class Ahead:
     def batch(self, k: int, rows: slice) -> Batch:
         """These rows of batch k."""
         begin, end, step = rows.indices(self.size)
-        taken = len(range(begin, end, step))
-        many = min(AHEAD_LABELS // max(taken * self.sources[0].length, 1), AHEAD_BATCHES) or 1
+        count = len(range(begin, end, step))
+        many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1
         portions = self._located(k // many, many, begin, end, step)[k % many]
-        read = [portion.rows.read(portion.places) for portion in portions]
-        if len(portions[0].at) == taken:
-            return read[0]
-        batch = {name: np.zeros((taken, *x.shape[1:]), x.dtype) for name, x in read[0].items()}
-        for portion, found in zip(portions, read, strict=True):
-            for name, x in found.items():
+        parts = [portion.rows.read(portion.places) for portion in portions]
+        if len(portions[0].at) == count:
+            return parts[0]
+        batch = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in parts[0].items()}
+        for portion, part in zip(portions, parts, strict=True):
+            for name, x in part.items():
                 batch[name][portion.at] = x
         return batch
 
@@ -73,13 +111,13 @@ class Ahead:
         """The portions of each of `many` batches: no empty one, but for a batch without any row."""
         rows = np.arange(begin, end, step)
         sources, items = self.choose((block * many + np.arange(many))[:, None], rows)
-        portions: list[list[Portion]] = [[] for _ in range(many)]
+        batches: list[list[Portion]] = [[] for _ in range(many)]
         for number, source in enumerate(self.sources):
-            theirs = sources == number
-            places, ends = source.locate(items[theirs]), np.cumsum(theirs.sum(1)).tolist()
-            for held, here, first, last in zip(portions, theirs, [0, *ends], ends, strict=False):
-                held.append(Portion(source, places[first:last], np.flatnonzero(here)))
-        return [[portion for portion in held if len(portion.at)] or held[:1] for held in portions]
+            own = sources == number
+            places, ends = source.locate(items[own]), np.cumsum(own.sum(1)).tolist()
+            for portions, mask, first, last in zip(batches, own, [0, *ends], ends, strict=False):
+                portions.append(Portion(source, places[first:last], np.flatnonzero(mask)))
+        return [[portion for portion in portions if len(portion.at)] or portions[:1] for portions in batches]
 
 
 class RowBatches:
@@ -89,16 +127,13 @@ class RowBatches:
         self.rows, self.size, self.pad = rows, size, pad
         self.shapes = ((size, rows.length),)
         self.places_per_batch = size * rows.length
+        self.batches_per_epoch = self.batches_once = -(-rows.count // size) if pad else rows.count // size
         self._ahead = Ahead([rows], size, self._choose)
 
     @property
-    def batches_per_epoch(self) -> int:
-        return -(-self.rows.count // self.size) if self.pad else self.rows.count // self.size
-
-    @property
     def tokens_per_batch(self) -> float:
-        kept = 1 if self.pad else self.batches_per_epoch * self.size / self.rows.count
-        return self.rows.labels * kept / self.batches_per_epoch
+        used = 1 if self.pad else self.batches_per_epoch * self.size / self.rows.count
+        return self.rows.labels * used / self.batches_per_epoch
 
     def batch_shape(self, k: int) -> tuple[int, int]:
         return self.shapes[0]
@@ -110,3 +145,109 @@ class RowBatches:
         epochs, indices = np.divmod(ks, self.batches_per_epoch)
         positions = indices * self.size + rows
         return np.where(positions < self.rows.count, 0, -1), epochs * self.rows.count + positions
+
+
+@dataclass(frozen=True, repr=False)
+class SplitBatches:
+    """The batches of one split of text or images in one global order: all that a run asks of its data.
+
+    With train.uneven_batch: pad the rows of a batch are followed by as many empty ones, of weight 0, as the mesh needs.
+    """
+
+    batches: GlobalBatches
+    source: str
+    digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
+    multiple: int = field(default=1, kw_only=True)  # rows are padded to a multiple of this
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # on what is learned and what is left out
+
+    def __repr__(self) -> str:
+        return self.describe()
+
+    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
+        """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
+        return padded_rows(self.batches, k, rows, self.batch_shape(k)[0])
+
+    def batch_shape(self, k: int) -> tuple[int, int]:
+        """(rows, T) of global batch k, with its padding rows; T positions of a row."""
+        rows, length = self.batches.batch_shape(k)
+        return round_up(rows, self.multiple), length
+
+    def tokens(self, k: int) -> int:
+        """Positions of global batch k, padding of its own rows counted, but not its padding rows."""
+        return math.prod(self.batches.batch_shape(k))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Every (rows, T) that a batch can have."""
+        return tuple((round_up(rows, self.multiple), length) for rows, length in self.batches.shapes)
+
+    @property
+    def tokens_per_batch(self) -> float:
+        """Labels that count in a batch, on average over an epoch."""
+        return self.batches.tokens_per_batch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches until the data comes round again."""
+        return self.batches.batches_per_epoch
+
+    def one_pass(self, most: int) -> range:
+        """The batches of an evaluation: the first `most`, or those before a row comes again, since none is to count twice."""
+        return range(min(most, self.batches.batches_once))
+
+    def fewer(self, most: int) -> list[str]:
+        """Notes on an evaluation that is to be of `most` batches."""
+        there = len(self.one_pass(most))
+        if there < min(most, self.batches_per_epoch):
+            batches = "batch" if there == 1 else "batches"
+            return [
+                f"evaluations read {there} {batches}, fewer than eval.batches {most}: then a source of the mixture comes round"
+            ]
+        are = "batch is all that is" if there == 1 else "batches are all that are"
+        return [f"{there} {are} held out, fewer than eval.batches {most}"] if there < most else []
+
+    def describe(self) -> str:
+        """Returns what an epoch of it is, in one line."""
+        raise NotImplementedError
+
+
+def padded_rows(batches: GlobalBatches, k: int, rows: slice, total: int) -> Batch:
+    """These rows of batch k, padded at its end to `total` rows. With enough real rows it is the batch itself, without `weights` of ours."""
+    real, _ = batches.batch_shape(k)
+    if real == total:
+        return batches.batch(k, rows)
+    begin, end, step = rows.indices(total)
+    batch = batches.batch(k, slice(min(begin, real), min(end, real), step))
+    # All processes must yield the same arrays, those that hold no padding too.
+    return pad_rows(batch, len(range(begin, end, step)) - len(batch[LABELS]))
+
+
+def few(size: int) -> tuple[str, ...]:
+    """The note on training data that fills no batch: leaving out what is not full would leave nothing."""
+    return (f"it fills no batch of train.global_batch_size {size}, so that one is padded",)
+
+
+def in_epochs(config: Config, batches: int) -> Config:
+    """Returns the config with the `train.steps` that follow from `train.epochs` of so many batches each; as it is without epochs.
+
+    ConfigError for train.steps that are neither the default nor those. The same data gives the same steps, so that a resumed run has
+    those of its beginning.
+    """
+    train = config.train
+    if not train.epochs:
+        return config
+    steps = max(1, math.ceil(train.epochs * batches - 1e-9))
+    if train.steps not in (STEPS, steps):
+        raise ConfigError(
+            f"train.steps is {train.steps}, but train.epochs {train.epochs:g} of {batches:,} batches each are {steps:,} steps; "
+            "give one of the two."
+        )
+    return replaced(config, train={"steps": steps})
+
+
+def digests(config: Config, data: SplitBatches, validation: SplitBatches | None) -> dict[str, str]:
+    """The digests by which a checkpoint knows its data; none of random tokens, nor of validation text that is a share of the source."""
+    entries = {"digest": data.digest}
+    if config.data.validation_source is not None and validation is not None:
+        entries["validation_digest"] = validation.digest
+    return {name: digest for name, digest in entries.items() if digest}

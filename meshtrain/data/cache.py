@@ -1,32 +1,33 @@
-"""Text that is prepared when it is first opened, and kept in the user's cache."""
+"""Text that is prepared when it is first opened, and kept in the user's cache; source `stdlib`, which is opened so."""
 
 import hashlib
 import logging
 import os
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from meshtrain.config.schema import DataConfig
-from meshtrain.data.inputs import Found
+from meshtrain.data.input_files import InputFiles, find
 from meshtrain.data.manifest import MANIFEST
-from meshtrain.data.opened import Source, open_shards
 from meshtrain.data.prepare import SKIPPED, describe_skipped, fingerprint, prepare, refusal_at
+from meshtrain.data.source import Source, open_shards
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.data.unit import Options
+from meshtrain.data.unit import PrepareOptions
 from meshtrain.errors import ConfigError
 from meshtrain.sources import SOURCES
 
 INLINE_BYTES = 64 << 20  # text up to this is prepared in this process: starting workers would take longer
-CALLED = 40  # characters of a source's name in the cache
-SILENCE = 10  # seconds of preparing after which a word is due on how far it is
+SILENCE = 10  # seconds of preparing between two log records on how far it is
+STDLIB_VALIDATION = 0.05  # of a few hundred files one in a hundred would be too little to measure a loss on
 log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/meshtrain, or ~/.cache/meshtrain."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "meshtrain"
+    """Returns $XDG_CACHE_HOME/meshtrain, or ~/.cache/meshtrain."""
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "meshtrain"
     try:
         return Path.home() / ".cache" / "meshtrain"
     except RuntimeError:
@@ -35,11 +36,13 @@ def cache_directory() -> Path:
         ) from None
 
 
-def open_files(found: Found, name: str, options: Options, tokenizer: Tokenizer, data: DataConfig) -> Source:
-    """The cached shards of these files, made now if they are not there, and again if they are damaged."""
-    made_from = "\0".join(fingerprint(found.files, options, tokenizer).values())
-    called = name if name in SOURCES else os.path.basename(os.path.realpath(os.path.expanduser(name)))[:CALLED]
-    directory = cache_directory() / f"{called}-{tokenizer.name}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
+def open_files(
+    inputs: InputFiles, name: str, options: PrepareOptions, tokenizer: Tokenizer, data: DataConfig
+) -> Source:
+    """Opens the cached shards of these files, made now if they are not there, and again if they are damaged."""
+    key = hashlib.sha256("\0".join(fingerprint(inputs.files, options, tokenizer).values()).encode()).hexdigest()[:16]
+    base = name if name in SOURCES else os.path.basename(os.path.realpath(os.path.expanduser(name)))[:40]
+    directory = cache_directory() / f"{base}-{tokenizer.name}-{key}"
     damage = None
     try:
         if (directory / MANIFEST).exists():
@@ -47,7 +50,7 @@ def open_files(found: Found, name: str, options: Options, tokenizer: Tokenizer, 
                 return open_shards(directory, name, data, tokenizer)
             except ConfigError as error:
                 damage = error
-        _prepare(found, directory, name, options)
+        _prepare(inputs, directory, name, options)
         if damage is not None:
             log.warning("in the cache, %s It is made again.", damage)
     except OSError as error:
@@ -57,26 +60,41 @@ def open_files(found: Found, name: str, options: Options, tokenizer: Tokenizer, 
     return open_shards(directory, name, data, tokenizer)
 
 
-def _prepare(found: Found, directory: Path, name: str, options: Options) -> None:
-    log.info("preparing %d files (%.1f MB) of %s in %s", len(found.files), found.size / 1e6, name, directory)
-    if found.left_out:
-        log.warning("%s: left out: %s", name, found.describe_left_out())
-    workers = 1 if found.size <= INLINE_BYTES else os.cpu_count() or 1
-    manifest = prepare(found.files, directory, options, workers, saying("prepared", name))
+def _prepare(inputs: InputFiles, directory: Path, name: str, options: PrepareOptions) -> None:
+    log.info("preparing %d files (%.1f MB) of %s in %s", len(inputs.files), inputs.size / 1e6, name, directory)
+    if inputs.left_out:
+        log.warning("%s: left out: %s", name, inputs.describe_left_out())
+    workers = 1 if inputs.size <= INLINE_BYTES else os.cpu_count() or 1
+    manifest = prepare(inputs.files, directory, options, workers, logged_progress("prepared", name))
     if manifest.skipped:
         # That a file is empty surprises nobody: the standard library has some.
         level = logging.DEBUG if set(manifest.skipped) == {"empty"} else logging.WARNING
         log.log(level, "%s: %s; named in %s", name, describe_skipped(manifest.skipped), directory / SKIPPED)
 
 
-def saying(what: str, name: str) -> Callable[[int, int], None]:
-    """Logs now and then how far something long is: how much of the bytes it has prepared."""
-    said = time.monotonic()
+def logged_progress(what: str, name: str) -> Callable[[int, int], None]:
+    """Returns a function of (bytes done, bytes in all) that logs now and then how far something long is."""
+    logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= SILENCE:
-            said = time.monotonic()
+        nonlocal logged
+        if time.monotonic() - logged >= SILENCE:
+            logged = time.monotonic()
             log.info("%s %.0f of %.0f MB of %s", what, done / 1e6, total / 1e6, name)
 
     return progress
+
+
+def open_stdlib(data: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Source `stdlib`: the Python files of the standard library, which every machine has.
+
+    data.text_field and data.bad_documents do not matter: these are plain files.
+    """
+    options = PrepareOptions(data.tokenizer, STDLIB_VALIDATION if data.validation is None else data.validation)
+    return open_files(stdlib_files(), "stdlib", options, tokenizer, data)
+
+
+def stdlib_files() -> InputFiles:
+    """The files of the standard library, without its tests and without what was installed beside it."""
+    without = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+    return find([sysconfig.get_paths()["stdlib"]], lambda name: name.endswith(".py"), without)

@@ -1,4 +1,4 @@
-"""What a file of the input is, by its name and its first bytes: text, JSON Lines or Parquet, plain or compressed, or no text at all."""
+"""Kinds of input files, by name: text, JSON Lines or Parquet, plain or compressed; and their bytes."""
 
 import gzip
 import importlib.util
@@ -21,43 +21,7 @@ TEXT = (
 GZIP, ZSTD = ".gz", ".zst"
 LIBRARIES = {ZSTD: "zstandard", PARQUET: "pyarrow"}  # of the extra `data`
 DAMAGE = (OSError, EOFError, zlib.error)  # what reading a file raises that is not whole
-HEAD = 8000  # bytes of a file by which it is known; a NUL among them means binary data, as in git
-
-BY_SUFFIX = {
-    "a zip archive": (".zip", ".jar", ".whl", ".egg", ".epub"),
-    "a tar archive": (".tar", ".tgz"),
-    "a compressed file": (".bz2", ".xz", ".lz4", ".br", ".z"),
-    "an archive": (".7z", ".rar", ".iso", ".dmg", ".deb", ".rpm"),
-    "a PDF": (".pdf",),
-    "an Office document": (".doc", ".docx", ".xls", ".xlsx", ".ppt", ".pptx", ".odt", ".ods", ".odp"),
-    "an image": (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico"),
-    "sound or video": (".mp3", ".wav", ".flac", ".ogg", ".mp4", ".mkv", ".webm", ".avi", ".mov"),
-    "arrays or weights": (".npy", ".npz", ".safetensors", ".gguf", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".hdf5"),
-    "a table": (".arrow", ".feather", ".orc", ".sqlite", ".sqlite3"),
-    "a program": (".exe", ".dll", ".so", ".dylib", ".class", ".pyc", ".wasm"),
-}
-BY_FIRST_BYTES = {
-    b"PK\x03\x04": "a zip archive",
-    b"PK\x05\x06": "a zip archive",
-    b"%PDF-": "a PDF",
-    b"\x1f\x8b\x08": "gzip data",
-    b"\x28\xb5\x2f\xfd": "Zstandard data",
-    b"PAR1\x15": "a Parquet file",
-    b"\xfd7zXZ\0": "xz data",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-    b"Rar!\x1a\x07": "a RAR archive",
-    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "an Office document",
-    b"\x89PNG\r\n\x1a\n": "an image",
-    b"\xff\xd8\xff": "an image",
-    b"GIF87a": "an image",
-    b"GIF89a": "an image",
-    b"\x93NUMPY": "arrays or weights",
-    b"\x89HDF\r\n\x1a\n": "arrays or weights",
-    b"GGUF\x03\0": "arrays or weights",
-    b"ARROW1\0\0": "a table",
-    b"SQLite format 3\0": "a table",
-    b"\x7fELF": "a program",
-}
+HEAD = 8000  # bytes of a file of which a NUL means binary data, as in git
 
 
 def compression(name: str) -> str:
@@ -66,7 +30,7 @@ def compression(name: str) -> str:
 
 
 def suffix(name: str) -> str:
-    """What stands before the compression, in lower case: .jsonl of a.JSONL.gz."""
+    """The suffix before that of the compression, in lower case: .jsonl of a.JSONL.gz."""
     return PurePosixPath(name.lower().removesuffix(compression(name))).suffix
 
 
@@ -83,24 +47,6 @@ def is_chat(name: str) -> bool:
 def wanted_for(contents: str) -> Callable[[str], bool]:
     """Which files of a folder hold documents of a `data.format`."""
     return is_text if contents == "text" else is_chat
-
-
-def no_text(name: str, head: bytes) -> str | None:
-    """What a file is that is no text, by its name or the first bytes of what it holds."""
-    for what, suffixes in BY_SUFFIX.items():
-        if suffix(name) in suffixes:
-            return what
-    for first, what in BY_FIRST_BYTES.items():
-        if head.startswith(first):
-            return what
-    if head[257:262] == b"ustar":
-        return "a tar archive"
-    if head[:3] == b"BZh" and head[4:10] == b"1AY&SY":
-        return "bzip2 data"
-    if head[8:10] == b'{"' and head[4:8] == bytes(4):
-        # safetensors: the length of the header, and the header.
-        return "arrays or weights"
-    return None
 
 
 def require_libraries(name: str) -> None:
@@ -196,7 +142,7 @@ def parquet_records(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _present(value: Any) -> Any:
-    """Without the fields that are null: in a column every message has all fields that any has."""
+    """The value without fields that are null: in a column every message has all fields that any has."""
     if isinstance(value, dict):
-        return {name: _present(each) for name, each in value.items() if each is not None}
-    return [_present(each) for each in value] if isinstance(value, list) else value
+        return {name: _present(field) for name, field in value.items() if field is not None}
+    return [_present(entry) for entry in value] if isinstance(value, list) else value

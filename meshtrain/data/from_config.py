@@ -4,34 +4,26 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtrain.config import Config
+from meshtrain.config.follow import row_multiple
 from meshtrain.config.images import IMAGES
-from meshtrain.config.rows import row_multiple
 from meshtrain.config.schema import DataConfig
-from meshtrain.data.batches import EpochRows, RowBatches
-from meshtrain.data.cache import cache_directory, open_files
-from meshtrain.data.formats import wanted_for
-from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
-from meshtrain.data.images.opened import open_images
-from meshtrain.data.inputs import find
+from meshtrain.data.batches import EpochRows, GlobalBatches, RowBatches, SplitBatches, few
 from meshtrain.data.manifest import SPLITS, is_preparation
-from meshtrain.data.mixture import MixedGroups, MixedRows
-from meshtrain.data.opened import Source, open_shards
-from meshtrain.data.packing import Packed
-from meshtrain.data.pieces import Pieces, open_pieces
 from meshtrain.data.shards import Corpus
-from meshtrain.data.split import SplitBatches
+from meshtrain.data.source import Source, open_shards
+from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
-from meshtrain.data.unit import Options
-from meshtrain.data.windows import Windows
 from meshtrain.errors import ConfigError, nearest, refusal, short
-from meshtrain.given import a_config
+from meshtrain.inputs import a_config
 from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 
-GlobalBatches = RowBatches | MixedRows | Grouped | MixedGroups
+if TYPE_CHECKING:
+    from meshtrain.data.pieces import DocumentPieces
 
 # How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be left out.
 WAYS_OUT = {
@@ -54,24 +46,26 @@ class TextBatches(SplitBatches):
 
     @property
     def padding(self) -> float:
-        """The share of the places in a batch that hold no label, on average over an epoch; rows that fill it up are not counted."""
+        """The share of the places in a batch that hold no label, on average over an epoch; padding rows are not counted."""
         return 1 - self.tokens_per_batch / self.batches.places_per_batch
 
     def describe(self) -> str:
         shapes = f" in {len(self.shapes)} shapes" if len(self.shapes) > 1 else ""
         padding = f", {self.padding:.1%} padding" if self.padding >= 0.0005 else ""
         epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
-        return f"{self.source}: " + "; ".join((epoch, *self.said))
+        return f"{self.source}: " + "; ".join((epoch, *self.notes))
 
 
 def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
-    """Training and held-out batches, of text or of images; None if nothing is held out. Touches no device.
+    """Opens training and validation batches, of text or of images; None if nothing is held out. Touches no device.
 
     Raises ConfigError (one sentence): a source that is not there or not whole, a tokenizer or classes too many for the model, too
     little text, nothing held out though eval.every asks for it.
     """
     data = a_config(config, "mt.open_data").data
     if data.format == IMAGES:
+        from meshtrain.data.images.image_batches import open_images
+
         return open_images(config)
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -80,8 +74,8 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
             f"give at least {tokenizer.vocab_size}."
         )
     if not has_documents(data.source):
-        train, held_out = (_drawn(config, tokenizer, split) for split in SPLITS)
-        return train, held_out
+        train, validation = (_drawn(config, tokenizer, split) for split in SPLITS)
+        return train, validation
     names, weights = (data.mixture, data.weights) if data.mixture else ((data.source,), (1.0,))
     key = "data.mixture" if data.mixture else "data.source"
     sources = [_open_source(key, name, data, tokenizer) for name in names]
@@ -111,8 +105,15 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):
             assert data.format != IMAGES, "they are opened elsewhere"
-            share = Options.validation if data.validation is None else data.validation
-            options = Options(data.tokenizer, share, data.text_field, data.bad_documents, data.format, data.template)
+            from meshtrain.data.cache import open_files
+            from meshtrain.data.formats import wanted_for
+            from meshtrain.data.input_files import find
+            from meshtrain.data.unit import PrepareOptions
+
+            share = PrepareOptions.validation if data.validation is None else data.validation
+            options = PrepareOptions(
+                data.tokenizer, share, data.text_field, data.bad_documents, data.format, data.template
+            )
             return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
@@ -124,7 +125,6 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
 
 
 def _drawn(config: Config, tokenizer: Tokenizer, split: str) -> TextBatches:
-    """The batches of a source without documents."""
     opens = SOURCES[config.data.source].rows
     assert opens is not None, f"{config.data.source} is registered without a function that opens it"
     batches = RowBatches(opens(config, split), config.train.global_batch_size, pad=False)
@@ -143,30 +143,36 @@ def _batches(
     corpora, weights = [corpus for _, corpus, _ in pairs], [w for _, _, w in pairs]
     length, batching = config.train.sequence_length, config.data.batching
     for source, corpus, _ in pairs:
-        if batching == "window" and corpus.labels < length and config.data.last == "drop":
+        if corpus.labels == corpus.documents:
+            raise ConfigError(
+                f"{source.name} holds {corpus.documents} documents{purpose}, but of none of them data.tokenizer {short(config.data.tokenizer)} "
+                "knows anything; give the tokenizer that was made for such text."
+            )
+        if batching == "window" and split == "train" and corpus.labels < length and config.data.last == "drop":
             raise ConfigError(
                 f"{source.name} holds {corpus.labels} tokens{purpose}, fewer than train.sequence_length {length}{WAYS_OUT[split]}"
             )
     tables = [] if batching == "window" else [_pieces(s, c, split, length) for s, c, _ in pairs]
-    if batching in ("grouped", "budget"):
-        batches = _grouped(config, corpora, tables, weights)
-    else:
-        batches = _rows(config, corpora, tables, weights)
-    said = [
-        f"{source.name}: {sentence}" if len(pairs) > 1 else sentence
+    build = _grouped if batching in ("grouped", "budget") else _rows
+    # No validation text is left out: it is little, and what is logged of it is of all.
+    batches = build(config, corpora, tables, weights, config.data.last == "pad" or split != "train")
+    padded = not batches.batches_per_epoch
+    if padded:
+        batches = build(config, corpora, tables, weights, True)
+    notes = [
+        f"{source.name}: {note}" if len(pairs) > 1 else note
         for (source, corpus, _), table in zip(pairs, tables, strict=False)
-        for sentence in source.describe(corpus, table, length)
+        for note in source.describe(corpus, table, length)
     ]
-    if batches.batches_per_epoch == 0:
-        raise ConfigError(
-            f"{name} fills no batch of train.global_batch_size {config.train.global_batch_size} for {split}; "
-            "give a smaller batch, or data.last: pad."
-        )
+    notes += few(config.train.global_batch_size) if padded else ()
     digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
-    return TextBatches(batches, name, digest, tokenizer, multiple=row_multiple(config), said=tuple(said))
+    return TextBatches(batches, name, digest, tokenizer, multiple=row_multiple(config), notes=tuple(notes))
 
 
-def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> Pieces:
+def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> "DocumentPieces":
+    from meshtrain.data.cache import cache_directory
+    from meshtrain.data.pieces import open_pieces
+
     pieces = open_pieces(corpus, length, cache_directory() / "lengths" / f"{source.digest(split)[:32]}-{length}")
     if not len(pieces.first):
         raise ConfigError(
@@ -177,23 +183,31 @@ def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> Pieces:
 
 
 def _rows(
-    config: Config, corpora: Sequence[Corpus], tables: Sequence[Pieces], weights: Sequence[float]
+    config: Config, corpora: Sequence[Corpus], tables: "Sequence[DocumentPieces]", weights: Sequence[float], pad: bool
 ) -> GlobalBatches:
     """Batching window and packed."""
-    length, seed, pad = config.train.sequence_length, config.run.seed, config.data.last == "pad"
+    length, seed = config.train.sequence_length, config.run.seed
     rows: list[EpochRows]
     if config.data.batching == "window":
         rows = [Windows(corpus, length, pad, seed) for corpus in corpora]
     else:
+        from meshtrain.data.packing import Packed
+
         rows = [Packed(corpus, pieces, length, seed) for corpus, pieces in zip(corpora, tables, strict=True)]
     size = config.train.global_batch_size
-    return RowBatches(rows[0], size, pad) if len(rows) == 1 else MixedRows(rows, weights, size, seed)
+    if len(rows) == 1:
+        return RowBatches(rows[0], size, pad)
+    from meshtrain.data.mixture import MixedRows
+
+    return MixedRows(rows, weights, size, seed)
 
 
 def _grouped(
-    config: Config, corpora: Sequence[Corpus], tables: Sequence[Pieces], weights: Sequence[float]
+    config: Config, corpora: Sequence[Corpus], tables: "Sequence[DocumentPieces]", weights: Sequence[float], pad: bool
 ) -> GlobalBatches:
     """Batching grouped and budget; the lengths are the same for all sources."""
+    from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
+
     data, length, size = config.data, config.train.sequence_length, config.train.global_batch_size
     shares = [weight * pieces.counts / pieces.counts.sum() for weight, pieces in zip(weights, tables, strict=True)]
     lengths = choose_lengths(np.sum(shares, axis=0), data.lengths, data.length_multiple)
@@ -202,9 +216,11 @@ def _grouped(
     else:
         rows = [budget_rows(size * length, n, data.rows_multiple) for n in lengths]
     sources = [
-        Grouped(corpus, pieces, make_groups(pieces, lengths, rows, data.last == "pad"), config.run.seed)
+        Grouped(corpus, pieces, make_groups(pieces, lengths, rows, pad), config.run.seed)
         for corpus, pieces in zip(corpora, tables, strict=True)
     ]
     if len(sources) == 1:
         return sources[0]
+    from meshtrain.data.mixture import MixedGroups
+
     return MixedGroups(sources, weights, config.run.seed)

@@ -16,16 +16,16 @@ import numpy as np
 
 from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, keys_of, permute
-from meshtrain.data.pieces import Pieces
+from meshtrain.data.pieces import DocumentPieces
 from meshtrain.data.shards import Corpus
-from meshtrain.data.stretches import in_rows
+from meshtrain.data.token_rows import in_rows
 
 CHOICES = 512  # row lengths to choose from
 AHEAD = 256  # batches whose places in the order are found at a time
 
 
 @dataclass(frozen=True)
-class Group:
+class LengthGroup:
     """The pieces begin .. end, in batches of `rows` rows of `length`."""
 
     length: int
@@ -70,9 +70,9 @@ def budget_rows(budget: int, length: int, multiple: int) -> int:
     return max(budget // length // multiple, 1) * multiple
 
 
-def make_groups(pieces: Pieces, lengths: Sequence[int], rows: Sequence[int], pad: bool) -> list[Group]:
+def make_groups(pieces: DocumentPieces, lengths: Sequence[int], rows: Sequence[int], pad: bool) -> list[LengthGroup]:
     """All pieces in groups of these lengths, with these rows a batch; only the last group's last batch may not be full."""
-    groups: list[Group] = []
+    groups: list[LengthGroup] = []
     begin, total = 0, len(pieces.first)
     for length, size in zip(lengths, rows, strict=True):
         end = int(pieces.ends[length])
@@ -82,7 +82,7 @@ def make_groups(pieces: Pieces, lengths: Sequence[int], rows: Sequence[int], pad
         else:
             end = begin + batches * size
         if batches:
-            groups.append(Group(length, size, begin, end, batches))
+            groups.append(LengthGroup(length, size, begin, end, batches))
         begin = end
     return groups
 
@@ -93,13 +93,13 @@ class Grouped:
     Padding stands behind the documents, where causal attention does not see it: neither segments nor positions are needed.
     """
 
-    def __init__(self, corpus: Corpus, pieces: Pieces, groups: Sequence[Group], seed: int) -> None:
+    def __init__(self, corpus: Corpus, pieces: DocumentPieces, groups: Sequence[LengthGroup], seed: int) -> None:
         self.corpus, self.pieces, self.groups, self.seed = corpus, pieces, list(groups), seed
         batches = np.array([group.batches for group in groups], np.int64)
         self._ends = np.cumsum(batches)
         self._starts = self._ends - batches
         self._places = lru_cache(maxsize=2)(self._make_places)
-        self.batches_per_epoch = int(self._ends[-1]) if len(groups) else 0
+        self.batches_per_epoch = self.batches_once = int(self._ends[-1]) if len(groups) else 0
 
     @property
     def tokens_per_batch(self) -> float:

@@ -1,25 +1,25 @@
-"""What a directory of token shards says of itself: manifest.json, and the names of all that may lie beside it (shards.py, prepare.py)."""
+"""manifest.json, which describes a directory of token shards, and the names of all that may lie beside it (shards.py, prepare.py)."""
 
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, Literal, get_args
 
 from meshtrain.errors import ConfigError, refusal
 
 MANIFEST, RECIPE, UNITS = "manifest.json", "plan.json", "units"
 FORMAT = 1
 SPLITS = ("train", "validation")
-# What the documents are, as `data.format` says it.
+# The kind of documents, as in `data.format`.
 Contents = Literal["text", "chat", "pairs"]
-OF_CHATS = ("contents", "template_digest", "counts")  # what a manifest says of conversations alone
+OF_CHATS = ("contents", "template_digest", "counts")  # fields of a manifest of conversations alone
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What the manifest says of one shard."""
+    """A shard's entry in the manifest."""
 
     name: str
     documents: int
@@ -35,8 +35,8 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a directory of shards holds. A pure function of the input's content and the options, whatever prepared it."""
+class ShardManifest:
+    """The content of a directory of shards. A pure function of the input's content and the options, whatever prepared it."""
 
     tokenizer: str
     tokenizer_digest: str
@@ -49,7 +49,7 @@ class Manifest:
     format: int = FORMAT
     contents: Contents = "text"
     template_digest: str = ""
-    counts: dict[str, int] = field(default_factory=dict)  # of conversations: by what is counted (answers.COUNTED)
+    counts: dict[str, int] = field(default_factory=dict)  # of conversations: by what is counted (examples.COUNTED)
 
     def count(self, split: str, what: str) -> int:
         return sum(getattr(shard, what) for shard in self.shards[split])
@@ -82,8 +82,8 @@ def is_preparation(directory: Path) -> bool:
         return b'"tokenizer_digest"' in stream.read(4096) or any(directory.glob("*.tokens"))
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory of shards; ConfigError if it is none of ours."""
+def read_manifest(directory: Path) -> ShardManifest:
+    """Reads the manifest of a directory of shards; ConfigError if it is none of ours."""
     path = directory / MANIFEST
     try:
         if not path.is_file():
@@ -93,8 +93,8 @@ def read_manifest(directory: Path) -> Manifest:
             raise ConfigError(
                 f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
             )
-        shards = {split: tuple(_checked(Shard(**shard)) for shard in values["shards"][split]) for split in SPLITS}
-        manifest = _checked(Manifest(**{**values, "shards": shards}))
+        shards = {split: tuple(Shard(**shard) for shard in values["shards"][split]) for split in SPLITS}
+        manifest = ShardManifest(**{**values, "shards": shards})
         if manifest.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype is {manifest.dtype!r}")
         if manifest.contents not in get_args(Contents):
@@ -108,16 +108,3 @@ def read_manifest(directory: Path) -> Manifest:
         raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the manifest of prepared shards ({str(error)[:200]}).") from None
-
-
-T = TypeVar("T", Shard, Manifest)
-
-
-def _checked(record: T) -> T:
-    """The record, if its values have the types that they should; TypeError."""
-    for each in fields(record):
-        value, wanted = getattr(record, each.name), cast(type, get_origin(each.type) or each.type)
-        wanted = str if get_origin(each.type) is Literal else wanted
-        if not isinstance(value, (int, float) if wanted is float else wanted):
-            raise TypeError(f"{each.name} is {value!r}")
-    return record

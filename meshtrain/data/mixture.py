@@ -35,11 +35,19 @@ class Draw:
         blocks, places = np.divmod(numbers, BLOCK)
         source, index = np.empty_like(numbers), np.empty_like(numbers)
         for block in np.unique(blocks).tolist():
-            here = blocks == block
+            mask = blocks == block
             sources, ranks = self._block(block)
-            source[here] = sources[places[here]]
-            index[here] = block * self.quotas[source[here]] + ranks[places[here]]
+            source[mask] = sources[places[mask]]
+            index[mask] = block * self.quotas[source[mask]] + ranks[places[mask]]
         return source, index
+
+    def comes_again(self, counts: Sequence[int]) -> int:
+        """The first number whose item has been there before, where sources have so many items each."""
+        numbers = []
+        for source, (count, quota) in enumerate(zip(counts, self.quotas.tolist(), strict=True)):
+            block, rank = divmod(count, quota)
+            numbers.append(block * BLOCK + int(np.flatnonzero(self._block(block)[0] == source)[rank]))
+        return min(numbers)
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """The source at each place of a block, and how many of that source stand before it."""
@@ -66,6 +74,10 @@ class MixedRows:
         return -(-sum(source.count for source in self.sources) // self.size)
 
     @property
+    def batches_once(self) -> int:
+        return max(self.draw.comes_again([source.count for source in self.sources]) // self.size, 1)
+
+    @property
     def tokens_per_batch(self) -> float:
         full = [source.labels / source.count for source in self.sources]
         return self.size * float(np.average(full, weights=self.draw.quotas))
@@ -89,6 +101,10 @@ class MixedGroups:
         """As many batches as all sources hold together; none if one of them fills none."""
         counts = [source.batches_per_epoch for source in self.sources]
         return sum(counts) if all(counts) else 0
+
+    @property
+    def batches_once(self) -> int:
+        return self.draw.comes_again([source.batches_per_epoch for source in self.sources])
 
     @property
     def tokens_per_batch(self) -> float:

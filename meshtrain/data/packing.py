@@ -17,25 +17,25 @@ import numpy as np
 
 from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import keys_of, permute
-from meshtrain.data.pieces import Pieces
+from meshtrain.data.pieces import DocumentPieces
 from meshtrain.data.shards import Corpus
-from meshtrain.data.stretches import Stretches, in_rows, within
+from meshtrain.data.token_rows import Stretches, in_rows, within
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """Rows of the same make: `rows` of them, each with `copies` pieces of each length."""
 
     rows: int
     content: tuple[tuple[int, int], ...]  # (length, copies)
 
 
-def pack(counts: np.ndarray, size: int) -> list[Kind]:
+def pack(counts: np.ndarray, size: int) -> list[RowKind]:
     """Kinds of row of `size` that hold counts[l] pieces of each length l (counts [size + 1]), by best fit, the longest first."""
-    by_room: dict[int, list[Kind]] = {}  # kinds by the room that their rows have left
+    by_room: dict[int, list[RowKind]] = {}  # kinds by the room that their rows have left
     rooms: list[int] = []  # its keys, ascending
 
-    def put(room: int, kind: Kind) -> None:
+    def put(room: int, kind: RowKind) -> None:
         if room not in by_room:
             bisect.insort(rooms, room)
         by_room.setdefault(room, []).append(kind)
@@ -46,7 +46,7 @@ def pack(counts: np.ndarray, size: int) -> list[Kind]:
             tightest = bisect.bisect_left(rooms, length)
             if tightest == len(rooms):
                 # New rows, more than enough.
-                room, kind = size, Kind(left, ())
+                room, kind = size, RowKind(left, ())
             else:
                 room = rooms[tightest]
                 kind = by_room[room].pop()
@@ -54,9 +54,9 @@ def pack(counts: np.ndarray, size: int) -> list[Kind]:
                     del by_room[room], rooms[tightest]
             copies = min(room // length, left)
             rows = min(kind.rows, left // copies)
-            put(room - length * copies, Kind(rows, (*kind.content, (length, copies))))
+            put(room - length * copies, RowKind(rows, (*kind.content, (length, copies))))
             if kind.content and rows < kind.rows:
-                put(room, Kind(kind.rows - rows, kind.content))
+                put(room, RowKind(kind.rows - rows, kind.content))
             left -= rows * copies
     return [kind for _, kinds in sorted(by_room.items()) for kind in kinds]
 
@@ -64,7 +64,7 @@ def pack(counts: np.ndarray, size: int) -> list[Kind]:
 class Packed:
     """The rows of an epoch: every piece of every document in exactly one of them."""
 
-    def __init__(self, corpus: Corpus, pieces: Pieces, length: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus, pieces: DocumentPieces, length: int, seed: int) -> None:
         self.corpus, self.pieces, self.length, self.seed = corpus, pieces, length, seed
         self.labels = pieces.labels
         self._of_length = pieces.counts

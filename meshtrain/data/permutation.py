@@ -22,8 +22,8 @@ def key_of(*parts: int | str) -> np.uint64:
 
 def keys_of(epochs: np.ndarray, *parts: int | str) -> np.ndarray:
     """The key of the parts and each epoch [N]; uint64 [N]."""
-    found, which = np.unique(epochs, return_inverse=True)
-    return np.array([key_of(*parts, epoch) for epoch in found.tolist()], np.uint64)[which]
+    distinct, which = np.unique(epochs, return_inverse=True)
+    return np.array([key_of(*parts, epoch) for epoch in distinct.tolist()], np.uint64)[which]
 
 
 def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
@@ -36,8 +36,8 @@ def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarr
         value = _network(index.astype(np.uint64), a, b, key)
         outside = np.flatnonzero(value >= size)
         while outside.size:
-            ways = (array if array.ndim == 0 else array[outside] for array in (a, b, np.asarray(key)))
-            value[outside] = _network(value[outside], *ways)
+            sizes = (array if array.ndim == 0 else array[outside] for array in (a, b, np.asarray(key)))
+            value[outside] = _network(value[outside], *sizes)
             outside = outside[value[outside] >= (size if size.ndim == 0 else size[outside])]
     return value.astype(np.int64)
 

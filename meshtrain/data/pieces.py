@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentPieces:
     """Pieces in order of length; those of length l are numbered ends[l - 1] .. ends[l].
 
     ends: int64 [T + 1]; first: uint64 [pieces], memory-mapped.
@@ -46,7 +46,7 @@ class Pieces:
 
     @property
     def labels(self) -> int:
-        """Of all pieces together."""
+        """The labels of all pieces together."""
         return int(self.counts @ np.arange(len(self.ends)))
 
     def lengths(self, numbers: np.ndarray) -> np.ndarray:
@@ -54,8 +54,8 @@ class Pieces:
         return np.searchsorted(self.ends, numbers, side="right")
 
 
-def open_pieces(corpus: Corpus, longest: int, path: Path) -> Pieces:
-    """The pieces of at most `longest` labels; the table is made at `path` unless it is there, whole. ConfigError if it cannot be."""
+def open_pieces(corpus: Corpus, longest: int, path: Path) -> DocumentPieces:
+    """Opens the pieces of at most `longest` labels; the table is made at `path` unless it is there, whole. ConfigError if it cannot be."""
     try:
         table = _read(path)
         if table is None:
@@ -72,11 +72,10 @@ def open_pieces(corpus: Corpus, longest: int, path: Path) -> Pieces:
         raise ConfigError(
             f"the table of document lengths {path} cannot be written or read ({refusal(error)}); set XDG_CACHE_HOME to a directory with room."
         ) from None
-    return Pieces(table[: longest + 1].astype(np.int64), table[longest + 1 :])
+    return DocumentPieces(table[: longest + 1].astype(np.int64), table[longest + 1 :])
 
 
 def _read(path: Path) -> np.ndarray | None:
-    """The table of that name, if it is there as it was written."""
     if not path.is_file():
         return None
     try:
@@ -133,10 +132,10 @@ def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
     free = longest + 1 + ends - counts  # where the next piece of each length goes
     for starts, lengths in _documents(corpus, longest):
         rows, rests = lengths // longest, lengths % longest
-        whole = np.repeat(starts, rows)
-        whole += longest * (np.arange(len(whole)) - np.repeat(np.cumsum(rows) - rows, rows))
-        put(whole, free[longest])
-        free[longest] += len(whole)
+        full = np.repeat(starts, rows)
+        full += longest * (np.arange(len(full)) - np.repeat(np.cumsum(rows) - rows, rows))
+        put(full, free[longest])
+        free[longest] += len(full)
         order = np.argsort(rests, kind="stable")
         taken = np.bincount(rests, minlength=longest + 1)
         firsts, upto = (starts + rows * longest)[order], np.cumsum(taken)
@@ -170,7 +169,7 @@ def stored(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             yield (starts, lengths) if corpus.contents == "text" else (starts + 1, np.maximum(lengths - 2, 0))
 
 
-def shortened(corpus: Corpus, pieces: Pieces, longest: int) -> tuple[int, int]:
+def shortened(corpus: Corpus, pieces: DocumentPieces, longest: int) -> tuple[int, int]:
     """How many of the documents, none of which is cut into several, are cut off at `longest`, and how many left out."""
     left_out = corpus.documents - len(pieces.first)
     return sum(int((lengths > longest).sum()) for _, lengths in stored(corpus)) - left_out, left_out

@@ -1,16 +1,17 @@
 """From files to token shards: in parallel, to be interrupted and run again, the same bytes whatever the number of workers.
 
-Each unit of the input (documents.units) becomes one shard of each split. A finished unit leaves a note, so that a later run
+Each unit of the input (documents.units) becomes one shard of each split. A finished unit leaves a record, so that a later run
 skips it; the manifest comes last, and its presence says that all is there.
 
     DIR/plan.json              what the shards are made from (input, tokenizer, options), so that a later run goes on only with the same
-    DIR/units/                 the notes of finished units (unit.py)
+    DIR/units/                 the records of finished units (unit.py)
     DIR/skipped.log            the documents that they skipped
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -18,26 +19,26 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from meshtrain.data.answers import COUNTED
 from meshtrain.data.documents import RULES, Part, units
-from meshtrain.data.inputs import File
-from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, UNITS, Manifest
+from meshtrain.data.examples import COUNTED
+from meshtrain.data.input_files import InputFile
+from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, UNITS, ShardManifest
 from meshtrain.data.template import JINJA, find_template
 from meshtrain.data.tokenizer import Tokenizer, use_one_thread
-from meshtrain.data.unit import Options, Reading, Unit, dtype_of, encoded, read_note, reading
+from meshtrain.data.unit import Encoder, PrepareOptions, Unit, UnitRecord, encoded, open_encoder, read_record
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import locked, remove_temporaries, write_atomically
 
 SKIPPED = "skipped.log"
 
 
-def fingerprint(files: Sequence[File], options: Options, tokenizer: Tokenizer) -> dict[str, str]:
-    """What a preparation is made from: two of the same are the same."""
+def fingerprint(files: Sequence[InputFile], options: PrepareOptions, tokenizer: Tokenizer) -> dict[str, str]:
+    """Names what a preparation is made from: two of the same are the same."""
     listing = "\n".join(f"{f.name}\t{f.size}\t{f.modified}" for f in files)
     apart = ("tokenizer", "template") if options.contents != "text" else ("tokenizer", "template", "contents")
     chosen = {k: v for k, v in asdict(options).items() if k not in apart}
@@ -53,58 +54,57 @@ def fingerprint(files: Sequence[File], options: Options, tokenizer: Tokenizer) -
     return recipe
 
 
-def last_change(files: Sequence[File]) -> float:
-    """What chat templates that ask for the time are told, so that the same input makes the same shards on any day: seconds since 1970."""
+def last_change(files: Sequence[InputFile]) -> float:
+    """The time that chat templates see, seconds since 1970, so that the same input makes the same shards on any day."""
     return max((file.modified for file in files), default=0) / 1e9
 
 
 def prepare(
-    files: Sequence[File],
+    files: Sequence[InputFile],
     output: Path,
-    options: Options,
+    options: PrepareOptions,
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Manifest:
+) -> ShardManifest:
     """Writes the shards and their manifest; finished units are kept if they are still as they were, and a second process waits for the first.
 
     progress is called with (bytes of input done, bytes in all). ConfigError: the directory holds another preparation, a bad
     document with bad: refuse, no document at all.
     """
-    now = last_change(files)
-    with contextlib.closing(reading(options, now)) as read:
-        return _prepare(files, output, options, workers, progress, read, now)
-
-
-def _prepare(
-    files: Sequence[File],
-    output: Path,
-    options: Options,
-    workers: int,
-    progress: Callable[[int, int], None],
-    read: Reading,
-    now: float,
-) -> Manifest:
-    tokenizer, parts = read.tokenizer, units(files)
-    dtype = dtype_of(tokenizer, options.contents)
+    now, parts = last_change(files), units(files)
     sizes = [sum(part.end - part.begin for part in unit) for unit in parts]
+    encoder = open_encoder(options, now)
     output.mkdir(parents=True, exist_ok=True)
     with locked(output):
-        _claim(output, fingerprint(files, options, tokenizer))
+        _claim(output, fingerprint(files, options, encoder.tokenizer))
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
-            notes = pool.map(lambda i: read_note(output, i, dtype, verify=True), range(len(parts)))
-            todo = [i for i, note in enumerate(notes) if note is None]
+            before = pool.map(lambda i: read_record(output, i, encoder.dtype, verify=True), range(len(parts)))
+            todo = [i for i, record in enumerate(before) if record is None]
         done = sum(sizes) - sum(sizes[i] for i in todo)
         progress(done, sum(sizes))
-        with contextlib.closing(_run(parts, todo, output, options, read, now, workers)) as finished:
+        with contextlib.closing(_run(parts, todo, output, options, encoder, now, workers)) as finished:
             for number in finished:
                 done += sizes[number]
                 progress(done, sum(sizes))
-        return _finish(output, len(parts), options, read)
+        records = [read_record(output, i, encoder.dtype) for i in range(len(parts))]
+        if options.validation and (again := _to_hold_one_out(records)) is not None:
+            number, share = again
+            Unit(number, output, replace(options, validation=share), encoder).run(parts[number])
+            records[number] = read_record(output, number, encoder.dtype)
+        return _finish(output, records, options, encoder)
+
+
+def _to_hold_one_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] | None:
+    """The unit, and the share that it holds a single one out by, where the share asked for holds out none of the conversations."""
+    if any(record is None or record.shards["validation"] for record in records):
+        return None
+    first = sorted((place, i) for i, record in enumerate(records) if record is not None for place in record.first)
+    # The only one is to be learned.
+    return (first[0][1], math.nextafter(first[0][0] / 2**64, 1)) if len(first) > 1 else None
 
 
 def _claim(output: Path, recipe: dict[str, str]) -> None:
-    """Refuses a directory that holds something else."""
     path = output / RECIPE
     if not path.is_file():
         others = sorted(p.name for p in output.iterdir() if not p.name.startswith("."))
@@ -138,15 +138,14 @@ def _run(
     parts: list[tuple[Part, ...]],
     todo: list[int],
     output: Path,
-    options: Options,
-    read: Reading,
+    options: PrepareOptions,
+    encoder: Encoder,
     now: float,
     workers: int,
 ) -> Generator[int, None, None]:
-    """The numbers of the units as they are finished."""
     if min(workers, len(todo)) <= 1:
         for number in todo:
-            Unit(number, output, options, read).run(parts[number])
+            Unit(number, output, options, encoder).run(parts[number])
             yield number
         return
     # A fork of a process that has threads (JAX) may hang.
@@ -183,21 +182,21 @@ def _signals_held() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for each in arrived:
-        signal.raise_signal(each)
+    for caught in arrived:
+        signal.raise_signal(caught)
 
 
-_worker: dict[str, Any] = {}  # by what the worker process reads, loaded once, and what asks it to stop
+_worker: dict[str, Any] = {}  # the encoder of a worker process, loaded once, and the event that stops it
 
 
-def _begin_worker(options: Options, now: float, stop: Event) -> None:
+def _begin_worker(options: PrepareOptions, now: float, stop: Event) -> None:
     # The parent hears of it too, and says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One that waits for work does not see that a killed parent has none.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     use_one_thread()
-    _worker.update(reading=reading(options, now), stop=stop)
+    _worker.update(encoder=open_encoder(options, now), stop=stop)
 
 
 def _end_with_parent() -> None:
@@ -207,34 +206,34 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(number: int, parts: tuple[Part, ...], output: Path, options: Options) -> None:
-    Unit(number, output, options, _worker["reading"], _worker["stop"]).run(parts)
+def _work(number: int, parts: tuple[Part, ...], output: Path, options: PrepareOptions) -> None:
+    Unit(number, output, options, _worker["encoder"], _worker["stop"]).run(parts)
 
 
-def _finish(output: Path, count: int, options: Options, read: Reading) -> Manifest:
-    tokenizer, template = read.tokenizer, read.examples.template if read.examples else None
-    notes = [
-        note for i in range(count) if (note := read_note(output, i, dtype_of(tokenizer, options.contents))) is not None
-    ]
-    if len(notes) < count:
+def _finish(
+    output: Path, records: Sequence[UnitRecord | None], options: PrepareOptions, encoder: Encoder
+) -> ShardManifest:
+    tokenizer, template = encoder.tokenizer, encoder.examples.template if encoder.examples else None
+    finished = [record for record in records if record is not None]
+    if len(finished) < len(records):
         raise ConfigError(f"shards in {output} vanished while others were made; run the same command again.")
-    logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(count)]
+    logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(len(records))]
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for note in notes:
-        skipped.update(note.skipped)
-        counts.update(note.counts)
-    manifest = Manifest(
+    for record in finished:
+        skipped.update(record.skipped)
+        counts.update(record.counts)
+    manifest = ShardManifest(
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
-        dtype=dtype_of(tokenizer, options.contents).name,
+        dtype=encoder.dtype.name,
         validation_fraction=options.validation,
-        shards={split: tuple(s for note in notes if (s := note.shards[split]) is not None) for split in SPLITS},
+        shards={split: tuple(s for record in finished if (s := record.shards[split]) is not None) for split in SPLITS},
         skipped=dict(sorted(skipped.items())),
         contents=options.contents,
-        template_digest=template.found.digest if template else "",
+        template_digest=template.source.digest if template else "",
         counts={name: counts[name] for name in COUNTED} if template else {},
     )
     if not any(manifest.shards.values()):
@@ -246,13 +245,13 @@ def _finish(output: Path, count: int, options: Options, read: Reading) -> Manife
     if options.tokenizer != "byte":
         write_atomically(output / "tokenizer.json", Path(os.path.expanduser(options.tokenizer)).read_bytes())
     if template is not None:
-        write_atomically(output / JINJA, template.found.text.encode())
+        write_atomically(output / JINJA, template.source.text.encode())
     write_atomically(output / MANIFEST, manifest.to_json().encode())
     return manifest
 
 
 def refusal_at(error: OSError) -> str:
-    """What the system said, and of which file where it said that: is a directory: train-00000.tokens."""
+    """The system's message, with the file where it names one: is a directory: train-00000.tokens."""
     return refusal(error) + (f": {short(os.path.basename(error.filename2))}" if error.filename2 else "")
 
 

@@ -1,4 +1,4 @@
-"""Token shards on disk, and the corpus that they make together.
+"""Token shards on disk, and the corpus that they form together.
 
     DIR/manifest.json            counts, digests, tokenizer; plan.json and units/ beside it: how they came about (prepare.py)
     DIR/train-00000.tokens       uint16 or uint32, little-endian:   E d d d E d d d d d E d d E
@@ -8,7 +8,7 @@
 E is the end-of-document token, d a document's own. A shard begins with an E, so that every document is predicted from the E
 before it and ends with the E that it predicts: each stored token but the first is a label exactly once.
 
-Of conversations (`answers`) the E only stand between: the first token of one is predicted from nothing, and nothing comes after its last.
+Of conversations (`examples`) the E only stand between: the first token of one is predicted from nothing, and nothing comes after its last.
 Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED), and in the second half of a pair that they
 are (REJECTED):
 
@@ -16,8 +16,11 @@ are (REJECTED):
 """
 
 import hashlib
+import itertools
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,61 +28,22 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.manifest import Contents, Manifest, Shard
+from meshtrain.data.manifest import Contents, ShardManifest
 from meshtrain.errors import ConfigError, refusal
-from meshtrain.files import temporary_beside, write_atomically
 
 PADDING = -1  # the first label of a stretch of zeros
 LEARNED, REJECTED = np.uint32(1 << 31), np.uint32(1 << 30)
 ID = REJECTED - np.uint32(1)  # the bits of a token that are its id
+SHARE, LONGEST = 0.003, 1.0  # of the time, for stamps of shards and for digests; seconds without a digest
+CHUNK = 1 << 14  # bytes digested at once
 MOST_OPEN = 256  # files at a time; a process may have 1,024
 
 
-class ShardWriter:
-    """Writes one shard: appended to, digested on the way, renamed when whole."""
+Stamp = tuple[int, int, int]  # when content and inode last changed, in ns, and bytes
 
-    def __init__(self, directory: Path, name: str, end_of_document: int, dtype: np.dtype) -> None:
-        self.name, self.dtype, self.end = name, dtype, np.array([end_of_document], dtype)
-        self.path = directory / f"{name}.tokens"
-        self.temporary = temporary_beside(self.path)
-        self.digest, self.tokens = hashlib.sha256(), 1
-        self.offsets = [1]
-        self.waiting = [self.end]
 
-    def add(self, ids: np.ndarray) -> None:
-        """More of the document."""
-        self.waiting.append(ids)
-        self.tokens += len(ids)
-
-    def end_document(self) -> None:
-        self.add(self.end)
-        self.offsets.append(self.tokens)
-
-    def flush(self) -> None:
-        """Writes what has been added; the file comes into being with the first."""
-        if self.tokens > 1 and self.waiting:
-            tokens = np.concatenate(self.waiting, dtype=self.dtype, casting="unsafe")
-            with open(self.temporary, "ab") as stream:
-                stream.write(tokens.data)
-            self.digest.update(tokens.data)
-            self.waiting = []
-
-    def close(self) -> Shard | None:
-        """The finished shard; None, and no file, if it has no document."""
-        self.flush()
-        if self.tokens == 1:
-            return None
-        offsets = np.array(self.offsets, "<u8").tobytes()
-        with open(self.temporary, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(self.temporary, self.path)
-        write_atomically(self.path.with_suffix(".offsets"), offsets)
-        digests = self.digest.hexdigest(), hashlib.sha256(offsets).hexdigest()
-        return Shard(self.name, len(self.offsets) - 1, self.tokens, *digests)
-
-    def discard(self) -> None:
-        """Gives the room of an unfinished shard back; of a finished one nothing is left to give."""
-        self.temporary.unlink(missing_ok=True)
+def _stamp(stat: os.stat_result) -> Stamp:
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +58,9 @@ class TokenFile:
     path: Path
     dtype: np.dtype
     count: int
+    digest: str = ""  # the manifest's; none: not watched
+    stamp: Stamp = (0, 0, 0)  # before it was verified
+    verified: bool = False
 
 
 class _Descriptor:
@@ -106,14 +73,81 @@ class _Descriptor:
         """`size` bytes from `at` on, or fewer at the end of the file."""
         return os.pread(self.number, size, at)
 
-    def __del__(self) -> None:
-        os.close(self.number)
+    def stamp(self) -> Stamp:
+        return _stamp(os.fstat(self.number))
+
+    # Bound here: the module may be taken down before the last reference.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.number)
 
 
 @lru_cache(maxsize=MOST_OPEN)
 def descriptor(file: TokenFile) -> _Descriptor:
-    """Opened when first read; of many files, the least recently used are closed."""
+    """Opens a file when it is first read; of many files, the least recently used are closed."""
     return _Descriptor(file.path)
+
+
+class _Watch:
+    """Finds shards that are altered in place while they are read, in at most twice SHARE of the time.
+
+    A changed stamp (of a write, but also of a chmod or another link) has the file digested: what that says counts. Not every write
+    leaves a stamp at once: one through a mapping that was written to before, or on another machine. So verified shards are also digested
+    over and over, CHUNK by CHUNK. Not found: what is altered and mended again before its turn, and what was read in the milliseconds
+    since the last look.
+    """
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files, self.stamps = files, [file.stamp for file in files]
+        self.turns = itertools.cycle([file for file in files if file.verified])
+        self.file, self.at, self.digest = next(self.turns, None), 0, hashlib.sha256()
+        self.lock, self.due, self.turn_due = threading.Lock(), 0.0, 0.0
+
+    def look(self, shards: Iterable[int]) -> None:
+        """Checks shards after they have been read; OSError for one that is not as it was prepared."""
+        began = time.monotonic()
+        if began < self.due or not self.lock.acquire(blocking=False):
+            return
+        try:
+            spent = time.thread_time()
+            changed = [shard for shard in shards if self.files[shard].digest and self._stamped(shard)]
+            # Not of the clock: on a busy machine that would put the next look off.
+            self.due = began + (time.thread_time() - spent) / SHARE
+            for shard in changed:
+                self._judge(shard)
+            if self.file is not None and began >= self.turn_due:
+                began = time.monotonic()
+                self._turn(self.file)
+                now = time.monotonic()
+                self.turn_due = now + min((now - began) / SHARE, LONGEST)
+        finally:
+            self.lock.release()
+
+    def _stamped(self, shard: int) -> bool:
+        return descriptor(self.files[shard]).stamp() != self.stamps[shard]
+
+    def _judge(self, shard: int) -> None:
+        file, digest, at = descriptor(self.files[shard]), hashlib.sha256(), 0
+        self.stamps[shard] = file.stamp()
+        while data := file.read(1 << 20, at):
+            digest.update(data)
+            at += len(data)
+        _check_digest(self.files[shard], digest.hexdigest())
+
+    def _turn(self, file: TokenFile) -> None:
+        data = descriptor(file).read(CHUNK, self.at)
+        self.digest.update(data)
+        self.at += len(data)
+        if len(data) < CHUNK:
+            _check_digest(file, self.digest.hexdigest())
+            self.file, self.at, self.digest = next(self.turns), 0, hashlib.sha256()
+
+
+def _check_digest(file: TokenFile, digest: str) -> None:
+    if digest != file.digest:
+        raise OSError(
+            f"the shard {file.path} was altered while it was being read: its digest is no longer the manifest's; "
+            "prepare the text again"
+        )
 
 
 class Corpus:
@@ -125,6 +159,7 @@ class Corpus:
 
     def __init__(self, tokens: Sequence[TokenFile], offsets: Sequence[np.ndarray], contents: Contents = "text") -> None:
         self.tokens, self.offsets, self.dtype, self.contents = list(tokens), list(offsets), tokens[0].dtype, contents
+        self.watch = _Watch(self.tokens)
         # The number of each shard's first label, and the count of labels: int64.
         self.starts = np.cumsum([0, *(shard.count - 1 for shard in tokens)])
 
@@ -156,13 +191,14 @@ class Corpus:
         places = first - self.starts[shards]  # in the shard, of the token before the first label
         width = self.dtype.itemsize
         wanted = list(zip(shards.tolist(), (places * width).tolist(), ((lengths + 1) * width).tolist(), strict=True))
-        found = [
+        read = [
             descriptor(self.tokens[shard]).read(size, at) if shard >= 0 else bytes(size) for shard, at, size in wanted
         ]
-        tokens, labels = b"".join([data[:-width] for data in found]), b"".join([data[width:] for data in found])
+        tokens, labels = b"".join([data[:-width] for data in read]), b"".join([data[width:] for data in read])
         if len(tokens) != width * lengths.sum():
-            short = next(shard for (shard, _, size), data in zip(wanted, found, strict=True) if len(data) < size)
+            short = next(shard for (shard, _, size), data in zip(wanted, read, strict=True) if len(data) < size)
             raise OSError(f"the shard {self.tokens[short].path} was cut short while it was being read")
+        self.watch.look({shard for shard in shards.tolist() if shard >= 0})
         return np.frombuffer(tokens, self.dtype), np.frombuffer(labels, self.dtype)
 
     def __add__(self, other: "Corpus") -> "Corpus":
@@ -170,26 +206,26 @@ class Corpus:
         return Corpus(self.tokens + other.tokens, self.offsets + other.offsets, self.contents)
 
 
-def open_corpus(directory: Path, manifest: Manifest, split: str, verify: bool) -> Corpus:
+def open_corpus(directory: Path, manifest: ShardManifest, split: str, verify: bool) -> Corpus:
     """Opens the shards of a split; ConfigError for one that is missing, truncated or (with verify) altered."""
     dtype, shards = np.dtype(manifest.dtype).newbyteorder("<"), manifest.shards[split]
     files = [file for shard in shards for file in shard.files(directory, dtype.itemsize)]
-    for path, size, _ in files:
-        _check_size(path, size)
+    stamps = {path: _checked_stamp(path, size) for path, size, _ in files}
     if verify:
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
-            found = pool.map(_readable_digest, [path for path, _, _ in files])
-            for (path, _, digest), now in zip(files, found, strict=True):
-                if now != digest:
+            now = pool.map(_readable_digest, [path for path, _, _ in files])
+            for (path, _, digest), other in zip(files, now, strict=True):
+                if other != digest:
                     raise ConfigError(
                         f"{path} has been altered: its digest is not the manifest's; prepare the text again."
                     )
-    return Corpus(
-        [TokenFile(directory / f"{shard.name}.tokens", dtype, shard.tokens) for shard in shards],
-        [np.memmap(directory / f"{shard.name}.offsets", "<u8", "r") for shard in shards],
-        manifest.contents,
-    )
+    tokens = [
+        TokenFile(path, dtype, shard.tokens, digest, stamps[path], verify)
+        for shard, (path, _, digest) in zip(shards, files[::2], strict=True)
+    ]
+    offsets = [np.memmap(path, "<u8", "r") for path, _, _ in files[1::2]]
+    return Corpus(tokens, offsets, manifest.contents)
 
 
 def digest_of_file(path: Path) -> str:
@@ -204,17 +240,19 @@ def _readable_digest(path: Path) -> str:
         raise ConfigError(f"the shard {path} cannot be read: {refusal(error)}.") from None
 
 
-def _check_size(path: Path, expected: int) -> None:
+def _checked_stamp(path: Path, expected: int) -> Stamp:
+    """The stamp of a shard of the expected size; ConfigError for another size."""
     try:
-        size = path.stat().st_size
+        stat = path.stat()
     except FileNotFoundError:
         raise ConfigError(
             f"the shard {path} is missing, though the manifest beside it names it; prepare the text again."
         ) from None
     except OSError as error:
         raise ConfigError(f"the shard {path} cannot be read: {refusal(error)}.") from None
-    if size != expected:
+    if (size := stat.st_size) != expected:
         raise ConfigError(
             f"the shard {path} has {size} bytes instead of {expected}: it is "
             f"{'truncated' if size < expected else 'not what was prepared'}; prepare the text again."
         )
+    return _stamp(stat)

@@ -1,4 +1,4 @@
-"""An example as the model will see it, with what is learned of it in colour, or between marks where there are no colours:
+"""Prints an example as the model will see it, with what is learned of it in colour, or between marks where there are no colours:
 
     on a terminal   learned tokens green, of a rejected answer red; the others as they are
     elsewhere       <|user|>2+2?<|end|><|assistant|>[[4<|end|>]]      of a rejected answer {{ ... }}
@@ -16,34 +16,35 @@ from typing import TextIO
 import numpy as np
 
 from meshtrain.data.chat import Unfit
-from meshtrain.data.documents import read, units
-from meshtrain.data.inputs import File
+from meshtrain.data.documents import documents
+from meshtrain.data.input_files import InputFile
 from meshtrain.data.shards import ID, LEARNED, REJECTED
-from meshtrain.data.tokenizer import ByteTokenizer, FileTokenizer
-from meshtrain.data.unit import Reading
+from meshtrain.data.tokenizer import ByteTokenizer
+from meshtrain.data.tokenizer_file import FileTokenizer
+from meshtrain.data.unit import Encoder
 from meshtrain.errors import ConfigError, short
 
 GREEN, RED, PLAIN = "\033[1;32m", "\033[1;31m", "\033[0m"
 MARKS = {False: ("[[", "]]"), True: ("{{", "}}")}  # by whether the answer is the rejected one
 
 
-def nth(files: Sequence[File], reading: Reading, number: int) -> tuple[str, np.ndarray]:
-    """(the name of its record, the tokens as they are stored) of an example, the first being 1; ConfigError if there are fewer."""
-    assert reading.examples is not None
+def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str, np.ndarray]:
+    """Returns (the name of its record, the tokens as they are stored) of an example, the first being 1; ConfigError if there are fewer."""
+    assert encoder.examples is not None
     seen, problem = 0, ""
-    for document in (document for unit in units(files) for part in unit for document in read(part, None)):
+    for document in documents(files, None):
         if document.problem:
             problem = problem or f"{short(document.name)} is {document.problem}"
             continue
         try:
-            made = reading.examples.of(document, Counter())
+            examples = encoder.examples.of(document, Counter())
         except Unfit as error:
             problem = problem or f"{short(document.name)} is {error.kind} {error.detail}".rstrip()
             continue
-        if seen + len(made) >= number:
-            (tokens,) = reading.examples.encode(made[number - seen - 1 : number - seen], Counter())
+        if seen + len(examples) >= number:
+            (tokens,) = encoder.examples.encode([examples[number - seen - 1]], Counter())
             return document.name, tokens
-        seen += len(made)
+        seen += len(examples)
     raise ConfigError(
         f"there are {seen:,} examples in the input, of which none is number {number:,}"
         + (f"; the first record that is none, {problem}." if problem else ".")
@@ -51,24 +52,24 @@ def nth(files: Sequence[File], reading: Reading, number: int) -> tuple[str, np.n
 
 
 def draw(
-    example: tuple[str, np.ndarray],
+    name: str,
+    tokens: np.ndarray,
     tokenizer: ByteTokenizer | FileTokenizer,
     length: int | None,
     to: TextIO | None = None,
 ) -> None:
     """Prints an example as rows of `length` labels take it."""
     stream = to or sys.stdout
-    name, tokens = example
     colours = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    said = f"{short(name)}: {len(tokens):,} tokens"
+    summary = f"{short(name)}: {len(tokens):,} tokens"
     if length is not None and len(tokens) - 1 > length:
-        kept = tokens[: length + 1]
+        first = tokens[: length + 1]
         # As pieces.py takes them.
-        left_out = (tokens & REJECTED).any() or not (kept[1:] & LEARNED).any()
-        tokens = tokens[:0] if left_out else kept
-        said += ", of which none are taken" if left_out else f", of which the first {len(tokens):,} are taken"
+        left_out = (tokens & REJECTED).any() or not (first[1:] & LEARNED).any()
+        tokens = tokens[:0] if left_out else first
+        summary += ", of which none are taken" if left_out else f", of which the first {len(tokens):,} are taken"
     print("".join(_runs(tokens, tokenizer, colours)), file=stream)
-    print(f"{said}, {int(((tokens & LEARNED) > 0).sum()):,} learned", file=stream)
+    print(f"{summary}, {int(((tokens & LEARNED) > 0).sum()):,} learned", file=stream)
 
 
 def _runs(tokens: np.ndarray, tokenizer: ByteTokenizer | FileTokenizer, colours: bool) -> Iterator[str]:
@@ -83,5 +84,5 @@ def _runs(tokens: np.ndarray, tokenizer: ByteTokenizer | FileTokenizer, colours:
 
 
 def _visible(character: str) -> str:
-    """What a terminal shows and does not obey."""
+    """A character with what a terminal would obey as its escape."""
     return character if character.isprintable() or character == "\n" else ascii(character)[1:-1]

@@ -1,20 +1,17 @@
-"""The chat template of a tokenizer: found beside it, and rendered in a process that can do no harm (`rendering`).
+"""The chat template of a tokenizer: found beside it, and rendered in Jinja's sandbox (`rendering`).
 
 There is no registry of templates here, which would drift from the models': a conversation becomes the text that the template which came
 with the tokenizer makes of it. As in `transformers`, `chat_template.jinja` goes before the `chat_template` of `tokenizer_config.json`,
-of several in one file the one called `default` counts, and a template is told the special tokens by name (`bos_token` ...).
+of several in one file the one called `default` counts, and a template sees the special tokens by name (`bos_token` ...).
 """
 
-import contextlib
 import hashlib
 import importlib.util
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +21,11 @@ from meshtrain.text import read_text
 
 CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
 MOST_BYTES = 16 << 20  # of either file
-RENDERING = Path(__file__).with_name("rendering.py")
-SECONDS = 10.0  # of processor time that a template may take for a conversation
-MEMORY = 1 << 30  # bytes that it may need
-MOST_TEXT = 1 << 24  # characters that it may make
 
 
 @dataclass(frozen=True)
 class TemplateText:
-    """A template, where it was found, and what it is told of the tokenizer."""
+    """A template, its path, and the special tokens of the tokenizer, which it sees by name."""
 
     name: str
     text: str
@@ -45,10 +38,10 @@ class TemplateText:
 
 
 def find_template(template: str | None, tokenizer: str) -> TemplateText:
-    """What `data.template` names, or the one beside `data.tokenizer`; ConfigError if there is none."""
+    """Reads the template that `data.template` names, or the one beside `data.tokenizer`; ConfigError if there is none."""
     beside = None if tokenizer == "byte" else Path(os.path.expanduser(tokenizer)).parent
     config = _config(beside / CONFIG) if beside is not None and (beside / CONFIG).is_file() else {}
-    special = {name: text for name in config if name.endswith("_token") and (text := _token(config[name]))}
+    special = _special_tokens(config)
     if template is not None:
         path = Path(os.path.expanduser(template))
         if path.suffix == ".json":
@@ -69,13 +62,8 @@ def find_template(template: str | None, tokenizer: str) -> TemplateText:
 
 
 def _text(path: Path) -> str:
-    return read_text(
-        path,
-        "chat template",
-        "data.template takes a Jinja file or a tokenizer_config.json",
-        (".jinja", ".json"),
-        MOST_BYTES,
-    )
+    takes = "data.template takes a Jinja file or a tokenizer_config.json"
+    return read_text(path, "chat template", takes, (".jinja", ".json"), MOST_BYTES)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -89,41 +77,43 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _of_config(config: dict[str, Any], path: object) -> str:
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
-    if not isinstance(found, str) or not found:
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    if not isinstance(template, str) or not template:
         raise ConfigError(f"{short(path)} holds no chat_template (of several, one must be called default).")
-    return found
+    return template
 
 
-def _token(given: Any) -> str | None:
-    """A special token, which stands as itself or as an object with its content."""
-    found = given.get("content") if isinstance(given, dict) else given
-    return found if isinstance(found, str) else None
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The special tokens by name; each stands in the file as itself or as an object with its content."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str) and token}
 
 
 class ChatTemplate:
-    """Renders conversations; the process that does so is started at the first and ends with `close`, or with this one.
+    """Renders conversations. ConfigError: a template that is no Jinja, or asks for a file or for Python's insides."""
 
-    ConfigError: a template that is no Jinja, computes for more than SECONDS, needs more than MEMORY, or asks for a file or for
-    Python's insides. Nothing of it runs in this process.
-    """
-
-    def __init__(self, found: TemplateText, now: float = 0.0) -> None:
+    def __init__(self, source: TemplateText, now: float = 0.0) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError(
                 "chat templates need the jinja2 library, which is not installed: pip install 'meshtrain[chat]'."
             )
-        self.found = found
-        # A session of its own: who interrupts us at a terminal does not interrupt it, and it ends when its input does.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(RENDERING)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        limits = {"seconds": SECONDS, "memory": MEMORY, "characters": MOST_TEXT}
-        self.marks: bool = self._ask({"template": found.text, "now": now, **limits}, "")["marks"]
+        from jinja2 import TemplateSyntaxError
+
+        from meshtrain.data.rendering import environment
+
+        self.source, self._environment = source, environment(now)
+        try:
+            self._template = self._environment.from_string(source.text)
+        except TemplateSyntaxError as error:
+            raise self._refused(f"is not Jinja (line {error.lineno}: {error.message})") from None
+        # What is constant in it is computed now, and may fail in any way.
+        except Exception as error:
+            raise self._refused(f"cannot be compiled ({short(str(error) or type(error).__name__)})") from None
+        self.marks: bool = self._environment.used  # type: ignore[attr-defined]
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Any, cuts: Sequence[tuple[int, bool]], name: str
@@ -133,46 +123,25 @@ class ChatTemplate:
         A cut (count, prompt) is the first `count` messages, with `prompt` also the beginning of an answer.
         name: of the record, for an error.
         """
-        values = {**self.found.special, "tools": tools, "documents": None}
-        answer = self._ask(
-            {"messages": list(messages), "values": values, "cuts": list(cuts)}, f" (conversation {short(name)})"
-        )
-        if "problem" in answer:
-            raise Unfit("not taken by the template", f"({short(answer['problem'])})")
-        return answer["texts"], [(begin, end) for begin, end in answer["spans"]]
+        from jinja2.exceptions import SecurityError
 
-    def _ask(self, request: dict[str, Any], name: str) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        from meshtrain.data.rendering import PRIVATE, unmarked
+
+        request = json.dumps([messages, tools], ensure_ascii=False) + self.source.text
+        begin, end = islice((mark for mark in PRIVATE if mark not in request), 2)
+        texts: list[str] = []
         try:
-            self._process.stdin.write(json.dumps(request, ensure_ascii=False).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            line = b""
-        else:
-            line = self._process.stdout.readline()
-        if not line.endswith(b"\n"):
-            code = self._process.wait()
-            self.close()
-            late = f"computes for more than {SECONDS:g} s"
-            raise self._refused(
-                late if code == -signal.SIGPROF else f"ended the process that renders it ({code})", name
-            )
-        answer = json.loads(line)
-        if "refused" in answer:
-            self.close()
-            raise self._refused(answer["refused"], name)
-        return answer
+            for count, prompt in cuts:
+                # Only of the first are spans asked for.
+                self._environment.marks = ("", "") if texts else (begin, end)  # type: ignore[attr-defined]
+                values = {**self.source.special, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+                texts.append(self._template.render(messages=list(messages[:count]), **values))
+        except SecurityError as error:
+            raise self._refused(f"asks for what no template may have ({error}) (conversation {short(name)})") from None
+        except Exception as error:
+            raise Unfit("not taken by the template", f"({short(str(error) or type(error).__name__)})") from None
+        texts[0], spans = unmarked(texts[0], begin, end)
+        return texts, spans
 
-    def _refused(self, what: str, name: str) -> ConfigError:
-        return ConfigError(
-            f"the chat template {self.found.name} {what}{name}; mend it, or give another with data.template."
-        )
-
-    def close(self) -> None:
-        """Ends the process, which has nothing to lose."""
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        self._process.wait()
+    def _refused(self, why: str) -> ConfigError:
+        return ConfigError(f"the chat template {self.source.name} {why}; mend it, or give another with data.template.")

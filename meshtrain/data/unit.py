@@ -1,4 +1,4 @@
-"""One unit of the input (documents.units): read, tokenized, written as one shard of each split, and noted.
+"""One unit of the input (documents.units): read, tokenized, written as one shard of each split, and recorded.
 
 What a unit that is finished leaves beside its shards:
 
@@ -8,31 +8,83 @@ What a unit that is finished leaves beside its shards:
 
 import hashlib
 import json
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from meshtrain.data.answers import Example, Examples
 from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import Document, Part, read
+from meshtrain.data.examples import Example, Examples
 from meshtrain.data.manifest import SPLITS, UNITS, Contents, Shard
-from meshtrain.data.shards import ShardWriter, digest_of_file
+from meshtrain.data.shards import digest_of_file
 from meshtrain.data.template import ChatTemplate, find_template
-from meshtrain.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from meshtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from meshtrain.data.tokenizer_file import FileTokenizer
 from meshtrain.errors import ConfigError, short
-from meshtrain.files import write_atomically
+from meshtrain.files import temporary_beside, write_atomically
 
 ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})  # so that a name is one field of one line
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
+T = TypeVar("T", str, Example)
+
+
+class ShardWriter:
+    """Writes one shard: appended to, digested on the way, renamed when whole."""
+
+    def __init__(self, directory: Path, name: str, end_of_document: int, dtype: np.dtype) -> None:
+        self.name, self.dtype, self.end = name, dtype, np.array([end_of_document], dtype)
+        self.path = directory / f"{name}.tokens"
+        self.temporary = temporary_beside(self.path)
+        self.digest, self.tokens = hashlib.sha256(), 1
+        self.offsets = [1]
+        self.waiting = [self.end]
+
+    def add(self, ids: np.ndarray) -> None:
+        """More of the document."""
+        self.waiting.append(ids)
+        self.tokens += len(ids)
+
+    def end_document(self) -> None:
+        self.add(self.end)
+        self.offsets.append(self.tokens)
+
+    def flush(self) -> None:
+        """Writes what has been added; the file comes into being with the first."""
+        if self.tokens > 1 and self.waiting:
+            tokens = np.concatenate(self.waiting, dtype=self.dtype, casting="unsafe")
+            with open(self.temporary, "ab") as stream:
+                stream.write(tokens.data)
+            self.digest.update(tokens.data)
+            self.waiting = []
+
+    def close(self) -> Shard | None:
+        """Returns the finished shard; None, and no file, if it has no document."""
+        self.flush()
+        if self.tokens == 1:
+            return None
+        offsets = np.array(self.offsets, "<u8").tobytes()
+        with open(self.temporary, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(self.temporary, self.path)
+        write_atomically(self.path.with_suffix(".offsets"), offsets)
+        digests = self.digest.hexdigest(), hashlib.sha256(offsets).hexdigest()
+        return Shard(self.name, len(self.offsets) - 1, self.tokens, *digests)
+
+    def discard(self) -> None:
+        """Removes an unfinished shard; does nothing to a finished one."""
+        self.temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
-class Options:
-    """What decides, with the input's content, the bytes that come out."""
+class PrepareOptions:
+    """The options that decide, with the input's content, the bytes of the shards."""
 
     tokenizer: str = "byte"
     validation: float = 0.01  # share of the documents that is held out
@@ -43,42 +95,49 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Note:
-    """What a finished unit leaves behind."""
+class UnitRecord:
+    """The shards and counts of a finished unit, kept for a later run."""
 
     shards: dict[str, Shard | None]
     skipped: dict[str, int]
     counts: dict[str, int]
+    first: list[int]  # of its conversations the places (`place`) of the two that a growing share would hold out first
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What documents become tokens by; `examples` of conversations."""
+class Encoder:
+    """Turns documents into tokens; conversations by its `examples`."""
 
     tokenizer: ByteTokenizer | FileTokenizer
     examples: Examples | None = None
 
-    def close(self) -> None:
-        if self.examples is not None:
-            self.examples.template.close()
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest of uint16 and uint32 that holds every id, little-endian; of conversations uint32, since a token has bits of its own."""
+        return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 and self.examples is None else "<u4")
 
 
-def reading(options: Options, now: float) -> Reading:
-    """ConfigError for a tokenizer or a template that is none; now: seconds since 1970 that templates are told."""
+def open_encoder(options: PrepareOptions, now: float) -> Encoder:
+    """ConfigError for a tokenizer or a template that is none; now: the time that templates see, in seconds since 1970."""
     tokenizer = load_tokenizer(options.tokenizer, chat=options.contents != "text")
     if options.contents == "text":
         if options.template is not None:
             raise ConfigError(
                 f"text has no chat template; leave {short(options.template)} out, or say that the input is chat or pairs."
             )
-        return Reading(tokenizer)
+        return Encoder(tokenizer)
     template = ChatTemplate(find_template(options.template, options.tokenizer), now)
-    return Reading(tokenizer, Examples(options.contents, template, tokenizer))
+    return Encoder(tokenizer, Examples(options.contents, template, tokenizer))
+
+
+def place(name: str) -> int:
+    """Returns a document's place among all that might be, 0 .. 2**64, by its name alone."""
+    return int.from_bytes(hashlib.blake2b(encoded(name), digest_size=8).digest())
 
 
 def held_out(name: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: by its name alone, so it stays there when others come and go."""
-    return int.from_bytes(hashlib.blake2b(encoded(name), digest_size=8).digest()) < fraction * 2**64
+    """Whether a document belongs to the validation split, where it stays when others come and go."""
+    return place(name) < fraction * 2**64
 
 
 def encoded(names: str) -> bytes:
@@ -91,70 +150,75 @@ class Unfinished(Exception):
 
 
 class Unit:
-    """Reads, tokenizes and writes one unit, and leaves its note."""
+    """Reads, tokenizes and writes one unit, and leaves its record."""
 
     def __init__(
-        self, number: int, output: Path, options: Options, reading: Reading, stop: Event | None = None
+        self, number: int, output: Path, options: PrepareOptions, encoder: Encoder, stop: Event | None = None
     ) -> None:
-        self.number, self.output, self.options, self.reading, self.stop = number, output, options, reading, stop
-        end, dtype = reading.tokenizer.end_of_document, dtype_of(reading.tokenizer, options.contents)
-        self.writers = {split: ShardWriter(output, f"{split}-{number:05d}", end, dtype) for split in SPLITS}
+        self.number, self.output, self.options, self.encoder, self.stop = number, output, options, encoder, stop
+        end = encoder.tokenizer.end_of_document
+        self.writers = {split: ShardWriter(output, f"{split}-{number:05d}", end, encoder.dtype) for split in SPLITS}
         self.skipped: Counter[str] = Counter()
-        self.named: list[str] = []
+        self.log: list[str] = []  # the skipped ones by name
         self.counts: Counter[str] = Counter()
+        self.first: list[int] = []
 
     def run(self, parts: tuple[Part, ...]) -> None:
         try:
-            self._run(parts)
+            if (examples := self.encoder.examples) is None:
+                self._write(self._texts(parts), self.encoder.tokenizer.encode, len)
+            else:
+                characters = lambda example: sum(len(text.text) for text in example)  # noqa: E731
+                self._write(self._examples(parts, examples), partial(examples.encode, counts=self.counts), characters)
+            shards = {split: writer.close() for split, writer in self.writers.items()}
+            record = UnitRecord(shards, dict(self.skipped), dict(self.counts), self.first)
+            path = self.output / UNITS / f"{self.number:05d}"
+            write_atomically(path.with_suffix(".skipped"), encoded("".join(self.log)))
+            write_atomically(path.with_suffix(".json"), json.dumps(asdict(record)).encode())
         finally:
+            # A full disk needs the room of a unit that was not finished.
             for writer in self.writers.values():
-                # A full disk needs the room of a unit that was not finished.
                 writer.discard()
 
-    def _run(self, parts: tuple[Part, ...]) -> None:
-        if self.reading.examples is None:
-            self._texts(parts)
-        else:
-            self._examples(parts, self.reading.examples)
-        note = Note(
-            {split: writer.close() for split, writer in self.writers.items()}, dict(self.skipped), dict(self.counts)
-        )
-        path = self.output / UNITS / f"{self.number:05d}"
-        write_atomically(path.with_suffix(".skipped"), encoded("".join(self.named)))
-        write_atomically(path.with_suffix(".json"), json.dumps(asdict(note)).encode())
+    def _write(
+        self,
+        entries: Iterator[tuple[ShardWriter, T, bool]],
+        encode: Callable[[list[T]], list[np.ndarray]],
+        characters: Callable[[T], int],
+    ) -> None:
+        """Encodes and writes entries (writer, what to encode, whether the document ends there), many at a time."""
+        more = True
+        while more:
+            batch, size = [], 0
+            while size < BATCH_CHARACTERS and (more := (entry := next(entries, None)) is not None):
+                batch.append(entry)
+                size += characters(entry[1])
+            self._check()
+            for (writer, _, ends), ids in zip(batch, encode([content for _, content, _ in batch]), strict=True):
+                writer.add(ids)
+                if ends:
+                    writer.end_document()
+            for writer in self.writers.values():
+                writer.flush()
 
-    def _texts(self, parts: tuple[Part, ...]) -> None:
-        batch: list[tuple[str, str | None]] = []  # (split, text); None: there the document ends
-        characters = 0
+    def _texts(self, parts: tuple[Part, ...]) -> Iterator[tuple[ShardWriter, str, bool]]:
         for document in self._documents(parts, self.options.text_field):
-            split = self._split(document)
-            for text in cut(document.text):
-                batch.append((split, text))
-                characters += len(text)
-                if characters >= BATCH_CHARACTERS:
-                    self._write(batch)
-                    batch, characters = [], 0
-            batch.append((split, None))
-        self._write(batch)
+            *others, last = cut(document.text)
+            writer = self._writer(document)
+            yield from ((writer, text, False) for text in others)
+            yield writer, last, True
 
-    def _examples(self, parts: tuple[Part, ...], examples: Examples) -> None:
-        batch: list[tuple[str, Example]] = []
-        characters = 0
+    def _examples(self, parts: tuple[Part, ...], examples: Examples) -> Iterator[tuple[ShardWriter, Example, bool]]:
         for document in self._documents(parts, None):
             try:
-                made = examples.of(document, self.counts)
+                entries = examples.of(document, self.counts)
             except Unfit as error:
                 self._skip(replace(document, kind=error.kind, detail=error.detail))
                 continue
-            batch += [(self._split(document), example) for example in made]
-            characters += sum(len(text.text) for example in made for text in example)
-            if characters >= BATCH_CHARACTERS:
-                self._write_examples(batch, examples)
-                batch, characters = [], 0
-        self._write_examples(batch, examples)
+            self.first = sorted({*self.first, place(document.name)})[:2]
+            yield from ((self._writer(document), example, True) for example in entries)
 
     def _documents(self, parts: tuple[Part, ...], text_field: str | None) -> Iterator[Document]:
-        """The good ones."""
         for part in parts:
             for document in read(part, text_field, self._check):
                 if document.problem:
@@ -162,8 +226,8 @@ class Unit:
                 else:
                     yield document
 
-    def _split(self, document: Document) -> str:
-        return "validation" if held_out(document.name, self.options.validation) else "train"
+    def _writer(self, document: Document) -> ShardWriter:
+        return self.writers["validation" if held_out(document.name, self.options.validation) else "train"]
 
     def _skip(self, document: Document) -> None:
         if self.options.bad == "refuse":
@@ -171,32 +235,11 @@ class Unit:
                 f"the document {short(document.name)} is {document.problem}; mend it, or have bad documents skipped."
             )
         self.skipped[document.kind] += 1
-        self.named.append(f"{document.name.translate(ESCAPED)}\t{document.problem}\n")
+        self.log.append(f"{document.name.translate(ESCAPED)}\t{document.problem}\n")
 
     def _check(self) -> None:
         if self.stop is not None and self.stop.is_set():
             raise Unfinished
-
-    def _write(self, batch: list[tuple[str, str | None]]) -> None:
-        self._check()
-        encoded = iter(self.reading.tokenizer.encode([text for _, text in batch if text is not None]))
-        for split, text in batch:
-            if text is None:
-                self.writers[split].end_document()
-            else:
-                self.writers[split].add(next(encoded))
-        self._flush()
-
-    def _write_examples(self, batch: list[tuple[str, Example]], examples: Examples) -> None:
-        self._check()
-        for (split, _), tokens in zip(batch, examples.encode([made for _, made in batch], self.counts), strict=True):
-            self.writers[split].add(tokens)
-            self.writers[split].end_document()
-        self._flush()
-
-    def _flush(self) -> None:
-        for writer in self.writers.values():
-            writer.flush()
 
 
 def cut(text: str, longest: int = BATCH_CHARACTERS) -> Iterator[str]:
@@ -209,13 +252,8 @@ def cut(text: str, longest: int = BATCH_CHARACTERS) -> Iterator[str]:
     yield text[at:]
 
 
-def dtype_of(tokenizer: Tokenizer, contents: Contents = "text") -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every id, little-endian; of conversations uint32, since there is more to a token."""
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 and contents == "text" else "<u4")
-
-
-def read_note(output: Path, number: int, dtype: np.dtype, verify: bool = False) -> Note | None:
-    """The note of a unit whose shards are all there in full length and (with verify) unaltered."""
+def read_record(output: Path, number: int, dtype: np.dtype, verify: bool = False) -> UnitRecord | None:
+    """The record of a unit whose shards are all there in full length and (with verify) unaltered."""
     path = output / UNITS / f"{number:05d}.json"
     try:
         if not path.is_file() or not path.with_suffix(".skipped").is_file():
@@ -227,7 +265,9 @@ def read_note(output: Path, number: int, dtype: np.dtype, verify: bool = False) 
             return None
         if verify and any(digest_of_file(path) != digest for path, _, digest in files):
             return None
-        return Note(shards, dict(values["skipped"]), dict(values.get("counts", {})))
+        return UnitRecord(
+            shards, dict(values["skipped"]), dict(values.get("counts", {})), list(values.get("first", []))
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         # Not there, or not whole: the unit is done again.
         return None

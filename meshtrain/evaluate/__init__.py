@@ -1,15 +1,12 @@
-"""How well a model foresees text, names images, and does on others' tasks.
+"""Measures models: perplexity of text, accuracy on images, and the tasks of lm-evaluation-harness.
 
-    documents ──windows──────────► rows ─┐                ┌─► perplexity          nats, bits per byte, per token and word
-    tasks ─────harness───────────► rows ─┴─► scoring ─────┴─► answers             lm-evaluation-harness
-                          └──────► prompts ─► generate.engine ─┘
-    a run's held-out text ─────────────────► its eval loss again                  held_out
-    images ────────────────────────────────► accuracy                             images
+    documents ──rows_of──► rows ─┐                ┌─► perplexity          nats, bits per byte, per token and word
+    tasks ─────harness───► rows ─┴─► scoring ─────┴─► answers             lm-evaluation-harness
+                      └──► prompts ─► generate.engine ─┘
+    a run's validation data, text or images ────────► its eval loss, accuracy
 
-- `meshtrain.evaluate.scoring`: log-probabilities of given tokens, on any mesh; both stand on it.
-- `meshtrain.evaluate.windows`: a document of any length as rows. `meshtrain.evaluate.perplexity`: what text costs a model.
-- `meshtrain.evaluate.held_out`: the loss of a run's evaluations, of any checkpoint.
-- `meshtrain.evaluate.images`: accuracy of a model of images, and its loss.
-- `meshtrain.evaluate.harness`: a model as lm-evaluation-harness asks for one. `meshtrain.evaluate.tasks`: its tasks, run.
-- `meshtrain.evaluate.progress`: how far it is, on stderr.
+- `meshtrain.evaluate.scoring`: log-probabilities of given tokens, on any mesh. `meshtrain.evaluate.perplexity`: of text, in rows.
+- `meshtrain.evaluate.evaluation`: evaluations while a run goes on: when, and what follows.
+- `meshtrain.evaluate.validation`: the loss of a run's evaluations, and accuracy on images, of any checkpoint.
+- `meshtrain.evaluate.harness`: a model as lm-evaluation-harness asks for one, and its tasks. Progress is shown on stderr (`meshtrain.telemetry.progress`).
 """

@@ -1,6 +1,6 @@
-"""python -m meshtrain.evaluate RUN: how well a trained or imported model foresees text, answers others' tasks, or names images.
+"""python -m meshtrain.evaluate RUN: perplexity of a trained or imported model on text, its results on tasks, or its accuracy on images.
 
-Without --text, --tasks and --images the run's own held-out data is taken, and the loss is that of its evaluations. Exit codes: 0 done;
+Without --text, --tasks and --images the run's own validation data is taken, and the loss is that of its evaluations. Exit codes: 0 done;
 2 wrong usage or input (one sentence).
 """
 
@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.adopt.beside import run_of
+from meshtrain.adopt.extra_files import run_of
 from meshtrain.cli import DONE, Parser, command, whole_number
 from meshtrain.config import Config
 from meshtrain.config.model import positions_of
-from meshtrain.data.inputs import find
+from meshtrain.data.documents import documents
+from meshtrain.data.input_files import find
 from meshtrain.data.prepare import describe_skipped
-from meshtrain.data.unit import Options
+from meshtrain.data.unit import PrepareOptions
 from meshtrain.errors import ConfigError, say, short
-from meshtrain.evaluate.held_out import evaluated, held_out_of
-from meshtrain.evaluate.images import images_of, named
-from meshtrain.evaluate.perplexity import Reading, begin_of, documents, perplexity
-from meshtrain.evaluate.progress import Progress
+from meshtrain.evaluate.harness import SHOWN, run_tasks, table
+from meshtrain.evaluate.perplexity import RowOptions, begin_of, perplexity
 from meshtrain.evaluate.scoring import Scorer
-from meshtrain.evaluate.tasks import SHOWN, run_tasks, table
+from meshtrain.evaluate.validation import evaluate_images, evaluate_text, validation_images, validation_text
 from meshtrain.families import FAMILIES
 from meshtrain.generate.opened import Opened, on_mesh, open_asked
 from meshtrain.reader import read_config
+from meshtrain.telemetry.progress import EvaluationProgress
 
 USUAL = 1024  # tokens of a row, where the model takes as many
 
@@ -38,7 +38,7 @@ USUAL = 1024  # tokens of a row, where the model takes as many
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _check(options)
-    record, lines = _asked(options)
+    record, lines = _evaluate(options)
     print(json.dumps(_finite(record), indent=2) if options.json else "\n".join(lines))
     return DONE
 
@@ -46,17 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.evaluate", description=__doc__)
     parser.add_model()
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
         "--text", nargs="+", metavar="PATH", help="files or folders: perplexity of the documents in them"
     )
-    asked.add_argument(
-        "--tasks", type=_names, metavar="NAME,...", help="tasks of lm-evaluation-harness (extra evaluate)"
+    source.add_argument(
+        "--tasks",
+        type=lambda text: tuple(filter(None, text.split(","))),
+        metavar="NAME,...",
+        help="tasks of lm-evaluation-harness (extra evaluate)",
     )
-    asked.add_argument("--images", metavar="PATH", help="a folder or arrays of images: accuracy of a model of them")
+    source.add_argument("--images", metavar="PATH", help="a folder or arrays of images: accuracy of a model of them")
     of_text = parser.add_argument_group("text")
     field = "field of a JSON Lines record, or column of Parquet, that holds the text (default: %(default)s)"
-    of_text.add_argument("--text-field", default=Options.text_field, help=field)
+    of_text.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
     apart = "tokens from one row of a document to the next (half the length)"
     of_text.add_argument("--stride", type=whole_number, metavar="N", help=apart)
     of_tasks = parser.add_argument_group("tasks")
@@ -64,17 +67,13 @@ def _parser() -> Parser:
     of_tasks.add_argument("--shots", type=_from_0, metavar="N", help="examples before each question (the task's own)")
     of_tasks.add_argument("--limit", type=whole_number, metavar="N", help="questions of each task (all)")
     of_tasks.add_argument("--chat", action="store_true", default=None, help="ask by the model's own chat template")
-    held = f"tokens of a row (what the model was made for; of text at most {USUAL})"
-    parser.add_argument("--length", type=whole_number, metavar="N", help=held)
+    places = f"tokens of a row (what the model was made for; of text at most {USUAL})"
+    parser.add_argument("--length", type=whole_number, metavar="N", help=places)
     parser.add_argument(
         "--batch", type=whole_number, default=8, metavar="N", help="rows at once (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
 
 
 def _from_0(text: str) -> int:
@@ -84,18 +83,10 @@ def _from_0(text: str) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """ConfigError for options of what is not asked for."""
-    belongs = {
-        "--stride": "--text",
-        "--include-path": "--tasks",
-        "--shots": "--tasks",
-        "--limit": "--tasks",
-        "--chat": "--tasks",
-    }
-    value = lambda name: getattr(options, name[2:].replace("-", "_"))  # noqa: E731
-    for name, asked in belongs.items():
-        if value(name) is not None and value(asked) is None:
-            raise ConfigError(f"{name} is given without {asked}, to which it belongs.")
+    belongs = {"stride": "text", "include_path": "tasks", "shots": "tasks", "limit": "tasks", "chat": "tasks"}
+    for name, owner in belongs.items():
+        if getattr(options, name) is not None and getattr(options, owner) is None:
+            raise ConfigError(f"--{name.replace('_', '-')} is given without --{owner}, to which it belongs.")
     if options.length is not None and options.text is None and options.tasks is None:
         raise ConfigError(
             "--length is given without --text or --tasks; what a run holds out has rows of its train.sequence_length."
@@ -106,8 +97,7 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """For --json, and for people: what was asked for of the model."""
+def _evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     config = read_config(options.path, options.step, options.precision)
     if FAMILIES[config.model.family].images:
         return _images(options, config)
@@ -116,28 +106,27 @@ def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             f"--images is for models of images, but {short(options.path)} is one of text (family {config.model.family})."
         )
     opened = open_asked(options, options.batch, options.length or USUAL)
-    asked = _tasks if options.tasks else _text if options.text else _own
-    record, lines = asked(opened, options)
+    evaluate = _tasks if options.tasks else _text if options.text else _validation
+    record, lines = evaluate(opened, options)
     return {"model": opened.name, "step": opened.model.step} | record, lines
 
 
-def _own(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The run's own held-out text."""
-    with Progress("evaluating", "batches") as progress:
-        found = evaluated(opened.model, held_out_of(options.path, opened.model), options.batch, progress)
-    return found.record(), found.describe()
+def _validation(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    with EvaluationProgress("evaluating", "batches") as progress:
+        validation = validation_text(options.path, opened.model)
+        result = evaluate_text(opened.model, validation, options.batch, progress)
+    return result.record(), result.describe()
 
 
 def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Text that was named."""
-    found = find(options.text)
+    inputs = find(options.text)
     length = options.length or min(opened.longest, USUAL)
     stride = min(options.stride or max(length // 2, 1), length)
-    reading = Reading(opened.tokenizer, begin_of(opened.tokenizer), length, stride)
-    size = None if any(file.compression or file.parquet for file in found.files) else found.size
-    with Progress("scoring", "bytes") as progress:
+    how = RowOptions(opened.tokenizer, begin_of(opened.tokenizer), length, stride)
+    size = None if any(file.compression or file.parquet for file in inputs.files) else inputs.size
+    with EvaluationProgress("scoring", "bytes") as progress:
         counts = perplexity(
-            Scorer(opened.model, options.batch), reading, documents(found, options.text_field),
+            Scorer(opened.model, options.batch), how, documents(inputs.files, options.text_field),
             lambda counts: progress(counts.bytes, size),
         )  # fmt: skip
     if counts.skipped:
@@ -147,7 +136,6 @@ def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], 
 
 
 def _tasks(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Tasks of lm-evaluation-harness."""
     results = run_tasks(
         opened, options.tasks, include=options.include_path, shots=options.shots, limit=options.limit,
         chat=bool(options.chat), rows=options.batch, longest=options.length,
@@ -156,22 +144,21 @@ def _tasks(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any],
 
 
 def _images(options: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
-    """Images, those of the run or others."""
     if options.text or options.tasks:
         raise ConfigError(f"--text and --tasks are for models of text, but {short(options.path)} is one of images.")
     model = on_mesh(
         options.path, config, options.mesh, options.batch, positions_of(config.model),
         step=options.step, adapter=options.adapter, precision=options.precision,
     )  # fmt: skip
-    with Progress("evaluating", "batches") as progress:
-        found = named(model, *images_of(options.path, model.config, options.images), options.batch, progress)
-    return {"model": run_of(options.path).name, "step": model.step} | found.record(), found.describe()
+    with EvaluationProgress("evaluating", "batches") as progress:
+        validation, batches = validation_images(options.path, model.config, options.images)
+        result = evaluate_images(model, validation, batches, options.batch, progress)
+    return {"model": run_of(options.path).name, "step": model.step} | result.record(), result.describe()
 
 
 def _finite(value: Any) -> Any:
-    """null for a number that JSON has not."""
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(entry) for name, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,6 +1,6 @@
-"""Perplexity of a model on text: how well it foresees each token of each document, given what stands before it there.
+"""Perplexity of a model on text: how well it predicts each token of each document from the tokens before it.
 
-    files ──data.inputs, documents──► documents ──tokenizer──► tokens ──windows──► rows ──scoring──► nats ──► Perplexity
+    files ──data.input_files, documents──► documents ──tokenizer──► tokens ──rows_of──► rows ──scoring──► nats ──► Perplexity
 
 A document stands by itself, behind what documents begin with; nothing is scored but its own tokens. What is summed is -log p, in
 nats, and divided by what one counts: tokens, which depend on the tokenizer, or words and bytes, which do not.
@@ -14,28 +14,26 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data.documents import Document, read, units
-from meshtrain.data.inputs import Found
+from meshtrain.data.documents import Document
 from meshtrain.data.prepare import describe_skipped
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import cut
 from meshtrain.errors import ConfigError, short
-from meshtrain.evaluate.scoring import Row, Scorer
-from meshtrain.evaluate.windows import windows
+from meshtrain.evaluate.scoring import Scorer, TokenRow
 
 BATCHES = 32  # of rows that are sorted by length together
 
 
 @dataclass
 class Counts:
-    """What has been scored of a text: nats are -log p, summed."""
+    """The nats (-log p, summed) that a text costs a model, and what to divide them by."""
 
     nats: float = 0.0
     tokens: int = 0
     words: int = 0
     bytes: int = 0
     documents: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)  # documents that were none, by what was wrong
+    skipped: Counter[str] = field(default_factory=Counter)  # documents by the problem that they have
 
     @property
     def nats_per_token(self) -> float:
@@ -76,7 +74,8 @@ class Counts:
 
 
 def begin_of(tokenizer: Tokenizer) -> int:
-    """What a document stands behind: the last token that the tokenizer itself puts before a text (BOS), else the end of the one before it."""
+    """Returns the token that a document stands behind: the last one that the tokenizer itself puts before a text (BOS), else the end of
+    the document before it."""
     begun = getattr(tokenizer, "begin", ())
     return begun[-1] if begun else tokenizer.end_of_document
 
@@ -89,9 +88,34 @@ def exp(x: float) -> float:
         return math.inf
 
 
+def rows_of(tokens: np.ndarray, begin: int, length: int, stride: int) -> Iterator[TokenRow]:
+    """Cuts a document's tokens [n], behind the token `begin`, into rows of at most `length` places so that each token is scored once.
+
+        tokens      b 0 1 2 3 4 5 6 7 8 9            b: what a document begins with; it is not scored
+        row 0       b 0 1 2 3|                       length 5, stride 2: a row puts in 5 tokens, and scores what comes after each,
+        scored        0 1 2 3 4                      but for those that a row before it has scored
+        row 1           1 2 3 4 5|
+        scored                  5 6                  at least length - stride = 3 tokens of context, where there are so many
+        row 2               3 4 5 6 7|
+        scored                      7 8
+        row 3                 4 5 6 7 8|
+        scored                        9              the last has all the context that a row holds
+
+    The last row is moved back so that it is full. 1 <= stride <= length; a document without tokens has no row.
+    """
+    document = np.concatenate([[begin], tokens]).astype(np.int32)
+    scored = 1
+    while scored < len(document):
+        # The first row scores all that it can.
+        end = min(scored + (length if scored == 1 else stride), len(document))
+        first = max(end - 1 - length, 0)
+        yield TokenRow(document[first:end], scored - first)
+        scored = end
+
+
 @dataclass(frozen=True)
-class Reading:
-    """How text becomes rows: by which tokens, behind which one, how many at a time and how far apart."""
+class RowOptions:
+    """The tokenizer, the token that documents stand behind, the tokens of a row, and those from one row to the next."""
 
     tokenizer: Tokenizer
     begin: int
@@ -100,14 +124,17 @@ class Reading:
 
 
 def perplexity(
-    scorer: Scorer, reading: Reading, documents: Iterable[Document], progress: Callable[[Counts], None] = lambda _: None
+    scorer: Scorer,
+    options: RowOptions,
+    documents: Iterable[Document],
+    progress: Callable[[Counts], None] = lambda _: None,
 ) -> Counts:
-    """What the documents' tokens cost the model. Those that are none (empty, damaged, not UTF-8) are counted by what is wrong with them.
+    """Scores the documents. Those that cannot be read (empty, damaged, not UTF-8) are counted by what is wrong with them.
 
-    ConfigError where no token is left, for a document with a token that the model's vocabulary has not, and where the model gives no number.
+    ConfigError where no token is left, for a document with a token beyond the model's vocabulary, and where the model gives NaN.
     """
     counts = Counts()
-    waiting: list[Row] = []
+    waiting: list[TokenRow] = []
     most = BATCHES * scorer.rows
 
     def flush() -> None:
@@ -123,8 +150,8 @@ def perplexity(
         counts.documents += 1
         counts.words += len(document.text.split())
         counts.bytes += len(document.text.encode())
-        tokens = _encoded(document, reading.tokenizer, scorer.model.config.model.vocab_size)
-        for row in windows(tokens, reading.begin, reading.length, reading.stride):
+        tokens = _encoded(document, options.tokenizer, scorer.model.config.model.vocab_size)
+        for row in rows_of(tokens, options.begin, options.length, options.stride):
             waiting.append(row)
             if len(waiting) == most:
                 flush()
@@ -134,13 +161,6 @@ def perplexity(
         skipped = f" ({describe_skipped(counts.skipped)})" if counts.skipped else ""
         raise ConfigError(f"the text holds no token to score{skipped}.")
     return counts
-
-
-def documents(found: Found, text_field: str) -> Iterator[Document]:
-    """Those of the files, in order, good and bad."""
-    for unit in units(found.files):
-        for part in unit:
-            yield from read(part, text_field)
 
 
 def _encoded(document: Document, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How likely a model finds given tokens: rows of any length in, log-probabilities of the tokens asked for out.
+"""Computes log-probabilities of given tokens: rows of any length in, log-probabilities of the tokens to be scored out.
 
     rows, the longest first     cut into batches      padded to powers of two         one program a shape
     ─────────────────────┐                            ┌──────────────────────┐
@@ -7,11 +7,11 @@
     ─────────────────────┘                            └──────────────────────┘      (c context, s scored, · padding)
 
 The residual stream is taken at the scored places before the head, so that a context costs no logits; the logits stay where they are
-made, in shares of the vocabulary, and some places at a time: neither [B, T, V] nor a whole row of V is ever anywhere. Perplexity and
-the harness both stand on this.
+made, in shards of the vocabulary, and some places at a time: neither [B, T, V] nor a full row of V is ever anywhere. Perplexity and
+the harness both use this.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]  # rows done, of how many
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """Tokens int32 [n], of which those from `begin` (at least 1) on are scored, each given all before it."""
 
     tokens: np.ndarray
@@ -46,7 +46,7 @@ class Row:
 
 
 class Scores(NamedTuple):
-    """Of a row's scored tokens, [n - begin]: their log-probabilities, float32, and whether each is the most likely one."""
+    """The log-probabilities of a row's scored tokens, float32 [n - begin], and whether each is the argmax."""
 
     logprobs: np.ndarray
     greedy: np.ndarray
@@ -65,37 +65,27 @@ class Scorer:
         model = self.model.config.model
         return model.max_positions if FAMILIES[model.family].positions == "learned" else None
 
-    def __call__(self, rows: Sequence[Row], progress: Progress = lambda done, total: None) -> list[Scores]:
-        """The scores of each row, in the order given. ConfigError for ids that the vocabulary has not, for a row longer than the positions
-        that the model has learned, and where the model gives no number.
+    def __call__(self, rows: Sequence[TokenRow], progress: Progress = lambda done, total: None) -> list[Scores]:
+        """Returns the scores of each row, in the order given. ConfigError for ids beyond the vocabulary, for a row longer than the
+        positions that the model has learned, and where the model gives NaN.
         """
         for row in rows:
             self._check(row)
-        # the longest first: what does not fit is known at once, and rows of about one length meet in a batch
+        # The longest first: what does not fit is known at once, and rows of about one length meet in a batch.
         order = sorted(range(len(rows)), key=lambda k: (-len(rows[k].tokens), -rows[k].scored))
-        found: list[Scores | None] = [None] * len(rows)
-        for done, (taken, results) in self._batches(rows, order):
-            for k, scores in zip(taken, results, strict=True):
-                found[k] = scores
-            progress(done, len(rows))
-        return [scores for scores in found if scores is not None]
+        batches = [order[begin : begin + self.rows] for begin in range(0, len(order), self.rows)]
+        scores: dict[int, Scores] = {}
+        pending: Any = None
+        # The device works on the next batch while the host looks at the last.
+        for n in range(len(batches) + 1):
+            started = self._start([rows[k] for k in batches[n]]) if n < len(batches) else None
+            if n:
+                scores |= self._finish(rows, batches[n - 1], pending)
+                progress(len(scores), len(rows))
+            pending = started
+        return [scores[k] for k in range(len(rows))]
 
-    def _batches(
-        self, rows: Sequence[Row], order: Sequence[int]
-    ) -> Iterator[tuple[int, tuple[Sequence[int], list[Scores]]]]:
-        """The scores of some rows at a time; the device works on the next while the host looks at the last."""
-        waiting: tuple[int, Sequence[int], Any] | None = None
-        for begin in range(0, len(order), self.rows):
-            taken = order[begin : begin + self.rows]
-            started = begin + len(taken), taken, self._start([rows[k] for k in taken])
-            if waiting is not None:
-                yield self._finished(rows, *waiting)
-            waiting = started
-        if waiting is not None:
-            yield self._finished(rows, *waiting)
-
-    def _start(self, rows: Sequence[Row]) -> Any:
-        """Dispatches one batch."""
+    def _start(self, rows: Sequence[TokenRow]) -> Any:
         length = _padded(max(len(row.tokens) - 1 for row in rows), 2, self.longest)
         places = min(_padded(max(row.scored for row in rows), 4), length)
         tokens = np.zeros((self.rows, length), np.int32)
@@ -105,25 +95,20 @@ class Scorer:
             at[k, : row.scored] = np.arange(row.begin - 1, len(row.tokens) - 1)
             labels[k, : row.scored] = row.tokens[row.begin :]
         sharding = self.model.program.batch_sharding
-        given = [jax.device_put(array, sharding) for array in (tokens, at, labels)]
-        return self._program(self.model.params, *given)
+        return self._program(self.model.params, *(jax.device_put(array, sharding) for array in (tokens, at, labels)))
 
-    def _finished(
-        self, rows: Sequence[Row], done: int, taken: Sequence[int], arrays: Any
-    ) -> tuple[int, tuple[Sequence[int], list[Scores]]]:
-        logprobs, greedy = (np.asarray(array) for array in arrays)
-        found = [
-            Scores(logprobs[k, : rows[number].scored], greedy[k, : rows[number].scored])
-            for k, number in enumerate(taken)
-        ]
-        if not all(np.isfinite(scores.logprobs).all() for scores in found):
+    def _finish(self, rows: Sequence[TokenRow], batch: Sequence[int], outputs: Any) -> dict[int, Scores]:
+        """Waits for one batch: the scores of each of its rows by their number."""
+        logprobs, greedy = map(np.asarray, outputs)
+        scores = {n: Scores(logprobs[k, : rows[n].scored], greedy[k, : rows[n].scored]) for k, n in enumerate(batch)}
+        if not all(np.isfinite(row.logprobs).all() for row in scores.values()):
             raise ConfigError(
                 f"the model of {self.model.directory} gives no numbers (NaN) for the text: its weights are damaged or it has diverged; "
                 "give another checkpoint, or --precision float32."
             )
-        return done, (taken, found)
+        return scores
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: TokenRow) -> None:
         model = self.model.config.model
         if not 1 <= row.begin < len(row.tokens):
             raise ValueError(f"a row of {len(row.tokens)} tokens has none to score from {row.begin} on")
@@ -146,27 +131,27 @@ class Scorer:
         vocabulary = forward.parts.vocabulary
 
         def local(masters: Any, tokens: jax.Array, at: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-            weights = zero.open(masters)
-            x_BTD, here = stream(forward, weights, {"tokens": tokens, "rows": jnp.arange(len(tokens))})
+            weights = zero.gather_params(masters)
+            x_BTD, resident = stream(forward, weights, {"tokens": tokens, "rows": jnp.arange(len(tokens))})
             x_BND = jnp.take_along_axis(x_BTD, at[..., None], axis=1)
-            share = -(-vocabulary.size // forward.collectives.vocabulary_ranks)
-            pieces = _pieces(at.shape[1], 4 * share * len(tokens))
+            shard = -(-vocabulary.size // forward.collectives.vocabulary_ranks)
+            chunks = _chunks(at.shape[1], 4 * shard * len(tokens))
 
-            def score(given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                x, labels = given
-                logits = of_stream(forward, weights, x, here)
+            def score(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                x, labels = chunk
+                logits = of_stream(forward, weights, x, resident)
                 logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
-                return logprobs, vocabulary.likeliest(logits) == labels
+                return logprobs, vocabulary.argmax(logits) == labels
 
-            cut = lambda a: jnp.moveaxis(a.reshape(len(a), pieces, -1, *a.shape[2:]), 1, 0)  # noqa: E731
-            whole = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)  # noqa: E731
-            return jax.tree.map(whole, lax.map(score, (cut(x_BND), cut(labels))))
+            cut = lambda a: jnp.moveaxis(a.reshape(len(a), chunks, -1, *a.shape[2:]), 1, 0)  # noqa: E731
+            joined = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)  # noqa: E731
+            return jax.tree.map(joined, lax.map(score, (cut(x_BND), cut(labels))))
 
         rows = program.rows
         mapped = jax.shard_map(
             local, mesh=program.mesh, in_specs=(program.layout.shards, rows, rows, rows), out_specs=(rows, rows)
         )
-        # whole on every process, each of which reads all of it
+        # Replicated, since every process reads all of it.
         return jax.jit(mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec()))
 
 
@@ -178,8 +163,8 @@ def _padded(n: int, factor: int, most: int | None = None) -> int:
     return length if most is None else min(length, most)
 
 
-def _pieces(places: int, bytes_a_place: int) -> int:
-    """Into how many equal pieces the places are cut, so that the logits of one are not many."""
+def _chunks(places: int, bytes_a_place: int) -> int:
+    """The number of equal chunks of the places such that the logits of one take at most LOGITS bytes."""
     return next(
         n for n in range(1, places + 1) if places % n == 0 and (places // n * bytes_a_place <= LOGITS or n == places)
     )

@@ -3,11 +3,6 @@
 Standard output holds what the model says and nothing else, as it comes; what there is to say about it goes to standard error.
 """
 
-if __name__ == "__main__":
-    from meshtrain.run import early
-
-    early.hear()
-
 import argparse
 import math
 import sys
@@ -29,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.chat and not options.prompt and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError("there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input.")
     # whoever asks for --help does not wait for JAX
-    from meshtrain.generate import asking, talking
+    from meshtrain.generate import command as commands
 
-    return talking.run(options) if options.chat else asking.run(options)
+    return commands.run_chat(options) if options.chat else commands.run(options)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -46,7 +41,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chat", action="store_true", help="a conversation by the model's own chat template, a line of standard input a message")  # fmt: skip
     add("--system", metavar="TEXT", help="of a conversation: what it begins with")
     add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most (256)")
-    add("--temperature", type=_temperature, metavar="T", help="0: always the likeliest (0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
+    add("--temperature", type=_temperature, metavar="T", help="0: always the likeliest (generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
     add("--top-k", type=whole_number, metavar="K", help="among so many of the likeliest")
     add("--top-p", type=_share, metavar="P", help="among the fewest whose probabilities sum to this")
     add("--seed", type=_seed, metavar="S", help="the same one makes the same choices (0)")
@@ -57,24 +52,24 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _number(text: str, what: str) -> float:
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{short(repr(text))} is no {what}")
-    return found
+    return number
 
 
 def _temperature(text: str) -> float:
-    if (found := _number(text, "temperature")) < 0:
+    if (temperature := _number(text, "temperature")) < 0:
         raise argparse.ArgumentTypeError(f"{short(repr(text))} is below 0")
-    return found
+    return temperature
 
 
 def _share(text: str) -> float:
-    if not 0 < (found := _number(text, "share")) <= 1:
+    if not 0 < (share := _number(text, "share")) <= 1:
         raise argparse.ArgumentTypeError(f"{short(repr(text))} is no share; it must be above 0 and at most 1")
-    return found
+    return share
 
 
 def _seed(text: str) -> int:

@@ -23,6 +23,7 @@ from meshtrain.config import ModelConfig
 from meshtrain.model.attention import MASKED, within
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
+from meshtrain.parallel.placement import local_kv_heads
 
 
 class Kept(NamedTuple):
@@ -49,7 +50,7 @@ class OwnGroups:
     @property
     def split(self) -> bool:
         """Whether each rank has its own without choosing."""
-        return self.groups % self.ranks == 0
+        return local_kv_heads(self.groups, self.ranks) * self.ranks == self.groups
 
     @property
     def each(self) -> int:
@@ -97,7 +98,7 @@ def appended(kept: jax.Array, new_S1GK: jax.Array, positions: jax.Array) -> jax.
     return kept
 
 
-class Reading:
+class PromptAttention:
     """Attention of a prompt: the training program's, with the keys and values that it was given kept."""
 
     def __init__(self, attend: Callable[..., jax.Array], groups: OwnGroups) -> None:
@@ -110,7 +111,7 @@ class Reading:
         return self.attend(q, k, v, segments, collectives, dropout, local)
 
 
-class Appending:
+class DecodeAttention:
     """Attention of one new token of every slot against its cache, to which it is added first."""
 
     def __init__(self, model: ModelConfig, groups: OwnGroups, kept: Kept, positions: jax.Array) -> None:

@@ -7,6 +7,7 @@
     device   │ decode n │ decode n + 1 │ decode n + 2 │         The host has dispatched a step before it reads the one before it:
     host          │ reads n, tells │ reads n + 1, tells │       what it takes to make text of tokens costs the device nothing.
 
+A program that is compiled ahead (`warm`) is compiled on a thread of its own: a request that needs one more waits, and the others go on.
 Whether a request ends with a token is known one step late, so that its slot decodes once more, which nobody reads. What a request gets
 depends on nothing beside it: its noise follows from its own seed and positions.
 """
@@ -16,56 +17,35 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshtrain.errors import short
-from meshtrain.generate.opened import Opened
-from meshtrain.generate.programs import Decoding
-from meshtrain.generate.request import Finish, Piece, Request, check
-from meshtrain.generate.running import Listener, Running, Ticket
+from meshtrain.generate.compiling import CompilingAhead
+from meshtrain.generate.request import (
+    Busy,
+    Closed,
+    EngineStatus,
+    Finish,
+    Listener,
+    Piece,
+    Request,
+    Running,
+    Ticket,
+    Unread,
+    check,
+)
 from meshtrain.generate.text import Spelling
+
+# A server listens before JAX is imported.
+if TYPE_CHECKING:
+    from meshtrain.generate.opened import Opened
+    from meshtrain.generate.programs import Name
 
 log = logging.getLogger(__name__)
 MOST_FAILURES = 3  # of the device's programs, with nothing read between them, until the engine gives up
-
-
-class Busy(Exception):
-    """As many requests wait as may; the same one may be submitted later."""
-
-
-class Closed(Exception):
-    """The engine takes no more requests: it is closed, or broken, which the sentence says."""
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """What an engine does at the moment, and has done; counts never fall."""
-
-    slots: int
-    busy: int  # slots with a request
-    waiting: int  # requests without a slot
-    requests: int = 0  # ended, by whatever
-    tokens: int = 0  # chosen for a request
-    prompt_tokens: int = 0  # read
-    steps: int = 0  # of decode
-    compiled: int = 0  # programs: one for each power of two of a prompt's length, and decode's
-    failures: int = 0  # of the device's programs
-    last_step: float = 0.0  # time.monotonic() at the end of the last turn
-    turn_began: float | None = None  # of the turn that goes on; None: nothing is asked of the device
-    compiling: bool = False  # in this turn a program runs for the first time, which takes longer
-    broken: str = ""  # why nothing can be generated any more, a sentence
-
-
-@dataclass
-class _Unread:
-    """What a program that was dispatched will have chosen: for whom, and where in its arrays (None: they are of one slot)."""
-
-    picked: Any
-    places: list[tuple[int | None, Running]] = field(default_factory=list)
 
 
 class Engine:
@@ -77,13 +57,17 @@ class Engine:
 
     def __init__(
         self,
-        opened: Opened,
+        opened: "Opened",
         slots: int = 8,
         length: int | None = None,
         waiting: int = 64,
         keep: bool = True,
-        decoding: Callable[..., Any] = Decoding,
+        decoding: Callable[..., Any] | None = None,
     ) -> None:
+        if decoding is None:
+            from meshtrain.generate.programs import Decoding
+
+            decoding = Decoding
         self.opened, self.slots = opened, slots
         self.length = opened.length if length is None else length
         self._most_waiting = waiting
@@ -91,8 +75,7 @@ class Engine:
         self._spelling = Spelling(opened.tokenizer)
         self._state: Any = None
         self._running: list[Running | None] = [None] * slots
-        self._unread: deque[_Unread] = deque()
-        self._compiled: set[tuple[str, int | bool]] = set()
+        self._unread: deque[Unread] = deque()
         self._failed = 0  # programs in a row
         self._counts = Counter[str]()
         self._turn_began: float | None = None
@@ -103,6 +86,7 @@ class Engine:
         self._broken = ""
         self._closing: str | None = None  # now, drain
         self._thread: threading.Thread | None = None
+        self._ahead: CompilingAhead | None = None  # None: whoever needs a program compiles it
 
     # --- from any thread
 
@@ -127,8 +111,9 @@ class Engine:
     def status(self) -> EngineStatus:
         with self._changed:
             return EngineStatus(
-                self.slots, self._busy(), len(self._waiting), **self._counts, compiled=len(self._compiled), last_step=self._last_step,
-                turn_began=self._turn_began, compiling=self._compiling, broken=self._broken,
+                self.slots, self._busy(), len(self._waiting), **self._counts, compiled=self._decoding.compiled, last_step=self._last_step,
+                turn_began=self._turn_began, compiling=self._compiling or (bool(self._waiting) and self._admissible() is None),
+                broken=self._broken,
             )  # fmt: skip
 
     def start(self) -> "Engine":
@@ -138,6 +123,16 @@ class Engine:
                 self._thread = threading.Thread(target=self._run, name="meshtrain engine", daemon=True)
                 self._thread.start()
         return self
+
+    def warm(self, patience: float) -> int:
+        """Compiles all programs on a thread of its own, see `CompilingAhead.wait`; how many are still to come."""
+        self._ahead = CompilingAhead(self._decoding, self._changed, self._wanted)
+        return self._ahead.wait(patience)
+
+    @property
+    def warming(self) -> bool:
+        """Whether a thread compiles what may be needed."""
+        return self._ahead is not None and self._ahead.running
 
     def close(self, drain: bool = False) -> None:
         """Takes no more requests and ends; `drain`: when all that were taken are answered, else they end with finish cancelled."""
@@ -150,6 +145,8 @@ class Engine:
             thread.join()
         elif thread is None:
             self._finish_up()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def __enter__(self) -> "Engine":
         return self.start()
@@ -178,9 +175,9 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._closing is None and not self._has_work():
+                while self._closing != "now" and (self._closing is None or self._has_work()) and not self._can_step():
                     self._changed.wait()
-                if self._closing == "now" or (self._closing == "drain" and not self._has_work()):
+                if self._closing == "now" or not self._has_work():
                     break
             self.step()
         self._finish_up()
@@ -210,18 +207,19 @@ class Engine:
         most, prefilled = 1 if any(self._occupied()) else self.slots, False
         for slot in [slot for slot, running in enumerate(self._running) if running is None][:most]:
             with self._changed:
-                if not self._waiting:
+                ticket = self._admissible()
+                if ticket is None:
                     break
-                ticket = self._waiting.popleft()
+                self._waiting.remove(ticket)
                 request = ticket.request
                 tokens = np.asarray(request.tokens, np.int32)
                 running = Running(ticket, self.opened, self._spelling, self.length)
                 self._running[slot] = running
             if self._state is None:
                 self._state = self._decoding.empty()
-            self._first("prefill", self._decoding.bucket(len(tokens)))
+            self._first(self._prefill_of(request))
             self._state, picked = self._decoding.prefill(self._state, slot, tokens, request.sampling)
-            self._unread.append(_Unread(picked, [(None, running)]))
+            self._unread.append(Unread(picked, [(None, running)]))
             self._count(prompt_tokens=len(tokens))
             prefilled = True
             if self._decoding.synchronous:
@@ -238,11 +236,11 @@ class Engine:
         if not places:
             return False
         likeliest = any(running.ticket.request.logprobs is not None for _, running in places)
-        self._first("decode", likeliest)
+        self._first(("decode", likeliest))
         self._state, picked = self._decoding.decode(self._state, likeliest)
         for _, running in places:
             running.dispatched += 1
-        self._unread.append(_Unread(picked, places))
+        self._unread.append(Unread(picked, places))
         self._count(steps=1)
         return True
 
@@ -275,7 +273,6 @@ class Engine:
     # --- what a request is told
 
     def _end(self, running: Running, piece: Piece) -> None:
-        """Frees the slot, and tells the last piece."""
         running.ended = True
         with self._changed:
             self._running[self._running.index(running)] = None
@@ -312,6 +309,21 @@ class Engine:
                 self._broken = problem
         self._end_all("error", problem, waiting=broken)
 
+    # --- programs
+
+    def _wanted(self) -> "list[Name]":
+        with self._changed:
+            return [self._prefill_of(ticket.request) for ticket in self._waiting]
+
+    def _prefill_of(self, request: Request) -> "Name":
+        return "prefill", self._decoding.bucket(len(request.tokens))
+
+    def _admissible(self) -> Ticket | None:
+        ready = (
+            t for t in self._waiting if not self.warming or self._decoding.is_compiled(self._prefill_of(t.request))
+        )
+        return next(ready, None)
+
     # --- small things
 
     def _busy(self) -> int:
@@ -323,11 +335,13 @@ class Engine:
     def _has_work(self) -> bool:
         return bool(self._waiting or self._unread or any(self._occupied()))
 
-    def _first(self, program: str, of: int | bool) -> None:
-        """Says that a program runs for the first time, which compiles it."""
-        if (program, of) not in self._compiled:
-            self._compiling = True
-            self._compiled.add((program, of))
+    def _can_step(self) -> bool:
+        """Whether a turn would do anything: what waits may wait for a program."""
+        going = self._unread or any(self._occupied()) or self._admissible()
+        return bool(going) or any(ticket.cancelled for ticket in self._waiting)
+
+    def _first(self, name: "Name") -> None:
+        self._compiling |= not self._decoding.is_compiled(name)
 
     def _count(self, **more: int) -> None:
         with self._changed:

@@ -3,34 +3,146 @@
     RUN, checkpoints/12, an import, HF_DIR ── config ──► which mesh ── weights ──► Model
                                            ├─ tokenizer.json, or bytes ──► tokenizer ─┬─► ends: what a model says last
                                            ├─ config.json, generation_config.json ────┤
+                                           │                          └─► how tokens are drawn unless somebody says
                                            └─ chat_template.jinja ────────────────────┴─► Conversations
+
+The mesh is the one that is asked for, else one device, or as many as weights and cache need: tensor ranks share both; data ranks have
+the weights once more, and share the slots.
+
+    on one device      weights / tensor  +  cache of slots / data  +  what is there for a moment
 
 Nothing of the run is locked or written.
 """
 
 import argparse
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from meshtrain.adopt import beside
-from meshtrain.config import Config, replaced
+import jax
+
+from meshtrain.adopt import extra_files
+from meshtrain.config import Config, MeshConfig, check, replaced
+from meshtrain.config.mesh import AXES, DATA, TENSOR
 from meshtrain.config.schema import PrecisionConfig
-from meshtrain.config.theirs import CONFIG, is_theirs, read_json
 from meshtrain.data.template import find_template
-from meshtrain.data.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
-from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from meshtrain.data.tokenizer_file import ChatTokenizer
+from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.generate.devices import choose
-from meshtrain.generate.prompts import Conversations
-from meshtrain.mesh import make_mesh
+from meshtrain.generate.cache import OwnGroups
+from meshtrain.generate.request import Sampling, check_sampling
+from meshtrain.generate.text import Conversations
+from meshtrain.hf_families import CONFIG, is_hf_directory, read_json
+from meshtrain.mesh import kind_of, make_mesh
+from meshtrain.parallel.placement import all_placed
+from meshtrain.plan.shapes import itemsize
 from meshtrain.reader import Model, read_config, read_model
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes on one device."""
+
+    weights: int
+    cache: int
+    moment: (
+        int  # the largest weight of all layers, twice while it is taken over, or the activations of the longest prompt
+    )
+
+    @property
+    def all(self) -> int:
+        return self.weights + self.cache + self.moment
+
+
+def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
+    """What generating takes on the config's mesh, which has no stages."""
+    model, mesh, size = config.model, config.mesh, itemsize(config.precision.compute)
+    placed = [weight.on_device() * size for weight in all_placed(config)]
+    groups = OwnGroups(model.heads, model.kv_heads, mesh.tensor).each
+    cache = 2 * model.layers * math.ceil(slots / mesh.data) * groups * length * model.head_dim * size
+    # the stream and what its branches make of it; logits are of one position
+    of_token = 8 * model.d_model + 3 * math.ceil(model.d_ff / mesh.tensor)
+    return MemoryNeeds(sum(placed), cache, max(*placed, length * of_token * size + 8 * slots * model.vocab_size))
+
+
+def choose_mesh(
+    config: Config, asked: str | None, slots: int, length: int, devices: Sequence[jax.Device] | None = None
+) -> MeshConfig:
+    """The mesh for so many slots of `length` positions, of the axes data and tensor.
+
+    `asked` is as "data=2,tensor=2". Else it is one device, and on accelerators whose memory is too small for that the smallest tensor that
+    divides the heads and fits; `devices` are JAX's, which are not asked for where a mesh is. ConfigError for a mesh that cannot be, and where
+    none is large enough.
+    """
+    if asked is not None:
+        mesh = parse_mesh(asked)
+        check(_placed_on(config, mesh))
+        if slots % mesh.data:
+            raise ConfigError(
+                f"mesh data={mesh.data} does not divide {slots} slots; legal are {listed_divisors(slots)}."
+            )
+        return mesh
+    devices = jax.devices() if devices is None else devices
+    memory = _memory(devices)
+    legal = [t for t in range(1, len(devices) + 1) if config.model.heads % t == 0]
+    if not memory:
+        return MeshConfig()
+    for tensor in legal:
+        need = memory_needs(_placed_on(config, MeshConfig(tensor=tensor)), slots, length)
+        if need.all <= memory:
+            return MeshConfig(tensor=tensor)
+    gib = [f"{n / 2**30:.1f}" for n in (need.weights, need.cache, need.moment, memory)]
+    raise ConfigError(
+        f"on tensor {legal[-1]} each device needs {gib[0]} GiB for weights, {gib[1]} for the cache of {slots} x {length} positions and "
+        f"{gib[2]} besides, and has {gib[3]}; give fewer slots, shorter ones, or more devices."
+    )
+
+
+def _memory(devices: Sequence[jax.Device]) -> int:
+    """Bytes of the smallest device that JAX may take, 0 where it tells none: fake devices share the host's."""
+    if kind_of(devices[0]) == "cpu":
+        return 0
+    return min(int((device.memory_stats() or {}).get("bytes_limit", 0)) for device in devices)
+
+
+def _placed_on(config: Config, mesh: MeshConfig) -> Config:
+    whole = {"zero_stage": 0, "sequence_parallel": False, "vocab": "spread"}
+    return replaced(config, mesh=vars(mesh), parallel=whole, train={"uneven_batch": "pad"})
+
+
+def parse_mesh(asked: str) -> MeshConfig:
+    """The mesh of a text as "data=2,tensor=2"."""
+    sizes: dict[str, int] = {}
+    for part in asked.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if axis not in (DATA, TENSOR):
+            ending = (
+                "; a model generates on data x tensor, without stages."
+                if axis in AXES
+                else nearest(axis, (DATA, TENSOR)) or "; legal are data and tensor, as data=2,tensor=2."
+            )
+            raise ConfigError(f"the mesh has an axis {short(repr(axis))}{ending}")
+        if axis in sizes:
+            raise ConfigError(f"the mesh has {axis} twice; give it once.")
+        if not size.isascii() or not size.isdecimal() or not 1 <= int(size[:7]) <= 10**5:
+            raise ConfigError(f"mesh {axis} is {short(repr(size))}; it must be a whole number from 1 on, as {axis}=2.")
+        sizes[axis] = int(size)
+    return MeshConfig(sizes.get(DATA, 1), sizes.get(TENSOR, 1))
+
 
 GENERATION = "generation_config.json"
 PRECISIONS: tuple[str, ...] = get_args(get_type_hints(PrecisionConfig)["compute"])
+# What else that file may ask for and nothing here does, with the value that asks for nothing.
+ABSENT: Mapping[str, Any] = {
+    "repetition_penalty": 1, "min_p": 0, "typical_p": 1, "no_repeat_ngram_size": 0, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1,
+    "penalty_alpha": 0, "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}  # fmt: skip
 USUAL = 4096  # positions of a slot, of a model that has more
 
 
@@ -48,6 +160,8 @@ class Opened:
     # of what a chat template has made: special tokens in it are themselves
     marked: ChatTokenizer = field(default_factory=ByteTokenizer)
     without: str = "the model has no chat template."  # why there is no template, where there is none
+    sampling: Sampling | None = None  # how its makers have tokens chosen; None: they do not say
+    asks: tuple[str, ...] = ()  # what there is to say of how they have it, sentences
 
 
 def open_model(
@@ -75,7 +189,7 @@ def open_model(
         raise ConfigError(
             f"{short(path)} is a model of images (family {config.model.family}), which has no text to go on with; mt.read_model gives its logits."
         )
-    theirs = read_json(root / CONFIG) if is_theirs(root) else beside.found_config(root, config)
+    theirs = read_json(root / CONFIG) if is_hf_directory(root) else extra_files.find_hf_config(root, config)
     name, files = _tokenizer(root, config)
     tokenizer, marked = load_tokenizer(name), load_tokenizer(name, chat=True)
     vocabulary = config.model.vocab_size
@@ -85,16 +199,16 @@ def open_model(
             f"the tokenizer {short(name)} has {tokenizer.vocab_size} ids, but the model's vocabulary is {vocabulary}; it is another model's."
         )
     template, without = _template(config, name, marked)
-    asked = [theirs.get("eos_token_id")]
-    if GENERATION in files:
-        asked.append(read_json(files[GENERATION]).get("eos_token_id"))
+    generation = read_json(files[GENERATION]) if GENERATION in files else {}
+    asked = [theirs.get("eos_token_id"), generation.get("eos_token_id")]
+    sampling, asks = _sampling(generation)
     turn = None if template is None else template.end_of_turn()
     ends = {*_ids(asked), tokenizer.end_of_document, *([] if turn is None else [turn])}
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
     model = on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
     fitting = frozenset(i for i in ends if i < vocabulary)
-    return Opened(model, tokenizer, fitting, template, _name(root), usual, longest, marked, without)
+    return Opened(model, tokenizer, fitting, template, _name(root), usual, longest, marked, without, sampling, asks)
 
 
 def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:
@@ -115,7 +229,7 @@ def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: in
     if mesh is None:
         # JAX starts as it does for every mesh, with the memory that a run would have
         make_mesh(config)
-    chosen = choose(config, mesh, slots, length)
+    chosen = choose_mesh(config, mesh, slots, length)
     return read_model(root, mesh=make_mesh(replaced(config, mesh=vars(chosen))), masters=False, **how)
 
 
@@ -143,28 +257,27 @@ def _check_there(root: Path, given: str) -> None:
 
 def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
     """What `load_tokenizer` takes, and the files that lie beside it."""
-    imported = (beside.run_of(root) / beside.KEPT).is_file()
-    if not is_theirs(root) and config.data.tokenizer == "byte" and not imported:
+    imported = (extra_files.run_of(root) / extra_files.HF_CONFIG).is_file()
+    if not is_hf_directory(root) and config.data.tokenizer == "byte" and not imported:
         return "byte", {}
-    files = beside.tokenizer_files(root) if is_theirs(root) else beside.found_tokenizer(root, config)
+    files = extra_files.tokenizer_files(root) if is_hf_directory(root) else extra_files.find_tokenizer(root, config)
     if "tokenizer.json" in files:
         return str(files["tokenizer.json"]), files
     if files:
-        other = next(name for name in beside.VOCABULARIES if name in files)
+        other = next(name for name in extra_files.VOCABULARIES if name in files)
         raise ConfigError(
             f"beside the weights of {short(root)} is a {other}, but no tokenizer.json, which alone is read here; "
             "transformers writes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
-    if is_theirs(root) or imported:
+    if is_hf_directory(root) or imported:
         raise ConfigError(f"{short(root)} has weights but no tokenizer.json; put that of its model beside them.")
     raise ConfigError(
         f"the run's tokenizer {short(config.data.tokenizer)} is not there any more; put it there again, or a tokenizer.json in "
-        f"{short(beside.run_of(root))}."
+        f"{short(extra_files.run_of(root))}."
     )
 
 
 def _template(config: Config, tokenizer: str, marked: ChatTokenizer) -> tuple[Conversations | None, str]:
-    """The chat template, or why there is none."""
     own = config.data.template
     if own is not None and not Path(own).expanduser().is_file():
         own = None
@@ -175,7 +288,6 @@ def _template(config: Config, tokenizer: str, marked: ChatTokenizer) -> tuple[Co
 
 
 def _ids(given: Iterable[Any]) -> list[int]:
-    """The ids in fields that hold one, several or none."""
     return [
         i
         for field in given
@@ -184,14 +296,37 @@ def _ids(given: Iterable[Any]) -> list[int]:
     ]
 
 
+def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str, ...]]:
+    """What a generation_config.json says of how tokens are chosen, and what of it is to be said; ConfigError for what is no way to."""
+    absent = [name for name, neutral in ABSENT.items() if generation.get(name) not in (None, neutral)]
+    asks = [f"{GENERATION} asks for {', '.join(absent)}, which is not built here and left out."] if absent else []
+    values = {name: generation[name] for name in ("temperature", "top_k", "top_p") if generation.get(name) is not None}
+    draws = generation.get("do_sample")
+    if draws is None and not values:
+        return None, tuple(asks)
+    if draws is False:
+        return Sampling(), tuple(asks)
+    for name, value in values.items():
+        number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+        if not number or not abs(value) < 1 << 31:
+            raise ConfigError(f"{GENERATION}: {name} is {short(repr(value))}, which is no number that it can be.")
+    sampling = Sampling(**{"temperature": 1.0, **values})
+    try:
+        check_sampling(sampling)
+    except ConfigError as error:
+        raise ConfigError(f"{GENERATION}: {error}") from None
+    how = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1"
+    asks.insert(0, f"unless asked otherwise, tokens are drawn as {GENERATION} says: {how}.")
+    return sampling, tuple(asks)
+
+
 def _longest(config: Config, theirs: Mapping[str, Any]) -> int:
     if FAMILIES[config.model.family].positions == "learned":
         return config.model.max_positions
-    told = theirs.get("max_position_embeddings")
+    stated = theirs.get("max_position_embeddings")
     trained = config.train.sequence_length
-    return max(trained, told) if isinstance(told, int) else trained
+    return max(trained, stated) if isinstance(stated, int) else trained
 
 
 def _name(root: Path) -> str:
-    """The run's, of one of its steps too."""
-    return beside.run_of(Path(os.path.realpath(root))).name
+    return extra_files.run_of(Path(os.path.realpath(root))).name

@@ -1,12 +1,16 @@
 """A model's compiled programs for generating: prefill of a prompt into a slot, and decode, one token for every slot.
 
-    prompt [T] ──padded to a power of two──► prefill ─┐            each bucket is compiled once, when it is first used
+    prompt [T] ──padded to a power of two──► prefill ─┐            each bucket is compiled once: ahead, or when it is first used
                                                       ▼
                        Slots: cache, last token, position, sampling ──► decode ──► Slots, Picked ──► decode ──► ...
 
 A state is donated and the next decode reads the token that the last one chose where it lies, so that a host can dispatch a step before
-it has seen what the one before chose. Layers stand one after the other in the program, each with weights of its own
-(see `weights`).
+it has seen what the one before chose. Layers stand one after the other in the program, each with weights of its own, in the compute dtype
+and whole on every data rank:
+
+    blocks.attention.q [layers, D, H, K] float32  ──►  layer 0 [D, H, K], layer 1 [D, H, K], ...  bfloat16
+
+A layer cut out of a stacked array is a copy of it, every step, which took as long as all else (experiments/generate/decode.py).
 """
 
 from collections.abc import Callable
@@ -23,20 +27,71 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config, ConfigError, replaced
 from meshtrain.families import FAMILIES
-from meshtrain.generate.cache import Appending, Kept, OwnGroups, Reading, written
+from meshtrain.generate.cache import DecodeAttention, Kept, OwnGroups, PromptAttention, written
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.generate.sampling import SamplingArrays, sample
-from meshtrain.generate.weights import Held, specs, taken_over
 from meshtrain.mesh import DATA, TENSOR, platform
 from meshtrain.model.dropout import NO_DROPOUT
-from meshtrain.model.hooks import Hooks, Parts
-from meshtrain.model.sequence import sequences
-from meshtrain.parallel.layout import Layout
+from meshtrain.model.hooks import Hooks, ModelParts
+from meshtrain.model.rope import sequences
+from meshtrain.parallel.layout import Layout, is_placed, shard_spec
+from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.reader import Model
 
+Tree = Any
+
+
+class Held(NamedTuple):
+    """Trees of arrays, or of their PartitionSpecs; also graphs of modules."""
+
+    embedding: Any
+    blocks: Any  # a tuple of trees, a layer each
+    head: Any
+
+
+def specs(layout: Layout) -> Held:
+    """How `taken_over` splits each."""
+    return _by_part(layout, {weight.name: [_spec(weight)] * _layers(weight) for weight in layout.flat})
+
+
+def taken_over(model: Model, layout: Layout, keep: bool) -> Held:
+    """The weights of a model on the mesh of `layout`, one after the other; those of the model are freed unless `keep`."""
+    found: dict[str, list[jax.Array]] = {}
+    theirs = model.program.layout
+    for placed, weight, x in zip(theirs.flat, layout.flat, jax.tree.leaves(model.params), strict=True):
+
+        def cut(x: jax.Array, placed: Placed = placed, weight: Placed = weight) -> list[jax.Array]:
+            whole = layout.live_leaf(weight, theirs.canonical_leaf(placed, x)).astype(layout.config.precision.compute)
+            return list(whole) if weight.stacked else [whole]
+
+        shardings = [NamedSharding(layout.mesh, _spec(weight))] * _layers(weight)  # type: ignore[arg-type]
+        found[weight.name] = jax.block_until_ready(jax.jit(cut, out_shardings=shardings)(x))
+        if not keep:
+            x.delete()
+    return _by_part(layout, found)
+
+
+def _by_part(layout: Layout, found: dict[str, list[Any]]) -> Held:
+    def part(name: str, layer: int = 0) -> Tree:
+        return jax.tree.map(lambda weight: found[weight.name][layer], layout.weights[name], is_leaf=is_placed)
+
+    blocks = tuple(map(partial(part, "blocks"), range(layout.config.model.layers)))
+    return Held(part("embedding"), blocks, part("head"))
+
+
+def _spec(weight: Placed) -> PartitionSpec:
+    return PartitionSpec(*shard_spec(weight)[weight.stacked :])
+
+
+def _layers(weight: Placed) -> int:
+    return weight.shape[0] if weight.stacked else 1
+
+
 # tokens of the smallest bucket
 LEAST_BUCKET = 16
+# ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
+Name = tuple[str, int]
 
 
 class Slots(NamedTuple):
@@ -83,11 +138,12 @@ class Decoding:
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = model.program.local.forward
         self.graphs = Held(forward.embedding_graph, forward.block_graph, forward.head_graph)
-        self.parts = Parts(self.config, self.collectives, Hooks(block=model.program.hooks.block))
+        self.parts = ModelParts(self.config, self.collectives, Hooks(block=model.program.hooks.block))
         sizes, tensor = self.config.model, self.config.mesh.tensor
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
         self.weights = taken_over(model, self.layout, keep)
+        self._executables: dict[Name, Any] = {}
 
     # --- what lies on the devices
 
@@ -126,28 +182,56 @@ class Decoding:
             raise ConfigError(
                 f"a prompt of {len(tokens)} tokens does not fit; it must have 1 to {self.length}, the positions of a slot."
             )
-        padded = np.zeros((1, self.bucket(len(tokens))), np.int32)
+        bucket = self.bucket(len(tokens))
+        padded = np.zeros((1, bucket), np.int32)
         padded[0, : len(tokens)] = tokens
         how = SamplingArrays.of(sampling)
-        return self._prefill(self.weights, state, np.int32(slot), padded, np.int32(len(tokens)), how)
+        prefill = self._executable(("prefill", bucket))
+        return prefill(self.weights, state, np.int32(slot), padded, np.int32(len(tokens)), how)
 
     def decode(self, state: Slots, likeliest: bool = False) -> tuple[Slots, Picked]:
         """One more token for every slot; the state is used up. Waits for nothing. `likeliest`: with log-probabilities."""
-        return self._decode[likeliest](self.weights, state)
+        return self._executable(("decode", likeliest))(self.weights, state)
+
+    # --- compiling
+
+    @property
+    def names(self) -> list[Name]:
+        """Names all programs that requests may need; the shorter a prompt, the earlier its own."""
+        longest = max(self.length - 1, 1)
+        tokens = [1 << k for k in range(longest.bit_length())] + [longest]
+        buckets = dict.fromkeys(map(self.bucket, tokens))
+        return [("decode", False), ("decode", True), *(("prefill", bucket) for bucket in buckets)]
+
+    def compile(self, name: Name) -> None:
+        """Compiles a program that is not; from any thread, while others run."""
+        if name not in self._executables:
+            self._executables[name] = self.lower(name).compile()
+
+    def is_compiled(self, name: Name) -> bool:
+        return name in self._executables
 
     @property
     def compiled(self) -> int:
-        """Programs compiled so far: one for each bucket that a prompt fell into, and one or two that decode."""
-        return sum(step._cache_size() for step in (self._prefill, *self._decode.values()))
+        """Programs compiled so far."""
+        return len(self._executables)
 
-    def lower(self, likeliest: bool = False) -> jax.stages.Lowered:
-        """The decode program, lowered for arrays as they will be."""
+    def _executable(self, name: Name) -> Any:
+        self.compile(name)
+        return self._executables[name]
+
+    def lower(self, name: Name = ("decode", False)) -> jax.stages.Lowered:
+        """A program, lowered for arrays as they will be."""
         state = jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
             jax.eval_shape(self._nothing),
             self.state_specs,
         )
-        return self._decode[likeliest].lower(self.weights, state)
+        kind, of = name
+        if kind == "decode":
+            return self._decode[bool(of)].lower(self.weights, state)
+        tokens, one = np.zeros((1, of), np.int32), np.int32(1)
+        return self._prefill.lower(self.weights, state, one, tokens, one, SamplingArrays.of(Sampling()))
 
     def bucket(self, tokens: int) -> int:
         """The length that a prompt is padded to."""
@@ -177,8 +261,8 @@ class Decoding:
         slot = slot - lax.axis_index(DATA) * slots
         kept = []
 
-        def attention(layer: int) -> Reading:
-            kept.append(Reading(self.parts.attention, self.groups))
+        def attention(layer: int) -> PromptAttention:
+            kept.append(PromptAttention(self.parts.attention, self.groups))
             return kept[-1]
 
         x = self._layers(weights, tokens, jnp.arange(tokens.shape[1]), attention)
@@ -199,8 +283,8 @@ class Decoding:
     def _one_more(self, weights: Held, state: Slots, told: bool) -> tuple[Slots, Picked]:
         kept = []
 
-        def attention(layer: int) -> Appending:
-            kept.append(Appending(self.config.model, self.groups, state.cache[layer], state.positions))
+        def attention(layer: int) -> DecodeAttention:
+            kept.append(DecodeAttention(self.config.model, self.groups, state.cache[layer], state.positions))
             return kept[-1]
 
         x = self._layers(weights, state.tokens[:, None], state.positions[:, None], attention)

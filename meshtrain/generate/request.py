@@ -1,11 +1,17 @@
-"""What is asked of an engine, and what it answers; without JAX."""
+"""What is asked of an engine, what it answers, and a request under way; without JAX."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from meshtrain.errors import ConfigError
+from meshtrain.generate.text import Spelling, Stream
+
+if TYPE_CHECKING:
+    from meshtrain.generate.opened import Opened
 
 # The most likely tokens that can be told beside a chosen one.
 MOST_LIKELY = 20
@@ -71,10 +77,10 @@ def check(request: Request, length: int, vocabulary: int) -> None:
         raise ConfigError(f"{request.most} tokens are asked for; it must be 1 at least.")
     if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LIKELY:
         raise ConfigError(f"logprobs is {request.logprobs}; it must be from 0 to {MOST_LIKELY}.")
-    _check_sampling(request.sampling)
+    check_sampling(request.sampling)
 
 
-def _check_sampling(how: Sampling) -> None:
+def check_sampling(how: Sampling) -> None:
     """ConfigError for what is no way to choose a token."""
     if not (0 <= how.temperature < np.inf):
         raise ConfigError(f"temperature is {how.temperature}; it must be a number from 0.")
@@ -82,3 +88,107 @@ def _check_sampling(how: Sampling) -> None:
         raise ConfigError(f"top_p is {how.top_p}; it must be above 0 and at most 1.")
     if not 0 <= how.top_k < 1 << 31:
         raise ConfigError(f"top_k is {how.top_k}; it must be from 0, which leaves all tokens.")
+
+
+log = logging.getLogger(__name__)
+Listener = Callable[[Piece], None]
+
+
+class Busy(Exception):
+    """As many requests wait as may; the same one may be submitted later."""
+
+
+class Closed(Exception):
+    """The engine takes no more requests: it is closed, or broken, which the sentence says."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine does at the moment, and has done; counts never fall."""
+
+    slots: int
+    busy: int  # slots with a request
+    waiting: int  # requests without a slot
+    requests: int = 0  # ended, by whatever
+    tokens: int = 0  # chosen for a request
+    prompt_tokens: int = 0  # read
+    steps: int = 0  # of decode
+    compiled: int = 0  # programs: one for each power of two of a prompt's length, and decode's two
+    failures: int = 0  # of the device's programs
+    last_step: float = 0.0  # time.monotonic() at the end of the last turn
+    turn_began: float | None = None  # of the turn that goes on; None: nothing is asked of the device
+    compiling: bool = False  # in this turn a program is compiled, or what waits waits for that
+    broken: str = ""  # why nothing can be generated any more, a sentence
+
+
+class Ticket:
+    """A request that was taken; from any thread."""
+
+    def __init__(self, request: Request, listener: Listener, wake: Callable[[], None]) -> None:
+        self.request = request
+        self._listener, self._wake = listener, wake
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Ends it within a step, with finish cancelled; nothing where it has ended."""
+        self.cancelled = True
+        self._wake()
+
+    def tell(self, piece: Piece) -> None:
+        """From the engine's thread. A listener that raises has its own request cancelled."""
+        try:
+            self._listener(piece)
+        except Exception:
+            log.exception("who listens to a request has failed; it is cancelled")
+            self._listener, self.cancelled = lambda piece: None, True
+
+
+class Running:
+    """A request in a slot, as the host sees it."""
+
+    def __init__(self, ticket: Ticket, opened: "Opened", spelling: Spelling, length: int) -> None:
+        """`length`: positions of the slot."""
+        request = ticket.request
+        self.ticket, self.ends, self._spelling = ticket, opened.ends, spelling
+        self.most = min(request.most, length - len(request.tokens))
+        # tokens that are chosen, or are to be by what the device was given; and those of them that were read
+        self.dispatched, self.tokens = 1, 0
+        self.ended = False
+        self._stream = Stream(opened.tokenizer, request.tokens, request.stop)
+
+    def next(self, token: int, logprob: Any, ids: Any, logprobs: Any) -> Piece | None:
+        """What one more token makes of it, with its last token a finish; None where there is nothing to tell yet.
+
+        The others are what was told beside the token: its log-probability, the likeliest tokens and theirs; None where nothing was.
+        """
+        request = self.ticket.request
+        self.tokens += 1
+        if logprob is not None and not np.isfinite(logprob):
+            return self.last("error", problem="the model's logits are not finite numbers.")
+        if token in self.ends and not request.ignore_ends:
+            return self.last("stop")
+        text, chosen = self._stream.push(token), self._chosen(request, token, logprob, ids, logprobs)
+        if self._stream.stopped:
+            return self.last("stop", text, chosen)
+        if self.tokens == self.most:
+            return self.last("length", text, chosen)
+        return Piece(text, chosen, self.tokens) if text or chosen else None
+
+    def last(self, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = "") -> Piece:
+        """How it ends, with the text that was held back."""
+        return Piece(text + self._stream.close(), chosen, self.tokens, finish, problem)
+
+    def _chosen(self, request: Request, token: int, logprob: Any, ids: Any, logprobs: Any) -> tuple[Chosen, ...]:
+        if request.logprobs is None:
+            return ()
+        of, most = self._spelling.of, request.logprobs
+        likeliest = tuple((int(i), of(int(i)), float(p)) for i, p in zip(ids[:most], logprobs[:most], strict=True))
+        return (Chosen(token, of(token), float(logprob), likeliest),)
+
+
+@dataclass
+class Unread:
+    """What a program that was dispatched will have chosen: for whom, and where in its arrays (None: they are of one slot)."""
+
+    picked: Any
+    places: list[tuple[int | None, Running]] = field(default_factory=list)

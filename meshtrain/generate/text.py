@@ -1,15 +1,24 @@
-"""From tokens to text while they come: what is given out no later token changes.
+"""From what is asked to tokens, and from tokens to text while they come.
 
-A token may end within a character, whose other bytes the next ones bring, and how it is written may depend on the one before it (the
-space that sentencepiece leaves out at the beginning of a text). So a token's text is what it adds to that of the tokens before it, held
-back while it ends on half a character; and what may be the beginning of a stop string is held back until it is none.
+A text becomes tokens as its tokenizer begins texts, a conversation as the model's own template writes it.
+
+What is given out no later token changes. A token may end within a character, whose other bytes the next ones bring, and how it is
+written may depend on the one before it (the space that sentencepiece leaves out at the beginning of a text). So a token's text is what
+it adds to that of the tokens before it, held back while it ends on half a character; and what may be the beginning of a stop string is
+held back until it is none.
 """
 
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from meshtrain.data.chat import Unfit, messages_of
+from meshtrain.data.template import ChatTemplate, TemplateText
 from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.tokenizer_file import ChatTokenizer, FileTokenizer
+from meshtrain.errors import ConfigError
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
 MOST_HALF = 3  # tokens that may wait for the rest of a character: one has four bytes at most
@@ -43,7 +52,6 @@ class Stream:
         return rest
 
     def _new(self, final: bool) -> str:
-        """The text of the tokens that are not told yet, but for half a character at their end."""
         to = len(self._ids)
         known, whole = self._text(self._told), self._text(to)
         if whole.endswith(HALF) and not final:
@@ -67,17 +75,16 @@ class Stream:
 
     def _given_out(self, new: str) -> str:
         text = self._held + new
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
+        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if ends:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(ends)]
         keep = max((_begun(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 def _begun(text: str, stop: str) -> int:
-    """How much of the end of a text is the beginning of a stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -101,3 +108,61 @@ class Spelling:
     def _spelt(self, ids: list[int]) -> str:
         spell = getattr(self._tokenizer, "spell", self._tokenizer.decode)
         return spell(np.array(ids, np.int64))
+
+
+def text_tokens(tokenizer: ChatTokenizer, text: str) -> np.ndarray:
+    """The tokens of a text that is to be gone on with, int32 [T], behind what the tokenizer's own post-processor puts before a text (BOS).
+
+    Never empty: nothing at all is what follows the end of a document.
+    """
+    ids = tokenizer.encode([text])[0]
+    begun = tokenizer.begin if isinstance(tokenizer, FileTokenizer) else ()
+    tokens = np.concatenate([np.array(begun, np.int64), ids.astype(np.int64)])
+    return (tokens if len(tokens) else np.array([tokenizer.end_of_document])).astype(np.int32)
+
+
+class Conversations:
+    """Writes conversations with one template, for many threads."""
+
+    def __init__(self, source: TemplateText, tokenizer: ChatTokenizer, now: float) -> None:
+        """`tokenizer`: one that reads special tokens in a text as such; `now`: the time that the template is told."""
+        self.source, self._tokenizer = source, tokenizer
+        self._lock = threading.Lock()
+        self._template = ChatTemplate(source, now)
+
+    def text(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = True) -> str:
+        """What the template makes of a list of messages, with `prompt` up to the beginning of an answer.
+
+        ConfigError for messages that it does not take, and for what it may not do.
+        """
+        with self._lock:
+            try:
+                texts, _ = self._template.render(
+                    messages_of(messages, "messages"), tools, [(len(messages), prompt)], ""
+                )
+            except Unfit as error:
+                raise ConfigError(
+                    f"the chat template {self.source.name} does not take these messages {error.detail}."
+                ) from None
+        return texts[0]
+
+    def tokens(self, messages: list[dict[str, Any]], tools: Any = None) -> np.ndarray:
+        """The prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so that none is put before it."""
+        ids = self._tokenizer.encode([self.text(messages, tools)])[0]
+        return ids.astype(np.int32)
+
+    def end_of_turn(self) -> int | None:
+        """The special token behind an answer, by which a model says that it has ended; None if the template writes none there."""
+        answer = "Yes"
+        messages = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": answer}]
+        try:
+            _, mark, behind = self.text(messages, prompt=False).rpartition(answer)
+        except ConfigError:
+            return None
+        special = [
+            (at, -len(word), word) for word in self._tokenizer.special if mark and (at := behind.find(word)) >= 0
+        ]
+        if not special:
+            return None
+        ids = self._tokenizer.encode([min(special)[2]])[0]
+        return int(ids[0]) if len(ids) == 1 else None

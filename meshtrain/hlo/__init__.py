@@ -12,9 +12,9 @@ The HLO is read as XLA prints it, on CPUs and for GPUs that may only be describe
 Measured (`tests/test_traffic.py`): what is read here equals the formulas of the papers for every axis, ZeRO stage and schedule.
 """
 
-from meshtrain.hlo.module import KINDS, Line, Module, byte_count, dtypes, replica_groups, short_path
-from meshtrain.hlo.traffic import Collective, Collectives, collectives, live_bytes
+from meshtrain.hlo.module import KINDS, HloLine, Module, byte_count, dtypes, replica_groups, short_path
+from meshtrain.hlo.traffic import Collective, CompiledCollectives, collectives, live_bytes
 
 __all__ = [
-    "KINDS", "Collective", "Collectives", "Line", "Module", "byte_count", "collectives", "dtypes", "live_bytes", "replica_groups", "short_path",
+    "KINDS", "Collective", "CompiledCollectives", "HloLine", "Module", "byte_count", "collectives", "dtypes", "live_bytes", "replica_groups", "short_path",
 ]  # fmt: skip

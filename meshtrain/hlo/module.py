@@ -1,4 +1,4 @@
-"""The text of a compiled program: its computations, who calls whom how often, and the lines of Python that it came from.
+"""Parses the text of a compiled program: its computations, their calls and iteration counts, and the lines of Python they came from.
 
 A collective inside loops runs as often as the loops together turn; one inside a conditional runs at most so often, and how often is
 known only to whoever wrote the predicate (for the pipeline: the schedule's table).
@@ -31,7 +31,7 @@ _CALLED = re.compile(
 )
 
 
-class Line(NamedTuple):
+class HloLine(NamedTuple):
     """A line of Python that an instruction came from."""
 
     file: str
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 
 def short_path(file: str) -> str:
-    """A source file without the machine's folders: from its package on, or `cell` for a notebook's."""
+    """Returns a source file without the machine's folders: from its package on, or `cell` for a notebook's."""
     path = Path(file)
     if "ipykernel" in file or file.startswith("<"):
         return "cell"
@@ -55,7 +55,7 @@ def short_path(file: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction, as far as it matters here."""
+    """One instruction."""
 
     name: str
     opcode: str
@@ -66,7 +66,7 @@ class Operation:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of what it works on; of a parameter its number."""
+        """Names of its operands; of a parameter its number."""
         listed = self.attributes[: _closing("(" + self.attributes) - 2]
         return tuple(operand.split()[-1].lstrip("%") for operand in _parts(listed) if operand.strip())
 
@@ -102,23 +102,23 @@ class Module:
         if not self.entry:
             raise ValueError("this text is no HLO module: it has no ENTRY computation")
 
-    def lines(self, op: Operation) -> tuple[Line, ...]:
-        """The lines of Python that an instruction came from, the innermost first; none where XLA does not tell."""
-        found, told = [], _FRAME.search(op.attributes)
-        frame = int(told.group(1)) if told else 0
+    def lines(self, op: Operation) -> tuple[HloLine, ...]:
+        """Returns the lines of Python that an instruction came from, the innermost first; none where XLA does not tell."""
+        lines, number_of_frame = [], _FRAME.search(op.attributes)
+        frame = int(number_of_frame.group(1)) if number_of_frame else 0
         files, functions, places, frames = (self._tables[name] for name in _TABLES)
         while frame in frames:
             place, parent = map(int, re.findall(r"=(\d+)", frames[frame])[:2])
             file, function, number = map(int, re.findall(r"=(\d+)", places[place])[:3])
-            found.append(Line(files[file].strip('"'), number, functions[function].strip('"')))
+            lines.append(HloLine(files[file].strip('"'), number, functions[function].strip('"')))
             # counted from 1, where 1 is none
             frame = parent - 1
-        return tuple(found)
+        return tuple(lines)
 
     def walk(
         self, name: str | None = None, loops: tuple[int | None, ...] = (), conditionals: tuple[int, ...] = ()
     ) -> Iterator[tuple[Operation, tuple[int | None, ...], tuple[int, ...]]]:
-        """Every collective in the call tree, with the loops and the conditionals around it."""
+        """Yields every collective in the call tree, with the loops and the conditionals around it."""
         for op in self.computations[self.entry if name is None else name]:
             if op.kind:
                 yield op, loops, conditionals
@@ -134,7 +134,7 @@ class Module:
     def bodies(
         self, name: str | None = None, loops: tuple[int | None, ...] = ()
     ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-        """The computations that are sequences of their own, the entry's and each loop's body, with the turns of the loops around them."""
+        """Yields the computations that are sequences of their own, the entry and each loop's body, with the turns of the loops around them."""
         name = self.entry if name is None else name
         yield name, loops
         yield from self._loops_in(name, loops)
@@ -150,23 +150,23 @@ class Module:
                     yield from self._loops_in(called, loops)
 
     def loop(self, op: Operation) -> tuple[str, str, int | None]:
-        """Body, condition and turns of a while loop."""
+        """Returns body, condition and turns of a while loop."""
         body, condition = (re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes) for k in ("body", "condition"))
         assert body and condition, "a while loop has both"
         return body.group(1), condition.group(1), self._turns(op, condition.group(1))
 
     def called(self, op: Operation) -> list[str]:
-        """The computations that an instruction names, a loop's apart."""
-        return [name for one in _CALLED.findall(op.attributes) for name in re.findall(r"[\w.\-]+", one)]
+        """Returns the computations that an instruction names, a loop's apart."""
+        return [name for names in _CALLED.findall(op.attributes) for name in re.findall(r"[\w.\-]+", names)]
 
     def named(self, computation: str) -> dict[str, Operation]:
-        """The instructions of a computation by name."""
+        """Returns the instructions of a computation by name."""
         if computation not in self._named:
             self._named[computation] = {op.name: op for op in self.computations[computation]}
         return self._named[computation]
 
     def _turns(self, op: Operation, condition: str) -> int | None:
-        """As XLA found them, else the one integer that the condition compares with (JAX counts from 0 by 1)."""
+        """Returns the turns as XLA knows them, else the one integer that the condition compares with (JAX counts from 0 by 1)."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.attributes):
             return int(known.group(1))
         compared = list(self.computations[condition])
@@ -183,7 +183,7 @@ class Module:
 
 
 def operation(name: str, text: str, root: bool) -> Operation:
-    """From `type opcode(operands), attributes`; a type is one array, or a tuple in parentheses."""
+    """Parses `type opcode(operands), attributes`; a type is one array, or a tuple in parentheses."""
     end = _closing(text) if text.startswith("(") else text.index(" ")
     result, rest = text[:end], text[end:].lstrip()
     opcode, _, attributes = rest.partition("(")
@@ -191,12 +191,12 @@ def operation(name: str, text: str, root: bool) -> Operation:
     kind = base if base in KINDS else ""
     # These start with (operands, results, ...); an all-reduce does so from JAX 0.12 on, with the operands in parentheses.
     if kind and base != opcode and (kind != "all-reduce" or result.startswith("((")):
-        result = _second(result)
+        result = _parts(result[1:-1])[1]
     return Operation(name, opcode, kind, result, attributes, root)
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that opens `text` is closed."""
+    """Returns the place behind the parenthesis that closes the first one of `text`."""
     depth = 0
     for i, c in enumerate(text):
         depth += (c == "(") - (c == ")")
@@ -205,13 +205,8 @@ def _closing(text: str) -> int:
     raise ValueError(f"no closing parenthesis in {text[:60]}")
 
 
-def _second(tuple_type: str) -> str:
-    """The second element of a tuple type."""
-    return _parts(tuple_type[1:-1])[1]
-
-
 def _parts(listed: str) -> list[str]:
-    """What commas divide, but for those inside brackets."""
+    """Splits at commas, but for those inside brackets."""
     depth, parts, start = 0, [], 0
     for i, c in enumerate(listed):
         depth += (c in "([{") - (c in ")]}")
@@ -222,15 +217,15 @@ def _parts(listed: str) -> list[str]:
 
 
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
-    """Who talks to whom, in any of XLA's spellings:
+    """Returns the groups of devices that communicate, from any of XLA's spellings:
 
         {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2] {'b'}    {} for all together
 
     Of a permutation, the pairs.
     """
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}", attributes):
-        found = [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
-        return found or [list(range(devices))]
+        groups = [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
+        return groups or [list(range(devices))]
     if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}", attributes):
         return _named_groups(*named.groups())
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
@@ -239,7 +234,7 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
 
 
 def _numbers(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: counted up in that shape and transposed, flat; or the numbers themselves, in a row."""
+    """Returns the numbers of `[2,4]T(1,0)`, counted up in that shape and transposed, flat; or those that are listed."""
     iota = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not iota:
         return np.array([int(n) for n in re.findall(r"\d+", text)])
@@ -249,15 +244,15 @@ def _numbers(text: str) -> np.ndarray:
 
 
 def _named_groups(mesh: str, devices: str | None, along: str) -> list[list[int]]:
-    """Groups along named axes of a mesh, `['a'=2,'b'=4] {'b'}`, or along parts of them, `'b':(1)2`: 2 of the 4, after 1."""
+    """Returns groups along named axes of a mesh, `['a'=2,'b'=4] {'b'}`, or along parts of them, `'b':(1)2`: 2 of the 4, after 1."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     shape: list[int] = []
     grouped: list[int] = []
     parts = {name: (int(before), int(size)) for name, before, size in re.findall(r"'([^']+)':\((\d+)\)(\d+)", along)}
-    whole = re.findall(r"'([^']+)'(?!:)", along)
+    complete = re.findall(r"'([^']+)'(?!:)", along)
     for name, size in sizes.items():
         before, inside = parts.get(name, (1, size))
-        if name in parts or name in whole:
+        if name in parts or name in complete:
             grouped.append(len(shape) + 1)
         shape += [before, inside, size // before // inside]
     numbers = _numbers(devices) if devices else np.arange(math.prod(shape))
@@ -267,22 +262,22 @@ def _named_groups(mesh: str, devices: str | None, along: str) -> list[list[int]]
 
 
 def byte_count(kind: str) -> int:
-    """Bytes of an array type, or of all arrays of a tuple type."""
+    """Returns the bytes of an array type, or of all arrays of a tuple type."""
     return sum(math.ceil(_width(d) * math.prod(int(i) for i in n.split(",") if i)) for d, n in _ARRAY.findall(kind))
 
 
 def _width(dtype: str) -> float:
-    """Bytes of one element: f32 has 4, bf16 2, f8e4m3fn 1, c64 8, and pred 1."""
+    """Returns the bytes of one element: f32 has 4, bf16 2, f8e4m3fn 1, c64 8, and pred 1."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) / 8 if bits else 1
 
 
 def elements(kind: str) -> int:
-    """Elements of the first array of a type."""
+    """Returns the elements of the first array of a type."""
     first = _ARRAY.search(kind)
     return math.prod(int(i) for i in first.group(2).split(",") if i) if first else 0
 
 
 def dtypes(kind: str) -> str:
-    """The element types in a type, as one word."""
+    """Returns the element types in a type, as one word."""
     return "+".join(sorted({d for d, _ in _ARRAY.findall(kind)}))

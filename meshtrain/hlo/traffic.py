@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from meshtrain.hlo.module import Line, Module, Operation, byte_count, dtypes, replica_groups
+from meshtrain.hlo.module import HloLine, Module, Operation, byte_count, dtypes, replica_groups
 from meshtrain.shown import Shown
 
 
@@ -26,7 +27,7 @@ class Collective:
     loops: tuple[int | None, ...]  # turns of the enclosing loops, outermost first; None: not known before it runs
     conditionals: tuple[int, ...]  # for each enclosing conditional, how many of `loops` are around it
     source: str  # the JAX operation it came from
-    lines: tuple[Line, ...] = ()  # of Python that it came from, the innermost first
+    lines: tuple[HloLine, ...] = ()  # of Python that it came from, the innermost first
     busy: float = 1.0  # share of the trips that are made: 1 unless in conditionals
     senders: float = (
         1.0  # share of the devices that send: of a permutation not all need to, and `sent` is what one that does sends
@@ -34,8 +35,8 @@ class Collective:
 
     @property
     def where(self) -> str:
-        """The line that it came from and the one that called that, in short; what only stands between JAX's versions is left out."""
-        return " ← ".join([str(line) for line in self.lines if Path(line.file).name != "compat.py"][:2])
+        """The line that it came from and its caller, in short, without those of `meshtrain.compat`."""
+        return " ← ".join([str(line) for line in self.lines if not Path(line.file).name.startswith("compat")][:2])
 
     @property
     def backward(self) -> bool:
@@ -69,7 +70,7 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
 
 
-class Collectives(Shown, list[Collective]):
+class CompiledCollectives(Shown, list[Collective]):
     """The collectives of a program."""
 
     @property
@@ -82,16 +83,27 @@ class Collectives(Shown, list[Collective]):
                 total[c.axis] += c.sent * c.times
         return dict(total)
 
+    @property
+    def in_a_line(self) -> str:
+        """What is sent, most often first: 12 all-reduce over data, 8 all-gather over tensor; of at most 405 letters."""
+        counts: dict[str, int] = defaultdict(int)
+        for c in self:
+            if c.axes:
+                counts[f"{c.kind} over {c.axis}"] += math.prod(n for n in c.loops if n is not None)
+        most_first = sorted(counts.items(), key=lambda named: -named[1])
+        line = ", ".join(f"{count} {name}" for name, count in most_first)
+        return line if len(line) <= 400 else re.sub(r", [^,]*$", ", ...", line[:400])
+
 
 def collectives(
     compiled: str | jax.stages.Compiled | Module, mesh: Mesh | AbstractMesh, busy: float = 1.0, body: str | None = None
-) -> Collectives:
-    """Every collective of a compiled program (or of its HLO text, or its `Module`) that ran on `mesh`, or those of one turn of one loop's body.
+) -> CompiledCollectives:
+    """Returns every collective of a compiled program (its HLO text, its `Module`) for `mesh`, or those of one turn of one loop's body.
 
     `busy` is how often the branches of its conditionals are taken, of all times, that hold collectives.
     """
     program = compiled if isinstance(compiled, Module) else _read(compiled)
-    return Collectives(
+    return CompiledCollectives(
         Collective(
             kind=op.kind,
             axes=axes,
@@ -117,21 +129,21 @@ def _read(compiled: str | jax.stages.Compiled) -> Module:
 
 
 def live_bytes(tree: Any, device: jax.Device | None = None) -> int:
-    """Bytes of the arrays of `tree` on `device`; on the device that holds the most of them, if none is given."""
-    held: dict[jax.Device, int] = defaultdict(int)
+    """Returns the bytes of the arrays of `tree` on `device`; on the device with the most of them, if none is given."""
+    per_device: dict[jax.Device, int] = defaultdict(int)
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
-            held[shard.device] += shard.data.nbytes
-    return held[device] if device is not None else max(held.values(), default=0)
+            per_device[shard.device] += shard.data.nbytes
+    return per_device[device] if device is not None else max(per_device.values(), default=0)
 
 
 def senders(op: Operation, devices: int) -> float:
-    """The share of the devices that take part in sending."""
+    """Returns the share of the devices that send."""
     return len(replica_groups(op.attributes, devices)) / devices if op.kind == "collective-permute" else 1.0
 
 
 def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which a collective's groups extend, and the devices in a group.
+    """Returns the mesh axes along which a collective's groups extend, and the devices in a group.
 
     HLO counts devices by their place in the mesh (`mesh.devices.flat`), whatever their own ids are.
     """

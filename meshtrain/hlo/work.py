@@ -48,7 +48,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class IssuedCollective:
     """A collective at one place of the program, and what is done between its start and its done."""
 
     op: Operation
@@ -98,7 +98,7 @@ class Work:
         return sum((self.moved(computation, op) for op in self.module.computations[computation]), start=Moved())
 
     def only_moves(self, op: Operation) -> bool:
-        """Whether an instruction computes nothing: it fills, copies, cuts out or puts in."""
+        """True if an instruction computes nothing: it fills, copies, cuts out or puts in."""
         if op.opcode == "fusion":
             inner = (other for name in self.module.called(op) for other in self.module.computations[name])
             return all(self.only_moves(other) for other in inner if elements(other.result) > _INDICES)
@@ -128,7 +128,7 @@ class Work:
             self._flops[computation] = sum(self.flops(computation, op) for op in ops)
         return self._flops[computation]
 
-    def transfers(self, kind: str) -> Iterator[Transfer]:
+    def issued(self, kind: str) -> Iterator[IssuedCollective]:
         """Every collective of a kind (of `module.KINDS`), and what it travels under."""
         for body, loops in self.module.bodies():
             ops = self.module.computations[body]
@@ -137,7 +137,7 @@ class Work:
                 if op.kind == kind:
                     between = ops[i + 1 : done.get(op.name, i)]
                     flops = sum(self.flops(body, other) for other in between)
-                    yield Transfer(op, body, byte_count(op.result), loops, flops)
+                    yield IssuedCollective(op, body, byte_count(op.result), loops, flops)
 
     def _product(self, computation: str, op: Operation, contracted: list[str]) -> float:
         left = self.module.named(computation)[op.operands[0]].result
@@ -145,7 +145,7 @@ class Work:
         return 2.0 * elements(op.result) * math.prod(int(sizes[int(i)]) for i in contracted if i)
 
     def _attention(self, computation: str, op: Operation) -> float:
-        """Of cuDNN's fused attention (backward: five products in place of two); half of them where it skips what a mask hides."""
+        """FLOPs of cuDNN's fused attention (backward: five products in place of two); half of them where it skips what a mask hides."""
         scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes)
         target = re.search(r'custom_call_target="(__cudnn\$fmha\w*)"', op.attributes)
         if not target or not scores:
@@ -198,7 +198,7 @@ class Work:
         return 1.0
 
     def _in_place(self, computation: str, op: Operation) -> bool:
-        """Whether an update that a fusion yields is written into the buffer that it came in, as XLA's GPU compiler does: where the
+        """True if an update that a fusion yields is written into the buffer that it came in, as XLA's GPU compiler does: where the
         buffer is a parameter, and read, if at all, at the very place that is written."""
         if op.opcode not in _UPDATES:
             return False
@@ -212,12 +212,12 @@ class Work:
 
 
 def _behind(known: dict[str, Operation], op: Operation) -> Operation:
-    """What an instruction only gives another shape."""
+    """The instruction whose value this one only gives another shape."""
     while op.opcode == "bitcast":
         op = known[op.operands[0]]
     return op
 
 
 def _update(op: Operation) -> int:
-    """Which operand holds what is put in."""
+    """The operand that holds what is put in."""
     return 1 if op.opcode == "dynamic-update-slice" else 2

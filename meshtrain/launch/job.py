@@ -1,23 +1,51 @@
-"""What every way to start a run needs to know of it: how many nodes, what each has, and the supervisor's command."""
+"""What every launcher needs of a run: how many nodes, what each has, and the supervisor's command; and the options that they share."""
 
 import argparse
 import re
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import NamedTuple
+
+import yaml
 
 from meshtrain.cli import Parser, whole_number
+from meshtrain.cluster.cluster import named, usual_cluster
 from meshtrain.config import Config, load
-from meshtrain.errors import ConfigError, divisors, short
-from meshtrain.plan import flags, named
-from meshtrain.plan.estimate import usual_cluster
+from meshtrain.errors import ConfigError, listed_divisors, short
+from meshtrain.launch import flags
 
 REQUEUES = 100  # times that a run is started again after it was stopped, at most
 GRACE = 120  # seconds from SIGTERM to SIGKILL: to end the step, and write a checkpoint
 LONGEST_NAME = 40  # Kubernetes puts a name and an index into 63 characters
+PAUSE = 10  # seconds before a killed supervisor is started again
+# For engines that do not start it again themselves; leaves its exit code in $code.
+AGAIN = """\
+left={restarts}
+while :; do
+  code=0
+  {supervisor} || code=$?
+  if [ "$code" -lt 128 ] || [ "$left" -eq 0 ]; then break; fi
+  left=$((left - 1))
+  echo "the supervisor was killed (exit code $code); it is started again" >&2
+  sleep {pause}
+done
+"""
+
+
+class Launcher(NamedTuple):
+    """A way to start a run: one that runs gives its exit code, one that prints its text and a hint on what to do with it."""
+
+    meaning: str
+    add: Callable[[Parser], None]  # options
+    run: Callable[[argparse.Namespace], int] | None = None
+    text: Callable[[argparse.Namespace], str] | None = None
+    hint: str = ""
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """A run, as something that an engine starts."""
 
     name: str  # lower-case letters, digits and -
@@ -42,7 +70,7 @@ def add_engine(parser: Parser) -> None:
 
 
 def add_flags(parser: Parser) -> None:
-    """The options of all ways that say which flags of XLA and NCCL the nodes get (`meshtrain.plan.flags`)."""
+    """The options of all launchers that say which flags of XLA and NCCL the nodes get (`meshtrain.launch.flags`)."""
     parser.add_argument("--cluster", metavar="FILE|NAME", help="what the nodes are, for the flags that they get; default: as for meshtrain.plan")  # fmt: skip
     parser.add_argument("--no-flags", action="store_true", help="leave XLA_FLAGS and NCCL's variables as they are; meshtrain.plan --flags shows them")  # fmt: skip
 
@@ -56,83 +84,96 @@ def add_time(parser: Parser) -> None:
     parser.add_argument("--time", type=duration, help="the longest that it may run: H:MM:SS or DAYS-HH:MM:SS")
 
 
-def engine_job(options: argparse.Namespace) -> Job:
-    """The job of an engine's options."""
+def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
+    """The job of an engine's options. `shipped`: where the config's file is on the nodes, if the engine takes it there."""
     config = load(options.config, options.set)
     nodes = options.nodes or config.survive.wanted
-    job = make(config, options, nodes, options.python)
+    job = make(config, options, nodes, options.python, shipped)
     gpus = job.devices if options.gpus_per_node is None else options.gpus_per_node
-    return Job(options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts)
+    return LaunchJob(options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts)
 
 
-def make(config: Config, options: argparse.Namespace, nodes: int, python: str) -> Job:
+def make(config: Config, options: argparse.Namespace, nodes: int, python: str, shipped: str = "") -> LaunchJob:
     """A job on so many nodes. A config that says nothing of nodes (survive.wanted is 1) is for as many as there are; one that does may
     be given more of them, as spares, or fewer, which wait for the others to come from elsewhere."""
-    wanted, devices, given = config.survive.wanted, config.mesh.devices, list(options.set)
+    wanted, devices, overrides = config.survive.wanted, config.mesh.devices, list(options.set)
     if wanted == 1 < nodes:
         if devices % nodes:
             raise ConfigError(
-                f"the {devices} devices of the mesh do not divide into {nodes} nodes; legal are {divisors(devices)}."
+                f"the {devices} devices of the mesh do not divide into {nodes} nodes; legal are {listed_divisors(devices)}."
             )
         wanted = nodes
-        given.append(f"survive.wanted={nodes}")
+        overrides.append(f"survive.wanted={nodes}")
     # Its other rules, such as survive.least, count for the nodes that there are.
-    config = load(options.config, given)
-    words = [python, "-m", "meshtrain.survive", "--config", options.config]
-    for override in given:
+    config = load(options.config, overrides)
+    words = [python, "-m", "meshtrain.survive", "--config", shipped or options.config]
+    for override in overrides:
         words += ["--set", override]
-    if not options.no_flags:
-        words += _flags(config, options.cluster or usual_cluster(config))
+    cluster = options.cluster or usual_cluster(config)
+    if not options.no_flags and flags.settings(config, named(cluster, config.mesh.devices), {}, {}):
+        # Each node sets what its own versions take.
+        words += ["--flags", cluster]
     survive = config.survive
-    return Job(_named(config), nodes, devices // wanted, tuple(words), config.run.directory, survive.restarts)
+    name = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower()).lstrip("-0123456789")
+    name = name[:LONGEST_NAME].rstrip("-") or "meshtrain"
+    return LaunchJob(name, nodes, devices // wanted, tuple(words), config.run.directory, survive.restarts)
 
 
-def _flags(config: Config, cluster: str) -> list[str]:
-    """What has each node set what its own versions take, if there is anything to set."""
-    of_use = flags.settings(config, named(cluster, config.mesh.devices), {}, {})
-    return ["--flags", cluster] if of_use else []
+def again(job: LaunchJob, words: str = "") -> str:
+    """Returns shell lines that run a job's supervisor, with more words, and start it again when it was killed."""
+    supervisor = f"{shlex.join(job.supervisor)} {words}".rstrip()
+    return AGAIN.format(restarts=job.restarts, supervisor=supervisor, pause=PAUSE)
 
 
-def duration(text: str) -> str:
-    """H:MM:SS or DAYS-HH:MM:SS, as Slurm writes it."""
-    if not re.fullmatch(r"([0-9]{1,3}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", text):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no time; write H:MM:SS or DAYS-HH:MM:SS")
-    return text
+def text_of(pattern: str, sentence: str) -> Callable[[str], str]:
+    """Returns an option's type: a text that matches, or an error that says `sentence` of it."""
 
+    def matched(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{short(repr(text))} {sentence}")
+        return text
 
-def seconds(text: str) -> int:
-    """Of a `duration`."""
-    days, _, clock = text.rpartition("-")
-    hours, minutes, rest = map(int, clock.split(":"))
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
-
-
-def _named(config: Config) -> str:
-    found = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower()).lstrip("-0123456789")
-    return found[:LONGEST_NAME].rstrip("-") or "meshtrain"
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", text) or len(text) > LONGEST_NAME:
-        raise argparse.ArgumentTypeError(
-            f"{short(repr(text))} is no name; it begins with a letter and has lower-case letters, digits and - inside, {LONGEST_NAME} at most"
-        )
-    return text
-
-
-def word(text: str) -> str:
-    """What a cluster calls something, to stand in a script or a manifest as it is: a partition, a namespace, an accelerator."""
-    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._,-]{0,252}", text):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no name; letters, digits and . _ - , are legal")
-    return text
+    return matched
 
 
 def absolute(text: str) -> str:
-    """A directory on the nodes."""
+    """Checks a directory on the nodes."""
     if not text.startswith("/") or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{short(repr(text))} is no absolute path")
     return text
 
 
+# As Slurm writes it.
+duration = text_of(r"([0-9]{1,3}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "is no time; write H:MM:SS or DAYS-HH:MM:SS")
+_name = text_of(
+    f"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?",
+    f"is no name; it begins with a letter and has lower-case letters, digits and - inside, {LONGEST_NAME} at most",
+)
+# A cluster's name of something, to stand in a script or a manifest as it is: a partition, a namespace, an accelerator.
+word = text_of("[A-Za-z0-9][A-Za-z0-9._,-]{0,252}", "is no name; letters, digits and . _ - , are legal")
+
+
+def seconds(text: str) -> int:
+    """Returns the seconds of a `duration`."""
+    days, _, clock = text.rpartition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
 def _count(text: str) -> int:
     return 0 if text == "0" else whole_number(text)
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Writes a text of several lines as lines."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_ManifestDumper.add_representer(str, _ManifestDumper.represent_str)
+
+
+def manifest(*documents: object) -> str:
+    """Returns YAML as an engine takes it: keys in the given order, scripts as lines."""
+    return yaml.dump_all(documents, Dumper=_ManifestDumper, sort_keys=False, width=2**16)

@@ -6,17 +6,33 @@ a killed supervisor, is counted against survive.restarts; its pod is started aga
 ended by then, and its supervisor joins the run that went on without it. The first pod to end with 0 says that the run is done
 (successPolicy, Kubernetes 1.31). So nothing is left for a restart of the whole set, which would start healthy pods anew.
 
+The config's file goes along as a ConfigMap; data and runs lie in a volume that all pods share.
+
 - JobSet: jobset.x-k8s.io/v1alpha2. A pod is reached as NAME-node-0-INDEX.NAME.
 - TrainJob: trainer.kubeflow.org/v1alpha1, Kubeflow Trainer 2. A TrainJob has no rules on exit codes, its runtime has: both are printed.
 """
 
 import argparse
+from pathlib import Path
 
 from meshtrain.cli import STOPPED, USAGE, Parser
-from meshtrain.launch.job import GRACE, Job, absolute, add_engine, add_time, engine_job, seconds, word
-from meshtrain.launch.manifest import dumped
-from meshtrain.launch.outcome import GIVEN_UP
+from meshtrain.launch import GIVEN_UP
+from meshtrain.launch.job import (
+    GRACE,
+    Launcher,
+    LaunchJob,
+    absolute,
+    add_engine,
+    add_time,
+    engine_job,
+    manifest,
+    seconds,
+    text_of,
+    word,
+)
 
+CONFIG = "/etc/meshtrain/config.yaml"  # in a pod
+MEMORY = 4  # GiB that a device's process asks for, if nothing is said
 NODE = "node"  # of the replicated job and of its container, as Kubeflow Trainer looks for them
 ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts it in
@@ -33,22 +49,25 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--mount", default="/work", type=absolute, help="where it is; paths of the config begin there; default: /work"
     )
+    parser.add_argument("--memory-per-node", type=_quantity, metavar="SIZE", help=f"asked for, and not exceeded, as in 512Gi; default: {MEMORY}Gi a device asked for, no limit")  # fmt: skip
+    parser.add_argument("--shared-memory", type=_quantity, default="16Gi", metavar="SIZE", help="of /dev/shm, a part of a node's memory; default: 16Gi")  # fmt: skip
 
 
 def jobset(options: argparse.Namespace) -> str:
-    job = engine_job(options)
-    return dumped(
+    job = engine_job(options, CONFIG)
+    return manifest(
+        _config(job, options),
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": _metadata(job, options),
             "spec": _set(job, options, {"parallelism": job.nodes, "completions": job.nodes}, {}),
-        }
+        },
     )
 
 
 def trainjob(options: argparse.Namespace) -> str:
-    job = engine_job(options)
+    job = engine_job(options, CONFIG)
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -64,14 +83,26 @@ def trainjob(options: argparse.Namespace) -> str:
             "trainer": {"numNodes": job.nodes},
         },
     }
-    return dumped(runtime, trained)
+    return manifest(_config(job, options), runtime, trained)
 
 
-def _metadata(job: Job, options: argparse.Namespace) -> dict:
+def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
+    """The ConfigMap with the config's file."""
+    name = {"name": f"{job.name}-config"}
+    text = Path(options.config).read_text()
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, options) | name,
+        "data": {CONFIG.rpartition("/")[2]: text},
+    }
+
+
+def _metadata(job: LaunchJob, options: argparse.Namespace) -> dict:
     return {"name": job.name} | ({"namespace": options.namespace} if options.namespace else {})
 
 
-def _set(job: Job, options: argparse.Namespace, size: dict, labels: dict) -> dict:
+def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) -> dict:
     """A JobSet's spec. It is not restarted: its Job starts pods again."""
     template = {"metadata": {"labels": labels}} if labels else {}
     limit = {"activeDeadlineSeconds": seconds(options.time)} if options.time else {}
@@ -97,10 +128,12 @@ def _set(job: Job, options: argparse.Namespace, size: dict, labels: dict) -> dic
     }
 
 
-def _pod(job: Job, options: argparse.Namespace) -> dict:
+def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
     gpus = {"nvidia.com/gpu": str(job.devices)} if job.devices else {}
-    cores = {"cpu": str(options.cpus_per_node)} if options.cpus_per_node else {}
-    resources = {key: value for key, value in (("requests", cores | gpus), ("limits", gpus)) if value}
+    memory, devices = options.memory_per_node, max(1, job.devices)
+    asked = {"cpu": str(options.cpus_per_node or devices), "memory": memory or f"{MEMORY * devices}Gi"}
+    limits = gpus | ({"memory": memory} if memory else {})
+    resources = {"requests": asked | gpus} | ({"limits": limits} if limits else {})
     # "$$" stands for a dollar sign; what a user gave names no variable of the kubelet.
     words = [word.replace("$", "$$") for word in job.supervisor]
     container = {
@@ -108,8 +141,12 @@ def _pod(job: Job, options: argparse.Namespace) -> dict:
         "image": options.image,
         "command": [*words, "--node", f"n{INDEX}", "--address", f"{job.name}-{NODE}-0-{INDEX}.{job.name}"],
         "workingDir": options.mount,
-        **({"resources": resources} if resources else {}),
-        "volumeMounts": [{"name": "runs", "mountPath": options.mount}, {"name": "memory", "mountPath": "/dev/shm"}],
+        "resources": resources,
+        "volumeMounts": [
+            {"name": "runs", "mountPath": options.mount},
+            {"name": "memory", "mountPath": "/dev/shm"},
+            {"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True},
+        ],
     }
     return {
         "restartPolicy": "Never",
@@ -118,6 +155,15 @@ def _pod(job: Job, options: argparse.Namespace) -> dict:
         # NCCL needs more shared memory than the 64 MB that a container has by default.
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
+            {"name": "config", "configMap": {"name": f"{job.name}-config"}},
         ],
     }
+
+
+_quantity = text_of("[1-9][0-9]{0,8}(Mi|Gi|Ti)", "is no size; write it as 512Gi")
+
+LAUNCHERS = {
+    "jobset": Launcher("print a JobSet of Kubernetes", add, text=jobset, hint="kubectl apply -f it"),
+    "trainjob": Launcher("print a TrainJob of Kubeflow", add, text=trainjob, hint="kubectl apply -f it"),
+}

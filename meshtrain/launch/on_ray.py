@@ -1,12 +1,17 @@
-"""What a Ray job runs: one supervisor a node of the cluster, until the run is over.
+"""`ray`: a script that submits a job to a Ray cluster; and what that job runs: one supervisor a node, until the run is over.
 
 A node that is lost takes its supervisor with it; Ray retries the task on another, and the supervisor there joins the run that went on.
 Of codes: a supervisor that was killed, or stopped (75), is started again, so often in all; with 0 or 3 the run is over, and a task that
 still waits for a node waits no longer. The job's exit code is the run's.
+
+`ray job stop` sends SIGTERM to the job, and SIGKILL 3 s later; what tasks have started Ray kills with the job. So the job asks for more
+time (STOP_TIME), cancels its tasks, and each has its supervisor stop with a checkpoint before it ends.
 """
 
+import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,25 +19,78 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from meshtrain.cli import DONE, FAILED, STOPPED
+from meshtrain.cli import DONE, FAILED, STOPPED, Parser
 from meshtrain.errors import say, short
-from meshtrain.launch.outcome import GIVEN_UP, is_final, outcome
+from meshtrain.launch import GIVEN_UP, is_final, outcome
+from meshtrain.launch.job import GRACE, Launcher, absolute, add_engine, add_requeues, engine_job
 from meshtrain.orphans import die_with_parent
 
 VARIABLE = "MESHTRAIN_RAY"  # environment variable, JSON: supervisor, directory, nodes, share, again
 PAUSE = 10.0  # seconds before a supervisor is started again
+STOP_TIME = "RAY_JOB_STOP_WAIT_TIME_S"  # environment variable of Ray's: seconds from SIGTERM to SIGKILL
+LOOK = 0.5  # seconds from one look at what was asked of the job, or of a task, to the next
 LAST = 60.0  # seconds that the others have to end after the run is over
+SCRIPT = """\
+#!/bin/bash
+# One supervisor a node of the Ray cluster at RAY_ADDRESS. `ray job stop` stops the run with a checkpoint.
+exec ray job submit --submission-id {name}-"$(date +%s)" \\
+  --runtime-env-json {environment} \\
+  -- {python} -m meshtrain.launch.on_ray
+"""
+
+
+def add(parser: Parser) -> None:
+    add_engine(parser)
+    meaning = "of a file system that all nodes share; paths of the config begin there"
+    parser.add_argument("--directory", required=True, type=absolute, help=meaning)
+    add_requeues(parser)
+
+
+def text(options: argparse.Namespace) -> str:
+    job = engine_job(options)
+    request = {
+        "supervisor": job.supervisor,
+        "directory": options.directory,
+        "nodes": job.nodes,
+        "share": {"num_gpus": job.devices, "num_cpus": options.cpus_per_node or 1},
+        "again": options.requeues,
+    }
+    # In a variable: Ray's releases differ in how they quote the words of a command.
+    environment = json.dumps({"env_vars": {VARIABLE: json.dumps(request), STOP_TIME: str(GRACE)}})
+    return SCRIPT.format(name=job.name, environment=shlex.quote(environment), python=shlex.quote(options.python))
+
+
+LAUNCHERS = {"ray": Launcher("print a script that submits a Ray job", add, text=text, hint="run it with bash")}
+
+# --- the job
 
 
 def supervise(words: list[str], directory: str, node: str, address: str) -> int:
-    """One supervisor; its exit code. It stops with a checkpoint when its parent, a worker of Ray's, is ended."""
+    """Runs one supervisor; returns its exit code. It stops with a checkpoint when its task is cancelled, or the worker of Ray's is ended."""
     words = [*words, "--node", node, "--address", address]
-    return subprocess.Popen(words, cwd=directory, preexec_fn=die_with_parent(signal.SIGTERM)).wait()
+    process = subprocess.Popen(words, cwd=directory, preexec_fn=die_with_parent(signal.SIGTERM))
+    while True:
+        try:
+            # Ray cancels a task as Ctrl-C does, and without a signal that would wake a longer wait.
+            while (code := process.poll()) is None:
+                time.sleep(LOOK)
+            return code
+        except KeyboardInterrupt:
+            process.terminate()
 
 
-def drive(start: Callable[[int], Any], first: Callable[[list[Any], float | None], Any], nodes: int, again: int) -> int:
-    """Has all nodes supervised. `start` gives a handle on one node's task; `first` waits for the first of some handles, at most so many
-    seconds, and gives it with its exit code, or None."""
+def drive(
+    start: Callable[[int], Any],
+    first: Callable[[list[Any], float | None], Any],
+    nodes: int,
+    again: int,
+    is_stopped: Callable[[], object] = bool,
+) -> int:
+    """Runs the supervisors of all nodes; returns the run's exit code.
+
+    `start` starts one node's task and returns a handle on it; `first` waits for the first of some handles, at most so many seconds, and
+    returns it with its exit code, or None. Of supervisors that were killed or stopped, `again` are started again, unless the job is.
+    """
     running, codes, until = {start(node): node for node in range(nodes)}, dict[int, int](), float("inf")
     while running and (left := until - time.monotonic()) > 0:
         ended = first(list(running), left if until < float("inf") else None)
@@ -40,7 +98,7 @@ def drive(start: Callable[[int], Any], first: Callable[[list[Any], float | None]
             break
         handle, code = ended
         node = running.pop(handle)
-        if (code == STOPPED or not is_final(code)) and again and until == float("inf"):
+        if (code == STOPPED or not is_final(code)) and again and until == float("inf") and not is_stopped():
             again -= 1
             say(f"n{node} ended with exit code {code}; it is started again.")
             time.sleep(PAUSE)
@@ -74,18 +132,31 @@ def main() -> int:
         where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=node)
         return task.options(scheduling_strategy=where).remote(request["supervisor"], request["directory"], f"n{node}")
 
+    asked: list[int] = []
+    # After ray.init, which listens itself.
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    cancelled: set[Any] = set()
+
     def first(handles: list[Any], timeout: float | None) -> tuple[Any, int] | None:
-        ready, _ = ray.wait(handles, num_returns=1, timeout=timeout)
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        ready: list[Any] = []
+        while not ready and time.monotonic() < until:
+            for handle in set(handles) - cancelled if asked else ():
+                ray.cancel(handle)
+                cancelled.add(handle)
+            ready, _ = ray.wait(handles, num_returns=1, timeout=LOOK)
         if not ready:
             return None
         try:
             return ready[0], ray.get(ready[0])
+        except ray.exceptions.TaskCancelledError:
+            return ready[0], STOPPED
         except ray.exceptions.RayError as error:
             # It could not be started at all.
             say(f"a node's supervisor ended without an exit code: {short(error)}.")
             return ready[0], FAILED
 
-    return drive(start, first, request["nodes"], request["again"])
+    return drive(start, first, request["nodes"], request["again"], lambda: asked)
 
 
 if __name__ == "__main__":

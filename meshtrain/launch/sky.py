@@ -2,6 +2,7 @@
 
 SkyPilot ends all nodes when the command of one ends with an error, so a supervisor that was killed is started again where it was, and
 only what a supervisor says by itself ends the task. 75 brings the task back on machines that are there (recover_on_exit_codes).
+Machines without an image of the user's get the directory in which `sky` is called, a checkout of meshtrain, and install it.
 """
 
 import argparse
@@ -9,22 +10,13 @@ import shlex
 
 from meshtrain.cli import STOPPED, Parser
 from meshtrain.errors import ConfigError
-from meshtrain.launch.job import absolute, add_engine, engine_job, word
-from meshtrain.launch.manifest import dumped
+from meshtrain.launch.job import Launcher, absolute, add_engine, again, engine_job, manifest, word
 
-PAUSE = 10  # seconds before a killed supervisor is started again
+NODE = '--node "n$SKYPILOT_NODE_RANK" --address "$address"'
 RUN = """\
 cd {mount} || exit 2
 address=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
-left={restarts}
-while :; do
-  code=0
-  {supervisor} --node "n$SKYPILOT_NODE_RANK" --address "$address" || code=$?
-  if [ "$code" -lt 128 ] || [ "$left" -eq 0 ]; then exit "$code"; fi
-  left=$((left - 1))
-  echo "the supervisor was killed (exit code $code); it is started again" >&2
-  sleep {pause}
-done
+{again}exit "$code"
 """
 
 
@@ -33,7 +25,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--accelerator", type=word, help="as SkyPilot calls it, such as H100; needed unless --gpus-per-node is 0"
     )
-    parser.add_argument("--image", help="a container image")
+    parser.add_argument("--image", help="a container image that has meshtrain; default: the checkout in which sky is called is installed")  # fmt: skip
     parser.add_argument("--volume", required=True, type=word, help="a SkyPilot volume that all nodes share")
     parser.add_argument(
         "--mount", default="/work", type=absolute, help="where it is; paths of the config begin there; default: /work"
@@ -56,9 +48,15 @@ def text(options: argparse.Namespace) -> str:
         "name": job.name,
         "num_nodes": job.nodes,
         "resources": {key: value for key, value in resources.items() if value is not None},
+        **({} if options.image else {"workdir": ".", "setup": _setup(options.python, job.devices)}),
         "volumes": {options.mount: options.volume},
-        "run": RUN.format(
-            mount=shlex.quote(options.mount), restarts=job.restarts, supervisor=shlex.join(job.supervisor), pause=PAUSE
-        ),
+        "run": RUN.format(mount=shlex.quote(options.mount), again=again(job, NODE)),
     }
-    return dumped(task)
+    return manifest(task)
+
+
+def _setup(python: str, devices: int) -> str:
+    return f"{shlex.quote(python)} -m pip install --quiet '.{'[cuda12]' if devices else ''}'\n"
+
+
+LAUNCHERS = {"sky": Launcher("print a task of SkyPilot", add, text=text, hint="give it to sky jobs launch")}

@@ -16,8 +16,8 @@ from pathlib import Path
 from meshtrain.cli import DONE, Parser
 from meshtrain.config import load
 from meshtrain.errors import ConfigError, short
-from meshtrain.launch import processes
-from meshtrain.launch.job import absolute, add_flags, make
+from meshtrain.launch.job import Launcher, absolute, add_flags, make
+from meshtrain.launch.local_nodes import supervise_all
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
 HOST = re.compile(r"([a-z_][a-z0-9_.-]{0,31}@)?[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if options.print:
         print("\n".join(map(shlex.join, commands.values())))
         return DONE
-    return processes.run(commands, listens=True)
+    return supervise_all(commands, listens=True)
 
 
 def command(host: str, directory: str, supervisor: Sequence[str]) -> list[str]:
@@ -60,40 +60,40 @@ def command(host: str, directory: str, supervisor: Sequence[str]) -> list[str]:
 
 
 def refuse_others_files(path: str, option: str) -> None:
-    """What decides about commands must not be another user's to change."""
+    """ConfigError for a file that decides about commands and is another user's to change."""
     try:
-        found = os.stat(path)
+        info = os.stat(path)
     except OSError:
-        # Whoever reads it says what is wrong.
+        # Whoever reads it reports what is wrong.
         return
-    if found.st_uid not in (os.geteuid(), 0):
+    if info.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"{option} {short(path)} belongs to another user; nothing is run from what others may write.")
-    if found.st_mode & stat.S_IWOTH:
+    if info.st_mode & stat.S_IWOTH:
         raise ConfigError(
             f"{option} {short(path)} can be written by everyone; nothing is run from what others may write."
         )
 
 
 def _hosts(options: argparse.Namespace) -> dict[str, str]:
-    """By the name of the host, how ssh is to be told of it."""
+    """Returns USER@HOST or HOST, as ssh takes it, by the name of the host."""
     if options.hostfile:
         refuse_others_files(options.hostfile, "--hostfile")
-        text, where = (
-            Path(options.hostfile).read_text(errors="backslashreplace"),
-            f"--hostfile {short(options.hostfile)}",
-        )
-        given = [line.partition("#")[0].strip() for line in text.splitlines()]
+        where = f"--hostfile {short(options.hostfile)}"
+        lines = Path(options.hostfile).read_text(errors="backslashreplace").splitlines()
+        entries = [line.partition("#")[0].strip() for line in lines]
     else:
-        given, where = [host.strip() for host in options.hosts.split(",")], "--hosts"
-    given = [host for host in given if host]
-    if not given:
-        raise ConfigError(f"{where} names no host.")
+        where, entries = "--hosts", [host.strip() for host in options.hosts.split(",")]
     hosts: dict[str, str] = {}
-    for host in given:
+    for host in filter(None, entries):
         name = host.rpartition("@")[2]
         if not HOST.fullmatch(host):
             raise ConfigError(f"{where}: {short(repr(host))} is no host; write HOST or USER@HOST.")
         if name in hosts:
             raise ConfigError(f"{where}: {name} stands there twice; a node has one supervisor.")
         hosts[name] = host
+    if not hosts:
+        raise ConfigError(f"{where} names no host.")
     return hosts
+
+
+LAUNCHERS = {"ssh": Launcher("run a node on each of some hosts", add, run)}

@@ -6,6 +6,7 @@ log of each query's sum; under remat both go by the name `attention`, so that wh
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,18 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.compat import cudnn_attention, cudnn_attention_backward, vary, varying
+from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
-from meshtrain.model.kernels import Kernel, attention_kernel, block_size
-
-MASKED = -1e30
+from meshtrain.model.kernels import MASKED, Kernel, attention_kernel, block_size
 
 
-class Kept(NamedTuple):
-    """What the backward needs: of a kernel q, k, v as they were given and log_sum [B, H, T], of blocks these shapes."""
+class Residuals(NamedTuple):
+    """What the backward needs: of a kernel q, k, v as its arguments and log_sum [B, H, T], of blocks these shapes."""
 
     q: jax.Array  # [B, G, R, T, K] queries (scaled) for R heads a group
     k: jax.Array  # [B, G, T, K]
@@ -33,8 +32,8 @@ class Kept(NamedTuple):
     log_sum: jax.Array  # [B, G, R, T] log of each query's softmax denominator, float32
 
 
-class How(NamedTuple):
-    """What is known while the program is made."""
+class Scoring(NamedTuple):
+    """How scores become weights, known while the program is made."""
 
     rate: float  # of the dropout
     window: int  # positions that a query sees, its own and those before it; 0: all
@@ -43,16 +42,16 @@ class How(NamedTuple):
     causal: bool  # no query sees a later key; else all see all, and there is no window
 
 
-class Given(NamedTuple):
-    """What has no gradient."""
+class MaskArrays(NamedTuple):
+    """Arrays without a gradient, which hide or drop scores."""
 
     segments: jax.Array | None
-    words: jax.Array | None  # of the dropout, see `dropout.kept`
+    words: jax.Array | None  # of the dropout, see `dropout.keep_mask`
     local: jax.Array | None  # whether the window counts; None: it does
 
 
 def of_attention(config: ModelConfig) -> dict[str, Any]:
-    """What `attend` takes of a resolved config's model."""
+    """Returns the arguments of `attend` that follow from a resolved config's model."""
     causal = FAMILIES[config.family].causal
     return {"window": config.window, "scale": config.query_scalar**-0.5, "cap": config.score_cap, "causal": causal}
 
@@ -83,19 +82,19 @@ def attend(
     window = window if window < length else 0
     if window and not causal:
         raise ValueError("a window reaches back from a query, which attention both ways has no use for")
-    how = How(dropout.rate, window, width**-0.5 if scale is None else scale, cap, causal)
-    given = Given(segments_BT, words, local if window else None)
+    scoring = Scoring(dropout.rate, window, width**-0.5 if scale is None else scale, cap, causal)
+    masks = MaskArrays(segments_BT, words, local if window else None)
     kernel = attention_kernel(
         collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops, capped=cap > 0
     )  # fmt: skip
     if kernel == "blocks":
-        return blockwise(how, q_BTHK, k_BTGK, v_BTGK, given)
-    shared = vary(given._replace(local=None), varying(q_BTHK))
-    return by_kernel(kernel, how, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=given.local))
+        return blockwise(scoring, q_BTHK, k_BTGK, v_BTGK, masks)
+    shared = vary(masks._replace(local=None), varying(q_BTHK))
+    return by_kernel(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=masks.local))
 
 
 def within(cap: float, x: jax.Array) -> jax.Array:
-    """x kept within -cap .. cap, smoothly (soft-capping: Bello et al. 2016; Gemma Team 2024, section 2)."""
+    """Keeps x within -cap .. cap, smoothly (soft-capping: Bello et al. 2016; Gemma Team 2024, section 2)."""
     return cap * jnp.tanh(x / cap)
 
 
@@ -105,77 +104,79 @@ capped.defvjp(lambda cap, x: (within(cap, x),) * 2, lambda cap, y, g: (g * cap_s
 
 
 def cap_slope(cap: float, y: jax.Array) -> jax.Array:
-    """Of `within` where it gives y; 0 where y is masked."""
+    """Returns the slope of `within` where it gives y; 0 where y is masked."""
     return 1 - (jnp.maximum(y, -cap) / cap) ** 2
 
 
-def _by_window(how: How, local: jax.Array | None, run: Callable[..., Any], *args: Any) -> Any:
-    """`run(how, *args)`, or where `local` is there what it says on the device: of `how`, or without its window."""
+def _by_window(scoring: Scoring, local: jax.Array | None, run: Callable[..., Any], *args: Any) -> Any:
+    """Returns `run(scoring, *args)`, without the window where `local` is false on the device."""
     if local is None:
-        return run(how, *args)
-    return jax.lax.cond(local, partial(run, how), partial(run, how._replace(window=0)), *args)
+        return run(scoring, *args)
+    return jax.lax.cond(local, partial(run, scoring), partial(run, scoring._replace(window=0)), *args)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_kernel(
-    kernel: Kernel, how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
+    kernel: Kernel, scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays
 ) -> jax.Array:
     """Attention by one of an accelerator's kernels."""
-    return _kernel_forward(kernel, how, q_BTHK, k_BTGK, v_BTGK, given)[0]
+    return _kernel_forward(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, masks)[0]
 
 
 def _kernel_forward(
-    kernel: Kernel, how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given
-) -> tuple[jax.Array, tuple[Kept, Given]]:
-    def run(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
+    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
+) -> tuple[jax.Array, tuple[Residuals, MaskArrays]]:
+    def run(
+        scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
+    ) -> tuple[jax.Array, jax.Array]:
         if kernel == "cudnn":
-            return cudnn_attention(q, k, v, how.window, how.scale, how.causal)
-        if kernel == "splash":
-            return _splash().forward(how, q, k, v, given.segments)
-        return _fused().forward(how, q, k, v, given.segments, given.words)
+            from meshtrain.compat_kernels import cudnn_attention
 
-    out, log_sum = _by_window(how, given.local, run, q, k, v, given)
+            return cudnn_attention(q, k, v, scoring.window, scoring.scale, scoring.causal)
+        if kernel == "splash":
+            return _module(kernel).forward(scoring, q, k, v, masks.segments)
+        return _module(kernel).forward(scoring, q, k, v, masks.segments, masks.words)
+
+    out, log_sum = _by_window(scoring, masks.local, run, q, k, v, masks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
-    return rows, (Kept(q, k, v, rows, log_sum), given)
+    return rows, (Residuals(q, k, v, rows, log_sum), masks)
 
 
 def _kernel_backward(
-    kernel: Kernel, how: How, kept: tuple[Kept, Given], cotangent: jax.Array
+    kernel: Kernel, scoring: Scoring, residuals: tuple[Residuals, MaskArrays], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    (q, k, v, out, log_sum), given = kept
+    (q, k, v, out, log_sum), masks = residuals
     out, cotangent = out.reshape(q.shape), cotangent.reshape(q.shape)
 
-    def run(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given, out: jax.Array, log_sum: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+    def run(scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, out: jax.Array, log_sum: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
         if kernel == "cudnn":
-            return cudnn_attention_backward(q, k, v, out, log_sum, cotangent, how.window, how.scale, how.causal)
-        if kernel == "splash":
-            return _splash().backward(how, q, k, v, given.segments, out, log_sum, cotangent)
-        rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
-        return _fused().backward(how, q, k, v, given.segments, given.words, log_sum, rows, cotangent)
+            from meshtrain.compat_kernels import cudnn_attention_backward
 
-    d_q, d_k, d_v = _by_window(how, given.local, run, q, k, v, given, out, log_sum, cotangent)
+            return cudnn_attention_backward(
+                q, k, v, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal
+            )
+        if kernel == "splash":
+            return _module(kernel).backward(scoring, q, k, v, masks.segments, out, log_sum, cotangent)
+        rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
+        return _module(kernel).backward(scoring, q, k, v, masks.segments, masks.words, log_sum, rows, cotangent)
+
+    d_q, d_k, d_v = _by_window(scoring, masks.local, run, q, k, v, masks, out, log_sum, cotangent)
     return d_q, d_k, d_v, None
 
 
 by_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
-# Imported where they are used: Pallas for GPUs takes a fifth of JAX's own time to import.
-def _fused() -> ModuleType:
-    from meshtrain.model import fused
-
-    return fused
-
-
-def _splash() -> ModuleType:
-    from meshtrain.model import splash
-
-    return splash
+def _module(kernel: str) -> ModuleType:
+    """Imports a kernel where it is used: Pallas for GPUs takes a fifth of JAX's own time to import."""
+    return import_module(f"meshtrain.model.{kernel}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def blockwise(how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given) -> jax.Array:
+def blockwise(
+    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays
+) -> jax.Array:
     """Blocks of queries against only the keys that they may see:
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
@@ -185,32 +186,34 @@ def blockwise(how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array,
     Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy, but made
     again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
     """
-    return _forward(how, q_BTHK, k_BTGK, v_BTGK, given)[0]
+    return _forward(scoring, q_BTHK, k_BTGK, v_BTGK, masks)[0]
 
 
 def _forward(
-    how: How, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, given: Given
-) -> tuple[jax.Array, tuple[Kept, Given]]:
+    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays
+) -> tuple[jax.Array, tuple[Residuals, MaskArrays]]:
     batch, length, heads, width = q_BTHK.shape
     groups = k_BTGK.shape[2]
-    q = (q_BTHK * how.scale).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
+    q = (q_BTHK * scoring.scale).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     k, v = k_BTGK.transpose(0, 2, 1, 3), v_BTGK.transpose(0, 2, 1, 3)
-    out, log_sum = _by_window(how, given.local, _forward_blocks, q, k, v, given)
+    out, log_sum = _by_window(scoring, masks.local, _forward_blocks, q, k, v, masks)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
-    return out, (Kept(q, k, v, out, log_sum), given)
+    return out, (Residuals(q, k, v, out, log_sum), masks)
 
 
-def _forward_blocks(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
-    """Output [B T, H K] and log of sums, of the shapes of `Kept`."""
+def _forward_blocks(
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B T, H K] and log of sums, of the shapes of `Residuals`."""
     batch, _, _, length, _ = q.shape
     outs, sums = [], []
     for start, stop in _blocks(length):
-        seen = _seen(start, stop, length, how)
-        scores = _scores(start, seen, how, q[..., start:stop, :], k[:, :, seen], given)
+        seen = _seen(start, stop, length, scoring)
+        scores = _scores(start, seen, scoring, q[..., start:stop, :], k[:, :, seen], masks)
         top = jnp.max(scores, axis=-1, keepdims=True)
         p = jnp.exp(scores - top)
         total = jnp.sum(p, axis=-1, keepdims=True)
-        dropped = _drop(start, seen, how, p, given).astype(v.dtype)
+        dropped = _drop(start, seen, scoring, p, masks).astype(v.dtype)
         out = jnp.einsum("bgrqs,bgsk->bgrqk", dropped, v[:, :, seen], preferred_element_type=jnp.float32) / total
         outs.append(out.astype(v.dtype))
         sums.append((top + jnp.log(total))[..., 0])
@@ -218,15 +221,19 @@ def _forward_blocks(how: How, q: jax.Array, k: jax.Array, v: jax.Array, given: G
     return out, jnp.concatenate(sums, axis=3)
 
 
-def _backward(how: How, kept: tuple[Kept, Given], cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    parts, given = kept
-    d_q, d_k, d_v = _by_window(how, given.local, _backward_blocks, parts, given, cotangent)
+def _backward(
+    scoring: Scoring, residuals: tuple[Residuals, MaskArrays], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    parts, masks = residuals
+    d_q, d_k, d_v = _by_window(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
     return d_q, d_k, d_v, None
 
 
-def _backward_blocks(how: How, kept: Kept, given: Given, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-    """Cotangents of q, k and v as they were given."""
-    q, k, v, out, log_sum = kept
+def _backward_blocks(
+    scoring: Scoring, residuals: Residuals, masks: MaskArrays, cotangent: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns the cotangents of q, k and v, in the shapes of the arguments."""
+    q, k, v, out, log_sum = residuals
     batch, groups, _, length, width = q.shape
     rows = jnp.sum((out * cotangent).astype(jnp.float32).reshape(batch, length, -1, width), axis=-1)  # [B, T, H]
     rows = rows.transpose(0, 2, 1).reshape(log_sum.shape)
@@ -234,14 +241,14 @@ def _backward_blocks(how: How, kept: Kept, given: Given, cotangent: jax.Array) -
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
     for start, stop in reversed(_blocks(length)):
-        seen = _seen(start, stop, length, how)
+        seen = _seen(start, stop, length, scoring)
         q_block, d_block = q[..., start:stop, :], d_out[..., start:stop, :]
-        scores = _scores(start, seen, how, q_block, k[:, :, seen], given)
+        scores = _scores(start, seen, scoring, q_block, k[:, :, seen], masks)
         p = jnp.exp(scores - log_sum[..., start:stop, None])
         dp = jnp.einsum("bgrqk,bgsk->bgrqs", d_block, v[:, :, seen], preferred_element_type=jnp.float32)
-        ds = p * (_drop(start, seen, how, dp, given) - rows[..., start:stop, None])
-        ds = (ds * cap_slope(how.cap, scores) if how.cap else ds).astype(q.dtype)
-        dropped = _drop(start, seen, how, p, given).astype(v.dtype)
+        ds = p * (_drop(start, seen, scoring, dp, masks) - rows[..., start:stop, None])
+        ds = (ds * cap_slope(scoring.cap, scores) if scoring.cap else ds).astype(q.dtype)
+        dropped = _drop(start, seen, scoring, p, masks).astype(v.dtype)
         dq.append(jnp.einsum("bgrqs,bgsk->bgrqk", ds, k[:, :, seen]))
         more_k = jnp.einsum("bgrqs,bgrqk->bgsk", ds, q_block)
         more_v = jnp.einsum("bgrqs,bgrqk->bgsk", dropped, d_block)
@@ -251,7 +258,7 @@ def _backward_blocks(how: How, kept: Kept, given: Given, cotangent: jax.Array) -
         else:
             dk, dv = dk.at[:, :, seen].add(more_k), dv.at[:, :, seen].add(more_v)
     d_q = jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
-    return d_q * how.scale, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+    return d_q * scoring.scale, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
 blockwise.defvjp(_forward, _backward)
@@ -262,29 +269,29 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _seen(start: int, stop: int, length: int, how: How) -> slice:
-    """The keys that any of the queries from `start` to `stop` sees."""
-    return slice(max(0, start - how.window + 1) if how.window else 0, stop if how.causal else length)
+def _seen(start: int, stop: int, length: int, scoring: Scoring) -> slice:
+    """Returns the keys that any of the queries from `start` to `stop` sees."""
+    return slice(max(0, start - scoring.window + 1) if scoring.window else 0, stop if scoring.causal else length)
 
 
-def _scores(start: int, seen: slice, how: How, q: jax.Array, k: jax.Array, given: Given) -> jax.Array:
+def _scores(start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Array, masks: MaskArrays) -> jax.Array:
     """Queries from `start` on, [B, G, R, Q, K], against the keys `seen` by any of them: float32 [B, G, R, Q, S]."""
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q, k, preferred_element_type=jnp.float32)
-    scores = within(how.cap, scores) if how.cap else scores
+    scores = within(scoring.cap, scores) if scoring.cap else scores
     stop = start + q.shape[3]
     visible: jax.Array | None = None
-    if how.causal:
+    if scoring.causal:
         back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
-        visible = (back >= 0) & (back < how.window) if how.window else back >= 0
-    if given.segments is not None:
-        same = (given.segments[:, start:stop, None] == given.segments[:, None, seen])[:, None, None]
+        visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
+    if masks.segments is not None:
+        same = (masks.segments[:, start:stop, None] == masks.segments[:, None, seen])[:, None, None]
         visible = same if visible is None else visible & same
     return scores if visible is None else jnp.where(visible, scores, MASKED)
 
 
-def _drop(start: int, seen: slice, how: How, p: jax.Array, given: Given) -> jax.Array:
+def _drop(start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskArrays) -> jax.Array:
     """Dropout on [B, G, R, Q, S] of queries from `start` on and keys `seen`; linear, so it serves probabilities and their cotangents alike."""
-    if given.words is None:
+    if masks.words is None:
         return p
     by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
-    return drop(how.rate, given.words, by_head, start, seen.start).reshape(p.shape)
+    return drop(scoring.rate, masks.words, by_head, start, seen.start).reshape(p.shape)

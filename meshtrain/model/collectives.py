@@ -65,3 +65,19 @@ class Collectives:
     def vocabulary_max(self, x: jax.Array) -> jax.Array:
         """Maximum over all shares of the vocabulary (of a value that carries no gradient)."""
         return jax.lax.stop_gradient(x)
+
+
+class VocabularyShards(Collectives):
+    """The vocabulary alone sharded, over named axes of a mesh or of vmap."""
+
+    def __init__(self, vocabulary: tuple[str, ...], ranks: int) -> None:
+        self.vocabulary, self.vocabulary_ranks = vocabulary, ranks
+
+    def first_token_id(self, rows: int) -> jax.Array:
+        return jax.lax.axis_index(self.vocabulary) * rows
+
+    def vocabulary_sum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.vocabulary)
+
+    def vocabulary_max(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(jax.lax.stop_gradient(x), self.vocabulary)

@@ -18,9 +18,8 @@ from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
 from meshtrain.model.layers import Block, Norm, make_parameters
-from meshtrain.model.patches import PatchEmbedding
-from meshtrain.model.products import linear_float32
-from meshtrain.model.sequence import sequences
+from meshtrain.model.products import linear, linear_float32
+from meshtrain.model.rope import sequences
 
 
 class Embedding(nnx.Module):
@@ -38,13 +37,13 @@ class Embedding(nnx.Module):
     ) -> jax.Array:
         """The residual stream [B, T, D] (this rank's part of it)."""
         table = self.tokens[...]
-        local, here = _own(tokens_BT, table, collectives)
+        local, mine = _own(tokens_BT, table, collectives)
         # In float32, and so its transpose: in bfloat16 the sum of a frequent token's gradients would stand still after some hundred.
-        x = jnp.where(here[..., None], table.astype(jnp.float32)[local], 0).astype(table.dtype)
+        x = jnp.where(mine[..., None], table.astype(jnp.float32)[local], 0).astype(table.dtype)
         return self.stream(x, positions, collectives, dropout)
 
     def stream(self, x_BTD: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout) -> jax.Array:
-        """The same of what this rank has looked up: the rows of its tokens, zero for those of other ranks."""
+        """Returns the stream from what this rank has looked up: the rows of its tokens, zero for those of other ranks."""
         x = x_BTD
         if self.scaled:
             # rounded as transformers has it: 55.4256 is 55.5 in bfloat16
@@ -56,17 +55,61 @@ class Embedding(nnx.Module):
 
 
 def add_rows(total_VD: jax.Array, tokens_BT: jax.Array, g_BTD: jax.Array, collectives: Collectives) -> jax.Array:
-    """The gradient of the table, added: `total_VD` with the cotangent of what was looked up in it, each token's in its row."""
-    local, here = _own(tokens_BT, total_VD, collectives)
-    return total_VD.at[local].add(jnp.where(here[..., None], g_BTD, 0).astype(total_VD.dtype))
+    """Adds the gradient of the table: `total_VD` with each token's cotangent in its row."""
+    local, mine = _own(tokens_BT, total_VD, collectives)
+    return total_VD.at[local].add(jnp.where(mine[..., None], g_BTD, 0).astype(total_VD.dtype))
 
 
 def _own(tokens_BT: jax.Array, table_VD: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
-    """Of each token its row in this rank's table, and whether it has one there: 0 where it has none."""
+    """Returns each token's row in this rank's table, 0 where it has none, and whether it has one."""
     rows = table_VD.shape[0]
     local = tokens_BT - collectives.first_token_id(rows)
-    here = (local >= 0) & (local < rows)
-    return jnp.where(here, local, 0), here
+    mine = (local >= 0) & (local < rows)
+    return jnp.where(mine, local, 0), mine
+
+
+class PatchEmbedding(nnx.Module):
+    """Patches to the residual stream, a linear layer of their numbers (Dosovitskiy et al. 2021, equation 1).
+
+        image [H, W, C] ─cut─► patches [N, P] ─x W─ + bias ─┐
+                                                             ├─ + positions ─►  [T, D]
+                                       class token [1, D] ───┘                  T = N + 1, or N where the head takes the mean
+
+    W [P, D] is cut along P as a vocabulary is along its ids: each rank multiplies the numbers of a patch whose rows it has, and the sums of
+    the ranks meet where those of looked-up tokens do. A convolution whose stride is its width is this product.
+    """
+
+    patches: nnx.Param
+    bias: nnx.Param
+    class_token: nnx.Param | None = None
+    positions: nnx.Param | None = None
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        make_parameters(self, "embedding", config, rngs)
+
+    def __call__(
+        self, patches_BNP: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout = NO_DROPOUT
+    ) -> jax.Array:
+        """The residual stream [B, T, D] (this rank's part of it) of patches of any floating dtype; computed in the weights'."""
+        weight = self.patches[...]
+        own = _own_numbers(patches_BNP, len(weight), collectives).astype(weight.dtype)
+        own = vary(own, varying(weight))
+        x = linear(own.reshape(-1, own.shape[-1]), weight).reshape(*own.shape[:2], -1)
+        x = x + collectives.share_embedding(self.bias[...])
+        if self.class_token is not None:
+            token = collectives.share_embedding(self.class_token[...])
+            x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)
+        if self.positions is not None:
+            x = x + collectives.share_embedding(self.positions[...])[positions]
+        x = collectives.leave_embedding(x)
+        return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
+
+
+def _own_numbers(patches_BNP: jax.Array, rows: int, collectives: Collectives) -> jax.Array:
+    """Returns the numbers of each patch that this rank's `rows` of the weight are for; zeros where rows are padding."""
+    padding = rows * collectives.vocabulary_ranks - patches_BNP.shape[-1]
+    padded = jnp.pad(patches_BNP, ((0, 0), (0, 0), (0, padding))) if padding else patches_BNP
+    return jax.lax.dynamic_slice_in_dim(padded, collectives.first_token_id(rows), rows, axis=-1)
 
 
 class Head(nnx.Module):
@@ -84,7 +127,7 @@ class Head(nnx.Module):
         make_parameters(self, "head", config, rngs)
 
     def read(self, x_BTD: jax.Array) -> jax.Array:
-        """What the head reads of the stream: all of it, or the class token alone, [B, 1, D]. Nothing else need be sent to it."""
+        """Returns what the head reads of the stream, and all that need be sent to it: all of it, or the class token, [B, 1, D]."""
         # where the sequence is split over ranks, their first positions: see `_pooled`
         return x_BTD[:, :1] if self.pool == "class" else x_BTD
 

@@ -43,16 +43,16 @@ class Dropout:
         """Drops from rows [B T, D], whose columns start at `first_column` of the whole: of sequences that are whole."""
         if self.rate == 0.0:
             return x_ND
-        # the loop in `kept` wants one type of all that it carries
+        # the loop in `keep_mask` wants one type of all that it carries
         words = vary(self.words(0, 1)[..., None, None], varying(x_ND))
         x_BTD = x_ND.reshape(self.rows.shape[0], -1, x_ND.shape[1])
         positions, columns = (jnp.arange(n) for n in x_BTD.shape[1:])
         places = (vary(place, varying(x_ND)) for place in (positions[:, None], first_column + columns))
-        keep = kept(self.rate, words[:, 0, 0], words[:, 0, 1], *places)
+        keep = keep_mask(self.rate, words[:, 0, 0], words[:, 0, 1], *places)
         return jnp.where(keep, x_BTD / (1 - self.rate), 0).astype(x_ND.dtype).reshape(x_ND.shape)
 
     def words(self, first_head: jax.Array | int, heads: int) -> jax.Array:
-        """uint32 [B, heads, 2] from which `kept` draws for heads that start at `first_head`."""
+        """uint32 [B, heads, 2] from which `keep_mask` draws for heads that start at `first_head`."""
         of_head = jax.vmap(lambda row, head: jax.random.bits(self._key_of(row, head), (2,)), (None, 0))
         return jax.vmap(of_head, (0, None))(self.rows, first_head + jnp.arange(heads))
 
@@ -74,11 +74,11 @@ def drop(rate: float, words_BH2: jax.Array, p_BHQK: jax.Array, first_query: int,
     """Dropout on the scores of queries and keys from the first ones on; linear, so it serves cotangents too."""
     queries, keys = (jnp.arange(n) for n in p_BHQK.shape[2:])
     words = words_BH2[..., None, None]
-    keep = kept(rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], first_key + keys)
+    keep = keep_mask(rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], first_key + keys)
     return jnp.where(keep, p_BHQK / (1 - rate), 0).astype(p_BHQK.dtype)
 
 
-def kept(rate: float, word: jax.Array, other: jax.Array, queries: jax.Array, keys: jax.Array) -> jax.Array:
+def keep_mask(rate: float, word: jax.Array, other: jax.Array, queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Whether the scores of `queries` and `keys`, positions in a sequence, stay: of arrays that broadcast to one shape.
 
     Each score is drawn for itself, from a head's two words and its place, by Threefry-2x32 with 20 rounds: whatever blocks a

@@ -25,10 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from meshtrain.compat import struct_like
-from meshtrain.model.attention import How, cap_slope, within
-from meshtrain.model.dropout import kept
+from meshtrain.model.attention import Scoring, cap_slope, within
+from meshtrain.model.dropout import keep_mask
+from meshtrain.model.kernels import MASKED
 
-MASKED = -1e30
 # Positions of a block, and bytes of its queries or of its keys: with more, accumulators leave the registers.
 LARGEST, BYTES = 64, 2**14
 
@@ -47,21 +47,21 @@ class Masks(NamedTuple):
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
 def forward(
-    how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
     batch, length, heads, width = q.shape
-    block, (q, k, v) = _padded(q * how.scale, k, v)
+    block, (q, k, v) = _padded(q * scoring.scale, k, v)
     masks = _masks(block, length, segments, words)
     padded, wide = q.shape[1], q.shape[3]
     repeats = heads // k.shape[2]
     rows = pl.BlockSpec((None, block, None, wide), lambda i, h, b: (b, i, h, 0))
-    whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
+    all_keys = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
     sums = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
     out, log_sum = _call(
-        partial(_forward_kernel, how, length),
+        partial(_forward_kernel, scoring, length),
         (padded // block, heads, batch),
-        [rows, whole, whole, *_specs(masks, lambda i, h, b: (b, h))],
+        [rows, all_keys, all_keys, *_specs(masks, lambda i, h, b: (b, h))],
         [rows, sums],
         [struct_like(q.shape, q.dtype, q), struct_like((batch, heads, padded), jnp.float32, q)],
     )(q, k, v, *masks)
@@ -70,38 +70,38 @@ def forward(
 
 @partial(jax.jit, static_argnums=0)
 def backward(
-    how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None,
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None,
     log_sum: jax.Array, rows: jax.Array, d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cotangents of `forward`'s q, k and v. `rows` [B, H, T] are the sums of out x its cotangent over the width."""
     batch, length, heads, width = q.shape
-    size, (q, k, v, d_out) = _padded(q * how.scale, k, v, d_out)
+    size, (q, k, v, d_out) = _padded(q * scoring.scale, k, v, d_out)
     masks = _masks(size, length, segments, words)
     padded, wide = q.shape[1], q.shape[3]
     log_sum, rows = (jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows))
     groups = k.shape[2]
     repeats = heads // groups
     block = pl.BlockSpec((None, size, None, wide), lambda i, h, b: (b, i, h, 0))
-    whole = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
+    all_keys = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
     sums = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i))
     dq = _call(
-        partial(_query_kernel, how, length),
+        partial(_query_kernel, scoring, length),
         (padded // size, heads, batch),
-        [block, whole, whole, *_specs(masks, lambda i, h, b: (b, h)), sums, sums, block],
+        [block, all_keys, all_keys, *_specs(masks, lambda i, h, b: (b, h)), sums, sums, block],
         block,
         struct_like(q.shape, q.dtype, q),
     )(q, k, v, *masks, log_sum, rows, d_out)
     of_group = pl.BlockSpec((None, padded, repeats, wide), lambda j, g, b: (b, 0, g, 0))
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
     dk, dv = _call(
-        partial(_key_kernel, how, length, repeats),
+        partial(_key_kernel, scoring, length, repeats),
         (padded // size, groups, batch),
         [of_group, block, block, *_specs(masks, lambda j, g, b: (b, g), repeats), sums, sums, of_group],
         [block, block],
         [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],
     )(q, k, v, *masks, log_sum, rows, d_out)
     dq, dk, dv = (a[:, :length, :, :width] for a in (dq, dk, dv))
-    return dq * how.scale, dk, dv
+    return dq * scoring.scale, dk, dv
 
 
 def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
@@ -128,17 +128,17 @@ def _masks(block: int, length: int, segments: jax.Array | None, words: jax.Array
     return Masks(segments, first, last, words)
 
 
-def _forward_kernel(how, length, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
+def _forward_kernel(scoring, length, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
     i, block = pl.program_id(0), q_ref.shape[0]
     q = q_ref[...]
 
     def step(j, carry):  # type: ignore[no-untyped-def]
         out, top, total = carry
         at = pl.ds(j * block, block)
-        scores = _scores(how, length, q, k_ref[at, :], segments, i, j)
+        scores = _scores(scoring, length, q, k_ref[at, :], segments, i, j)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         p, correction = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
-        dropped = _dropout(how.rate, words, 0, i, j, block)(p).astype(v_ref.dtype)
+        dropped = _dropout(scoring.rate, words, 0, i, j, block)(p).astype(v_ref.dtype)
         out = out * correction[:, None] + triton.dot(dropped, v_ref[at, :])
         return out, higher, total * correction + jnp.sum(p, axis=1)
 
@@ -147,34 +147,36 @@ def _forward_kernel(how, length, q_ref, k_ref, v_ref, segments, first, last, wor
         jnp.full(q.shape[:1], MASKED, jnp.float32),
         jnp.zeros(q.shape[:1], jnp.float32),
     )
-    out, top, total = jax.lax.fori_loop(*_keys(how, length, block, i, first, last), step, none)
+    out, top, total = jax.lax.fori_loop(*_keys(scoring, length, block, i, first, last), step, none)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = top + jnp.log(total)
 
 
-def _query_kernel(how, length, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref) -> None:  # type: ignore[no-untyped-def]
+def _query_kernel(
+    scoring, length, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref
+) -> None:  # type: ignore[no-untyped-def]
     i, block = pl.program_id(0), q_ref.shape[0]
     q, d = q_ref[...], d_out[...]
 
     def step(j, dq):  # type: ignore[no-untyped-def]
         at = pl.ds(j * block, block)
         k = k_ref[at, :]
-        scores = _scores(how, length, q, k, segments, i, j)
+        scores = _scores(scoring, length, q, k, segments, i, j)
         p = jnp.exp(scores - log_sum[...][:, None])
-        dp = _dropout(how.rate, words, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
-        ds = _through_cap(how, scores, p * (dp - rows[...][:, None]))
+        dp = _dropout(scoring.rate, words, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
+        ds = _through_cap(scoring, scores, p * (dp - rows[...][:, None]))
         return dq + triton.dot(ds.astype(k.dtype), k)
 
-    dq = jax.lax.fori_loop(*_keys(how, length, block, i, first, last), step, jnp.zeros(q.shape, jnp.float32))
+    dq = jax.lax.fori_loop(*_keys(scoring, length, block, i, first, last), step, jnp.zeros(q.shape, jnp.float32))
     dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
 def _key_kernel(
-    how, length, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
+    scoring, length, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
 ) -> None:  # type: ignore[no-untyped-def]
     j, block = pl.program_id(0), k_ref.shape[0]
     k, v = k_ref[...], v_ref[...]
-    start, stop = _queries(how, length, block, j, first, last)
+    start, stop = _queries(scoring, length, block, j, first, last)
     blocks = stop - start
 
     def step(n, carry):  # type: ignore[no-untyped-def]
@@ -182,11 +184,11 @@ def _key_kernel(
         head, i = jax.lax.div(n, blocks), start + jax.lax.rem(n, blocks)
         at = pl.ds(i * block, block)
         q, d = q_ref[at, head, :], d_out[at, head, :]
-        scores = _scores(how, length, q, k, segments, i, j)
+        scores = _scores(scoring, length, q, k, segments, i, j)
         p = jnp.exp(scores - log_sum[head, at][:, None])
-        drop = _dropout(how.rate, words, head, i, j, block)
+        drop = _dropout(scoring.rate, words, head, i, j, block)
         dv += triton.dot(drop(p).astype(d.dtype).T, d)
-        ds = _through_cap(how, scores, p * (drop(triton.dot(d, v.T)) - rows[head, at][:, None]))
+        ds = _through_cap(scoring, scores, p * (drop(triton.dot(d, v.T)) - rows[head, at][:, None]))
         return dk + triton.dot(ds.astype(q.dtype).T, q), dv
 
     none = jnp.zeros(k.shape, jnp.float32)
@@ -198,20 +200,20 @@ def _positions(i: Any, block: int) -> jax.Array:
     return i * block + jnp.arange(block)
 
 
-def _keys(how: How, length: int, block: int, i: Any, first: Any, last: Any) -> tuple[Any, Any]:
+def _keys(scoring: Scoring, length: int, block: int, i: Any, first: Any, last: Any) -> tuple[Any, Any]:
     """The first block of keys that query block i reads, and the one behind the last."""
     start, stop = _meeting(length, block, i, first, last)
     # the first key that the block's first query sees
-    start = jnp.maximum(start, (i * block - how.window + 1) // block) if how.window else start
-    return start, i + 1 if how.causal else stop
+    start = jnp.maximum(start, (i * block - scoring.window + 1) // block) if scoring.window else start
+    return start, i + 1 if scoring.causal else stop
 
 
-def _queries(how: How, length: int, block: int, j: Any, first: Any, last: Any) -> tuple[Any, Any]:
+def _queries(scoring: Scoring, length: int, block: int, j: Any, first: Any, last: Any) -> tuple[Any, Any]:
     """The first block of queries that reads key block j, and the one behind the last."""
     start, stop = _meeting(length, block, j, first, last)
     # the last query that sees the block's last key
-    stop = jnp.minimum(stop, (j * block + block + how.window - 2) // block + 1) if how.window else stop
-    return j if how.causal else start, stop
+    stop = jnp.minimum(stop, (j * block + block + scoring.window - 2) // block + 1) if scoring.window else stop
+    return j if scoring.causal else start, stop
 
 
 def _meeting(length: int, block: int, n: Any, first: Any, last: Any) -> tuple[Any, Any]:
@@ -219,12 +221,12 @@ def _meeting(length: int, block: int, n: Any, first: Any, last: Any) -> tuple[An
     return (0, -(-length // block)) if first is None else (first[n], last[n] + 1)
 
 
-def _scores(how: How, length: int, q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
+def _scores(scoring: Scoring, length: int, q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
     """Scores of query block i and key block j, float32."""
     block = len(q)
-    if how.causal:
+    if scoring.causal:
         back = _positions(i, block)[:, None] - _positions(j, block)[None, :]
-        visible = (back >= 0) & (back < how.window) if how.window else back >= 0
+        visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
     else:
         # a later key is seen, but for the padding
         visible = (_positions(j, block) < length)[None, :]
@@ -232,19 +234,19 @@ def _scores(how: How, length: int, q: jax.Array, k: jax.Array, segments: Any, i:
         of_queries, of_keys = (segments[pl.ds(n * block, block)] for n in (i, j))
         visible = visible & (of_queries[:, None] == of_keys[None, :])
     scores = triton.dot(q, k.T)
-    return jnp.where(visible, within(how.cap, scores) if how.cap else scores, MASKED)
+    return jnp.where(visible, within(scoring.cap, scores) if scoring.cap else scores, MASKED)
 
 
-def _through_cap(how: How, scores: jax.Array, ds: jax.Array) -> jax.Array:
+def _through_cap(scoring: Scoring, scores: jax.Array, ds: jax.Array) -> jax.Array:
     """Cotangents of the scores before they were capped."""
-    return ds * cap_slope(how.cap, scores) if how.cap else ds
+    return ds * cap_slope(scoring.cap, scores) if scoring.cap else ds
 
 
 def _dropout(rate: float, words: Any, head: Any, i: Any, j: Any, block: int) -> Callable[[jax.Array], jax.Array]:
     """Dropout on the scores of query block i and key block j; linear."""
     if not rate:
         return lambda p: p
-    keep = kept(rate, words[head, 0], words[head, 1], _positions(i, block)[:, None], _positions(j, block)[None, :])
+    keep = keep_mask(rate, words[head, 0], words[head, 1], _positions(i, block)[:, None], _positions(j, block)[None, :])
     return lambda p: jnp.where(keep, p / (1 - rate), 0.0)
 
 

@@ -1,8 +1,10 @@
-"""Which kernel computes attention, and in what blocks: without JAX, since the planner asks too."""
+"""Which kernel computes attention, and in what blocks: without JAX, for the planner too."""
 
 from typing import Literal
 
 Kernel = Literal["cudnn", "fused", "splash", "blocks"]
+
+MASKED = -1e30  # the score of what is not seen, the logit of what is no token
 
 # Blocks of BLOCK queries, or larger ones where those would be more than BLOCKS: code grows with their number.
 BLOCK, BLOCKS = 128, 8
@@ -15,7 +17,7 @@ SPLASH_BLOCKS = (512, 256, 128)
 
 
 def attention_kernel(platform: str, dtype: str, head_dim: int, length: int, packed: bool, dropout: bool, capped: bool = False) -> Kernel:  # fmt: skip
-    """How attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences, with `dropout` and scores `capped`.
+    """Returns how attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences, with `dropout` and scores `capped`.
 
     Only `blocks` ever has scores in memory; the others keep q, k, v, their output and a log of sums.
 
@@ -34,5 +36,5 @@ def attention_kernel(platform: str, dtype: str, head_dim: int, length: int, pack
 
 
 def block_size(length: int) -> int:
-    """Queries in a block of a sequence."""
+    """Returns the queries in a block of a sequence."""
     return max(BLOCK, -(-length // BLOCKS))

@@ -1,11 +1,10 @@
-"""The parts of a transformer block as Flax NNX modules, written for whatever share of a weight this device holds.
+"""The parts of a transformer block as Flax NNX modules, written for whatever shard of a weight this device has.
 
 `weights` has every parameter's name and shape, `parallel.placement` says how it is split. Sizes are read off the arrays, never off
 the config, so the same code runs on whole weights and on shards. Suffixes: B batch, T sequence, D d_model,
 H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -21,21 +20,9 @@ from meshtrain.families import EXACT_GELU
 from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
-from meshtrain.model.products import projected
-from meshtrain.model.rope import rotate
+from meshtrain.model.products import project
+from meshtrain.model.rope import Sequence, rotate
 from meshtrain.model.weights import Weight, adapters, lora_scale, weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Sequence:
-    """What a block must know of the sequences besides their activations."""
-
-    # cos, sin: [T, K/2], or [B, T, K/2] where positions differ by sequence
-    rotary_TK: tuple[jax.Array, jax.Array] | None = None
-    # documents packed in a sequence; attention stays within one
-    segments_BT: jax.Array | None = None
-    # whether this layer sees the window alone; None where all layers see the same
-    local: jax.Array | bool | None = None
 
 
 def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -53,7 +40,7 @@ def make_adapters(module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, l
 
 
 def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None:
-    """The parameter of a weight, if it is one of the module `name`."""
+    """Gives the module `name` the parameter of a weight, if it is one of its own."""
     parent, _, attribute = weight.name.rpartition(".")
     if parent != name:
         return
@@ -69,7 +56,7 @@ def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None
 
 
 def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function` with nothing but its arguments kept for the backward pass, which computes the rest again: for cheap functions.
+    """Returns `function` with its arguments as the only residuals, and the rest computed again in the backward pass: for cheap functions.
 
     jax.checkpoint would not do: a policy of a checkpoint around it reaches inside.
     """
@@ -80,13 +67,13 @@ def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.A
 
 @cache
 def hidden(activation: str, gated: bool) -> Callable[..., jax.Array]:
-    """The MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else activation(up)."""
+    """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else activation(up)."""
     function = partial(jax.nn.gelu, approximate=False) if activation == EXACT_GELU else getattr(jax.nn, activation)
     return keeping_arguments((lambda gate, up: function(gate) * up) if gated else (lambda up: function(up)))
 
 
 def normalised(eps: float, centred: bool, plus_one: bool, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x over its root mean square along the last dimension (`centred`: less its mean first), times `scale` (`plus_one`: and 1);
+    """Returns x over its root mean square along the last dimension (`centred`: less its mean first), times `scale` (`plus_one`: and 1);
     float32 but for the result.
     """
     # Here and not where they meet in float32: the gradient is summed over tensor in x's dtype.
@@ -144,9 +131,12 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = (Norm(f"{name}.{which}", config, rngs) for which in ("q_norm", "k_norm"))
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
-        rows = x_BTD.reshape(-1, x_BTD.shape[-1])
-        sequences = x_BTD.shape[0]
-        q, k, v = (self.project(name, rows, sequences) for name in "qkv")
+        rows, heads_of = x_BTD.reshape(-1, x_BTD.shape[-1]), []
+        for name in "qkv":
+            weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            y = project(self, name, rows).reshape(len(x_BTD), -1, *weight.shape[-2:])
+            heads_of.append(y if bias is None else y + bias[...])
+        q, k, v = heads_of
         keep = partial(checkpoint_name, name="qkv")
         if self.q_norm is not None and self.k_norm is not None:
             # Kept as the norms take them: what they give is soon computed again, a product is not.
@@ -162,16 +152,10 @@ class Attention(nnx.Module):
             q, k = keep(q), keep(k)
         v = keep(v)
         a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local)
-        y = projected(self, "out", a).reshape(x_BTD.shape)
+        y = project(self, "out", a).reshape(x_BTD.shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
         return checkpoint_name(collectives.leave(y), "attention_out")
-
-    def project(self, name: str, x_ND: jax.Array, sequences: int) -> jax.Array:
-        """q, k or v: rows [B T, D] into heads, [B, T, H, K]."""
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
-        y = projected(self, name, x_ND).reshape(sequences, -1, *weight.shape[-2:])
-        return y if bias is None else y + bias[...]
 
 
 class MLP(nnx.Module):
@@ -192,12 +176,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array:
         rows = x_BTD.reshape(-1, x_BTD.shape[-1])
-        up = projected(self, "up", rows)
+        up = project(self, "up", rows)
         if self.up_bias is not None:
             up = up + self.up_bias[...]
-        branches = (up,) if self.gate is None else (projected(self, "gate", rows), up)
+        branches = (up,) if self.gate is None else (project(self, "gate", rows), up)
         h = hidden(self.activation, self.gate is not None)(*(checkpoint_name(b, "mlp_in") for b in branches))
-        y = projected(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(x_BTD.shape)
+        y = project(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(x_BTD.shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
         return checkpoint_name(collectives.leave(y), "mlp_out")

@@ -1,13 +1,15 @@
-"""Cross-entropy over a vocabulary whose shares lie on different devices: the full logits are never in one place."""
+"""Losses: cross-entropy over a vocabulary that is sharded over devices, and from it that of preferences (DPO)."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from meshtrain.compat import vary, varying
 from meshtrain.model.collectives import Collectives
+from meshtrain.model.kernels import MASKED
 
-MASKED = -1e30
+Arrays = dict[str, jax.Array]
 
 
 class Vocabulary:
@@ -45,7 +47,7 @@ class Vocabulary:
         top = self.max(jnp.max(logits, axis=-1))
         return top + jnp.log(self.sum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)))
 
-    def likeliest(self, logits_BTV: jax.Array) -> jax.Array:
+    def argmax(self, logits_BTV: jax.Array) -> jax.Array:
         """The id with the largest logit, int32 [B, T]: of equals the first, on whichever share it lies; `size` where a logit is NaN."""
         logits = self.no_padding(logits_BTV, MASKED)
         top = self.max(jnp.max(logits, axis=-1))[..., None]
@@ -57,8 +59,8 @@ class Vocabulary:
         jax.nn.log_softmax gives none: softmax, mean and one_hot over the last axis see one share only. Log-probabilities are
         the logits less `log_sum_exp` of them.
         """
-        here = self.ids(logits_BTV) == labels_BT[..., None]
-        return self.sum(jnp.sum(jnp.where(here, logits_BTV, 0), axis=-1))
+        at_label = self.ids(logits_BTV) == labels_BT[..., None]
+        return self.sum(jnp.sum(jnp.where(at_label, logits_BTV, 0), axis=-1))
 
 
 class Mixed(NamedTuple):
@@ -85,12 +87,12 @@ def cross_entropy(
     """
     ids, even = vocabulary.ids(logits_BTV), label_smoothing / vocabulary.size
 
-    def targeted(labels: jax.Array, mixed: Mixed | None, here: jax.Array | float) -> jax.Array:
-        """`here` at the ids of the labels, by their shares, 0 elsewhere: [B, T, V share]."""
-        first = jnp.where(ids == labels[..., None], here, 0.0)
+    def targeted(labels: jax.Array, mixed: Mixed | None, value: jax.Array | float) -> jax.Array:
+        """Returns `value` at the ids of the labels, by their shares, 0 elsewhere: [B, T, V share]."""
+        first = jnp.where(ids == labels[..., None], value, 0.0)
         if mixed is None:
             return first
-        share, other = mixed.share[..., None], jnp.where(ids == mixed.labels[..., None], here, 0.0)
+        share, other = mixed.share[..., None], jnp.where(ids == mixed.labels[..., None], value, 0.0)
         return share * first + (1 - share) * other
 
     def forward(logits: jax.Array, labels: jax.Array, mixed: Mixed | None) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -109,8 +111,8 @@ def cross_entropy(
         log_z = log_z + top
         return loss + z_loss * log_z**2 if z_loss else loss, (logits, labels, mixed, log_z)
 
-    def backward(kept: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, None]:
-        logits, labels, mixed, log_z = kept
+    def backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, None]:
+        logits, labels, mixed, log_z = residuals
         p = jnp.exp(vocabulary.no_padding(logits, MASKED) - log_z[..., None])
         target = targeted(labels, mixed, 1 - label_smoothing)
         if label_smoothing:
@@ -121,3 +123,51 @@ def cross_entropy(
     losses = jax.custom_vjp(lambda *given: forward(*given)[0])
     losses.defvjp(forward, backward)
     return losses(logits_BTV, labels_BT, mixed)
+
+
+# --- direct preference optimisation
+
+
+def dpo(losses: jax.Array, batch: Arrays, beta: float) -> tuple[jax.Array, Arrays]:
+    """Returns the loss of direct preference optimisation (Rafailov et al. 2023) summed over the pairs of a batch, and likewise the rewards
+    that TRL's DPOTrainer reports.
+
+        reward of an answer y to x     r(y) = beta (log p(y | x) - log p_ref(y | x))
+        loss of a pair                 -log sigmoid(r(chosen) - r(rejected))                (equation 7)
+
+    A pair is two segments of one row, so that it is never on two devices or in two microbatches; of its labels those of the chosen
+    answer weigh 1, those of the rejected one -1 (see `data.token_rows`). What a batch's loss is divided by is its number of pairs.
+
+    `losses`: negative log-likelihood of each label, float32 [.., T]; `batch` has the same under the reference as `reference`,
+    and weights and pairs.
+    """
+    rewards, weights = beta * (batch["reference"] - losses), batch["weights"]
+    chosen, rejected = (_of_pairs(rewards * jnp.maximum(w, 0), batch["pairs"]) for w in (weights, -weights))
+    margins, learned = chosen - rejected, _learned(batch)
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(learned, x, 0.0))
+
+    measured = {"chosen": chosen, "rejected": rejected, "margins": margins, "accuracies": margins > 0}
+    return total(-jax.nn.log_sigmoid(margins)), {f"rewards_{name}": total(x) for name, x in measured.items()}
+
+
+def counted(batch: Arrays) -> jax.Array:
+    """What the summed loss of a batch that has weights is divided by: its pairs, if there are any, or the weights of its labels."""
+    return jnp.sum(_learned(batch), dtype=jnp.float32) if "pairs" in batch else jnp.sum(batch["weights"])
+
+
+def _learned(batch: Arrays) -> jax.Array:
+    """Whether anything is learned of a pair, bool [rows, T // 2 + 1]: it has a label that weighs."""
+    learned = _of_pairs(jnp.abs(batch["weights"]), batch["pairs"]) > 0
+    return learned.at[:, 0].set(False)
+
+
+def _of_pairs(values: jax.Array, pairs: jax.Array) -> jax.Array:
+    """Sums over each pair of each row, [.., T] to float32 [rows, T // 2 + 1]: first of what is of no pair, then by the pairs' numbers."""
+    length = pairs.shape[-1]
+    values, pairs = values.reshape(-1, length), pairs.reshape(-1, length)
+    rows = jnp.arange(len(pairs))[:, None]
+    # A pair has two labels at least.
+    zeros = vary(jnp.zeros((len(pairs), length // 2 + 1), jnp.float32), varying(values) | varying(pairs))
+    return zeros.at[rows, pairs].add(values)

@@ -17,7 +17,7 @@ from meshtrain.config.model import PROJECTIONS
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 
-Kept = tuple[jax.Array | None, jax.Array]
+ProductResiduals = tuple[jax.Array | None, jax.Array]
 
 
 def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
@@ -33,14 +33,14 @@ def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
 linear = jax.custom_vjp(_product)
 
 
-def _linear_forward(x_ND: CustomVJPPrimal, weight: CustomVJPPrimal) -> tuple[jax.Array, Kept]:
+def _linear_forward(x_ND: CustomVJPPrimal, weight: CustomVJPPrimal) -> tuple[jax.Array, ProductResiduals]:
     """Of a frozen weight there is no gradient to come, so x is not kept for one."""
-    kept = x_ND.value if weight.perturbed else None
-    return _product(x_ND.value, weight.value), (kept, weight.value)
+    residual = x_ND.value if weight.perturbed else None
+    return _product(x_ND.value, weight.value), (residual, weight.value)
 
 
-def _linear_backward(kept: Kept, g_NF: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    x_ND, weight = kept
+def _linear_backward(residuals: ProductResiduals, g_NF: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    x_ND, weight = residuals
     width = math.prod(weight.shape) // g_NF.shape[1]
     to_x = g_NF @ weight.reshape(width, -1).T
     if x_ND is None:
@@ -52,7 +52,7 @@ def _linear_backward(kept: Kept, g_NF: jax.Array) -> tuple[jax.Array, jax.Array 
 linear.defvjp(_linear_forward, _linear_backward, symbolic_zeros=True)
 
 
-def projected(module: Any, name: str, x_ND: jax.Array) -> jax.Array:
+def project(module: Any, name: str, x_ND: jax.Array) -> jax.Array:
     """x W, [N, everything else of W], of the module's weight `name`; with an adapter scale (x A) B more (Hu et al. 2021, section 4.1).
 
     The two are never multiplied into W: that would be a second W, and for the backward another one.
@@ -82,7 +82,7 @@ def linear_float32(x_ND: jax.Array, weight_DV: jax.Array) -> jax.Array:
 
 linear_float32.defvjp(
     lambda x, weight: (linear_float32(x, weight), (x, weight)),
-    lambda kept, g_NV: _linear_backward(kept, g_NV.astype(kept[0].dtype)),
+    lambda residuals, g_NV: _linear_backward(residuals, g_NV.astype(residuals[0].dtype)),
 )
 
 

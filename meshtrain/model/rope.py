@@ -7,9 +7,18 @@
     yarn                    likewise, a ramp by pair; cos and sin a little larger       Peng et al. 2023, sections 3.2 to 3.4
 
 A pair i turns through theta^(-2i/K) a position; `turns` is how often it goes round in the sequence length of before.
+
+Layers may alternate between a window and all positions:
+
+    global_every 3      layer 0   1   2   3   4   5         one program serves both kinds, so a layer's kind follows on the
+                              w   w   all w   w   all       device from its index
+
+(sliding window: Beltagy et al. 2020; by turns with another rotary base: Gemma Team 2025, section 2).
 """
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -79,3 +88,37 @@ rotate.defvjp(
     lambda x, cos, sin: (_turned(x, cos, sin), (cos, sin)),
     lambda angles, cotangent: (_turned(cotangent, angles[0], -angles[1]), None, None),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """What a block must know of the sequences besides their activations."""
+
+    # cos, sin: [T, K/2], or [B, T, K/2] where positions differ by sequence
+    rotary_TK: tuple[jax.Array, jax.Array] | None = None
+    # documents packed in a sequence; attention stays within one
+    segments_BT: jax.Array | None = None
+    # whether this layer sees the window alone; None where all layers see the same
+    local: jax.Array | bool | None = None
+
+
+def sequences(
+    model: ModelConfig, positions: jax.Array, segments_BT: jax.Array | None = None
+) -> Callable[[jax.Array | int], Sequence]:
+    """The function (a layer's index) -> what the layer must know of sequences at these `positions`."""
+    far, near = rotary_table(model, positions), None
+    if model.rope_theta_local:
+        unscaled = dataclasses.replace(model, rope_theta=model.rope_theta_local, rope_scaling="none")
+        near = rotary_table(unscaled, positions)
+    if not model.global_every:
+        return lambda index: Sequence(near or far, segments_BT)
+
+    def of(index: jax.Array | int) -> Sequence:
+        local = (index + 1) % model.global_every != 0
+        rotary = far
+        if near is not None and far is not None:
+            cos, sin = (jnp.where(local, *both) for both in zip(near, far, strict=True))
+            rotary = cos, sin
+        return Sequence(rotary, segments_BT, local if model.window else None)
+
+    return of

@@ -17,64 +17,65 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
-from meshtrain.compat import splash_backward, unchecked, vary, varying
-from meshtrain.model.attention import How
+from meshtrain.compat import unchecked, vary, varying
+from meshtrain.compat_kernels import splash_backward
+from meshtrain.model.attention import Scoring
 from meshtrain.model.kernels import SPLASH_BLOCKS
 
 
 def forward(
-    how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
-    kernel, axes = _kernel(how, q), varying(q)
+    kernel, axes = _kernel(scoring, q), varying(q)
 
     def one(ids: jax.Array | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
         out, (log_sum,) = kernel(*given, None if ids is None else SegmentIds(ids, ids))
         return out, log_sum
 
     with unchecked():
-        out, log_sum = jax.vmap(one)(segments, *_by_head(q * how.scale, k, v))
+        out, log_sum = jax.vmap(one)(segments, *_by_head(q * scoring.scale, k, v))
     return vary(_by_head(out)[0], axes), vary(log_sum, axes)
 
 
 def backward(
-    how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
     out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cotangents of `forward`'s q, k and v."""
-    kernel, axes = _kernel(how, q), varying(q)
+    kernel, axes = _kernel(scoring, q), varying(q)
 
     def one(ids: jax.Array | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
         return splash_backward(kernel, None if ids is None else SegmentIds(ids, ids), log_sum, *given)
 
     with unchecked():
-        cotangents = jax.vmap(one)(segments, log_sum, *_by_head(q * how.scale, k, v, out, d_out))
+        cotangents = jax.vmap(one)(segments, log_sum, *_by_head(q * scoring.scale, k, v, out, d_out))
     d_q, d_k, d_v = vary(_by_head(*cotangents), axes)
-    return d_q * how.scale, d_k, d_v
+    return d_q * scoring.scale, d_k, d_v
 
 
-def _kernel(how: How, q: jax.Array) -> Any:
+def _kernel(scoring: Scoring, q: jax.Array) -> Any:
     _, length, heads, _ = q.shape
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
     sizes = BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )
-    mask = MultiHeadMask([_mask(how, (length, length))] * heads)
+    mask = MultiHeadMask([_mask(scoring, (length, length))] * heads)
     return make_splash_mha(
         mask,
         block_sizes=sizes,
         save_residuals=True,
-        attn_logits_soft_cap=how.cap or None,
+        attn_logits_soft_cap=scoring.cap or None,
         head_shards=1,
         q_seq_shards=1,
     )
 
 
-def _mask(how: How, square: tuple[int, int]) -> Any:
+def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:
     """What is seen of the scores of a head, whose shape is `square`."""
-    if not how.causal:
+    if not scoring.causal:
         return FullMask(square)
-    return LocalMask(square, (how.window - 1, 0), 0) if how.window else CausalMask(square)
+    return LocalMask(square, (scoring.window - 1, 0), 0) if scoring.window else CausalMask(square)
 
 
 def _by_head(*arrays: jax.Array) -> tuple[jax.Array, ...]:

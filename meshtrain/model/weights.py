@@ -52,7 +52,7 @@ class Weight:
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """The projections that have adapters, of a resolved config."""
+    """Returns the projections that have adapters, of a resolved config."""
     if not lora.rank:
         return ()
     have = [name for name in PROJECTIONS if name != "gate" or FAMILIES[model.family].gated]
@@ -70,20 +70,20 @@ def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
     They lie as W does: what splits W's outputs splits B, what splits its inputs splits A.
     """
     base = {weight.name: weight for weight in weights(model)}
-    rank, found = ("rank", lora.rank), []
+    rank, factors = ("rank", lora.rank), []
     for name in adapted(model, lora):
         weight = base[f"{BLOCKS}{'attention' if name in ('q', 'k', 'v', 'out') else 'mlp'}.{name}"]
         # the inputs are the first dimension, but for what gathers the heads
         cut = len(weight.dims) - 1 if weight.axes[-1] == "embed" else 1
         inputs, outputs = weight.dims[:cut], weight.dims[cut:]
         bound = math.prod(n for _, n in inputs) ** -0.5
-        found.append(Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, 0.0, model.layers, True, bound))
-        found.append(Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, 0.0, model.layers, True))
-    return tuple(found)
+        factors.append(Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, 0.0, model.layers, True, bound))
+        factors.append(Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, 0.0, model.layers, True))
+    return tuple(factors)
 
 
 def lora_difference(model: ModelConfig, one: LoraConfig, other: LoraConfig) -> str | None:
-    """The first key by which two sections make other adapters, or scale them otherwise; None if they do not."""
+    """Returns the first key by which two sections make other adapters, or scale them otherwise; None if they do not."""
     for name in ("rank", "alpha", "rslora"):
         if getattr(one, name) != getattr(other, name):
             return name
@@ -92,12 +92,12 @@ def lora_difference(model: ModelConfig, one: LoraConfig, other: LoraConfig) -> s
 
 
 def lora_scale(lora: LoraConfig) -> float:
-    """What an adapter's product is multiplied by."""
+    """Returns the factor of an adapter's product."""
     return lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank)
 
 
 def is_trained(weight: Weight, lora: LoraConfig, trainable: Sequence[str]) -> bool:
-    """Adapters are; others where `trainable` has their name or a pattern of it, or where nothing is said and there are no adapters."""
+    """Returns whether a weight is trained: an adapter; others where `trainable` matches, or is empty and there are no adapters."""
     if trainable and not weight.adapter:
         return any(fnmatchcase(weight.name, pattern) for pattern in trainable)
     return weight.adapter or not lora.rank
@@ -111,10 +111,10 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     embed, heads, groups = ("embed", model.d_model), ("heads", model.heads), ("kv_heads", model.kv_heads)
     head, mlp, vocab = ("head", model.head_dim), ("mlp", model.d_ff), ("vocab", model.vocab_size)
     one = 0.0 if model.norm_plus_one else 1.0
-    found: list[Weight] = []
+    table: list[Weight] = []
 
     def add(name: str, dims: tuple[tuple[str, int], ...], std: float = 0.0, fill: float = 0.0) -> None:
-        found.append(Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0))
+        table.append(Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0))
 
     def norm(name: str) -> None:
         add(f"{name}.scale", (embed,), fill=one)
@@ -161,7 +161,7 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("head.weight", (embed, vocab), std)
     if family.head_bias:
         add("head.bias", (vocab,))
-    return tuple(found)
+    return tuple(table)
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
@@ -180,20 +180,20 @@ def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Parameters of the whole model, without any padding."""
+    """Returns the number of parameters, without any padding."""
     return sum(weight.size for weight in weights(model))
 
 
-def every_weight(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
-    """Every weight of a tuned model: its own, then LoRA's."""
+def all_weights(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
+    """Returns the weights of a tuned model: its own, then LoRA's."""
     return (*weights(model), *adapters(model, lora))
 
 
-def told(model: ModelConfig, lora: LoraConfig, trainable: Sequence[str]) -> str:
-    """How many of the parameters are trained, in words that follow their number; nothing where all are."""
-    every = every_weight(model, lora)
-    trained = [weight for weight in every if is_trained(weight, lora, trainable)]
-    if len(trained) == len(every):
+def trained_text(model: ModelConfig, lora: LoraConfig, trainable: Sequence[str]) -> str:
+    """Returns how many of the parameters are trained, in words that follow their number; nothing where all are."""
+    weights = all_weights(model, lora)
+    trained = [weight for weight in weights if is_trained(weight, lora, trainable)]
+    if len(trained) == len(weights):
         return ""
     of = f" (adapters of rank {lora.rank})" if lora.rank and not trainable else ""
     return f", {sum(weight.size for weight in trained):,} trained{of}"

@@ -6,7 +6,7 @@ out in this package, or is the transpose of one that is, and can be counted. The
 A step on one device, each line inside the one above it:
 
     zero              open: shards of the masters to the weights that a step works on
-      pipeline        the ticks of a schedule's table; without stages accumulate, microbatch after microbatch
+      pipeline        the clocks of a schedule's table; without stages accumulate, microbatch after microbatch
         forward       embedding, a run of layers, loss, of whatever share of the weights lies here
           remat       what a layer keeps for its backward, and what that computes again
             tensor    the collectives within a layer

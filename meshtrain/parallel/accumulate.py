@@ -1,6 +1,7 @@
 """One pipeline stage: loss and gradients by plain differentiation, microbatches one after the other (gradient accumulation).
 
-The last one is gone through by hand where that lets gradients travel over data: each layer's is complete when the layer's backward is.
+Where gradients may travel over data during the backward, the last microbatch is gone through layer by layer, as a stage of a pipeline
+goes through it: each layer's gradients are complete when the layer's backward is.
 
     backward     head   layer 3   layer 2   layer 1   layer 0   embedding
     over data              ╰─ head ─ ─ ─ ─ ─ ─ ─ ─ ─ ─╯
@@ -16,97 +17,102 @@ from jax import lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import input_name, inputs
-from meshtrain.parallel.beside import after
-from meshtrain.parallel.forward import Batch, Forward, Judged, Totals
-from meshtrain.parallel.pipeline.stage import Slot, Stage
-from meshtrain.parallel.pipeline.storage import empty
+from meshtrain.parallel.forward import Batch, Forward, Judged, LossAndGradients, Totals, added
+from meshtrain.parallel.pipeline.stage import Slot, Stage, after, empty
 from meshtrain.parallel.zero import Weights
 
 Tree = Any
 
 
-def loss_sum(forward: Forward, weights: Weights, batch: Batch, key: jax.Array | None) -> Totals:
-    """Summed loss of one microbatch on a mesh without pipeline stages."""
-    return forward.loss(weights, _last(forward, weights, batch, key), batch, jnp.array(True))
-
-
-def _last(forward: Forward, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
-    """What the last layer gives."""
-    x = forward.embed(weights, batch, key)
-    layer_at = jnp.asarray(forward.layout.layer_at[0, 0])
-    return forward.layers(batch, key, layer_at, forward.config.parallel.remat)(weights.part("blocks"), x)
-
-
 def accumulate(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
-) -> tuple[Totals, Tree]:
-    """Loss summed over the microbatches [M, b, T], and `seed` times its gradient in float32."""
+) -> LossAndGradients:
+    """Loss summed over the microbatches [M, b, T], and `seed` times its gradient: of one in float32, else in `precision.gradient_sums`."""
 
-    count = inputs(batches).shape[0]
-    if not (forward.zero.closes_early and forward.overlaps):
-        return _summed(forward, weights, batches, key, seed)
-    before = _summed(forward, weights, jax.tree.map(lambda a: a[:-1], batches), key, seed) if count > 1 else None
-    return _closing(forward, weights, batches, key, seed, before)
+    def microbatch(batch: Batch) -> LossAndGradients:
+        def loss(differentiated: Tree) -> Totals:
+            replaced = weights._replace(differentiated=differentiated)
+            return forward.loss(replaced, forward.last_stream(replaced, batch, key), batch, jnp.array(True))
 
+        total, vjp, measured = jax.vjp(loss, weights.differentiated, has_aux=True)
+        gradients = vjp(vary(seed, varying(total)))[0]
+        return LossAndGradients((total, measured), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
-def _summed(
-    forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
-) -> tuple[Totals, Tree]:
-    def one(batch: Batch) -> tuple[Totals, Tree]:
-        of = lambda w: loss_sum(forward, weights._replace(differentiated=w), batch, key)  # noqa: E731
-        loss, vjp, measured = jax.vjp(of, weights.differentiated, has_aux=True)
-        gradients = vjp(vary(seed, varying(loss)))[0]
-        return (loss, measured), jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+    def step(sums: LossAndGradients, batch: Batch) -> tuple[LossAndGradients, None]:
+        return added(sums, microbatch(batch)), None
 
     first = jax.tree.map(lambda a: a[0], batches)
     if inputs(batches).shape[0] == 1:
-        return one(first)
-
-    def step(total: tuple[Totals, Tree], batch: Batch) -> tuple[tuple[Totals, Tree], None]:
-        return jax.tree.map(jnp.add, total, one(batch)), None
-
-    totals = jax.tree.map(lambda x: vary(jnp.zeros(()), varying(x)), jax.eval_shape(one, first)[0])
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights.differentiated)
-    start = (totals, vary(zeros, forward.config.mesh.axes))
-    return lax.scan(step, start, batches)[0]
+        return microbatch(first)
+    return lax.scan(step, _nothing(forward, weights, jax.eval_shape(microbatch, first).totals), batches)[0]
 
 
-def _closing(
-    forward: Forward,
-    weights: Weights,
-    batches: Batch,
-    key: jax.Array | None,
-    seed: jax.Array,
-    before: tuple[Totals, Tree] | None,
-) -> tuple[Totals, Tree]:
-    """The last microbatch, added to those before it; matrices' gradients are closed on the way (`zero.early`)."""
-    read, nothing = inputs(batches), jnp.zeros(())
-    if before is not None:
-        # One after the other, so that what two microbatches hold is never there at once.
-        read, nothing = after((read, nothing), before[0])
-    stage, here = Stage(forward, 1, weights, {**batches, input_name(batches): read}, key), jnp.array(True)
-    zero, last = jnp.int32(0), jnp.int32(len(read) - 1)
-    slot = Slot(here, last, zero, zero)
-    x = stage.embed(stage.edge, last)
-    y, stash = stage.forward(x, empty((1, stage.layers), stage.stashed(split=False)[0], nothing), slot)
-    loss, vjp, measured = jax.vjp(lambda w, y: stage.loss(w, y, last, here), stage.edge, y, has_aux=True)
-    edge, cotangent = vjp(vary(seed, varying(loss)))
-    totals, edge = (loss, measured), jax.tree.map(lambda g: g.astype(jnp.float32), edge)
-    blocks = None
-    if before is not None:
-        blocks = before[1]["blocks"]
-        totals, edge = jax.tree.map(jnp.add, (totals, edge), (before[0], {part: before[1][part] for part in edge}))
+def _nothing(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
+    """The sums before the first microbatch, whose loss and what else is measured are like `totals`."""
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, forward.zero.sums), weights.differentiated)
+    totals = jax.tree.map(lambda x: vary(jnp.zeros(()), varying(x)), totals)
+    return LossAndGradients(totals, vary(zeros, forward.config.mesh.axes))
 
-    head = forward.zero.early("head", after(edge["head"], cotangent))
-    gx, blocks = stage.backward_sending(stash, cotangent, blocks, slot, partial(forward.zero.early, "blocks"))
+
+def accumulate_overlapped(
+    forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
+) -> LossAndGradients:
+    """The same, with matrices' gradients reduce-scattered during the last microbatch's backward (`zero.reduce_early`)."""
+    tokens, zero_fill, blocks = inputs(batches), jnp.zeros(()), None
+    last = jnp.int32(len(tokens) - 1)
+    if len(tokens) > 1:
+        sums = accumulate(forward, weights, jax.tree.map(lambda a: a[:-1], batches), key, seed)
+        # One after the other, so that the activations of two microbatches are never alive together.
+        tokens, zero_fill = after((tokens, zero_fill), sums.totals)
+    stage = Stage(forward, 1, weights, {**batches, input_name(batches): tokens}, key)
+    totals, edge, cotangent, stash, slot = _to_the_loss(stage, last, seed, zero_fill)
+    if len(tokens) > 1:
+        blocks, edge_before = sums.gradients["blocks"], {part: sums.gradients[part] for part in edge}
+        totals, edge = added((sums.totals, edge_before), (totals, edge))
+    else:
+        edge = jax.tree.map(lambda g: g.astype(jnp.float32), edge)
+    head = forward.zero.reduce_early("head", after(edge["head"], cotangent))
+    gx, blocks = stage.backward_sending(stash, cotangent, blocks, slot, partial(forward.zero.reduce_early, "blocks"))
     embedding = stage.add_embedding_gradient(edge, last, gx)["embedding"]
-    return totals, {"embedding": embedding, "blocks": blocks, "head": head}
+    return LossAndGradients(totals, {"embedding": embedding, "blocks": blocks, "head": head})
+
+
+def accumulate_in_place(
+    forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
+) -> LossAndGradients:
+    """The same, each layer's gradients added to their sums where these lie: those of a microbatch are never all there beside them."""
+    stage, zero = Stage(forward, 1, weights, batches, key), jnp.int32(0)
+
+    def step(sums: LossAndGradients, microbatch: jax.Array) -> tuple[LossAndGradients, None]:
+        totals, edge, cotangent, stash, slot = _to_the_loss(stage, microbatch, seed, 0)
+        gx, blocks = stage.backward(stash, cotangent, sums.gradients["blocks"], slot)
+        edge = added({part: sums.gradients[part] for part in edge}, edge)
+        edge = stage.add_embedding_gradient(edge, microbatch, gx)
+        return LossAndGradients(added(sums.totals, totals), {**edge, "blocks": blocks}), None
+
+    totals = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, jnp.array(True)), stage.zeros())
+    microbatches = jnp.arange(len(inputs(batches)), dtype=jnp.int32)
+    return lax.scan(step, _nothing(forward, weights, totals), microbatches)[0]
+
+
+def _to_the_loss(
+    stage: Stage, microbatch: jax.Array, seed: jax.Array, zero_fill: jax.Array | float
+) -> tuple[Totals, Tree, jax.Array, Tree, Slot]:
+    """A microbatch's totals, the gradients of embedding and head of its loss, the last layer's cotangent, and what the layers' backward
+    takes: the stash, and its slot."""
+    here, zero = jnp.array(True), jnp.int32(0)
+    slot = Slot(here, microbatch, zero, zero)
+    stash = empty((1, stage.layers), stage.stash_shapes(split=False)[0], zero_fill)
+    y, stash = stage.forward(stage.embed(stage.edge, microbatch), stash, slot)
+    loss, vjp, measured = jax.vjp(lambda w, y: stage.loss(w, y, microbatch, here), stage.edge, y, has_aux=True)
+    edge, cotangent = vjp(vary(seed, varying(loss)))
+    return (loss, measured), edge, cotangent, stash, slot
 
 
 def judged(forward: Forward, weights: Weights, batches: Batch) -> Judged:
     """The labels of the microbatches one by one, [M, b, T] each, without gradients."""
 
-    def one(batch: Batch) -> Judged:
-        return forward.judged(weights, _last(forward, weights, batch, None), batch, jnp.array(True))
+    def microbatch(batch: Batch) -> Judged:
+        return forward.judged(weights, forward.last_stream(weights, batch, None), batch, jnp.array(True))
 
-    return lax.map(one, batches)
+    return lax.map(microbatch, batches)

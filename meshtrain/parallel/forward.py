@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,20 +10,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from meshtrain import scopes
+from meshtrain import xla
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
+from meshtrain.config.follow import loss_chunk
 from meshtrain.config.model import positions_of
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, inputs
 from meshtrain.mesh import PIPELINE
 from meshtrain.model.decoder import Decoder, add_rows
-from meshtrain.model.dpo import dpo
 from meshtrain.model.dropout import ADAPTER_SITE, Dropout
-from meshtrain.model.hooks import Hooks, Parts
-from meshtrain.model.loss import Mixed
+from meshtrain.model.hooks import ModelParts
+from meshtrain.model.loss import Mixed, dpo
 from meshtrain.model.products import use_adapters
-from meshtrain.model.sequence import sequences
+from meshtrain.model.rope import sequences
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
@@ -37,25 +38,31 @@ Totals = tuple[jax.Array, dict[str, jax.Array]]
 
 
 class Judged(NamedTuple):
-    """What each label came to, [.., b, T]: one of a token, or of an image."""
+    """The loss of each label, [.., b, T]: one of a token, or of an image."""
 
     losses: jax.Array  # float32
-    hits: jax.Array | None = None  # of images: float32, 1 where the likeliest class is the label's
+    hits: jax.Array | None = None  # of images: float32, 1 where the argmax is the label
+
+
+class LossAndGradients(NamedTuple):
+    """Loss summed over the microbatches, on each data rank, and its gradient, in `precision.gradient_sums` where there are several."""
+
+    totals: Totals
+    gradients: Tree
 
 
 class Forward:
-    """Embedding, layers and loss on one device of the mesh, of what `zero.open` made of its masters."""
+    """Embedding, layers and loss on one device of the mesh, from what `zero.gather_params` made of its master weights."""
 
-    def __init__(self, layout: Layout, zero: Zero, platform: str, hooks: Hooks | None = None) -> None:
+    def __init__(self, layout: Layout, zero: Zero, collectives: MeshCollectives, parts: ModelParts) -> None:
         self.config: Config = layout.config
-        self.layout, self.zero, self.adapters = layout, zero, True
+        self.layout, self.zero, self.collectives, self.parts = layout, zero, collectives, parts
+        self.adapters = True
         self.of_images = FAMILIES[layout.config.model.family].images
-        self.collectives = MeshCollectives(layout.config, platform)
-        self.parts = Parts(layout.config, self.collectives, hooks or Hooks())
-        # Idle work is skipped there; elsewhere a predicate would stall the device.
-        self.skips = platform == "cpu"
-        # There collectives are waited for at once.
-        self.overlaps = platform != "cpu"
+        # On CPU idle work is skipped; elsewhere a predicate would stall the device.
+        self.skips = collectives.platform == "cpu"
+        # On CPU collectives are waited for at once.
+        self.overlaps = collectives.platform != "cpu"
         decoder = nnx.eval_shape(lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora))
         self.embedding_graph, _ = nnx.split(decoder.embedding)
         self.block_graph, _ = nnx.split(decoder.blocks)
@@ -70,9 +77,9 @@ class Forward:
     @property
     def stream_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the residual stream varies."""
-        return (*self.config.mesh.data_axes, PIPELINE, *self.collectives.stream_axes())
+        return (*self.config.mesh.token_axes(), PIPELINE, *self.collectives.stream_axes())
 
-    @jax.named_scope(scopes.EMBEDDING)
+    @jax.named_scope(xla.EMBEDDING)
     def embed(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
         """Tokens [b, T], or patches, to the residual stream [b, T, D] (T / tensor of it with sequence parallelism)."""
         embedding = self._embedding(weights.part("embedding"))
@@ -89,7 +96,7 @@ class Forward:
         if self.of_images:
             embedded = lambda w: self.embed(weights._replace(differentiated=w), batch, key)  # noqa: E731
             (gradient,) = jax.vjp(embedded, weights.differentiated)[1](gx)
-            return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), total, gradient["embedding"])
+            return added(total, gradient["embedding"])
         part, tokens = weights.part("embedding"), batch["tokens"]
         rows = vary(jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute), self.config.mesh.axes)
 
@@ -100,68 +107,90 @@ class Forward:
 
         others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
         gradient, more = jax.vjp(stream, rows, others)[1](gx)
-        added = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), {n: total[n] for n in more}, more)
+        totals = added({n: total[n] for n in more}, more)
         table = self.layout.weights["embedding"]["tokens"]
         if not table.trained:
-            return {**added, "tokens": None}
+            return {**totals, "tokens": None}
         add = lambda total: add_rows(total, tokens, gradient, self.collectives)  # noqa: E731
-        return {**added, "tokens": self.zero.accumulated(table, total["tokens"], add)}
+        return {**totals, "tokens": self.zero.add_gradient(table, total["tokens"], add)}
 
     def _embedding(self, weights: Weights) -> Any:
-        return nnx.merge(self.embedding_graph, self.zero.use("embedding", weights))
+        return nnx.merge(self.embedding_graph, self.zero.gather_at_use("embedding", weights))
 
-    def layer(self, batch: Batch, key: jax.Array | None, remat: str) -> Callable:
+    def layer(self, batch: Batch, key: jax.Array | None) -> Callable[[Weights, jax.Array, jax.Array], jax.Array]:
         """The function (weights of a layer, its index, x) -> x; where stages have fewer layers than others, index -1 changes nothing."""
         sequence = sequences(self.config.model, self._positions(batch), batch.get("segments"))
         dropout = self._dropout(key, batch)
         of_adapters = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
-        @jax.named_scope(scopes.LAYER)
         def layer(weights: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
-            def run(x: jax.Array) -> jax.Array:
-                block = nnx.merge(self.block_graph, self.zero.use("blocks", weights))
-                use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
-                return vary(self.parts.block(block, x, sequence(index), dropout.at(index)), varying(x))
+            block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
+            use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
+            return vary(self.parts.block(block, x, sequence(index), dropout.at(index)), varying(x))
 
-            if self.layout.even:
-                return run(x)
-            return lax.cond(index >= 0, run, lambda x: x, x) if self.skips else jnp.where(index >= 0, run(x), x)
+        def layer_or_padding(weights: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
+            if self.skips:
+                return lax.cond(index >= 0, partial(layer, weights, index), lambda x: x, x)
+            return jnp.where(index >= 0, layer(weights, index, x), x)
 
+        named = jax.named_scope(xla.LAYER)(layer if self.layout.even else layer_or_padding)
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
-        return checkpointed(layer, self.config.parallel, remat, gathers, self.config.lora.rank)
+        return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank)
 
-    def layers(self, batch: Batch, key: jax.Array | None, layer_at: jax.Array, remat: str) -> Callable:
-        """The function (weights, x) -> x of stacked layers; `layer_at` holds their indices."""
-        layer = self.layer(batch, key, remat)
+    def last_stream(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
+        """The residual stream after the last layer of a microbatch, on a mesh without pipeline stages."""
+        x, layer_at = self.embed(weights, batch, key), jnp.asarray(self.layout.layer_at[0, 0])
+        layer = self.layer(batch, key)
 
-        def stack(weights: Weights, x: jax.Array) -> jax.Array:
-            return lax.scan(lambda x, of_layer: (layer(*of_layer, x), None), x, (weights, layer_at))[0]
+        def step(x: jax.Array, weights_and_index: tuple[Weights, jax.Array]) -> tuple[jax.Array, None]:
+            return layer(*weights_and_index, x), None
 
-        return stack
+        return lax.scan(step, x, (weights.part("blocks"), layer_at))[0]
 
     def logits(self, weights: Weights, x: jax.Array, here: jax.Array) -> jax.Array:
         """This device's share of the logits, float32 [b, T, V share], from the last stage's x (where `here` is true)."""
-        head = nnx.merge(self.head_graph, self.zero.use("head", weights.part("head")))
-        tied = self.zero.use("embedding", weights.part("embedding"))["tokens"] if self.config.model.tied_head else None
+        head, tied = self._head(weights)
+        head = nnx.merge(self.head_graph, head)
         return head(self.collectives.from_last_stage(head.read(x), here), tied, self.collectives)
 
-    @jax.named_scope(scopes.HEAD)
+    def _head(self, weights: Weights) -> tuple[Tree, jax.Array | None]:
+        """The weights that the head uses: its own, and those of the embedding where it is tied to them."""
+        head = self.zero.gather_at_use("head", weights.part("head"))
+        if not self.config.model.tied_head:
+            return head, None
+        return head, self.zero.gather_at_use("embedding", weights.part("embedding"))["tokens"]
+
+    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
+        """The loss of each label, float32 [b, T], from the last stage's x (where `here` is true); by chunks as train.loss_chunk says."""
+        labels, ranks = batch[LABELS], self.collectives.vocabulary_ranks
+        chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
+        if chunk is None:
+            return self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
+        from meshtrain.model.chunked_loss import by_chunks
+
+        def loss(used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> jax.Array:
+            head, tied = used
+            return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
+
+        return by_chunks(loss, self._head(weights), self.collectives.from_last_stage(x, here), labels, chunk)
+
+    @jax.named_scope(xla.HEAD)
     def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> Totals:
         """`total` of this data rank's microbatch, from the last stage's x (where `here` is true)."""
-        losses = self.parts.loss(self.logits(weights, x, here), batch[LABELS], _mixed(batch))
-        return _where(here, self.total(losses, batch))
+        return _where(here, self.total(self._losses(weights, x, batch, here), batch))
 
-    @jax.named_scope(scopes.HEAD)
+    @jax.named_scope(xla.HEAD)
     def judged(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> Judged:
         """Its labels one by one."""
+        if not self.of_images:
+            return _where(here, Judged(self._losses(weights, x, batch, here)))
         logits = self.logits(weights, x, here)
-        losses, hits = self.parts.loss(logits, batch[LABELS], _mixed(batch)), None
-        if self.of_images:
-            hits = (self.parts.vocabulary.likeliest(logits) == batch[LABELS]).astype(jnp.float32)
+        losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
+        hits = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)
         return _where(here, Judged(losses, hits))
 
     def total(self, losses: jax.Array, batch: Batch) -> Totals:
-        """The loss of labels with these losses, float32 [.., T], not yet divided by what counts of a batch (`model.dpo.counted`)."""
+        """The loss of labels with these losses, float32 [.., T], not yet divided by what counts of a batch (`model.loss.counted`)."""
         if self.config.train.objective == "dpo":
             return dpo(losses, batch, self.config.train.dpo_beta)
         return weighted(losses, batch), {}
@@ -175,6 +204,11 @@ class Forward:
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])
+
+
+def added(totals: Tree, more: Tree) -> Tree:
+    """`totals` with more added, in the dtypes of the totals."""
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, more)
 
 
 def _mixed(batch: Batch) -> Mixed | None:

@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
-from meshtrain.mesh import DATA
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, all_placed, stages
@@ -31,8 +30,7 @@ Tree = Any
 
 def shard_spec(placed: Placed) -> PartitionSpec:
     """Masters, optimizer state and reduced gradients."""
-    split = [(*axes, DATA) if d == placed.zero_dim else axes for d, axes in enumerate(placed.over)]
-    return PartitionSpec(*(axes or None for axes in split))
+    return PartitionSpec(*(axes or None for axes in placed.shard_over))
 
 
 def is_placed(x: Any) -> bool:

@@ -16,16 +16,14 @@ of it, and the planner adds it up.
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshtrain.config.follow import round_up
 from meshtrain.config.model import LoraConfig, ModelConfig
-from meshtrain.config.reduce import keeps
-from meshtrain.config.reduce import scatters_at_use as scatters_at_use
-from meshtrain.config.rows import filled_up
 from meshtrain.config.schema import PIPELINE, TENSOR, Config, MeshConfig
 from meshtrain.errors import ConfigError, nearest, short
-from meshtrain.model.weights import Weight, every_weight, is_trained, weights
+from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 
 NO_LORA = LoraConfig()
 BUCKETS = 8
@@ -39,10 +37,13 @@ class Placed:
     axes: tuple[str, ...]
     shape: tuple[int, ...]  # canonical
     whole: tuple[int, ...]  # live, over all devices, as the model uses it
-    padded: tuple[int, ...]  # live, as it is held: longer along zero_dim where data does not divide it
+    padded: tuple[int, ...]  # live, as it is held: longer along zero_dim where zero_degree does not divide it
     over: tuple[tuple[str, ...], ...]  # per dimension, the mesh axes that split it, without ZeRO
     ways: tuple[int, ...]  # per dimension, the devices along those axes
-    zero_dim: int | None  # the dimension that ZeRO splits further, over data; None: not sharded over data
+    zero_dim: int | None  # the dimension that ZeRO splits further, over zero_axes; None: not sharded over them
+    # The mesh axes of an island along which tokens are split and the weight is not: its gradient is summed over them, and they are ZeRO's.
+    zero_axes: tuple[str, ...] = ()
+    zero_degree: int = 1  # the devices along them
     decayed: bool = True
     trained: bool = True  # else frozen: no gradient, no optimizer state, no float32 master
 
@@ -64,26 +65,41 @@ class Placed:
     @property
     def replicated(self) -> tuple[str, ...]:
         """Model-parallel axes over which it is whole, so that partial gradients are summed over them."""
-        used = {axis for axes in self.over for axis in axes}
-        return tuple(axis for axis in (TENSOR, PIPELINE) if axis not in used)
+        return unused((TENSOR, PIPELINE), self.over)
+
+    @property
+    def shard_over(self) -> tuple[tuple[str, ...], ...]:
+        """Per dimension, the mesh axes that split it as it is held: with those of ZeRO."""
+        return tuple((*axes, *self.zero_axes) if d == self.zero_dim else axes for d, axes in enumerate(self.over))
 
     def on_device(self) -> int:
         """Elements on one device as the model uses it."""
         return math.prod(n // w for n, w in zip(self.whole, self.ways, strict=True))
 
-    def on_rank(self, data: int) -> int:
-        """Elements on one device as it is held, where ZeRO shards over `data` ranks."""
+    def on_rank(self) -> int:
+        """Elements on one device as it is held."""
         held = math.prod(n // w for n, w in zip(self.padded, self.ways, strict=True))
-        return held if self.zero_dim is None else held // data
+        return held if self.zero_dim is None else held // self.zero_degree
+
+
+def unused(axes: Iterable[str], over: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The mesh axes that split no dimension."""
+    return tuple(axis for axis in axes if not any(axis in split for split in over))
+
+
+def local_kv_heads(kv_heads: int, tensor: int) -> int:
+    """Key and value heads on a tensor rank: its share, or all of them where tensor does not divide them."""
+    return kv_heads if kv_heads % tensor else kv_heads // tensor
 
 
 def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[str, ...]]:
     """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere."""
     vocabulary = (PIPELINE, TENSOR) if vocab == "spread" else (TENSOR,)
+    split_kv = local_kv_heads(model.kv_heads, mesh.tensor) * mesh.tensor == model.kv_heads
     return {
         "layers": (PIPELINE,),
         "heads": (TENSOR,),
-        "kv_heads": (TENSOR,) if model.kv_heads % mesh.tensor == 0 else (),
+        "kv_heads": (TENSOR,) if split_kv else (),
         "mlp": (TENSOR,),
         "vocab": vocabulary,
         "patch": vocabulary,
@@ -98,28 +114,29 @@ def place(
     zero: bool,
     trained: bool = True,
 ) -> Placed:
-    """A weight on a mesh with `places` live places for its layers; `zero`: sharded over data."""
+    """A weight on a mesh with `places` live places for its layers; `zero`: sharded over the axes along which tokens are split."""
     split = tuple(over.get(axis, ()) for axis in weight.axes)
     ways = tuple(_devices(mesh, axes) for axes in split)
     sizes = zip(weight.axes, weight.shape, ways, strict=True)
-    whole = [places if axis == "layers" else filled_up(n, w) for axis, n, w in sizes]
-    padded, zero_dim, data = list(whole), None, mesh.shards
-    if zero and data > 1:
+    whole = [places if axis == "layers" else round_up(n, w) for axis, n, w in sizes]
+    padded, zero_dim, zero_axes = list(whole), None, unused(mesh.token_axes(across=False), split)
+    degree = _devices(mesh, zero_axes)
+    if zero and degree > 1:
         local = {d: whole[d] // ways[d] for d in range(weight.stacked, len(whole))}
-        exact = [d for d in local if local[d] % data == 0]
+        exact = [d for d in local if local[d] % degree == 0]
         # Padding inside a tensor rank's share would tear it apart.
         free = [d for d in local if ways[d] == 1]
         if exact:
             zero_dim = max(exact, key=lambda d: local[d])
         elif free:
-            zero_dim = min(free, key=lambda d: filled_up(local[d], data) / local[d])
-            padded[zero_dim] = filled_up(local[zero_dim], data)
+            zero_dim = min(free, key=lambda d: round_up(local[d], degree) / local[d])
+            padded[zero_dim] = round_up(local[zero_dim], degree)
     return Placed(
-        weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, weight.decayed, trained
+        weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, zero_axes, degree, weight.decayed, trained
     )  # fmt: skip
 
 
-def part(placed: Placed, kept: Sequence[int], data: int, more: int = 0) -> Placed:
+def part(placed: Placed, kept: Sequence[int], more: int = 0) -> Placed:
     """An array with the dimensions `kept` of a weight alone, unpadded, and `more` of size 1: split as that is where it divides."""
     live = tuple(placed.unpadded[d] for d in kept)
     divides = [n % placed.ways[d] == 0 for d, n in zip(kept, live, strict=True)]
@@ -128,12 +145,13 @@ def part(placed: Placed, kept: Sequence[int], data: int, more: int = 0) -> Place
     zero_dim = None
     if placed.zero_dim is not None and placed.zero_dim in kept:
         at = kept.index(placed.zero_dim)
-        zero_dim = at if live[at] % (placed.ways[placed.zero_dim] * data) == 0 else None
+        zero_dim = at if live[at] % (placed.ways[placed.zero_dim] * placed.zero_degree) == 0 else None
     ones = (1,) * more
     axes = tuple(placed.axes[d] for d in kept) + ("one",) * more
     shape = tuple(placed.shape[d] for d in kept) + ones
     return Placed(
-        placed.name, axes, shape, live + ones, live + ones, over + ((),) * more, ways + ones, zero_dim, placed.decayed, placed.trained
+        placed.name, axes, shape, live + ones, live + ones, over + ((),) * more, ways + ones, zero_dim, placed.zero_axes, placed.zero_degree,
+        placed.decayed, placed.trained,
     )  # fmt: skip
 
 
@@ -151,7 +169,7 @@ def placed(
 
     Of what is frozen there is neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it shards weights.
     """
-    over, every = splits(model, mesh, vocab), every_weight(model, lora)
+    over, every = splits(model, mesh, vocab), all_weights(model, lora)
     for pattern in trainable:
         if not any(is_trained(weight, lora, (pattern,)) for weight in weights(model)):
             names = [weight.name for weight in weights(model)]
@@ -211,23 +229,8 @@ def zero_ways(config: Config) -> int:
     return config.mesh.shards if config.parallel.zero_stage else 1
 
 
-def gathers_at_use(config: Config) -> bool:
-    """ZeRO-3 without holding: weights are gathered where they are used, forward and backward (see `zero`)."""
-    return config.parallel.zero_stage == 3 and config.mesh.shards > 1 and not config.parallel.zero_hold
-
-
-def closes_early(config: Config) -> bool:
-    """Gradients that are held over the step are scattered over data as soon as they are complete, while the device goes on (see `zero`).
-
-    A compression with a memory needs one reduction of all of a weight's gradient. With several islands the second sum has to wait for
-    the first, and XLA then hides neither.
-    """
-    scatters = config.parallel.zero_stage > 0 and config.mesh.data > 1 and config.mesh.islands == 1
-    return scatters and not scatters_at_use(config) and not keeps(config)
-
-
 def buckets(layers: int) -> list[tuple[int, int]]:
-    """(first, one behind the last) of the layers whose gradients are closed early together, where there is one stage.
+    """(first, one behind the last) of the layers whose gradients are reduced together during the backward, where there is one stage.
 
     More buckets would have more travel under compute, and take longer to compile.
     """
@@ -250,7 +253,7 @@ def _split_notes(config: Config) -> list[str]:
         )
     for name, size, axis in (("model.d_ff", model.d_ff, "mlp"), ("model.vocab_size", model.vocab_size, "vocab")):
         ways = _devices(mesh, over[axis])
-        if (padded := filled_up(size, ways)) > size:
+        if (padded := round_up(size, ways)) > size:
             found.append(
                 f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
             )

@@ -21,14 +21,14 @@ from meshtrain.config.schema import ParallelConfig
 from meshtrain.parallel.offload import HOST
 
 
-def checkpointed(layer: Callable, parallel: ParallelConfig, remat: str, gathers: bool, rank: int = 0) -> Callable:
-    """`layer` under the policy of `remat`; `gathers`: it gathers weights or activations, which are never among what is kept; `rank`: of
+def checkpointed(layer: Callable, parallel: ParallelConfig, gathers: bool, rank: int = 0) -> Callable:
+    """`layer` under the policy of `parallel.remat`; `gathers`: it gathers weights or activations, which are never among what is kept; `rank`: of
     its adapters, 0 without."""
-    if remat == "none" and not gathers:
+    if parallel.remat == "none" and not gathers:
         return layer
     # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is computed again.
     return jax.checkpoint(
-        layer, policy=_all_but_gathered if remat == "none" else _policy(parallel, rank), prevent_cse=False
+        layer, policy=_all_but_gathered if parallel.remat == "none" else _policy(parallel, rank), prevent_cse=False
     )
 
 

@@ -15,21 +15,21 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import PIPELINE, TENSOR
-from meshtrain.model.collectives import Collectives
+from meshtrain.model.collectives import VocabularyShards
 from meshtrain.parallel.placement import splits
 
 SEQUENCE = 1  # the dimension of [B, T, D] that sequence parallelism splits
 
 
-class MeshCollectives(Collectives):
+class MeshCollectives(VocabularyShards):
     """`model.collectives` on a mesh. Weights vary over every mesh axis; gradients come out as partial sums."""
 
     def __init__(self, config: Config, platform: str) -> None:
         self.platform = platform
         self.ranks = config.mesh.tensor
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
-        self.vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
-        self.vocabulary_ranks = math.prod(getattr(config.mesh, axis) for axis in self.vocabulary)
+        vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
+        super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
@@ -65,17 +65,11 @@ class MeshCollectives(Collectives):
     def first_head(self, heads: int) -> jax.Array:
         return lax.axis_index(TENSOR) * heads
 
-    def first_token_id(self, rows: int) -> jax.Array:
-        return lax.axis_index(self.vocabulary) * rows
-
     def first_position(self, length: int) -> jax.Array | int:
         return lax.axis_index(TENSOR) * length if self.sequence_parallel else 0
 
-    def vocabulary_sum(self, x: jax.Array) -> jax.Array:
-        return lax.psum(x, self.vocabulary)
-
     def vocabulary_max(self, x: jax.Array) -> jax.Array:
-        return lax.pmax(vary(lax.stop_gradient(x), self.vocabulary), self.vocabulary)
+        return super().vocabulary_max(vary(x, self.vocabulary))
 
     def stream_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the residual stream varies besides data and pipeline."""

@@ -3,23 +3,27 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from meshtrain import units
 from meshtrain.cli import Parser, check_target, command, whole_number, write_target
+from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError, chosen, load, notes, short, to_yaml
 from meshtrain.errors import say
+from meshtrain.launch import flags
 from meshtrain.parallel import placement
-from meshtrain.plan import advice, axes, flags, page, report, scaling, ticks
-from meshtrain.plan.cluster.cluster import Cluster, named
+from meshtrain.plan import advice, axes, page, pipeline, report, scaling
 from meshtrain.plan.compiled import Compiled, compile_step, parse_target
-from meshtrain.plan.estimate import Plan, estimate, large_enough, usual_cluster
+from meshtrain.plan.estimate import Plan, estimate, large_enough
 from meshtrain.plan.failures import faults
-from meshtrain.plan.search import Found, search
-from meshtrain.schedule import Table, Timeline, draw
+from meshtrain.plan.search import search
+from meshtrain.schedule import draw
+from meshtrain.sources import SOURCES
 
 DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
 
@@ -32,23 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.kueue and not options.jobs:
         parser.error("--kueue DIR is for --jobs FILE: it writes what places those jobs")
     if options.jobs:
-        return _jobs(options)
-    if not options.config and not options.measure:
-        parser.error("--config FILE is needed: the YAML file of the run")
-    return _run(options)
+        from meshtrain.plan.jobs import command
 
-
-def _run(options: argparse.Namespace) -> int:
+        if options.html:
+            check_target(options.html)
+        return command.run(options, write_target)
     if options.measure:
-        return _measure()
+        # In a process of its own: measuring is another command, which stands on the planner.
+        return subprocess.run([sys.executable, "-m", "meshtrain.probe.measure"]).returncode
+    if not options.config:
+        parser.error("--config FILE is needed: the YAML file of the run")
     config = load(options.config, options.set)
     _check_targets(config, options)
     cluster = _cluster(config, options)
     if options.flags:
         return _flags(config, cluster, options)
-    if options.search:
-        return _search(config, cluster, options)
-    return _plan(config, cluster, options)
+    return _search(config, cluster, options) if options.search else _plan(config, cluster, options)
 
 
 def _parser() -> Parser:
@@ -75,27 +78,25 @@ def _parser() -> Parser:
 
 
 def _check_targets(config: Config, options: argparse.Namespace) -> None:
-    """Refuses at once what else would be found to be no place for a picture or a file when all is planned."""
+    """Refuses, before anything is planned, targets that no picture or file can be written to."""
     for flag, does in (("gantt", "draws"), ("csv", "writes")):
         if getattr(options, flag) and not options.search and config.mesh.pipeline == 1:
             raise ConfigError(
                 f"--{flag} {does} a pipeline's schedule, but mesh.pipeline is 1; give it at least 2 stages."
             )
-    gantt = None if options.gantt == "-" else options.gantt
-    if gantt and Path(gantt).suffix.lower() not in ("", ".svg"):
-        meant = short(Path(gantt).with_suffix(".svg"))
-        raise ConfigError(
-            f"--gantt {short(gantt)}: the picture is SVG, so that its name must end in .svg; did you mean {meant}?"
-        )
-    table = None if options.csv == "-" else options.csv
-    if table and Path(table).suffix.lower() not in ("", ".csv"):
-        meant = short(Path(table).with_suffix(".csv"))
-        raise ConfigError(
-            f"--csv {short(table)}: parallel.schedule takes a name that ends in .csv; did you mean {meant}?"
-        )
-    for path in (gantt, table, options.html, options.write):
-        if path:
-            check_target(path)
+    files = [path for path in (options.html, options.write) if path]
+    for flag, suffix, reason in (
+        ("gantt", ".svg", "the picture is SVG, so that its name must end in .svg"),
+        ("csv", ".csv", "parallel.schedule takes a name that ends in .csv"),
+    ):
+        path = getattr(options, flag)
+        if path and path != "-":
+            files.append(path)
+            if Path(path).suffix.lower() not in ("", suffix):
+                meant = short(Path(path).with_suffix(suffix))
+                raise ConfigError(f"--{flag} {short(path)}: {reason}; did you mean {meant}?")
+    for path in files:
+        check_target(path)
 
 
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
@@ -113,21 +114,22 @@ def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
 def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     planned = estimate(config, cluster)
     changes = advice.changes(planned)
-    found = planned.as_json() | {"faults": report.faults_json(faults(planned))}
-    found["traffic"] = report.traffic_json(planned)
-    found["axes"] = axes.as_json(planned)
-    found["changes"] = [list(change.settings) for change in changes]
+    output = planned.as_json() | {"faults": report.faults_json(faults(planned))}
+    output["traffic"] = report.traffic_json(planned)
+    output["axes"] = axes.as_json(planned)
+    output["changes"] = [list(change.settings) for change in changes]
     compiled = compile_step(config, options.compile, cluster) if options.compile else None
     if compiled:
-        found["compiled"] = compiled.as_json()
+        output["compiled"] = compiled.as_json()
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(output, indent=2))
     else:
         _print(planned, compiled)
-    if options.gantt and planned.timeline:
-        _gantt(planned.timeline, options.gantt)
+    if options.gantt and (line := planned.timeline):
+        _print_or_write(options.gantt, draw.gantt_text(line) + "\n", draw.gantt_svg(line))
     if options.csv:
-        _csv(ticks.table(config), options.csv)
+        table = pipeline.table(config).to_csv()
+        _print_or_write(options.csv, table, table)
     if options.html:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
         write_target(options.html, page.page(planned, *points, _notes(planned)))
@@ -146,77 +148,72 @@ def _print(planned: Plan, compiled: Compiled | None) -> None:
 
 
 def _notes(planned: Plan) -> list[str]:
-    """What a run of the config would log before its first step (its schedule where that was left open; what is padded, replicated or
-    cannot be sharded, and its cost), and what its schedule costs by the plan.
+    """Notes that a run of the config would log before its first step (its schedule where that was left open; what is padded, replicated or
+    cannot be sharded, and its cost), and those on what its schedule costs by the plan.
     """
     config = planned.config
-    return [*chosen(config), *notes(config), *placement.notes(config), *advice.notes(planned), *axes.notes(planned)]
+    return [
+        *chosen(config), *notes(config), *placement.notes(config), *advice.notes(planned), *axes.notes(planned), *_not_here(config)
+    ]  # fmt: skip
 
 
-def _gantt(timeline: Timeline, target: str) -> None:
+def _not_here(config: Config) -> list[str]:
+    """Notes on what training would refuse on this machine; it may be planned for another."""
+    data, fakes, needed = config.data, config.run.fake_devices, config.mesh.devices
+    sources = data.mixture or (data.source,)
+    files = [("source", name) for name in sources if name not in SOURCES]
+    files += [("tokenizer", data.tokenizer)] if data.tokenizer != "byte" else []
+    sentences = [
+        f"data.{key} {short(name)} is not on this machine: training is refused where it is not."
+        for key, name in files
+        if not os.path.lexists(Path(name).expanduser())
+    ]
+    if 0 < fakes < needed:
+        sentences.append(
+            f"run.fake_devices {fakes} is less than the {needed} devices of the mesh: training on fake devices is refused."
+        )
+    return sentences
+
+
+def _print_or_write(target: str, text: str, file: str) -> None:
     if target == "-":
-        print(draw.gantt_text(timeline))
+        print(text, end="")
     else:
-        write_target(target, draw.gantt_svg(timeline))
-
-
-def _csv(table: Table, target: str) -> None:
-    if target == "-":
-        print(table.to_csv(), end="")
-    else:
-        write_target(target, table.to_csv())
+        write_target(target, file)
 
 
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
-    given = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
-    devices = options.devices or (cluster.devices if given else config.mesh.devices)
-    found = search(config, cluster, devices)
-    if not found.plans:
-        smallest = estimate(found.smallest.config, cluster)
+    own_size = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
+    devices = options.devices or (cluster.devices if own_size else config.mesh.devices)
+    result = search(config, cluster, devices)
+    if not result.plans:
+        smallest = estimate(result.smallest.config, cluster)
         raise ConfigError(
-            f"none of {found.legal:,} layouts fits: the smallest holds {report.size(smallest.bytes)} a device, and {cluster.accelerator.name} "
-            f"has {report.size(cluster.accelerator.usable_bytes)}; take more devices, or a smaller batch or model."
+            f"none of {result.legal:,} layouts fits: the smallest holds {units.size(smallest.bytes)} a device, and {cluster.accelerator.name} "
+            f"has {units.size(cluster.accelerator.usable_bytes)}; take more devices, or a smaller batch or model."
         )
     if options.json:
-        print(json.dumps(_found_json(found, devices), indent=2))
+        best = [
+            {
+                "settings": report.settings(p.config),
+                "step_seconds": p.seconds,
+                "total_bytes": int(p.bytes),
+                "mfu": p.mfu,
+            }
+            for p in result.plans
+        ]
+        output = {"devices": devices, "legal": result.legal, "fitting": result.fitting, "seconds": result.seconds, "best": best}  # fmt: skip
+        print(json.dumps(output, indent=2))
     else:
-        Console(highlight=False).print(report.ranking(found, devices))
+        Console(highlight=False).print(report.ranking(result, devices))
     target = options.write or f"{Path(options.config).stem}-best.yaml"
-    write_target(target, to_yaml(found.plans[0].config))
+    write_target(target, to_yaml(result.plans[0].config))
     return 0
-
-
-def _found_json(found: Found, devices: int) -> dict:
-    best = [
-        {"settings": report.settings(p.config), "step_seconds": p.seconds, "total_bytes": int(p.bytes), "mfu": p.mfu}
-        for p in found.plans
-    ]
-    return {"devices": devices, "legal": found.legal, "fitting": found.fitting, "seconds": found.seconds, "best": best}
 
 
 def _flags(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
-    there = flags.installed()
-    if options.json:
-        print(json.dumps(flags.as_json(config, cluster, there, os.environ), indent=2))
-    else:
-        print(flags.to_text(config, cluster, there, os.environ))
-    return 0
-
-
-def _jobs(options: argparse.Namespace) -> int:
-    from meshtrain.plan.jobs import command
-
-    if options.html:
-        check_target(options.html)
-    return command.run(options, write_target)
-
-
-def _measure() -> int:
-    from meshtrain.probe.measure import for_plan
-
-    described, text = for_plan()
-    print(text, file=sys.stderr)
-    print(described, end="")
+    known = config, cluster, flags.installed(), os.environ
+    print(json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known))
     return 0
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from meshtrain.config import Config, ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
-from meshtrain.model.weights import adapted, every_weight, is_trained
+from meshtrain.model.weights import adapted, all_weights, is_trained
+from meshtrain.parallel.placement import local_kv_heads
 from meshtrain.plan import shapes
 
 
@@ -17,10 +18,11 @@ class Widths(NamedTuple):
     """Elements a token of one layer's activations on one device."""
 
     stream: float  # residual stream: 1/tensor of it with sequence parallelism
-    whole: int  # the same as the products take it
+    full: int  # the same as the products take it
     heads: int
     query: int
-    key: int  # and value: replicated ones are spread out to the query heads
+    own: int  # keys as the product gives them, and values
+    key: int  # as attention takes them: replicated ones are spread out to the query heads
     hidden: int
     matrices: int  # products into `hidden`
     normed: int  # queries and keys before their own norms, where they have them
@@ -30,15 +32,14 @@ class Widths(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
     """The widths of a model's layers over `tensor` devices."""
-    heads, groups, k = model.heads // tensor, model.kv_heads, model.head_dim
-    own = groups // tensor if groups % tensor == 0 else groups
-    groups = groups // tensor if groups % tensor == 0 else heads
+    heads, own, k = model.heads // tensor, local_kv_heads(model.kv_heads, tensor), model.head_dim
+    groups = own if own * tensor == model.kv_heads else heads
     stream = model.d_model / (tensor if sequence_parallel else 1)
     hidden = -(-model.d_ff // tensor)
     normed = (heads + own) * k if model.qk_norm else 0
     behind = stream if model.post_norms else 0
     matrices = 1 + FAMILIES[model.family].gated
-    return Widths(stream, model.d_model, heads, heads * k, groups * k, hidden, matrices, normed, behind)
+    return Widths(stream, model.d_model, heads, heads * k, own * k, groups * k, hidden, matrices, normed, behind)
 
 
 def kernel(config: Config, platform: str) -> Kernel:
@@ -55,7 +56,7 @@ def _packed(config: Config) -> bool:
 
 
 class Tuned(NamedTuple):
-    """What the gradients of a layer's weights ask to be kept."""
+    """What is kept for the gradients of a layer's weights, as counts."""
 
     inputs: int = 2  # of attention's and the MLP's products, the residual stream as they take it
     hidden: int = 1  # of the product out of the MLP
@@ -66,13 +67,13 @@ ALL = Tuned()
 
 
 def tuned(config: Config) -> Tuned:
-    """Of a config: what is frozen and has no adapter asks for nothing (see `model.products.linear`)."""
+    """Counts what a config's trained weights ask for: what is frozen and has no adapter asks for nothing (see `model.products.linear`)."""
     model, lora, trainable = config.model, config.lora, config.train.trainable
     if not (lora.rank or trainable):
         return ALL
     names = {
         weight.name.split(".")[-1].partition("_lora_")[0]
-        for weight in every_weight(model, lora)
+        for weight in all_weights(model, lora)
         if weight.stacked and weight.decayed and is_trained(weight, lora, trainable)
     }
     inputs = bool(names & {"q", "k", "v"}) + bool(names & {"gate", "up"})
@@ -94,8 +95,8 @@ def residuals(
     if remat in ("names", "selective"):
         return size * w.stream + sum(named(w, name, size) for name in names)
     if remat == "dots":  # layer input, attention's output (and the MLP's); up (and gate); q, k, v
-        whole = w.whole * (1 + model.post_norms)
-        return size * (w.stream + whole + w.matrices * w.hidden + w.query + 2 * w.key + tuned.ranks)
+        gathered = w.full * (1 + model.post_norms)
+        return size * (w.stream + gathered + w.matrices * w.hidden + w.query + 2 * w.own + tuned.ranks)
     # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather again
     stream = size * ((2 + tuned.inputs) * w.stream + 2 * w.behind)
     # a byte for each element that may go
@@ -109,7 +110,8 @@ def residuals(
 def named(w: Widths, name: str, size: int) -> float:
     """Bytes a token of an activation that remat: names can keep (see `model.layers`). Only a norm behind the MLP reads mlp_out again."""
     return {
-        "qkv": size * (w.query + 2 * w.key),
+        # a norm of its own takes keys before they are spread out
+        "qkv": size * (w.query + (w.own if w.normed else w.key) + w.key),
         "attention": size * w.query + 4 * w.heads,
         "attention_out": size * w.stream,
         "mlp_in": size * w.matrices * w.hidden,
@@ -135,18 +137,18 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size, tuned(config))
 
 
-def left(config: Config) -> float:
+def weight_grad_residuals(config: Config) -> float:
     """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`):
     cotangents of what the products give, and where the layer was computed again what these were given too.
     """
     model, tensor, parallel = config.model, config.mesh.tensor, config.parallel
     w = widths(model, tensor, parallel.sequence_parallel)
-    width = 2 * w.whole + w.matrices * w.hidden + w.query + 2 * model.kv_heads / tensor * model.head_dim
+    width: float = 2 * w.full + w.matrices * w.hidden + w.query + 2 * w.own
     if parallel.remat == "dots":
         width += w.stream + w.query + FAMILIES[model.family].biases * w.hidden
     elif parallel.remat != "none":
         names = parallel.names_kept
-        width += ("qkv" not in names) * w.whole + (w.stream if "mlp_in" in names else w.whole)
+        width += ("qkv" not in names) * w.full + (w.stream if "mlp_in" in names else w.full)
         if model.post_norms and "mlp_out" not in names:
             # what the norm behind the MLP takes is computed again before, from the hidden activations
             width += ("mlp_hidden" not in names) * w.hidden
@@ -159,7 +161,7 @@ def left(config: Config) -> float:
 
 
 def work(config: Config, platform: str) -> float:
-    """What one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and the residual
+    """Bytes that one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and the residual
     stream in the forms that the products and the attention want it in. Where attention runs in blocks also some of scores; if the
     layer is computed again its forward's beside its backward's, and with dropout what the random numbers are made of.
     """
@@ -169,11 +171,11 @@ def work(config: Config, platform: str) -> float:
     )
     size, how = shapes.itemsize(config.precision.compute), kernel(config, platform)
     # what is gathered is also copied, from [rank, sequence] to [sequence]
-    whole = 6 if config.parallel.sequence_parallel else 4
-    mlp = size * (2 * w.matrices * w.hidden + whole * w.whole + 3 * w.stream + 3 * w.query)
+    copies = 6 if config.parallel.sequence_parallel else 4
+    mlp = size * (2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query)
     if how == "blocks":
         block = 4 * w.heads * min(length, block_size(length))
         if config.parallel.remat == "none":
-            return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.whole)
+            return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         mlp += size * w.matrices * w.hidden + (10 if config.model.dropout else 3) * block
     return shapes.tokens(config) * mlp

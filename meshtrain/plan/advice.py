@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, check, replaced
-from meshtrain.config.follow import put
+from meshtrain.config.follow import CHUNK, put
 from meshtrain.config.schema import CHUNKED, PLAIN
+from meshtrain.config.values import as_text
 from meshtrain.errors import short
+from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import memory, ticks
+from meshtrain.plan import memory, pipeline, shapes
 from meshtrain.plan.choices import schedules
-from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.seconds import pieces_of
+from meshtrain.plan.seconds import microbatch_costs
 from meshtrain.schedule.generators import legal_chunks
 
 # Times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median.
@@ -34,29 +36,33 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
     makes it fit alone comes first, the others by step time.
     """
     frontier: dict[tuple[str, ...], Config] = {(): over.config}
-    found: dict[tuple[str, ...], Change] = {}
+    fitting: dict[tuple[str, ...], Change] = {}
     for _ in range(3):
         following: dict[tuple[str, ...], Config] = {}
         for settings, config in frontier.items():
             for more, changed in _neighbours(config, over.cluster):
                 path = tuple(sorted({**_by_key(settings), **_by_key(more)}.values()))
-                if path in following or path in found:
+                if path in following or path in fitting:
                     continue
-                candidate = _planned(changed, over.cluster)
-                if candidate is None or candidate.bytes >= over.bytes:
+                try:
+                    check(changed)
+                    candidate = estimate(changed, over.cluster)
+                except ConfigError:
+                    continue
+                if candidate.bytes >= over.bytes:
                     continue
                 if candidate.fits:
-                    found[path] = Change(path, candidate.bytes, candidate.seconds)
+                    fitting[path] = Change(path, candidate.bytes, candidate.seconds)
                 else:
                     following[path] = changed
-        if len(found) >= count:
+        if len(fitting) >= count:
             break
         frontier = following
-    return sorted(found.values(), key=lambda c: (set(_by_key(c.settings)) != _SCHEDULE, c.seconds))[:count]
+    return sorted(fitting.values(), key=lambda c: (set(_by_key(c.settings)) != _SCHEDULE, c.seconds))[:count]
 
 
 def changes(planned: Plan) -> list[Change]:
-    """What to change: the cheapest ways to make it fit; where it does, the best schedule, if it has another."""
+    """The cheapest ways to make a plan fit; where it does, the best schedule, if it has another."""
     if not planned.fits:
         return cheapest(planned)
     best = best_schedule(planned)
@@ -71,20 +77,20 @@ def best_schedule(planned: Plan) -> Change | None:
     if fastest is None:
         return None
     settings, config = fastest
-    found = estimate(config, planned.cluster)
-    gains = found.fits and found.seconds < WORTH_SAYING * planned.seconds
-    return Change(settings, found.bytes, found.seconds) if gains else None
+    best = estimate(config, planned.cluster)
+    gains = best.fits and best.seconds < WORTH_SAYING * planned.seconds
+    return Change(settings, best.bytes, best.seconds) if gains else None
 
 
 def notes(planned: Plan) -> list[str]:
-    """What the schedule costs beside others, a sentence each, if it does."""
-    found = []
+    """Sentences on what the schedule costs beside others, if it does."""
+    sentences = []
     if planned.fits and (best := best_schedule(planned)):
-        found.append(
+        sentences.append(
             f"{', '.join(best.settings)} would take {best.seconds / planned.seconds:.2f} of the step's time and hold "
             f"{best.nbytes / 2**30:.3g} GiB a device in place of {planned.bytes / 2**30:.3g}."
         )
-    return found + _heavy(planned)
+    return sentences + _heavy(planned)
 
 
 def _heavy(planned: Plan) -> list[str]:
@@ -98,7 +104,7 @@ def _heavy(planned: Plan) -> list[str]:
     if planned.bytes < HEAVY * other.bytes:
         return []
     waits = ""
-    if ticks.facts(config).split:
+    if pipeline.facts(config).split:
         recomputed = config.parallel.remat != "none"
         what = f"what remat: {config.parallel.remat} computes again waits" if recomputed else "cotangents wait"
         waits = f", since {what} for the weight gradients"
@@ -118,48 +124,35 @@ def sentence(over: Plan, changes: list[Change]) -> str:
     )
     if not changes:
         return f"{start}; no small change on {over.devices} devices makes it fit: search with --search, or take more devices."
-    ways = [
+    texts = [
         f"{', '.join(c.settings)} ({c.nbytes / 2**30:.1f} GiB, step x {c.seconds / over.seconds:.2f})" for c in changes
     ]
-    return f"{start}; cheapest ways to make it fit: {'; '.join(ways)}."
+    return f"{start}; cheapest ways to make it fit: {'; '.join(texts)}."
 
 
 def _by_key(settings: tuple[str, ...]) -> dict[str, str]:
     return {setting.partition("=")[0]: setting for setting in settings}
 
 
-def _is_legal(config: Config) -> bool:
-    try:
-        check(config)
-    except ConfigError:
-        return False
-    return True
-
-
-def _planned(config: Config, cluster: Cluster) -> Plan | None:
-    try:
-        check(config)
-        return estimate(config, cluster)
-    except ConfigError:
-        return None
-
-
 _SCHEDULE = {"parallel.schedule", "parallel.virtual_stages"}
 
 
 def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...], Config] | None:
-    """Of the other schedules the one that is fastest by formula, with its settings: of those that fit, or if none does hold less."""
+    """The fastest of the other schedules by formula, with its settings; if none fits, the one that holds least."""
     if config.mesh.pipeline == 1:
         return None
     ranked = []
     for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
         other = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
-        if _is_legal(other):
-            facts = ticks.facts(other)
-            nbytes = memory.total(memory.items(other, facts, cluster.accelerator.platform))
-            seconds = ticks.quick(other, facts, pieces_of(other, cluster))
-            fits = nbytes <= cluster.accelerator.usable_bytes
-            ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
+        try:
+            check(other)
+        except ConfigError:
+            continue
+        facts = pipeline.facts(other)
+        nbytes = memory.total(memory.items(other, facts, cluster.accelerator.platform))
+        seconds = pipeline.quick(other, facts, microbatch_costs(other, cluster))
+        fits = nbytes <= cluster.accelerator.usable_bytes
+        ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
     if not ranked:
         return None
     fastest = min(ranked, key=lambda r: r[:3])[-1]
@@ -173,36 +166,33 @@ def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, .
     """Configs one step away that tend to hold less, with the settings that lead there."""
     parallel, mesh = config.parallel, config.mesh
 
-    def one(section: str, **keys) -> tuple[tuple[str, ...], Config]:
-        settings = tuple(f"{section}.{k}={_text(v)}" for k, v in keys.items())
+    def change(section: str, **keys) -> tuple[tuple[str, ...], Config]:
+        settings = tuple(f"{section}.{k}={as_text(v)}" for k, v in keys.items())
         return settings, replaced(config, **{section: keys})
 
     if fastest := _fastest_schedule(config, cluster):
         yield fastest
     if mesh.data > 1:
         for stage in range(parallel.zero_stage + 1, 4):
-            yield one("parallel", zero_stage=stage)
+            yield change("parallel", zero_stage=stage)
         if parallel.zero_stage >= 2 and parallel.zero_hold:
-            yield one("parallel", zero_hold=False)
+            yield change("parallel", zero_hold=False)
     unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
     for remat in ("dots", "full"):
         if parallel.remat != remat:
-            yield one("parallel", remat=remat, **unnamed)
+            yield change("parallel", remat=remat, **unnamed)
     for name in parallel.remat_keep:
-        yield one("parallel", remat_keep=tuple(other for other in parallel.remat_keep if other != name))
+        yield change("parallel", remat_keep=tuple(other for other in parallel.remat_keep if other != name))
     if mesh.tensor > 1 and not parallel.sequence_parallel:
-        yield one("parallel", sequence_parallel=True)
+        yield change("parallel", sequence_parallel=True)
     for factor in (2, 4, 8):
-        yield one("parallel", microbatches=parallel.microbatches * factor)
+        yield change("parallel", microbatches=parallel.microbatches * factor)
     if parallel.vocab == "edge" and mesh.pipeline > 1:
-        yield one("parallel", vocab="spread")
+        yield change("parallel", vocab="spread")
+    if shapes.loss_chunk(config) > CHUNK and not FAMILIES[config.model.family].images:
+        yield change("train", loss_chunk=CHUNK)
     if config.precision.compute == "float32":
-        yield one("precision", compute="bfloat16")
+        yield change("precision", compute="bfloat16")
     if mesh.data % 2 == 0:
-        yield one("mesh", data=mesh.data // 2, tensor=mesh.tensor * 2)
-        yield one("mesh", data=mesh.data // 2, pipeline=mesh.pipeline * 2)
-
-
-def _text(value: object) -> str:
-    """A value as --set takes it."""
-    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+        yield change("mesh", data=mesh.data // 2, tensor=mesh.tensor * 2)
+        yield change("mesh", data=mesh.data // 2, pipeline=mesh.pipeline * 2)

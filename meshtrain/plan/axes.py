@@ -12,18 +12,17 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import MeshConfig, replaced
-from meshtrain.plan.cluster import algorithms
-from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.traffic import Flow
+from meshtrain.plan.gradient_traffic import Transfer
 
 WORTH = 0.01  # of a step: an order that gains less is not named
 TRIED = 3  # orders that are planned as a whole
 
 
 @dataclass(frozen=True)
-class Lying:
+class AxisOnLinks:
     """An axis, or several that a collective goes over at once."""
 
     axis: str
@@ -34,28 +33,28 @@ class Lying:
     seconds: float  # of its collectives, one after the other
 
 
-def lying(plan: Plan) -> list[Lying]:
+def axes_on_links(plan: Plan) -> list[AxisOnLinks]:
     """Axes that send something, in the mesh's order, the outermost first; joined ones after them."""
     mesh = plan.config.mesh
-    names = dict.fromkeys([*(a for a in mesh.order if mesh.ways(a) > 1), *(flow.axis for flow in plan.flows)])
-    found = []
+    names = dict.fromkeys([*(a for a in mesh.order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)])
+    entries = []
     for axis in names:
-        group, flows = plan.cluster.axis(axis, mesh), [flow for flow in plan.flows if flow.axis == axis]
+        group, transfers = plan.cluster.axis(axis, mesh), [t for t in plan.transfers if t.axis == axis]
         levels = tuple((hop.level, hop.fan) for hop in group.hops)
         apart = min(mesh.stride(part) for part in axis.split("+"))
-        sent, spent = sum(flow.sent for flow in flows), seconds(flows, plan.cluster, mesh)
-        found.append(Lying(axis, group.size, apart, levels, sent, spent))
-    return found
+        sent, spent = sum(t.sent for t in transfers), seconds(transfers, plan.cluster, mesh)
+        entries.append(AxisOnLinks(axis, group.size, apart, levels, sent, spent))
+    return entries
 
 
-def seconds(flows: list[Flow], cluster: Cluster, mesh: MeshConfig) -> float:
-    """Of collectives one after the other, none of them hidden behind compute."""
-    return sum(f.count * algorithms.best(f.kind, cluster.axis(f.axis, mesh), f.nbytes).seconds for f in flows)
+def seconds(transfers: list[Transfer], cluster: Cluster, mesh: MeshConfig) -> float:
+    """Seconds of collectives one after the other, none of them hidden behind compute."""
+    return sum(transfer.seconds(cluster, mesh) for transfer in transfers)
 
 
 def faster_order(plan: Plan) -> tuple[tuple[str, ...], float] | None:
     """(order, share of the step that it saves) of the axes' fastest order, if it saves more than `WORTH`."""
-    own, *others = ((seconds(plan.flows, plan.cluster, mesh), mesh) for mesh in _orders(plan.config.mesh))
+    own, *others = ((seconds(plan.transfers, plan.cluster, mesh), mesh) for mesh in _orders(plan.config.mesh))
     # What hides behind compute is worth less, so that those which promise most are planned as a whole.
     promising = sorted((spent, mesh.order) for spent, mesh in others if own[0] - spent > WORTH * plan.seconds)[:TRIED]
     planned = [
@@ -76,20 +75,20 @@ def _orders(mesh: MeshConfig) -> Iterator[MeshConfig]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """What should be changed of the order of axes or devices, in sentences."""
-    found, file = [], plan.config.mesh.cluster
+    """Sentences on what should be changed of the order of axes or devices."""
+    sentences, file = [], plan.config.mesh.cluster
     if (better := faster_order(plan)) is not None:
         order, saved = better
-        found.append(
+        sentences.append(
             f"mesh.order=[{', '.join(order)}] makes a step {saved:.1%} faster: heavier axes lie on faster links then."
         )
     if plan.cluster.device_order and not file:
-        found.append(f"{plan.cluster.name} says in which order its devices stand by their links; mesh.cluster=FILE has the mesh take them so.")  # fmt: skip
-    return found
+        sentences.append(f"{plan.cluster.name} says in which order its devices stand by their links; mesh.cluster=FILE has the mesh take them so.")  # fmt: skip
+    return sentences
 
 
 def as_json(plan: Plan) -> dict:
-    """`plan --json`'s `axes`: where each lies, and the order that is faster, if one is."""
+    """`axes` of `plan --json`: where each lies, and the order that is faster, if one is."""
     better = faster_order(plan)
     return {
         "topology": plan.cluster.topology,
@@ -99,6 +98,6 @@ def as_json(plan: Plan) -> dict:
         "faster_by": better[1] if better else 0.0,
         "on": [
             {"axis": a.axis, "devices": a.size, "apart": a.apart, "levels": dict(a.levels), "bytes": int(a.sent), "seconds": a.seconds}
-            for a in lying(plan)
+            for a in axes_on_links(plan)
         ],
     }  # fmt: skip

@@ -1,17 +1,17 @@
 """What a search may choose from: meshes, microbatches, schedules, and what is computed again."""
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.follow import put
 from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
+from meshtrain.errors import divisors
 from meshtrain.plan import activations
-from meshtrain.plan.cluster.cluster import Cluster
-from meshtrain.plan.seconds import pieces_of
+from meshtrain.plan.seconds import layer_cost
 from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
 
 # What remat is looked at saves at least so much of all activations, against the one that saves less.
@@ -20,18 +20,15 @@ STEP = 0.12
 
 def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
     """Every (data, tensor, pipeline) that the model, the batch and the number of devices allow."""
+    batch, pads = config.train.global_batch_size, config.train.uneven_batch == "pad"
     for tensor in divisors(devices):
         if config.model.heads % tensor:
             continue
         for stages in divisors(devices // tensor):
             data = devices // tensor // stages
-            if stages <= config.model.layers and (config.train.global_batch_size % data == 0 or _pads(config, data)):
+            # A batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at.
+            if stages <= config.model.layers and (batch % data == 0 or (pads and data <= batch)):
                 yield data, tensor, stages
-
-
-def _pads(config: Config, data: int) -> bool:
-    """Whether a batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at."""
-    return config.train.uneven_batch == "pad" and data <= config.train.global_batch_size
 
 
 def cuts(config: Config, data: int) -> tuple[int, ...]:
@@ -42,12 +39,6 @@ def cuts(config: Config, data: int) -> tuple[int, ...]:
     return tuple(sorted({math.ceil(rows / size) for size in range(1, rows + 1)}))
 
 
-@functools.lru_cache(maxsize=4096)
-def divisors(n: int) -> tuple[int, ...]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return tuple(small + [n // d for d in reversed(small) if d * d != n])
-
-
 def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
     """Every (schedule, virtual stages) for a number of stages."""
     if stages == 1:
@@ -56,7 +47,7 @@ def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
 
 
 def with_empty_ends(layers: int, stages: int) -> list[tuple[str, int]]:
-    """The same for one or two virtual stages more than there are layers: see `ends_empty`."""
+    """Every (schedule, virtual stages) of one or two virtual stages more than there are layers: see `ends_empty`."""
     return [(name, v) for name, v in _chunks() if stages > 1 and v > 1 and layers < v * stages <= layers + 2]
 
 
@@ -85,7 +76,7 @@ def near_schedule(config: Config, stages: int) -> tuple[str, int]:
 
 
 def near_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
-    """Of `cuts` those that give a microbatch `most` rows or a half, a quarter, ... of them."""
+    """The `cuts` that give a microbatch `most` rows or a half, a quarter, ... of them."""
     rows, legal = math.ceil(config.train.global_batch_size / data), cuts(config, data)
     halves = {math.ceil(rows / (most >> k)) for k in range(most.bit_length())}
     return tuple(m for m in legal if m in halves)
@@ -99,29 +90,29 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     names, selective = (
         tuple(n for n in given if n != "mlp_out" or config.model.post_norms) for given in (ACTIVATIONS, SELECTIVE)
     )
-    ways: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
+    options: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
     for count in range(1, len(names) + 1):
-        ways += [{"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)]
+        options += [{"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)]
     if config.mesh.pipeline == 1:
-        ways += [
+        options += [
             {"remat": "names", "remat_keep": selective[:i], "remat_offload": selective[i:]}
             for i in range(len(selective))
         ]
     costs = []
-    for i, way in enumerate(ways):
-        chosen = put(config, parallel=way)
-        pieces = pieces_of(chosen, cluster)
-        seconds = pieces.backward.total + pieces.backward_sends + pieces.forward_copies + pieces.backward_copies
+    for i, keys in enumerate(options):
+        chosen = put(config, parallel=keys)
+        layer = layer_cost(chosen, cluster)
+        seconds = layer.backward.total + layer.backward_sends + layer.forward_copies + layer.backward_copies
         costs.append((activations.kept(chosen, chosen.parallel.remat), seconds, i))
     step = STEP * max(costs)[0]
-    found: list[dict[str, Any]] = []
-    held, fastest = math.inf, math.inf
+    worthwhile: list[dict[str, Any]] = []
+    fewest, fastest = math.inf, math.inf
     # from what holds most on: worth looking at if nothing that holds as little is faster
     for nbytes, seconds, i in sorted(costs, key=lambda c: (-c[0], c[1], c[2])):
         if any(other <= nbytes and time < seconds for other, time, _ in costs):
             continue
-        if nbytes <= held - step or seconds < fastest:
-            found.append(ways[i])
-            held, fastest = nbytes, seconds
+        if nbytes <= fewest - step or seconds < fastest:
+            worthwhile.append(options[i])
+            fewest, fastest = nbytes, seconds
     full = {"remat": "full"}
-    return found if full in found else [*found, full]
+    return worthwhile if full in worthwhile else [*worthwhile, full]

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.families import FAMILIES
-from meshtrain.given import PAIRS
-from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, TOKENS
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PAIRS, PATCHES, TOKENS
 from meshtrain.plan import traffic
-from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
 
 # Streaming multiprocessors, clock in GHz, L2 and shared memory in bytes, compute capability, memory and its bandwidth:
@@ -33,7 +32,7 @@ PACKAGES = "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 (pip in
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one device's step. `total_bytes` is what is alive at the fullest moment."""
+    """The compiler's figures for one device's step. `total_bytes` is what is alive at the fullest moment."""
 
     target: str
     argument_bytes: int
@@ -77,14 +76,14 @@ def compile_step(config: Config, target: str, cluster: Cluster | None = None) ->
     """
     devices = config.mesh.devices
     name = parse_target(target, devices)
-    found = described_devices(name, devices) if name != "cpu" else _fake(devices)
+    described = described_devices(name, devices) if name != "cpu" else _fake(devices)
     # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
     from meshtrain.hlo import Module, collectives
     from meshtrain.mesh import make_mesh
     from meshtrain.plan.timed import timed
     from meshtrain.step import Program
 
-    jax_mesh = make_mesh(config, found)
+    jax_mesh = make_mesh(config, described)
     program = Program(config, jax_mesh)
     lowered = program.lower(program.batch_shapes(_batch(config)))
     start = clock.perf_counter()
@@ -145,7 +144,7 @@ def described_devices(name: str, devices: int) -> Sequence[Any]:
     import jax
     from jax.experimental import topologies
 
-    from meshtrain.compat import describe_gpu
+    from meshtrain.compat_kernels import describe_gpu
 
     jax.config.update("jax_platforms", "cpu,cuda")
     describe_gpu(CUDNN)
@@ -197,6 +196,9 @@ def comparison(plan: Plan, compiled: Compiled) -> list[tuple[str, float, float]]
         ("needed during the step (temporaries)", plan.bytes - between, float(compiled.temp_bytes)),
         ("held in all", plan.bytes, float(compiled.total_bytes)),
     ]
-    planned, found = traffic.by_axis(plan.flows), compiled.sent()
-    rows += [(f"sent over {axis}", planned.get(axis, 0.0), found.get(axis, 0.0)) for axis in sorted({*planned, *found})]
+    planned, compiled_sent = traffic.by_axis(plan.transfers), compiled.sent()
+    rows += [
+        (f"sent over {axis}", planned.get(axis, 0.0), compiled_sent.get(axis, 0.0))
+        for axis in sorted({*planned, *compiled_sent})
+    ]
     return [row for row in rows if max(row[1:]) >= SMALLEST]

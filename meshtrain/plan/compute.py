@@ -8,14 +8,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.config import Config, ModelConfig
 from meshtrain.config.model import patches_of
+from meshtrain.config.reduce import gathers_at_use
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import adapters as lora_weights
 from meshtrain.model.weights import is_trained, weights
-from meshtrain.parallel.placement import gathers_at_use, stages
+from meshtrain.parallel.placement import local_kv_heads, stages
 from meshtrain.plan import shapes
-from meshtrain.plan.cluster.accelerators import Accelerator
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Kernel:
         rate / (1 + half_length / length)
 
     of the peak, where only the half of the scores that is not masked is counted: blocks on the diagonal are computed whole, and short loops
-    do not fill the device's pipelines. `fit.kernels` reads the numbers from published tables; width of heads hardly shows in them.
+    do not fill the device's pipelines. `experiments/plan/kernels.py` reads the numbers from published tables; width of heads hardly shows in them.
     """
 
     rate: float | None = None  # none: Efficiency.attention, which is cuDNN's
@@ -44,10 +45,10 @@ CUDNN = Kernel()
 
 
 @dataclass(frozen=True)
-class Practice:
+class FrameworkProfile:
     """How a framework runs a step, in what makes a difference to time. The defaults are this framework's."""
 
-    clock: str = "lockstep"  # or asynchronous: one program per stage
+    execution: str = "lockstep"  # or asynchronous: one program per stage
     kernel: Kernel | None = CUDNN  # none: attention writes its scores to memory
     fused: bool = True  # a compiler fuses norms, activations and residual sums into few passes
     loss_passes: int = 3  # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
@@ -69,7 +70,7 @@ class Practice:
     recomputes: tuple[float, float, float] | Literal["attention"] | None = None
 
 
-OURS = Practice(compiled=True)
+DEFAULT_PROFILE = FrameworkProfile(compiled=True)
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,12 @@ class Layer:
 @functools.lru_cache(maxsize=65536)
 def layer(
     model: ModelConfig, accelerator: Accelerator, dtype: str, sequences: int, length: int, tensor: int, sequence_parallel: bool,
-    practice: Practice = OURS,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
 ) -> Layer:  # fmt: skip
     """One layer forward on one device, for sequences of `length` tokens."""
     n, size = sequences * length, shapes.itemsize(dtype)
     d, k, f = model.d_model, model.head_dim, -(-model.d_ff // tensor)
-    heads, groups = model.heads // tensor, model.kv_heads
-    groups = groups // tensor if groups % tensor == 0 else groups
+    heads, groups = model.heads // tensor, local_kv_heads(model.kv_heads, tensor)
     gated = FAMILIES[model.family].gated
 
     def products(*dots: tuple[int, int, int]) -> Seconds:
@@ -140,7 +140,7 @@ def layer(
 
     # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k, the MLP's own.
     # Without a compiler an RMSNorm, a rotation and a gate are many kernels; LayerNorm and GELU are one each anywhere.
-    eager = gated and not practice.fused
+    eager = gated and not profile.fused
     stream = d / (tensor if sequence_parallel else 1) * (2.2 if eager else 1.0)
     inner = 2 if eager else 1
     return Layer(
@@ -152,7 +152,7 @@ def layer(
             k,
             length,
             sequences * heads * length * shapes.seen(model, length),
-            practice,
+            profile,
             FAMILIES[model.family].causal,
         ),
         attention_out=products((n, heads * k, d)),
@@ -169,7 +169,7 @@ def attention(
     width: int,
     length: int,
     scores: float,
-    practice: Practice,
+    profile: FrameworkProfile,
     causal: bool = True,
 ) -> Seconds:
     """Attention forward over `scores` elements of the whole square, of sequences of `length` tokens and heads of `width` elements.
@@ -177,7 +177,7 @@ def attention(
     A kernel leaves out the half that is masked, where attention is `causal`.
     """
     flops, efficiency, size = accelerator.flops(dtype), accelerator.efficiency, shapes.itemsize(dtype)
-    if kernel := practice.kernel:
+    if kernel := profile.kernel:
         slowed, _ = kernel.slowed(accelerator, looped(length, causal))
         return Seconds(
             attention=4
@@ -208,46 +208,50 @@ def trained_share(config: Config) -> float:
 
 def adapters(config: Config, accelerator: Accelerator) -> Seconds:
     """LoRA's products of one layer and microbatch forward, on one device: what splits a projection's inputs or outputs splits its factor's."""
-    found, n, tensor = Seconds(), shapes.tokens(config), config.mesh.tensor
+    seconds, n, tensor = Seconds(), shapes.tokens(config), config.mesh.tensor
     for weight in lora_weights(config.model, config.lora):
         sides = [n for axis, n in weight.dims if axis != "rank"]
         split = tensor if {axis for axis, _ in weight.dims} & {"heads", "mlp"} else 1
         width, rank = math.prod(sides) / split, config.lora.rank
         shape = (n, width, rank) if weight.bound else (n, rank, width)
-        found += Seconds(matmul=product(accelerator, config.precision.compute, *shape))
-    return found
+        seconds += Seconds(matmul=product(accelerator, config.precision.compute, *shape))
+    return seconds
 
 
 def layer_backward(
-    forward: Seconds, accelerator: Accelerator, length: int, practice: Practice = OURS, share: float = 1.0
+    forward: Seconds,
+    accelerator: Accelerator,
+    length: int,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
+    share: float = 1.0,
 ) -> Seconds:
     """`length` is as attention is `looped`. Every pass twice, and every product, but once where its weight is frozen (all but a `share`); a kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1)."""
     attention = 2.0
-    if kernel := practice.kernel:
+    if kernel := profile.kernel:
         slowed, slowed_backward = kernel.slowed(accelerator, length)
         attention = 2.5 * slowed_backward / slowed
     return Seconds((1 + share) * forward.matmul, attention * forward.attention, 2 * forward.memory)
 
 
-def weight_passes(config: Config, accelerator: Accelerator, practice: Practice = OURS) -> Seconds:
-    """What one microbatch does with the weights and gradients of one layer beside its products: passes over memory.
+def weight_passes(config: Config, accelerator: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE) -> Seconds:
+    """Passes over memory of one microbatch for the weights and gradients of one layer, beside its products.
 
     A gradient that is scattered at once costs as much as one that is added up: it is read, and written and sent in float32.
     """
-    block, moved = shapes.held(config).block, 0.0
+    block, moved = shapes.resident(config).block, 0.0
     if config.parallel.microbatches > 1:
-        moved += practice.sum_bytes * shapes.trained(config).block.whole
+        moved += profile.sum_bytes * shapes.trained(config).block.full
     if gathers_at_use(config):
-        moved += practice.copy_bytes * block.whole
+        moved += profile.copy_bytes * block.full
     return Seconds(memory=moved / accelerator.memory_rate)
 
 
-def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Seconds:
-    """What the backward computes again of a layer's forward: what it reads and was not kept."""
-    if practice.recomputes == "attention":
+def recomputed(config: Config, layer: Layer, profile: FrameworkProfile = DEFAULT_PROFILE) -> Seconds:
+    """The part of a layer's forward that the backward computes again: what it reads and was not kept."""
+    if profile.recomputes == "attention":
         return layer.attention
-    if practice.recomputes is not None:
-        products, attention, memory = practice.recomputes
+    if profile.recomputes is not None:
+        products, attention, memory = profile.recomputes
         forward = layer.forward
         return Seconds(products * forward.matmul, attention * forward.attention, memory * forward.memory)
     parallel = config.parallel
@@ -264,35 +268,37 @@ def recomputed(config: Config, layer: Layer, practice: Practice = OURS) -> Secon
 
 @functools.lru_cache(maxsize=65536)
 def head(
-    model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int, practice: Practice = OURS, trained: bool = True
+    model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, degree: int, profile: FrameworkProfile = DEFAULT_PROFILE, trained: bool = True
 ) -> Seconds:  # fmt: skip
-    """Final norm, logits, cross-entropy and their backward, the vocabulary shared by `ways` devices."""
-    rows, labels = -(-model.vocab_size // ways), shapes.labels(model, tokens)
+    """Final norm, logits, cross-entropy and their backward, the vocabulary shared by `degree` devices."""
+    rows, labels = -(-model.vocab_size // degree), shapes.labels(model, tokens)
     matmul = (2 + trained) * product(accelerator, dtype, labels, model.d_model, rows)
-    moved = 4.0 * labels * rows * practice.loss_passes
+    moved = 4.0 * labels * rows * profile.loss_passes
     moved += 8 * shapes.itemsize(dtype) * shapes.read(model, tokens) * model.d_model
     return Seconds(matmul, 0.0, moved / accelerator.memory_rate)
 
 
 @functools.lru_cache(maxsize=65536)
-def embedding(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int, trained: bool = True) -> Seconds:  # fmt: skip
-    """Patches to the stream, and the gradient of their weights, the numbers of a patch shared by `ways` devices; nothing of text,
+def embedding(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, degree: int, trained: bool = True) -> Seconds:  # fmt: skip
+    """Patches to the stream, and the gradient of their weights, the numbers of a patch shared by `degree` devices; nothing of text,
     whose rows are looked up."""
     if not FAMILIES[model.family].images:
         return Seconds()
     number, size = patches_of(model)
-    shape = (shapes.labels(model, tokens) * number, -(-size // ways), model.d_model)
+    shape = (shapes.labels(model, tokens) * number, -(-size // degree), model.d_model)
     return Seconds(matmul=(1 + trained) * product(accelerator, dtype, *shape))
 
 
-def head_forward(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, ways: int) -> Seconds:
+def head_forward(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, degree: int) -> Seconds:
     """Final norm, logits and cross-entropy alone: the logits are written and read once."""
-    rows = -(-model.vocab_size // ways)
+    rows = -(-model.vocab_size // degree)
     moved = 2 * 4.0 * tokens * rows + 4 * shapes.itemsize(dtype) * tokens * model.d_model
     return Seconds(product(accelerator, dtype, tokens, model.d_model, rows), 0.0, moved / accelerator.memory_rate)
 
 
-def optimizer(config: Config, accelerator: Accelerator, elements: float, practice: Practice = OURS) -> float:
+def optimizer(
+    config: Config, accelerator: Accelerator, elements: float, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> float:
     """Seconds to read gradient, master and state of this device's share of `elements`, and write master and state.
 
     Our program also sets the gradients' sums to zero and turns them, and the weights that it gathers, from the order that products
@@ -300,13 +306,13 @@ def optimizer(config: Config, accelerator: Accelerator, elements: float, practic
     """
     moved = 4 * (3 * elements + 2 * shapes.optimizer_state(config, stages(config).on_device))
     if (
-        practice.compiled
+        profile.compiled
         and accelerator.platform == "gpu"
         and config.mesh.shards > 1
         and config.parallel.zero_stage
         and not gathers_at_use(config)
     ):
-        held = shapes.trained(config)
-        whole = held.block.whole * stages(config).on_device + held.outer.whole
-        moved += (4 + 8 + 2 * shapes.itemsize(config.precision.compute)) * whole
+        resident = shapes.trained(config)
+        elements_gathered = resident.block.full * stages(config).on_device + resident.outer.full
+        moved += (4 + 8 + 2 * shapes.itemsize(config.precision.compute)) * elements_gathered
     return moved / accelerator.memory_rate

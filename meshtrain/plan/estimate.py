@@ -2,17 +2,24 @@
 
 from dataclasses import dataclass, replace
 
+from meshtrain.cluster.accelerators import lender
+from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError
-from meshtrain.given import a_config
+from meshtrain.inputs import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import compute, memory, shapes, ticks, traffic
-from meshtrain.plan.cluster.accelerators import lender
-from meshtrain.plan.cluster.cluster import Cluster, named
-from meshtrain.plan.compute import OURS, Practice
-from meshtrain.plan.flow import Flow
-from meshtrain.plan.memory import Item
-from meshtrain.plan.seconds import Pieces, StepTime, checkpoint_seconds, data_seconds, hidden_seconds, pieces_of
+from meshtrain.plan import compute, memory, pipeline, shapes, traffic
+from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
+from meshtrain.plan.gradient_traffic import Transfer
+from meshtrain.plan.memory import MemoryItem
+from meshtrain.plan.seconds import (
+    MicrobatchCosts,
+    StepTime,
+    checkpoint_seconds,
+    data_seconds,
+    hidden_seconds,
+    microbatch_costs,
+)
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulate import Timeline
 from meshtrain.shown import Shown
@@ -27,17 +34,17 @@ PART_NAMES = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Shown):
-    """What a config holds, sends and takes on a cluster. Sizes in bytes, times in seconds, of one device and one step."""
+    """A config's memory, traffic and time on a cluster. Sizes in bytes, times in seconds, of one device and one step."""
 
     config: Config
     cluster: Cluster
     parameters: int
-    memory: list[Item]
-    flows: list[Flow]
-    pieces: Pieces
+    memory: list[MemoryItem]
+    transfers: list[Transfer]
+    costs: MicrobatchCosts
     time: StepTime
     depths: Depths
-    ticks: int
+    clocks: int
     peak_in_flight: int
     bubble_fraction: float
     timeline: Timeline | None  # none without stages
@@ -93,11 +100,11 @@ class Plan(Shown):
             "memory_items": {item.name: int(item.nbytes) for item in self.memory},
             "usable_bytes": int(self.cluster.accelerator.usable_bytes),
             "fits": self.fits,
-            "traffic_bytes_per_step": {k: int(v) for k, v in traffic.by_axis(self.flows).items()},
+            "traffic_bytes_per_step": {k: int(v) for k, v in traffic.by_axis(self.transfers).items()},
             "pipeline": {
                 "bubble_fraction": self.bubble_fraction,
                 "peak_in_flight": self.peak_in_flight,
-                "ticks": self.ticks,
+                "ticks": self.clocks,
             },
             "step_seconds": self.seconds,
             "step_seconds_by_part": dict(self.time.parts()),
@@ -109,8 +116,8 @@ class Plan(Shown):
         }
 
 
-def plan(config: Config, cluster: Cluster | str | None = None, practice: Practice = OURS) -> Plan:
-    """What each device of a config holds, sends and waits for (bytes and seconds of one step), on a cluster or one named as --cluster.
+def plan(config: Config, cluster: Cluster | str | None = None, profile: FrameworkProfile = DEFAULT_PROFILE) -> Plan:
+    """Plans what each device of a config holds, sends and waits for (bytes and seconds of one step), on a cluster or one named as --cluster.
 
     Default: the cpu of this machine with run.fake_devices, else h100. Touches no device. ConfigError for a cluster that is not
     there or too small.
@@ -118,12 +125,7 @@ def plan(config: Config, cluster: Cluster | str | None = None, practice: Practic
     a_config(config, "mt.plan")
     if not isinstance(cluster, Cluster):
         cluster = named(cluster or usual_cluster(config), config.mesh.devices)
-    return estimate(config, large_enough(cluster, config), practice)
-
-
-def usual_cluster(config: Config) -> str:
-    """What a run is planned for when no cluster is named."""
-    return config.mesh.cluster or ("cpu" if config.run.fake_devices else "h100")
+    return estimate(config, large_enough(cluster, config), profile)
 
 
 def large_enough(cluster: Cluster, config: Config) -> Cluster:
@@ -137,81 +139,70 @@ def large_enough(cluster: Cluster, config: Config) -> Cluster:
     return cluster
 
 
-def estimate(config: Config, cluster: Cluster, practice: Practice = OURS) -> Plan:
+def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> Plan:
     """The plan of a checked config. The pipeline's time is simulated from its table."""
-    pieces = pieces_of(config, cluster, practice)
-    facts = ticks.facts(config)
-    platform = cluster.accelerator.platform
+    costs, facts = microbatch_costs(config, cluster, profile), pipeline.facts(config)
+    platform, m = cluster.accelerator.platform, config.parallel.microbatches
     skips = platform == "cpu"
-    held = memory.items(config, facts, platform)
-    line = None
+    items = memory.items(config, facts, platform)
+    timeline, seconds, clocks, peak, bubble = None, m * costs.stage, m, 1, 0.0
     if config.mesh.pipeline > 1:
-        line = ticks.timeline(config, pieces, practice)
-        microbatches, turns = line.makespan, line.table.ticks
-        peak, bubble = int(line.peak_in_flight.max()), line.bubble_fraction
-    else:
-        m = config.parallel.microbatches
-        microbatches, turns, peak, bubble = m * stage_seconds(config, pieces), m, 1, 0.0
-    spent = assemble(config, cluster, pieces, microbatches, practice)
-    spent = replace(spent, checkpoint=checkpoint_seconds(config, cluster, memory.saved(held), spent.total))
+        timeline = pipeline.timeline(config, costs, profile)
+        seconds, clocks = timeline.makespan, timeline.table.clocks
+        peak, bubble = int(timeline.peak_in_flight.max()), timeline.bubble_fraction
+    time = _step_time(config, cluster, costs, seconds, profile)
+    time = replace(time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total))
+    iterations = pipeline.iterations(config, skips), pipeline.reference_iterations(config, skips)
     return Plan(
         config=config,
         cluster=cluster,
         parameters=parameters(config.model),
-        memory=held,
-        flows=traffic.flows(config, ticks.trips(config, skips), ticks.reference_trips(config, skips)),
-        pieces=pieces,
-        time=spent,
+        memory=items,
+        transfers=traffic.transfers(config, *iterations),
+        costs=costs,
+        time=time,
         depths=facts.depths,
-        ticks=turns,
+        clocks=clocks,
         peak_in_flight=peak,
         bubble_fraction=bubble,
-        timeline=line,
+        timeline=timeline,
     )
 
 
-def stage_seconds(config: Config, pieces: Pieces) -> float:
-    """One microbatch through all chunks of the longest stage, forward, head and backward."""
-    return stages(config).chunks * (pieces.chunk_forward + pieces.chunk_backward) + pieces.head_total
-
-
-def outside_seconds(config: Config, cluster: Cluster, practice: Practice = OURS) -> float:
+def outside_seconds(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> tuple[float, float, float]:
     """Seconds of a step outside the microbatches: communication over data as if nothing hid it, the optimizer, and its state's way from
     the host and back."""
-    return sum(_outside(config, cluster, practice))
+    layers, device, trained = stages(config).on_device, cluster.accelerator, shapes.trained(config)
+    data = data_seconds(config, cluster, profile)
+    data *= device.efficiency.exposed if profile.overlap_data else 1.0
+    optimizer = compute.optimizer(config, device, (trained.block * layers + trained.outer).shard, profile)
+    copied = 2 * 4 * shapes.optimizer_state(config, layers) if config.parallel.offload_optimizer else 0
+    return data, optimizer, copied / (cluster.host_bandwidth * 1e9)
 
 
-def _outside(config: Config, cluster: Cluster, practice: Practice) -> tuple[float, float, float]:
-    stage, device = stages(config), cluster.accelerator
-    held = shapes.trained(config)
-    data = data_seconds(config, cluster, practice)
-    data *= device.efficiency.exposed if practice.overlap_data else 1.0
-    copied = 2 * 4 * shapes.optimizer_state(config, stage.on_device) if config.parallel.offload_optimizer else 0
-    host = copied / (cluster.host_bandwidth * 1e9)
-    return data, compute.optimizer(config, device, (held.block * stage.on_device + held.outer).shard, practice), host
-
-
-def assemble(
-    config: Config, cluster: Cluster, pieces: Pieces, microbatches: float, practice: Practice = OURS
+def _step_time(
+    config: Config, cluster: Cluster, costs: MicrobatchCosts, microbatches: float, profile: FrameworkProfile
 ) -> StepTime:
-    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage."""
-    stage, m = stages(config), config.parallel.microbatches
-    layers = m * stage.on_device
-    useful = pieces.forward + pieces.backward + pieces.again * -1.0
-    data, optimizer, host = _outside(config, cluster, practice)
-    data -= hidden_seconds(config, cluster, pieces) if practice.compiled else 0.0
+    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage; checkpoints are left out."""
+    m, layer, edge = config.parallel.microbatches, costs.layer, costs.edge
+    layers = m * stages(config).on_device
+    useful = layer.forward + layer.backward + layer.recompute * -1.0
+    data, optimizer, host = outside_seconds(config, cluster, profile)
+    data -= hidden_seconds(config, cluster, costs) if profile.compiled else 0.0
     return StepTime(
         matmul=layers * useful.matmul,
         attention=layers * useful.attention,
         memory=layers * useful.memory,
-        recompute=layers * pieces.again.total,
-        head=m * pieces.head.total,
-        tensor=layers * (pieces.forward_sends + pieces.backward_sends) + m * pieces.head_sends,
-        pipeline=m * (pieces.vocab_sends + 2 * stage.chunks * pieces.waits),
+        recompute=layers * layer.recompute.total,
+        head=m * edge.head.total,
+        tensor=layers * (layer.forward_sends + layer.backward_sends) + m * edge.head_sends,
+        pipeline=m * (edge.vocab_sends + 2 * costs.chunks * costs.message.waits),
         data=data,
-        host=layers * (pieces.forward_copies + pieces.backward_copies) + host,
-        bubble=microbatches - m * stage_seconds(config, pieces),
+        host=layers * (layer.forward_copies + layer.backward_copies) + host,
+        bubble=microbatches - m * costs.stage,
         optimizer=optimizer,
         checkpoint=0.0,
-        reference=ticks.reference(config, ticks.facts(config), pieces),
+        reference=pipeline.reference(config, pipeline.facts(config), costs),
     )

@@ -12,8 +12,8 @@ with what has been done since: L/2 + min(τ, W) on average, to first order.
 import math
 from dataclasses import dataclass
 
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.plan import memory
-from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
 from meshtrain.plan.seconds import save_seconds
 
@@ -29,7 +29,7 @@ def young(copy: float, between: float) -> float:
 
 
 def daly(copy: float, between: float) -> float:
-    """The same to higher order (Daly 2006, equation 37); M where the copy takes twice as long or more."""
+    """The interval of `young` to higher order (Daly 2006, equation 37); M where the copy takes twice as long or more."""
     if copy >= 2 * between or math.isinf(between):
         return between
     x = math.sqrt(copy / (2 * between))
@@ -88,7 +88,7 @@ def survival(needed: int, devices: int, rate: float, hours: float) -> float:
 
 
 @dataclass(frozen=True)
-class Faults:
+class FailureCosts:
     """Failures of a plan's devices and what they leave of its time. Times in seconds."""
 
     between: float
@@ -102,7 +102,7 @@ class Faults:
     spares: int  # further nodes with which the job is 99% sure to have its devices for a day without repairs
 
 
-def faults(plan: Plan) -> Faults:
+def faults(plan: Plan) -> FailureCosts:
     """Failures of a plan on its cluster."""
     cluster, devices = plan.cluster, plan.devices
     between, restart = mean_time_between(cluster.failures_per_device_hour, devices), cluster.restart_seconds
@@ -113,7 +113,7 @@ def faults(plan: Plan) -> Faults:
     if math.isfinite(between):
         steps = max(1, round(interval / step), math.ceil(min(write, between) / step))
     every = plan.config.checkpoint.every
-    return Faults(
+    return FailureCosts(
         between=between,
         copy=copy,
         write=write,

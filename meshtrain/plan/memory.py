@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 from meshtrain.config import Config
 from meshtrain.config.model import patches_of
+from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sums_in_place
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.placement import gathers_at_use, scatters_at_use, stages, zero_ways
-from meshtrain.parallel.reduce.kept import nbytes as kept_by_compression
-from meshtrain.plan import activations, bringing, shapes
-from meshtrain.plan.shapes import Held
+from meshtrain.parallel.placement import stages, zero_ways
+from meshtrain.parallel.reduce.sizes import feedback_bytes
+from meshtrain.plan import activations, gradient_traffic, shapes
+from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
-from meshtrain.schedule.facts import Facts
+from meshtrain.schedule.facts import ScheduleFacts
 
 
 @dataclass(frozen=True)
-class Item:
+class MemoryItem:
     """Bytes that a device holds for one purpose; `kind` is the group that the report sums them by."""
 
     name: str
@@ -30,7 +31,7 @@ class Item:
     frozen: bool = False
 
 
-# What compression of gradients keeps from step to step, see `parallel.reduce.kept`.
+# What compression of gradients keeps from step to step, see `parallel.reduce.sizes`.
 KEPT = {"residual": "residual of compressed gradients", "q": "PowerSGD's Q"}
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
@@ -39,134 +40,134 @@ def zero_state(
     elements: float, stage: int, data: int, weight: float = 2, gradient: float = 2, state: float = 12
 ) -> float:
     """Bytes of model state per device in mixed-precision training (ZeRO, figure 1): `state` counts masters and two moments."""
-    ways = [data if stage >= level else 1 for level in (3, 2, 1)]
-    return elements * (weight / ways[0] + gradient / ways[1] + state / ways[2])
+    degrees = [data if stage >= level else 1 for level in (3, 2, 1)]
+    return elements * (weight / degrees[0] + gradient / degrees[1] + state / degrees[2])
 
 
-def items(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
-    """Everything that a device holds at the fullest moment of a step, with the schedule's `facts` (see `ticks.facts`)."""
+def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
+    """Everything that a device holds at the fullest moment of a step, with the schedule's `facts` (see `pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
 
 
-def fullest(config: Config, facts: Facts, platform: str = "gpu") -> tuple[str, list[Item]]:
+def fullest(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> tuple[str, list[MemoryItem]]:
     """The moment of a step at which a device holds most, and what it holds then."""
     always = [*state(config), *_images(config), *kept(config, facts, platform)]
-    moments = {
-        name: [i for i in [*always, *found] if i.nbytes] for name, found in passing(config, facts, platform).items()
-    }
-    return max(moments.items(), key=lambda moment: total(moment[1]))
+    moments = passing(config, facts, platform)
+    name = max(moments, key=lambda name: total([*always, *moments[name]]))
+    return name, [item for item in [*always, *moments[name]] if item.nbytes]
 
 
-def by_kind(found: list[Item]) -> dict[str, float]:
-    return {kind: sum(i.nbytes for i in found if i.kind == kind) for kind in KINDS}
+def by_kind(items: list[MemoryItem]) -> dict[str, float]:
+    return {kind: sum(i.nbytes for i in items if i.kind == kind) for kind in KINDS}
 
 
-def total(found: list[Item]) -> float:
-    return sum(item.nbytes for item in found)
+def total(items: list[MemoryItem]) -> float:
+    return sum(item.nbytes for item in items)
 
 
-def saved(found: list[Item]) -> float:
+def saved(items: list[MemoryItem]) -> float:
     """Bytes of a checkpoint, but for what is frozen, which later ones only link to (see `checkpoint.frozen`)."""
-    return sum(item.nbytes for item in found if item.between_steps and not item.frozen)
+    return sum(item.nbytes for item in items if item.between_steps and not item.frozen)
 
 
-def state(config: Config) -> list[Item]:
+def state(config: Config) -> list[MemoryItem]:
     """Masters, optimizer state, weights and gradient sums: what does not depend on the activations."""
     return [*between_steps(config), *_weights(config), *_sums(config)]
 
 
-def between_steps(config: Config) -> list[Item]:
+def between_steps(config: Config) -> list[MemoryItem]:
     """Masters, optimizer state, and what compression of gradients keeps."""
     state = 0 if config.parallel.offload_optimizer else 4 * shapes.optimizer_state(config, stages(config).on_device)
     trained = _elements(config, trained=True)
     frozen = _elements(config) - trained
     return [
-        Item("float32 masters", "parameters", 4 * trained.shard, True),
-        Item(f"{config.optimizer.name} state", "optimizer_state", state, True),
-        Item("frozen weights", "parameters", _itemsize(config) * frozen.shard, True, frozen=True),
+        MemoryItem("float32 masters", "parameters", 4 * trained.shard, True),
+        MemoryItem(f"{config.optimizer.name} state", "optimizer_state", state, True),
+        MemoryItem("frozen weights", "parameters", _itemsize(config) * frozen.shard, True, frozen=True),
         *[
-            Item(KEPT[name], "gradients", nbytes, True)
-            for name, nbytes in kept_by_compression(config).items()
+            MemoryItem(KEPT[name], "gradients", nbytes, True)
+            for name, nbytes in feedback_bytes(config).items()
             if nbytes
         ],
-        *(Item(name, "parameters", 4 * trained.shard, True) for name in bringing.copies(config)),
+        *(MemoryItem(name, "parameters", 4 * trained.shard, True) for name in gradient_traffic.sync_copies(config)),
     ]
 
 
-def _elements(config: Config, trained: bool = False) -> Held:
+def _elements(config: Config, trained: bool = False) -> Elements:
     """All weights on one device, or those that are trained."""
     stage = stages(config)
-    held = shapes.trained(config) if trained else shapes.held(config)
-    return held.block * stage.on_device + held.outer
+    resident = shapes.trained(config) if trained else shapes.resident(config)
+    return resident.block * stage.on_device + resident.outer
 
 
-def _weights(config: Config) -> list[Item]:
-    held, size = _elements(config, trained=True), shapes.itemsize(config.precision.compute)
+def _weights(config: Config) -> list[MemoryItem]:
+    resident, size = _elements(config, trained=True), shapes.itemsize(config.precision.compute)
     if gathers_at_use(config):
-        return [Item("weights in compute dtype, sharded", "parameters", size * held.shard if size < 4 else 0)]
-    found = []
+        return [MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard if size < 4 else 0)]
+    items = []
     if config.parallel.zero_stage == 3 and config.mesh.shards > 1:
-        frozen = _elements(config) - held
-        found.append(Item("frozen weights, gathered", "parameters", size * frozen.whole))
+        frozen = _elements(config) - resident
+        items.append(MemoryItem("frozen weights, gathered", "parameters", size * frozen.full))
     if size < 4 or zero_ways(config) > 1:
-        found.append(Item("weights in compute dtype", "parameters", size * held.whole))
+        items.append(MemoryItem("weights in compute dtype", "parameters", size * resident.full))
     if scatters_at_use(config) and size < 4:
-        found.append(Item("weights in compute dtype, sharded", "parameters", size * held.shard))
-    return found
+        items.append(MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard))
+    return items
 
 
-def _sums(config: Config) -> list[Item]:
-    """Gradient sums over the microbatches, in float32; with one microbatch and one stage there is nothing to sum."""
+def _sums(config: Config) -> list[MemoryItem]:
+    """Gradient sums over the microbatches; with one microbatch and one stage there is nothing to sum."""
     if config.parallel.microbatches == 1 and config.mesh.pipeline == 1:
         return []
-    held = _elements(config, trained=True)
+    resident = _elements(config, trained=True)
+    name, size = f"{config.precision.gradient_sums} gradient sums", shapes.itemsize(config.precision.gradient_sums)
     if scatters_at_use(config):
-        return [Item("float32 gradient sums, sharded", "gradients", 4 * held.shard)]
-    return [Item("float32 gradient sums", "gradients", 4 * held.whole)]
+        return [MemoryItem(f"{name}, sharded", "gradients", size * resident.shard)]
+    return [MemoryItem(name, "gradients", size * resident.full)]
 
 
-def _images(config: Config) -> list[Item]:
-    """Those of a batch; tokens are not worth a line."""
+def _images(config: Config) -> list[MemoryItem]:
+    """Images of a batch; tokens are not worth a line."""
     if not FAMILIES[config.model.family].images:
         return []
-    rows = shapes.sequences(config) * config.parallel.microbatches
-    return [Item("images of the batch", "activations", 4 * rows * math.prod(patches_of(config.model)))]
+    rows = shapes.microbatch_rows(config) * config.parallel.microbatches
+    return [MemoryItem("images of the batch", "activations", 4 * rows * math.prod(patches_of(config.model)))]
 
 
-def kept(config: Config, facts: Facts, platform: str = "gpu") -> list[Item]:
-    """What the microbatches in flight keep for their backward, and what waits between stages."""
+def kept(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
+    """Activations that the microbatches in flight keep for their backward, and those that wait between stages."""
     stage, parallel = stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer = activations.kept(config, parallel.remat)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
     losses = 4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
-    reference = Item("losses under the reference", "activations", losses)
+    reference = MemoryItem("losses under the reference", "activations", losses)
     if config.mesh.pipeline == 1:
-        return [Item("activations kept for the backward", "activations", stage.on_device * layer), reference]
+        return [MemoryItem("activations kept for the backward", "activations", stage.on_device * layer), reference]
     cpu = platform == "cpu"
-    # On CPU idle slots are skipped, and all is carried through all ticks. Elsewhere what only forwards take is gone in backwards after them.
+    # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in backwards after them.
     depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, facts.spare))
     f_inbox = depths.f_inbox if cpu or facts.together > 1 else 0
-    waiting = depths.cot * stage.longest * activations.left(config)
+    waiting = depths.cot * stage.longest * activations.weight_grad_residuals(config)
     return [
-        Item("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
-        Item("what weight gradients wait for", "activations", waiting),
-        Item("activations waiting between stages", "activations", (f_inbox + depths.b_inbox) * stream),
+        MemoryItem("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
+        MemoryItem("what weight gradients wait for", "activations", waiting),
+        MemoryItem("activations waiting between stages", "activations", (f_inbox + depths.b_inbox) * stream),
         # what the last F and B made and the embedding that the next F takes
-        Item("activations on their way", "activations", 3 * stream),
+        MemoryItem("activations on their way", "activations", 3 * stream),
         reference,
     ]
 
 
-def passing(config: Config, facts: Facts, platform: str = "gpu") -> dict[str, list[Item]]:
-    """What is held only for a moment, by moment.
+def passing(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> dict[str, list[MemoryItem]]:
+    """Lists what is held only for a moment, by moment.
 
-    What lives at once in them was read off XLA's live ranges; `experiments/bench_planner.py --compile` shows how well it holds.
+    What lives at once in them was read off XLA's live ranges; `python -m experiments.plan --compile` shows how well it holds.
     """
     return _of_stages(config, facts, platform) if config.mesh.pipeline > 1 else _of_one_stage(config, platform)
 
 
-def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
+def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
     """Moments of a step without pipeline stages.
 
     XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden states and
@@ -174,61 +175,68 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[Item]]:
     """
     size, tensor, several = _itemsize(config), config.mesh.tensor, config.parallel.microbatches > 1
     gathers, scatters = gathers_at_use(config), scatters_at_use(config)
-    held, trained = shapes.held(config), shapes.trained(config)
-    block, vocabulary = held.block, held.vocabulary
-    waits = bool(trained.vocabulary.whole) and (gathers or not several)
-    logits = Item("logits", "activations", _logits(config, 4))
+    resident, trained = shapes.resident(config), shapes.trained(config)
+    block, vocabulary = resident.block, resident.vocabulary
+    chunked = shapes.loss_chunks(config) > 1
+    waits = bool(trained.vocabulary.full) and (gathers or not several) and not chunked
+    logits = MemoryItem("logits", "activations", _logits(config, 4))
     head = [
-        Item("cotangent of the logits", "activations", _logits(config, size)),
-        Item("hidden states at the head", "activations", _hidden(config)),
+        MemoryItem("cotangent of the logits", "activations", _logits(config, size)),
+        MemoryItem("hidden states at the head", "activations", _hidden(config)),
     ]
-    gradients = [Item("new gradients of the layers", "gradients", _new_gradients(config))]
+    in_place = platform != "cpu" and sums_in_place(config)
+    gradients = [MemoryItem("new gradients of the layers", "gradients", 0 if in_place else _new_gradients(config))]
     # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait.
-    embedding = 4 * trained.tokens.whole if gathers != several else 0
+    embedding = 4 * trained.tokens.full if gathers != several else 0
     late = 0 if waits else size * trained.vocabulary.largest
-    made = [Item("new gradients of the vocabulary", "gradients", embedding + late)]
+    new = [MemoryItem("new gradients of the vocabulary", "gradients", embedding + late)]
     remat = config.parallel.remat
     # They are set to zero before the head.
     early = remat == "full" or (several and (tensor > 1 or remat not in ("dots", "names")))
     early = early or activations.kernel(config, platform) == "fused"
-    gathered = Item("gathered output head", "parameters", size * vocabulary.largest if gathers else 0)
-    largest = Item("gradient of the output head", "gradients", (size + 4 * scatters) * trained.vocabulary.largest)
+    gathered = MemoryItem("gathered output head", "parameters", size * vocabulary.largest if gathers else 0)
+    largest = MemoryItem("gradient of the output head", "gradients", (size + 4 * scatters) * trained.vocabulary.largest)
     layer = [
-        Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
-        Item("work of one layer", "activations", activations.work(config, platform)),
-        Item("gradients of a layer, to be scattered", "gradients", 4 * trained.block.whole if scatters else 0),
+        MemoryItem("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
+        MemoryItem("work of one layer", "activations", activations.work(config, platform)),
+        MemoryItem("gradients of a layer, to be scattered", "gradients", 4 * trained.block.full if scatters else 0),
     ]
     return {
-        "loss": [logits, *head, gathered, *(gradients if early else [])],
-        "loss head": [*head, gathered, *(made if several and not waits else [largest]), *(gradients if early else [])],
-        "backward": [*gradients, *made, *layer, *(head if waits else [])],
+        "loss": [logits, *head, gathered, _summed(config), *(gradients if early else [])],
+        "loss head": [*head, gathered, *(new if several and not waits else [largest]), *(gradients if early else [])],
+        "backward": [*gradients, *new, *layer, *(head if waits else [])],
     }
 
 
-def _of_stages(config: Config, facts: Facts, platform: str) -> dict[str, list[Item]]:
-    """Moments of a tick: a chunk goes forward, another backward, and the loss head between them.
+def _of_stages(config: Config, facts: ScheduleFacts, platform: str) -> dict[str, list[MemoryItem]]:
+    """Moments of a clock: a chunk goes forward, another backward, and the loss head between them.
 
     Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is there twice.
     """
     size, gathers, scatters = _itemsize(config), gathers_at_use(config), scatters_at_use(config)
-    block, trained = shapes.held(config).block, shapes.trained(config).block
+    block, trained, chunked = (
+        shapes.resident(config).block,
+        shapes.trained(config).block,
+        shapes.loss_chunks(config) > 1,
+    )
     always = [
-        Item("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
-        Item("gradients of a layer, to be scattered", "gradients", 4 * trained.whole if scatters else 0),
+        MemoryItem("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
+        MemoryItem("gradients of a layer, to be scattered", "gradients", 4 * trained.full if scatters else 0),
     ]
     # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _of_one_stage.
-    logits = Item("logits", "activations", _logits(config, 4))
+    logits = MemoryItem("logits", "activations", _logits(config, 4))
     head = [
-        Item("cotangent of the logits", "activations", _logits(config, size)),
-        Item("hidden states at the head", "activations", size * _read(config)),
+        MemoryItem("cotangent of the logits", "activations", _logits(config, size)),
+        MemoryItem("hidden states at the head", "activations", _hidden(config) if chunked else size * _read(config)),
     ]
-    work = Item("work of one layer", "activations", activations.work(config, platform))
-    # All buffers of the ticks are there already when the last weight has been gathered, and lies there a second time, in another order.
-    ways = zero_ways(config)
+    work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
+    # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time, in another order.
+    degree = zero_ways(config)
     gathered = block if config.parallel.zero_stage == 3 else trained
-    weight = size * gathered.largest * stages(config).on_device if ways > 1 and not gathers else 0
-    gathering = Item("a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / ways))
-    return {"gathering": [gathering], "loss": [*always, logits, *head], "backward": [*always, *head, work]}
+    weight = size * gathered.largest * stages(config).on_device if degree > 1 and not gathers else 0
+    gathering = MemoryItem("a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / degree))
+    loss, backward = [*always, logits, *head, _summed(config)], [*always, *([] if chunked else head), work]
+    return {"gathering": [gathering], "loss": loss, "backward": backward}
 
 
 def _itemsize(config: Config) -> int:
@@ -236,7 +244,14 @@ def _itemsize(config: Config) -> int:
 
 
 def _logits(config: Config, size: int) -> float:
-    return size * shapes.labels(config.model, shapes.tokens(config)) * shapes.vocabulary_rows(config)
+    return size * shapes.loss_chunk(config) * shapes.vocabulary_rows(config)
+
+
+def _summed(config: Config) -> MemoryItem:
+    """Of a loss by chunks the sum of their gradients of the output head."""
+    several = shapes.loss_chunks(config) > 1
+    nbytes = 4 * shapes.trained(config).vocabulary.largest if several else 0
+    return MemoryItem("float32 gradient of the output head", "gradients", nbytes)
 
 
 def _read(config: Config) -> int:
@@ -245,7 +260,9 @@ def _read(config: Config) -> int:
 
 
 def _hidden(config: Config) -> float:
-    """The last layer's output, normalised, and its cotangent."""
+    """The last layer's output, normalised, and its cotangent; by chunks the output as it is, and its cotangent."""
+    if shapes.loss_chunks(config) > 1:
+        return 2 * _itemsize(config) * shapes.stream(config)
     return 3 * _itemsize(config) * _read(config)
 
 
@@ -253,4 +270,4 @@ def _new_gradients(config: Config) -> float:
     """One microbatch's gradients of a chunk's layers, stacked."""
     stage = stages(config)
     block = shapes.trained(config).block
-    return _itemsize(config) * (block.shard if scatters_at_use(config) else block.whole) * stage.longest
+    return _itemsize(config) * (block.shard if scatters_at_use(config) else block.full) * stage.longest

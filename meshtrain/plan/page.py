@@ -8,13 +8,16 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from meshtrain import units
+from meshtrain.draw import page as pages
+from meshtrain.draw.picture import Picture, block, title
+from meshtrain.draw.svg import EMPTY, FIRST, GRID, SECOND, THIRD, WIDTH, bar_row, chart, image, key
 from meshtrain.plan import report
 from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.scaling import Point
 from meshtrain.schedule.draw import gantt_svg
 
-WIDTH = 400  # of pictures, about a phone's: text in them keeps its size there
-KIND_COLOURS = {"parameters": "#3b6fb6", "gradients": "#4f9d69", "optimizer_state": "#c2843a", "activations": "#a2559c"}
+KIND_COLOURS = {"parameters": FIRST, "gradients": THIRD, "optimizer_state": SECOND, "activations": "#a2559c"}
 PART_COLOURS = {
     "matmul": "#3b6fb6", "attention": "#5b8fd0", "memory": "#8fb3de", "head": "#2f5590", "recompute": "#a2559c",
     "tensor": "#c2843a", "pipeline": "#d6a05c", "data": "#a86a22", "host": "#e6c79a", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98", "reference": "#7d6bb0",
@@ -22,26 +25,13 @@ PART_COLOURS = {
 ROW = 34
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small
 
-STYLE = """
-:root { color-scheme: light; }
-body { margin: 0 auto; padding: 16px; max-width: 720px; font: 16px/1.5 system-ui, sans-serif; color: #1d2430; background: #fff; }
-h1 { font-size: 1.4em; line-height: 1.25; margin: 0 0 .4em; } h2 { font-size: 1.1em; margin: 1.8em 0 .4em; }
-p, ul { margin: .4em 0; } .note { color: #6a5200; } .bad { color: #b3261e; font-weight: 600; } .good { color: #1e7b3a; font-weight: 600; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(138px, 1fr)); gap: 10px; margin: 14px 0; }
-.tile { border: 1px solid #d9dee6; border-radius: 10px; padding: 8px 12px; } .tile b { display: block; font-size: 1.3em; }
-.tile span { color: #5b6675; font-size: .85em; }
-svg { width: 100%; max-width: 560px; height: auto; display: block; } .wide { overflow-x: auto; } .wide svg { width: auto; max-width: none; }
-table { border-collapse: collapse; width: 100%; font-size: .85em; } td, th { padding: 3px 6px 3px 0; text-align: left; vertical-align: top; }
-td.n, th.n { text-align: right; white-space: nowrap; } tr + tr td { border-top: 1px solid #eef0f4; }
-"""
-
 
 def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequence[str] = ()) -> str:
     """The page of a plan with its strong and weak scaling."""
     mesh = plan.config.mesh
-    title = f"{report.count(plan.parameters)} parameters on {plan.devices:,} × {plan.cluster.accelerator.name}"
+    heading = f"{units.count(plan.parameters)} parameters on {plan.devices:,} × {plan.cluster.accelerator.name}"
     parts = [
-        f"<h1>{escape(title)}</h1>",
+        f"<h1>{escape(heading)}</h1>",
         f"<p>{str(mesh).replace(' x ', ' × ')} on {escape(plan.cluster.name)}; {_verdict(plan)}</p>",
         _tiles(plan),
         *[f'<p class="note">{escape(note)}</p>' for note in notes],
@@ -59,54 +49,46 @@ def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequ
         "<h2>Failures</h2>",
         f"<p>{escape(report.faults_text(report.faults(plan)))}.</p>",
     ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title><style>{STYLE}</style></head><body>\n{"".join(parts)}\n</body></html>\n'
+    return pages.page(heading, parts)
+
+
+def picture(plan: Plan) -> Picture:
+    """The headline of a plan, and the pictures of its page: ink on white, whatever the notebook's theme."""
+    first, *rest = report.headline(plan).splitlines()
+    style = f"width:{WIDTH}px;background:#fff;padding:8px;display:inline-block"
+    cells = [
+        f'<td style="vertical-align:top;text-align:left">{title(name)}<br/>{image(drawing, name, style)}</td>'
+        for name, drawing in (("each device holds", memory_bars(plan)), ("a step takes", waterfall(plan)))
+    ]
+    lines = "".join(f"<div>{escape(line)}</div>" for line in rest)
+    return Picture(block(title(first), lines, f"<table><tr>{''.join(cells)}</tr></table>"), report.headline(plan))
 
 
 def _verdict(plan: Plan) -> str:
     usable = plan.cluster.accelerator.usable_bytes
     if plan.fits:
-        return f'<span class="good">fits</span>, {report.size(usable - plan.bytes)} to spare'
-    return f'<span class="bad">does not fit</span>: {report.size(plan.bytes - usable)} too much'
+        return f'<span class="good">fits</span>, {units.size(usable - plan.bytes)} to spare'
+    return f'<span class="bad">does not fit</span>: {units.size(plan.bytes - usable)} too much'
 
 
 def _tiles(plan: Plan) -> str:
     tiles = [
-        (report.size(plan.bytes), f"of {report.size(plan.cluster.accelerator.usable_bytes)} a device"),
-        (report.duration(plan.seconds), f"a step, bound by {plan.time.bound}"),
+        (units.size(plan.bytes), f"of {units.size(plan.cluster.accelerator.usable_bytes)} a device"),
+        (units.duration(plan.seconds), f"a step, bound by {plan.time.bound}"),
         (f"{plan.mfu:.1%}", f"MFU, {plan.flops_per_device / 1e12:.3g} TFLOP/s a device"),
-        (report.count(plan.tokens_per_second), "tokens a second"),
+        (units.count(plan.tokens_per_second), "tokens a second"),
         (f"{plan.bubble_fraction:.1%}", "pipeline idle"),
     ]
     if plan.cost:
         tiles.append((f"{plan.cost:,.0f}", f"for {plan.config.train.steps:,} steps"))
-    boxes = [f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in tiles]
-    return f'<div class="tiles">{"".join(boxes)}</div>'
-
-
-def svg(height: float, body: Sequence[str], label: str) -> str:
-    """A picture `WIDTH` wide, as wide as its place in a page; `label` says what it shows to whoever does not see it."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}" font-family="system-ui, sans-serif" '
-        f'font-size="13" fill="#1d2430">{"".join(body)}</svg>'
-    )
-
-
-def bar_row(y: float, name: str, value: str, start: float, share: float, colour: str) -> list[str]:
-    """A line of text, and under it a bar from `start` as long as `share` of the width."""
-    x, width = start * WIDTH, max(share * WIDTH, 1.5)
-    return [
-        f'<text x="0" y="{y + 13}">{escape(name)}</text><text x="{WIDTH}" y="{y + 13}" text-anchor="end">{escape(value)}</text>',
-        f'<rect x="0" y="{y + 18}" width="{WIDTH}" height="9" rx="2" fill="#f3f5f8"/>',
-        f'<rect x="{min(x, WIDTH - 1.5):.1f}" y="{y + 18}" width="{width:.1f}" height="9" rx="2" fill="{colour}"/>',
-    ]
+    return pages.tiles(tiles)
 
 
 def memory_bars(plan: Plan) -> str:
     """A bar an item, largest first, with the device's memory as the full width."""
     usable = max(plan.cluster.accelerator.usable_bytes, plan.bytes)
     items = sorted(plan.memory, key=lambda item: -item.nbytes)
-    body, start = [f'<rect x="0" y="4" width="{WIDTH}" height="22" rx="4" fill="#eef0f4"/>'], 0.0
+    body, start = [f'<rect x="0" y="4" width="{WIDTH}" height="22" rx="4" fill="{EMPTY}"/>'], 0.0
     for item in items:
         width = item.nbytes / usable * WIDTH
         body.append(
@@ -118,14 +100,13 @@ def memory_bars(plan: Plan) -> str:
     y = 40
     for item in items:
         bar = (0.0, item.nbytes / items[0].nbytes, KIND_COLOURS[item.kind])
-        body += bar_row(y, item.name, report.size(item.nbytes), *bar)
+        body += bar_row(y, item.name, units.size(item.nbytes), *bar)
         y += ROW
     x = 0.0
     for kind, colour in KIND_COLOURS.items():
-        body.append(f'<rect x="{x:.0f}" y="{y + 8}" width="12" height="12" rx="2" fill="{colour}"/>')
-        body.append(f'<text x="{x + 15:.0f}" y="{y + 19}" font-size="12">{kind.replace("_", " ")}</text>')
+        body.append(key(x, y + 8, colour, kind.replace("_", " ")))
         x += 28 + 6.6 * len(kind)
-    return svg(y + 30, body, "memory of one device by item")
+    return chart(y + 30, body, "memory of one device by item")
 
 
 def waterfall(plan: Plan) -> str:
@@ -136,10 +117,10 @@ def waterfall(plan: Plan) -> str:
         share = seconds / plan.seconds
         if share >= 0.0005:
             body += bar_row(
-                y, PART_NAMES[name], f"{report.duration(seconds)}  {share:.1%}", done, share, PART_COLOURS[name]
+                y, PART_NAMES[name], f"{units.duration(seconds)}  {share:.1%}", done, share, PART_COLOURS[name]
             )
             y, done = y + ROW, done + share
-    return svg(y + 4, body, "time of a step by part")
+    return chart(y + 4, body, "time of a step by part")
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -153,13 +134,18 @@ def _pipeline(plan: Plan) -> list[str]:
 
 
 def _traffic(plan: Plan) -> str:
+    if not plan.transfers:
+        return "<p>Nothing: there is one device.</p>"
     rows = [
-        f'<tr><td>{flow.axis}</td><td>{escape(flow.what)}<br>{flow.kind}, {report.algorithm(plan, flow)}</td><td class="n">{flow.times} × {report.size(flow.nbytes)}</td>'
-        f'<td class="n">{report.size(flow.sent)}</td></tr>'
-        for flow in plan.flows
+        (
+            transfer.axis,
+            f"{escape(transfer.what)}<br>{transfer.kind}, {report.algorithm(plan, transfer)}",
+            f"{transfer.times} × {units.size(transfer.nbytes)}",
+            units.size(transfer.sent),
+        )
+        for transfer in plan.transfers
     ]
-    head = '<tr><th>axis</th><th>what</th><th class="n">arrays</th><th class="n">sent</th></tr>'
-    return f"<table>{head}{''.join(rows)}</table>" if rows else "<p>Nothing: there is one device.</p>"
+    return pages.table(("axis", "what", "arrays", "sent"), rows, numbers=(2, 3))
 
 
 def curves(lines: dict[str, Sequence[Point]]) -> str:
@@ -182,19 +168,18 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
     body = []
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         body.append(
-            f'<line x1="{left}" x2="{left + width}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e3e7ee"/>'
+            f'<line x1="{left}" x2="{left + width}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="{GRID}"/>'
             f'<text x="{left - 8}" y="{y(tick) + 5:.1f}" text-anchor="end">{tick:.0%}</text>'
         )
     step = math.ceil(len(counts) / 5)
     for devices in counts[::step]:
         body.append(f'<text x="{x(devices):.1f}" y="{top + height + 20}" text-anchor="middle">{devices:,}</text>')
-    for points, colour, dash in zip(drawn.values(), ("#3b6fb6", "#c2843a"), ("", "6 4"), strict=False):
+    for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
         path = " ".join(f"{x(p.devices):.1f},{y(p.efficiency):.1f}" for p in points)
         body.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>'
         )
-        body += [f'<circle cx="{x(p.devices):.1f}" cy="{y(p.efficiency):.1f}" r="3.5" fill="{colour}"><title>{p.devices:,} devices: {p.efficiency:.1%}, step {report.duration(p.plan.seconds)}</title></circle>' for p in points]  # fmt: skip
-    for i, (name, colour) in enumerate(zip(drawn, ("#3b6fb6", "#c2843a"), strict=False)):
-        body.append(f'<rect x="{i * 180}" y="{top + height + 34}" width="12" height="12" rx="2" fill="{colour}"/>')
-        body.append(f'<text x="{17 + i * 180}" y="{top + height + 45}">{escape(name)}</text>')
-    return svg(top + height + 56, body, "efficiency by number of devices")
+        body += [f'<circle cx="{x(p.devices):.1f}" cy="{y(p.efficiency):.1f}" r="3.5" fill="{colour}"><title>{p.devices:,} devices: {p.efficiency:.1%}, step {units.duration(p.plan.seconds)}</title></circle>' for p in points]  # fmt: skip
+    for i, (name, colour) in enumerate(zip(drawn, (FIRST, SECOND), strict=False)):
+        body.append(key(i * 180, top + height + 34, colour, name, 13))
+    return chart(top + height + 56, body, "efficiency by number of devices")

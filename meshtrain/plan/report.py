@@ -4,43 +4,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshtrain.cluster.accelerators import lender
+from meshtrain.cluster.algorithms import best
 from meshtrain.config import Config
-from meshtrain.model.weights import told
+from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import axes, search, traffic
-from meshtrain.plan.cluster.accelerators import lender
-from meshtrain.plan.cluster.algorithms import best
+from meshtrain.plan import axes, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.estimate import PART_NAMES, Plan
-from meshtrain.plan.failures import Faults, faults
-from meshtrain.plan.flow import Flow
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: 3 digits and a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.3g} TiB" if nbytes < 1000 else f"{nbytes:,.0f} TiB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 3 digits and a unit."""
-    for unit, factor in (("ns", 1e9), ("µs", 1e6), ("ms", 1e3)):
-        if abs(seconds) * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    if seconds < 1000:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 3600:.3g} h" if seconds < 86400 * 3 else f"{seconds / 86400:.3g} days"
-
-
-def count(number: float) -> str:
-    """A large number for people: 8.03 B."""
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number:.3g}"
+from meshtrain.plan.failures import FailureCosts, faults
+from meshtrain.plan.gradient_traffic import Transfer
+from meshtrain.units import count, duration, size
 
 
 def render(plan: Plan) -> RenderableType:
@@ -51,7 +25,7 @@ def render(plan: Plan) -> RenderableType:
 def headline(plan: Plan) -> str:
     """The answer in a few lines: fits or not, seconds, what bounds it."""
     config, mesh, device = plan.config, plan.config.mesh, plan.cluster.accelerator
-    trained = told(config.model, config.lora, config.train.trainable)
+    trained = trained_text(config.model, config.lora, config.train.trainable)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
         f"{count(plan.parameters)} parameters{trained} on {plan.devices} x {device.name}: {mesh}",
@@ -60,9 +34,11 @@ def headline(plan: Plan) -> str:
         f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, {plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
         f"MFU {plan.mfu:.1%}; bound by {plan.time.bound}",
     ]
+    if (chunks := shapes.loss_chunks(config)) > 1:
+        lines.append(f"loss    by {chunks:,} chunks of {shapes.loss_chunk(config):,} tokens (train.loss_chunk)")
     if plan.timeline is not None:
         lines.append(
-            f"pipeline {plan.config.parallel.schedule}, {plan.ticks} ticks, at most {plan.peak_in_flight} microbatches in flight, "
+            f"pipeline {plan.config.parallel.schedule}, {plan.clocks} clocks, at most {plan.peak_in_flight} microbatches in flight, "
             f"{plan.bubble_fraction:.1%} of the time idle"
         )
     if borrowed := lender(device):
@@ -71,6 +47,14 @@ def headline(plan: Plan) -> str:
     if plan.cost:
         lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps")
     return "\n".join(lines)
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table; a column whose name begins with > is set flush right."""
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return made
 
 
 def _headline(plan: Plan) -> Text:
@@ -97,27 +81,29 @@ def layers(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title="each device holds", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("bytes", "right"), ("share", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    rows = table("each device holds", "", ">bytes", ">share", "")
     for item in sorted(plan.memory, key=lambda i: -i.nbytes):
         share = item.nbytes / plan.bytes
-        table.add_row(item.name, size(item.nbytes), f"{share:.1%}", bar(share))
-    table.add_row("total", size(plan.bytes), "100%", "", style="bold")
-    return table
+        rows.add_row(item.name, size(item.nbytes), f"{share:.1%}", bar(share))
+    rows.add_row("total", size(plan.bytes), "100%", "", style="bold")
+    return rows
 
 
 def _traffic(plan: Plan) -> Table:
-    table = Table(title="each device sends in a step", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("axis", "left"), ("what", "left"), ("kind", "left"), ("by", "left"), ("times", "right"), ("size", "right"), ("sent", "right")):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for flow in plan.flows:
-        row = (flow.kind, algorithm(plan, flow), f"{flow.times}", size(flow.nbytes), size(flow.sent))
-        table.add_row(flow.axis, flow.what, *row)
-    for axis, sent in traffic.by_axis(plan.flows).items():
+    rows = table("each device sends in a step", "axis", "what", "kind", "by", ">times", ">size", ">sent")
+    for transfer in plan.transfers:
+        row = (
+            transfer.kind,
+            algorithm(plan, transfer),
+            f"{transfer.times}",
+            size(transfer.nbytes),
+            size(transfer.sent),
+        )
+        rows.add_row(transfer.axis, transfer.what, *row)
+    for axis, sent in traffic.by_axis(plan.transfers).items():
         if sent:
-            table.add_row(axis, "total", "", "", "", "", size(sent), style="bold")
-    return table
+            rows.add_row(axis, "total", "", "", "", "", size(sent), style="bold")
+    return rows
 
 
 def _axes(plan: Plan) -> Table:
@@ -125,92 +111,88 @@ def _axes(plan: Plan) -> Table:
     title = (
         f"axes on links ({plan.cluster.topology}), the outermost first{f'; devices as in {cluster}' if cluster else ''}"
     )
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("axis", "left"), ("apart", "right"), ("blocks that meet", "left"), ("sent", "right"), ("takes", "right")):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for one in axes.lying(plan):
-        levels = ", ".join(f"{name} {fan}" for name, fan in one.levels)
-        table.add_row(f"{one.axis} {one.size}", str(one.apart), levels, size(one.sent), duration(one.seconds))
-    return table
+    rows = table(title, "axis", ">apart", "blocks that meet", ">sent", ">takes")
+    for axis in axes.axes_on_links(plan):
+        levels = ", ".join(f"{name} {fan}" for name, fan in axis.levels)
+        rows.add_row(f"{axis.axis} {axis.size}", str(axis.apart), levels, size(axis.sent), duration(axis.seconds))
+    return rows
 
 
-def algorithm(plan: Plan, flow: Flow) -> str:
-    """What a collective is run by."""
-    return best(flow.kind, plan.cluster.axis(flow.axis, plan.config.mesh), flow.nbytes).algorithm
+def algorithm(plan: Plan, transfer: Transfer) -> str:
+    """Names the algorithm that runs a collective."""
+    return best(transfer.kind, plan.cluster.axis(transfer.axis, plan.config.mesh), transfer.nbytes).algorithm
 
 
 def traffic_json(plan: Plan) -> list[dict]:
-    """`plan --json`'s collectives of a step: times and bytes of the whole array (see `cluster.algorithms`)."""
+    """Collectives of a step for `plan --json`: times and bytes of the whole array (see `cluster.algorithms`)."""
     return [
         {"axis": f.axis, "what": f.what, "kind": f.kind, "algorithm": algorithm(plan, f), "times": f.count, "bytes": int(f.nbytes)}
-        for f in plan.flows
+        for f in plan.transfers
     ]  # fmt: skip
 
 
 def _time(plan: Plan) -> Table:
-    table = Table(title="a step takes", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("time", "right"), ("share", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    rows = table("a step takes", "", ">time", ">share", "")
     done = 0.0
     for name, seconds in plan.time.parts():
         if seconds:
             share = seconds / plan.seconds
-            table.add_row(
+            rows.add_row(
                 PART_NAMES[name], duration(seconds), f"{share:.1%}", " " * round(done * 40) + (bar(share, 40) or "▏")
             )
             done += share
-    table.add_row("total", duration(plan.seconds), "100%", "", style="bold")
-    return table
+    rows.add_row("total", duration(plan.seconds), "100%", "", style="bold")
+    return rows
 
 
-def faults_text(found: Faults) -> str:
+def faults_text(costs: FailureCosts) -> str:
     """Failures in a line."""
-    if not found.interval_steps:
+    if not costs.interval_steps:
         return "none expected"
     return (
-        f"one in {duration(found.between)} loses {duration(found.lost)} and a restart; a checkpoint every {found.interval_steps:,} steps, copied "
-        f"in {duration(found.copy)} and written in {duration(found.write)}, leaves {found.goodput:.1%} of the time for training; "
-        f"{found.spares} spare nodes last a day with 99%"
+        f"one in {duration(costs.between)} loses {duration(costs.lost)} and a restart; a checkpoint every {costs.interval_steps:,} steps, copied "
+        f"in {duration(costs.copy)} and written in {duration(costs.write)}, leaves {costs.goodput:.1%} of the time for training; "
+        f"{costs.spares} spare nodes last a day with 99%"
     )
 
 
-def faults_json(found: Faults) -> dict:
-    """`plan --json`'s faults."""
+def faults_json(costs: FailureCosts) -> dict:
+    """Failures for `plan --json`."""
     return {
-        "mean_seconds_between_failures": found.between if found.interval_steps else None,
-        "checkpoint_every_steps": found.interval_steps,
-        "checkpoint_copy_seconds": found.copy,
-        "checkpoint_write_seconds": found.write,
-        "seconds_lost_by_a_failure": found.lost,
-        "goodput": found.goodput,
-        "goodput_as_configured": found.configured_goodput,
-        "spare_nodes_for_a_day": found.spares,
+        "mean_seconds_between_failures": costs.between if costs.interval_steps else None,
+        "checkpoint_every_steps": costs.interval_steps,
+        "checkpoint_copy_seconds": costs.copy,
+        "checkpoint_write_seconds": costs.write,
+        "seconds_lost_by_a_failure": costs.lost,
+        "goodput": costs.goodput,
+        "goodput_as_configured": costs.configured_goodput,
+        "spare_nodes_for_a_day": costs.spares,
     }
 
 
 def settings(config: Config) -> dict[str, object]:
     """The keys that a search decides."""
     mesh, parallel = config.mesh, config.parallel
-    found: dict[str, object] = {"mesh.data": mesh.data, "mesh.tensor": mesh.tensor, "mesh.pipeline": mesh.pipeline}
+    keys: dict[str, object] = {"mesh.data": mesh.data, "mesh.tensor": mesh.tensor, "mesh.pipeline": mesh.pipeline}
     if mesh.islands > 1:
-        found["mesh.islands"] = mesh.islands
+        keys["mesh.islands"] = mesh.islands
     names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab")  # fmt: skip
-    return found | {f"parallel.{name}": getattr(parallel, name) for name in names}
+    return keys | {f"parallel.{name}": getattr(parallel, name) for name in names}
 
 
 def compared(plan: Plan, compiled: Compiled) -> Table:
     """The planner's bytes beside the compiler's."""
     title = f"compiled for {compiled.target} in {compiled.compile_seconds:.1f} s"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("planned", "right"), ("compiled", "right"), ("off by", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for what, planned, found in comparison(plan, compiled):
-        table.add_row(what, size(planned), size(found), f"{planned / found - 1:+.1%}" if found else "")
+    rows = table(title, "", ">planned", ">compiled", ">off by")
+    for what, planned, compiled_bytes in comparison(plan, compiled):
+        rows.add_row(
+            what, size(planned), size(compiled_bytes), f"{planned / compiled_bytes - 1:+.1%}" if compiled_bytes else ""
+        )
     if compiled.step_seconds:
         step = plan.seconds - plan.time.checkpoint
         by_rates = duration(step), duration(compiled.step_seconds), f"{step / compiled.step_seconds - 1:+.1%}"
-        table.add_row("a step, by the cluster's rates", *by_rates)
-    return table
+        rows.add_row("a step, by the cluster's rates", *by_rates)
+    return rows
 
 
 def layout(config: Config) -> str:
@@ -235,16 +217,16 @@ def layout(config: Config) -> str:
     return ", ".join(words)
 
 
-def ranking(found: search.Found, devices: int) -> RenderableType:
+def ranking(result: search.SearchResult, devices: int) -> RenderableType:
     """The best layouts of a search, with the reasons."""
     lines = Text()
     lines.append(
-        f"{found.legal:,} legal layouts on {devices:,} devices, {found.fitting:,} fit with {search.MARGIN:.0%} of the memory to spare; "
-        f"searched in {found.seconds:.1f} s\n",
+        f"{result.legal:,} legal layouts on {devices:,} devices, {result.fitting:,} fit with {search.MARGIN:.0%} of the memory to spare; "
+        f"searched in {result.seconds:.1f} s\n",
         "bold",
     )
-    for place, plan in enumerate(found.plans, 1):
+    for place, plan in enumerate(result.plans, 1):
         lines.append(f"{place:2}  {duration(plan.seconds):>8}  {size(plan.bytes):>9}  MFU {plan.mfu:.1%}  ", "bold")
-        lines.append(f"{layout(plan.config)}\n    {search.reason(plan, found.plans[0])}\n")
-    lines.append(f"the fastest step, all of it: {search.made_of(found.plans[0])}")
+        lines.append(f"{layout(plan.config)}\n    {search.reason(plan, result.plans[0])}\n")
+    lines.append(f"the fastest step, all of it: {search.made_of(result.plans[0])}")
     return lines

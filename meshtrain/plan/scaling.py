@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshtrain.cluster.cluster import Cluster, resized
 from meshtrain.config import Config, ConfigError, check, replaced
-from meshtrain.config.rows import sequences
-from meshtrain.plan.cluster.cluster import Cluster, resized
+from meshtrain.config.follow import microbatch_rows
 from meshtrain.plan.estimate import Plan, estimate
 
 MOST_DEVICES = 16384
@@ -34,31 +34,29 @@ class Point:
 
 def strong(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
     """The config's batch on more and more devices, until the data axis has no sequence left to share."""
-    return _points(_stronger(config, most), cluster)
+    return _points(_on_more_devices(config, most), cluster)
 
 
 def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
     """The config's share of the batch on every data rank, on more and more devices."""
-    return _points(_weaker(config, most), cluster)
+    mesh, batch = config.mesh, config.train.global_batch_size
+    factors = [2**k for k in range(most.bit_length()) if mesh.devices << k <= most]
+    return _points(
+        (replaced(config, mesh={"data": n * mesh.data}, train={"global_batch_size": n * batch}) for n in factors),
+        cluster,
+    )
 
 
-def _stronger(config: Config, most: int) -> Iterator[Config]:
-    model_ways = config.mesh.tensor * config.mesh.pipeline
+def _on_more_devices(config: Config, most: int) -> Iterator[Config]:
+    model_parallel = config.mesh.tensor * config.mesh.pipeline
     batch, data = config.train.global_batch_size, config.mesh.data
-    pads, size = config.train.uneven_batch == "pad", sequences(config)  # of a microbatch: kept as long as it can be
-    while data * model_ways <= most and (batch % data == 0 or (pads and data <= batch)):
+    pads = config.train.uneven_batch == "pad"
+    size = microbatch_rows(config)  # kept as long as it can be
+    while data * model_parallel <= most and (batch % data == 0 or (pads and data <= batch)):
         microbatches = math.ceil(batch / data / size) if pads else max(1, batch // data // size)
         if pads or batch // data % microbatches == 0:
             yield replaced(config, mesh={"data": data}, parallel={"microbatches": microbatches})
         data *= 2
-
-
-def _weaker(config: Config, most: int) -> Iterator[Config]:
-    model_ways, data = config.mesh.tensor * config.mesh.pipeline, config.mesh.data
-    batch = config.train.global_batch_size
-    while data * model_ways <= most:
-        yield replaced(config, mesh={"data": data}, train={"global_batch_size": batch})
-        data, batch = 2 * data, 2 * batch
 
 
 def _points(configs: Iterator[Config], cluster: Cluster) -> list[Point]:

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.follow import put
-from meshtrain.config.reduce import keeps
-from meshtrain.config.rows import sequences
-from meshtrain.parallel.placement import gathers_at_use, scatters_at_use
+from meshtrain.config.follow import microbatch_rows, put
+from meshtrain.config.reduce import gathers_at_use, keeps_feedback, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
-from meshtrain.plan import memory, ticks
+from meshtrain.plan import memory, pipeline
 from meshtrain.plan.choices import (
     cuts,
     ends_empty,
@@ -28,16 +27,15 @@ from meshtrain.plan.choices import (
     schedules,
     with_empty_ends,
 )
-from meshtrain.plan.cluster.cluster import Cluster
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
-from meshtrain.plan.seconds import Pieces, hidden_seconds, pieces_of
+from meshtrain.plan.seconds import MicrobatchCosts, hidden_seconds, microbatch_costs
 
 # Kept free of what a program may have: of 79 compiled programs of every kind 95% hold less than this above the formula
-# (`experiments/bench_planner.py --compile`).
+# (`python -m experiments.plan --compile`).
 MARGIN = 0.04
 
 
-class Zero(NamedTuple):
+class ZeroKeys(NamedTuple):
     """The ZeRO stage of a layout, and where its state lies."""
 
     stage: int
@@ -54,7 +52,7 @@ class Candidate(NamedTuple):
     seconds: float
     nbytes: float
     base: Config
-    zero: Zero
+    zero: ZeroKeys
 
     @property
     def config(self) -> Config:
@@ -62,8 +60,8 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found: the best layouts, simulated, fastest first."""
+class SearchResult:
+    """The best layouts, simulated, fastest first, and how many there were."""
 
     plans: list[Plan]
     legal: int
@@ -72,7 +70,7 @@ class Found:
     seconds: float  # that the search took
 
 
-def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> Found:
+def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> SearchResult:
     """The `best` layouts of a config's model and batch on `devices` devices of a cluster.
 
     Only mesh and parallel keys are changed. Raises ConfigError where no layout is legal.
@@ -96,7 +94,7 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> Fo
     fitting.sort(key=lambda c: c[:2])
     plans = [estimate(c.config, cluster) for c in _distinct(fitting, 2 * best)]
     plans = sorted((p for p in plans if p.bytes <= usable), key=lambda p: (p.seconds, p.bytes))[:best]
-    return Found(plans, legal, len(fitting), smallest, clock.perf_counter() - began)
+    return SearchResult(plans, legal, len(fitting), smallest, clock.perf_counter() - began)
 
 
 def spared(cluster: Cluster) -> float:
@@ -106,16 +104,16 @@ def spared(cluster: Cluster) -> float:
 
 def _distinct(ranked: list[Candidate], count: int) -> list[Candidate]:
     """The first of each mesh, schedule and recomputation: the rest differ in details that hardly cost time."""
-    seen, found = set(), []
+    seen, chosen = set(), []
     for candidate in ranked:
         parallel = candidate.base.parallel
         key = (candidate.base.mesh, parallel.schedule, parallel.virtual_stages, parallel.remat)
         if key not in seen:
             seen.add(key)
-            found.append(candidate)
-        if len(found) == count:
+            chosen.append(candidate)
+        if len(chosen) == count:
             break
-    return found
+    return chosen
 
 
 def _of_the_batch(config: Config) -> str:
@@ -130,7 +128,7 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
     """Every legal layout with its bytes and seconds by formula. `near`: of those the ones with the config's own schedule, vocabulary
     and split of the sequence, as far as the mesh allows, and with microbatches of its rows, a half, a quarter, ... of them.
     """
-    most = sequences(config)
+    most = microbatch_rows(config)
     base = put(
         config,
         parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
@@ -143,26 +141,26 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers
-        counts, ways = cuts(base, data), [*schedules(layers, stages), *with_empty_ends(layers, stages)]
+        counts, named_schedules = cuts(base, data), [*schedules(layers, stages), *with_empty_ends(layers, stages)]
         if near:
             splits, vocabularies = (base.parallel.sequence_parallel and splits[-1],), (base.parallel.vocab,)
-            counts, ways = near_cuts(base, data, most), [near_schedule(base, stages)]
+            counts, named_schedules = near_cuts(base, data, most), [near_schedule(base, stages)]
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             outside: dict[int, list[_Decided]] = {}
             for split in splits:
-                whole = put(cut, parallel={"sequence_parallel": split})
-                key = tensor, split, stages == 1, sequences(whole)
+                split_config = put(cut, parallel={"sequence_parallel": split})
+                key = tensor, split, stages == 1, microbatch_rows(split_config)
                 if key not in recomputed:
-                    recomputed[key] = remats(whole, cluster)
+                    recomputed[key] = remats(split_config, cluster)
                 for keys in recomputed[key]:
-                    yield from _scheduled(put(whole, parallel=keys), cluster, ways, outside)
+                    yield from _scheduled(put(split_config, parallel=keys), cluster, named_schedules, outside)
 
 
 class _Decided(NamedTuple):
-    """What the keys of ZeRO decide."""
+    """Seconds and bytes that the keys of ZeRO decide."""
 
-    zero: Zero
+    zero: ZeroKeys
     seconds: float  # outside the microbatches
     nbytes: float  # of state
     # Weights gathered, gradients scattered at use, anything over data: what decides the bytes that are held for a moment.
@@ -170,49 +168,49 @@ class _Decided(NamedTuple):
 
 
 def _scheduled(
-    config: Config, cluster: Cluster, ways: list[tuple[str, int]], outside: dict[int, list[_Decided]]
+    config: Config, cluster: Cluster, named_schedules: list[tuple[str, int]], outside: dict[int, list[_Decided]]
 ) -> Iterator[Candidate]:
     """The given schedules and all ZeRO stages of a layout. What follows from the layers of a stage alone is computed once for each number
-    of them: the pieces here, what ZeRO decides in `outside`. Time is computed where one of the ZeRO stages fits, since most don't.
+    of them: the costs here, what ZeRO decides in `outside`. Time is computed where one of the ZeRO stages fits, since most don't.
     """
     usable = spared(cluster)
-    pieces: dict[int, Pieces] = {}
-    for schedule, chunks in ways:
+    costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
+    for schedule, chunks in named_schedules:
         split = ends_empty(config.model.layers, chunks * config.mesh.pipeline)
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
         stage = stages_of(scheduled)
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
-        facts = ticks.facts(scheduled)
-        held = memory.total(memory.kept(scheduled, facts, cluster.accelerator.platform))
+        facts = pipeline.facts(scheduled)
+        kept = memory.total(memory.kept(scheduled, facts, cluster.accelerator.platform))
         seconds, passing = math.inf, dict[tuple[bool, ...], float]()
         fits = False
         for zero in outside[stage.on_device]:
             # the optimizer's state waits on the host only where it has to: the same stage without comes just before
             if zero.zero.offload and fits:
                 continue
-            nbytes = held + zero.nbytes
+            nbytes = kept + zero.nbytes
             if nbytes <= usable:
                 if zero.passing not in passing:
                     moments = memory.passing(_with_zero(scheduled, zero.zero), facts, cluster.accelerator.platform)
                     passing[zero.passing] = max(map(memory.total, moments.values()))
                 nbytes += passing[zero.passing]
             if nbytes <= usable and seconds == math.inf:
-                if stage.longest not in pieces:
-                    pieces[stage.longest] = pieces_of(scheduled, cluster)
-                seconds = ticks.quick(scheduled, facts, pieces[stage.longest])
+                if stage.longest not in costs:
+                    costs[stage.longest] = microbatch_costs(scheduled, cluster)
+                seconds = pipeline.quick(scheduled, facts, costs[stage.longest])
             fits = nbytes <= usable
-            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, pieces[stage.longest]) if fits else 0.0
+            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, costs[stage.longest]) if fits else 0.0
             yield Candidate(seconds + zero.seconds - hidden, nbytes, scheduled, zero.zero)
 
 
-def _with_zero(config: Config, zero: Zero) -> Config:
+def _with_zero(config: Config, zero: ZeroKeys) -> Config:
     return put(config, parallel={"zero_stage": zero.stage, "zero_hold": zero.hold, "offload_optimizer": zero.offload})
 
 
 def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
-    """ZeRO stages with and without holding, where that makes a difference: for stages 2 and 3 with several microbatches; each with the
-    optimizer's state on the device and, where there are GPUs, on the host.
+    """ZeRO stages, the third also held where there are several microbatches (the second is the first then); each with the optimizer's
+    state on the device and, where there are GPUs, on the host.
     """
     several = config.parallel.microbatches > 1 or config.mesh.pipeline > 1
     holds = (False, True) if several else (False,)
@@ -220,24 +218,24 @@ def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
     scattered = config.mesh.data > 1 and reduce.compression != "none" and reduce.over == "data"
     choices: list[tuple[int, bool]] = [] if scattered else [(0, False)]
     if config.mesh.data > 1:
-        choices += [(1, False), *itertools.product((2, 3), holds)]
-    if keeps(config) and reduce.over == "data":
+        choices += [(1, False), (2, False), *((3, hold) for hold in holds)]
+    if keeps_feedback(config) and reduce.over == "data":
         choices = [(stage, hold) for stage, hold in choices if stage < 2 or hold]
     hosts = (False, True) if cluster.accelerator.platform == "gpu" else (False,)
     for (stage, hold), host in itertools.product(choices, hosts):
-        chosen = _with_zero(config, zero := Zero(stage, hold, host))
+        chosen = _with_zero(config, zero := ZeroKeys(stage, hold, host))
         nbytes = sum(item.nbytes for item in memory.state(chosen))
         passing = gathers_at_use(chosen), scatters_at_use(chosen), stage > 0
-        yield _Decided(zero, outside_seconds(chosen, cluster), nbytes, passing)
+        yield _Decided(zero, sum(outside_seconds(chosen, cluster)), nbytes, passing)
 
 
-def reason(found: Plan, fastest: Plan) -> str:
+def reason(plan: Plan, fastest: Plan) -> str:
     """Why a layout stands where it stands, in a few words."""
-    total = found.seconds
-    if found is fastest:
-        largest = sorted(found.time.parts(), key=lambda p: -p[1])[:3]
+    total = plan.seconds
+    if plan is fastest:
+        largest = sorted(plan.time.parts(), key=lambda p: -p[1])[:3]
         return "fastest: " + ", ".join(f"{PART_NAMES[name]} {seconds / total:.0%}" for name, seconds in largest)
-    slower = {name: seconds - dict(fastest.time.parts())[name] for name, seconds in found.time.parts()}
+    slower = {name: seconds - dict(fastest.time.parts())[name] for name, seconds in plan.time.parts()}
     most = max(slower, key=lambda name: slower[name])
     less = min(slower, key=lambda name: slower[name])
     text = f"+{total / fastest.seconds - 1:.1%}: {PART_NAMES[most]} +{slower[most] / fastest.seconds:.1%}"

@@ -1,162 +1,226 @@
-"""How long a step takes, and what for: compute by shape, communication by the cheapest collective, the pipeline by its table."""
+"""How long a step takes, and what for: compute by shape, communication by the cheapest collective, the pipeline by its table.
+
+    layer_cost ──┐
+    edge_cost ───┼──► MicrobatchCosts ──► the pipeline's table, or microbatches one after another ──► StepTime
+    message_cost ┘
+
+data_seconds, hidden_seconds, checkpoint_seconds: outside the microbatches
+"""
 
 import dataclasses
 import itertools
 from dataclasses import dataclass
 
+from meshtrain.cluster.accelerators import Accelerator
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, best
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
-from meshtrain.config.mesh import DATA, ISLAND
+from meshtrain.config.mesh import ISLAND
+from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.placement import buckets, closes_early, gathers_at_use, scatters_at_use, stages
+from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
-from meshtrain.plan import activations, bringing, compute, reducing, shapes
-from meshtrain.plan.cluster import algorithms, programs
-from meshtrain.plan.cluster.accelerators import Accelerator
-from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
-from meshtrain.plan.cluster.cluster import Cluster
-from meshtrain.plan.compute import OURS, Practice, Seconds
-from meshtrain.plan.traffic import BOTH, edge_flows, layer_flows
+from meshtrain.plan import activations, compute, gradient_traffic, programs, shapes
+from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
+from meshtrain.plan.traffic import BOTH, edge_transfers, layer_transfers
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Seconds of one microbatch on one device, the parts from which a step is put together.
+class LayerCost:
+    """Seconds of one microbatch in one layer on one device.
 
-    `forward` and `backward` are of one layer; `*_sends` their collectives over tensor as they delay the device, `*_copies` what it
-    waits for activations on the host: they leave while the layer goes on, but XLA has them back before its backward begins.
+    `*_sends` are its collectives over tensor as they delay the device, `*_copies` what it waits for activations on the host: they leave
+    while the layer goes on, but XLA has them back before its backward begins.
     """
 
     forward: Seconds
     backward: Seconds  # recomputation counted
-    again: Seconds  # the recomputation alone
+    recompute: Seconds  # the recomputation alone
     weight_grad: float  # the weights' gradients alone, which are products
     forward_sends: float
     backward_sends: float
     forward_copies: float
     backward_copies: float
-    head: Seconds  # forward and backward, on one device; of images with the product of the embedding
+    residuals: float  # what the input gradient writes for a weight gradient of its own, in tables that split the two
+    reference: float  # dpo's forward without adapters, with its collectives
+
+
+@dataclass(frozen=True)
+class EdgeCost:
+    """Seconds of one microbatch in embedding and loss head on one device."""
+
+    head: Seconds  # forward and backward; of images with the product of the embedding
     head_sends: float  # its sums over tensor
     vocab_sends: float  # its sums over the stages that share the vocabulary
-    message: float  # one hop to the next stage, while the stages work on
-    waits: float  # the same where the stages wait for it
-    layers: int  # of the longest virtual stage
-    # a chunk and the head of dpo's forward without adapters, with their collectives
-    reference: float = 0.0
-    reference_head: float = 0.0
-    leaving: float = (
-        0.0  # what the input gradient of a layer writes for a weight gradient of its own, in tables that split the two
-    )
+    reference: float  # dpo's forward without adapters, with its collectives
 
     @property
-    def head_total(self) -> float:
-        """The loss head of one microbatch on one device, with its collectives."""
+    def total(self) -> float:
         return self.head.total + self.head_sends + self.vocab_sends
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """Seconds of one hop to the next stage: one of the two is 0."""
+
+    overlapped: float  # while the stages work on
+    waits: float  # where the stages wait for it
+
+
+@dataclass(frozen=True)
+class MicrobatchCosts:
+    """Seconds of one microbatch on one device, from which a step is put together. A chunk has the layers of the longest virtual stage."""
+
+    layer: LayerCost
+    edge: EdgeCost
+    message: MessageCost
+    layers: int  # of a chunk
+    chunks: int  # of a stage
+
+    @property
+    def stage(self) -> float:
+        """All chunks of a stage, forward, head and backward."""
+        return self.chunks * (self.chunk_forward + self.chunk_backward) + self.edge.total
 
     @property
     def chunk_forward(self) -> float:
-        """One microbatch through one model chunk, forward."""
-        return self.layers * (self.forward.total + self.forward_sends + self.forward_copies) + self.waits
+        layer = self.layer
+        return self.layers * (layer.forward.total + layer.forward_sends + layer.forward_copies) + self.message.waits
 
     @property
     def chunk_backward(self) -> float:
-        return self.layers * (self.backward.total + self.backward_sends + self.backward_copies) + self.waits
+        layer = self.layer
+        return self.layers * (layer.backward.total + layer.backward_sends + layer.backward_copies) + self.message.waits
 
     @property
     def chunk_weight_grad(self) -> float:
         """The part of the backward's products that only the weights need: half of them where all is trained."""
-        return self.layers * self.weight_grad
+        return self.layers * self.layer.weight_grad
+
+    @property
+    def chunk_residuals(self) -> float:
+        return self.layers * self.layer.residuals
+
+    @property
+    def chunk_reference(self) -> float:
+        return self.layers * self.layer.reference
 
 
-def pieces_of(config: Config, cluster: Cluster, practice: Practice = OURS) -> Pieces:
-    """What one microbatch costs on one device of a cluster."""
-    device, mesh, parallel = cluster.accelerator, config.mesh, config.parallel
-    dtype, stage = config.precision.compute, stages(config)
-    length, causal = config.train.sequence_length, FAMILIES[config.model.family].causal
-    layer = compute.layer(config.model, device, dtype, shapes.sequences(config), length, mesh.tensor, parallel.sequence_parallel, practice)  # fmt: skip
-    again = compute.recomputed(config, layer, practice)
-    adapters, share = compute.adapters(config, device), compute.trained_share(config)
-    again += adapters * (config.parallel.remat != "none")
-    weight_grad = layer.forward.matmul * share + adapters.matmul
-    copy = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
-    tensor = cluster.axis("tensor", mesh)
-    exposed = device.efficiency.exposed if practice.overlap_tensor else 1.0
-    pipeline = cluster.axis("pipeline", mesh)
-    groups = {"tensor": tensor, "pipeline": pipeline, BOTH: cluster.axis(BOTH, mesh)}
-    sends, hiding = {"forward": 0.0, "backward": 0.0}, 0.0
-    for moment, f in layer_flows(config):
-        seconds = f.count * algorithms.best(f.kind, tensor, f.nbytes).seconds * exposed / stage.longest
-        if f.hides and practice.compiled and device.platform != "cpu":
-            hiding += seconds
-        else:
-            sends[moment] += seconds
-    sends["backward"] += max(0.0, hiding - weight_grad)
-    copies = _copies(config, device) if practice.compiled and device.platform == "gpu" else (Seconds(), Seconds())
-    edges, first = {axis: 0.0 for axis in groups}, list[float]()
-    for moment, f in edge_flows(config):
-        spent = f.count * algorithms.best(f.kind, groups[f.axis], f.nbytes).seconds
-        edges[f.axis] += spent
-        first += [spent] if moment in ("embedding", "head") else []
-    head = compute.head(
-        config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config),
-        practice, _head_is_trained(config),
-    )  # fmt: skip
-    head += compute.embedding(
-        config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config), bool(shapes.trained(config).embedding.whole)
-    )  # fmt: skip
-    dpo = config.train.objective == "dpo"
-    head_forward = compute.head_forward(config.model, device, dtype, shapes.tokens(config), shapes.vocabulary_ways(config))  # fmt: skip
-    stream = shapes.stream(config) * shapes.itemsize(dtype)
-    message = 0.0
-    if mesh.pipeline > 1:
-        shared = 1 if not practice.scatter_messages or parallel.sequence_parallel else mesh.tensor
-        message = algorithms.best(PERMUTE, pipeline, stream / shared).seconds
-        message += algorithms.best(ALL_GATHER, tensor, stream).seconds if shared > 1 else 0.0
-    return Pieces(
-        forward=layer.forward + adapters + copies[0],
-        backward=compute.layer_backward(layer.forward, device, compute.looped(length, causal), practice, share)
-        + adapters * 2
-        + copies[1]
-        + compute.weight_passes(config, device, practice)
-        + again,
-        again=again,
-        weight_grad=weight_grad,
-        forward_sends=sends["forward"],
-        backward_sends=sends["backward"],
-        forward_copies=max(0.0, copy - layer.forward.total),
-        backward_copies=copy,
-        head=head,
-        head_sends=edges["tensor"],
-        vocab_sends=edges["pipeline"] + edges[BOTH],
-        message=message if practice.overlap_pipeline else 0.0,
-        waits=0.0 if practice.overlap_pipeline else message,
+def microbatch_costs(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> MicrobatchCosts:
+    """Costs of one microbatch on one device of a cluster."""
+    stage = stages(config)
+    return MicrobatchCosts(
+        layer=layer_cost(config, cluster, profile),
+        edge=edge_cost(config, cluster, profile),
+        message=message_cost(config, cluster, profile),
         layers=stage.longest,
-        reference=dpo * (stage.longest * (layer.forward.total + sends["forward"])),
-        reference_head=dpo * (head_forward.total + sum(first)),
-        leaving=2 * activations.left(config) / device.memory_rate
-        if practice.compiled and device.platform == "gpu"
-        else 0.0,
+        chunks=stage.chunks,
     )
 
 
-def _head_is_trained(config: Config) -> bool:
-    held = shapes.trained(config)
-    return bool(held.tokens.whole if config.model.tied_head else held.output.whole)
+def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> LayerCost:
+    """Costs of a microbatch in one layer."""
+    device, model, parallel = cluster.accelerator, config.model, config.parallel
+    length = config.train.sequence_length
+    layer = compute.layer(
+        model, device, config.precision.compute, shapes.microbatch_rows(config), length, config.mesh.tensor, parallel.sequence_parallel, profile,
+    )  # fmt: skip
+    adapters, trained = compute.adapters(config, device), compute.trained_share(config)
+    recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
+    weight_grad = layer.forward.matmul * trained + adapters.matmul
+    forward_sends, backward_sends = _tensor_sends(config, cluster, profile, weight_grad)
+    own_program = profile.compiled and device.platform == "gpu"
+    copied = _copies(config, device) if own_program else (Seconds(), Seconds())
+    backward = compute.layer_backward(
+        layer.forward, device, compute.looped(length, FAMILIES[model.family].causal), profile, trained
+    )
+    offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
+    return LayerCost(
+        forward=layer.forward + adapters + copied[0],
+        backward=backward + adapters * 2 + copied[1] + compute.weight_passes(config, device, profile) + recompute,
+        recompute=recompute,
+        weight_grad=weight_grad,
+        forward_sends=forward_sends,
+        backward_sends=backward_sends,
+        forward_copies=max(0.0, offload - layer.forward.total),
+        backward_copies=offload,
+        residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate if own_program else 0.0,
+        reference=layer.forward.total + forward_sends if config.train.objective == "dpo" else 0.0,
+    )
+
+
+def _tensor_sends(
+    config: Config, cluster: Cluster, profile: FrameworkProfile, weight_grad: float
+) -> tuple[float, float]:
+    """(forward, backward) seconds that one layer's collectives over tensor delay the device. On accelerators our program computes
+    gradients of weights, which nothing waits for, beside some of the backward's."""
+    group, device = cluster.axis("tensor", config.mesh), cluster.accelerator
+    exposed = device.efficiency.exposed if profile.overlap_tensor else 1.0
+    hides = profile.compiled and device.platform != "cpu"
+    seconds = {"forward": 0.0, "backward": 0.0, "hideable": 0.0}
+    for moment, t in layer_transfers(config):
+        spent = t.count * best(t.kind, group, t.nbytes).seconds * exposed / stages(config).longest
+        seconds["hideable" if t.hides and hides else moment] += spent
+    return seconds["forward"], seconds["backward"] + max(0.0, seconds["hideable"] - weight_grad)
 
 
 def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
-    """What our compiled program copies of one layer and microbatch, forward and backward, as seen in it (`plan.timed`).
+    """Copies that our compiled program makes in one layer and microbatch, forward and backward, as seen in it (`plan.timed`).
 
     Each copy is a read and a write: of the layer's weights out of the stacked ones, forward and backward; of what it keeps into the
     stash; and of several sequences that were gathered over tensor, or are to be scattered, into the order of the other side.
     """
     size, sliced = shapes.itemsize(config.precision.compute), 0.0
     if not gathers_at_use(config):
-        sliced = 2 * size * shapes.held(config).block.whole
+        sliced = 2 * size * shapes.resident(config).block.full
     moved = {"forward": sliced + 2 * activations.kept(config, config.parallel.remat), "backward": sliced}
-    if config.parallel.sequence_parallel and config.mesh.tensor > 1 and shapes.sequences(config) > 1:
-        for moment, flow in layer_flows(config):
-            moved[moment] += 2 * flow.nbytes * flow.count / stages(config).longest
+    if config.parallel.sequence_parallel and config.mesh.tensor > 1 and shapes.microbatch_rows(config) > 1:
+        for moment, transfer in layer_transfers(config):
+            moved[moment] += 2 * transfer.nbytes * transfer.count / stages(config).longest
     return Seconds(memory=moved["forward"] / device.memory_rate), Seconds(memory=moved["backward"] / device.memory_rate)
+
+
+def edge_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> EdgeCost:
+    """Costs of a microbatch in embedding and loss head."""
+    model, trained = config.model, shapes.trained(config)
+    sizes = (
+        model,
+        cluster.accelerator,
+        config.precision.compute,
+        shapes.tokens(config),
+        shapes.vocabulary_degree(config),
+    )
+    head_is_trained = bool(trained.tokens.full if model.tied_head else trained.output.full)
+    head = compute.head(*sizes, profile, head_is_trained) + compute.embedding(*sizes, bool(trained.embedding.full))
+    if (chunks := shapes.loss_chunks(config)) > 1:
+        # the forward again, and a sum of gradients that every chunk reads and writes
+        weight = (trained.tokens if model.tied_head else trained.output).full
+        head += compute.head_forward(*sizes) + Seconds(memory=8 * chunks * weight / cluster.accelerator.memory_rate)
+    sends, forward = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}, 0.0
+    for moment, t in edge_transfers(config):
+        spent = t.count * best(t.kind, cluster.axis(t.axis, config.mesh), t.nbytes).seconds
+        sends[t.axis] += spent
+        if moment in ("embedding", "head"):
+            forward += spent
+    return EdgeCost(
+        head=head,
+        head_sends=sends["tensor"],
+        vocab_sends=sends["pipeline"] + sends[BOTH],
+        reference=compute.head_forward(*sizes).total + forward if config.train.objective == "dpo" else 0.0,
+    )
+
+
+def message_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> MessageCost:
+    """Costs of one hop of a microbatch to the next stage."""
+    mesh = config.mesh
+    if mesh.pipeline == 1:
+        return MessageCost(0.0, 0.0)
+    nbytes = shapes.stream(config) * shapes.itemsize(config.precision.compute)
+    parts = mesh.tensor if profile.scatter_messages and not config.parallel.sequence_parallel else 1
+    seconds = best(PERMUTE, cluster.axis("pipeline", mesh), nbytes / parts).seconds
+    if parts > 1:
+        seconds += best(ALL_GATHER, cluster.axis("tensor", mesh), nbytes).seconds
+    return MessageCost(seconds, 0.0) if profile.overlap_pipeline else MessageCost(0.0, seconds)
 
 
 @dataclass(frozen=True)
@@ -196,76 +260,103 @@ class StepTime:
         return max(groups, key=lambda name: groups[name])
 
 
-def data_seconds(config: Config, cluster: Cluster, practice: Practice = OURS) -> float:
+def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> float:
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
-    mesh = config.mesh
+    mesh, parallel, layers = config.mesh, config.parallel, stages(config).on_device
     if mesh.data == 1:
         return 0.0
-    ranks, stage, zero = mesh.shards, stages(config), config.parallel.zero_stage
-    algorithm = config.parallel.reduce.algorithm
-    trained = shapes.trained(config)
-    gathered = shapes.held(config) if zero == 3 else trained
+    trained, tokens = shapes.trained(config), mesh.token_axes(across=False)
     weight = shapes.itemsize(config.precision.compute)
-    reduce = shapes.itemsize(config.precision.reduce) if practice is OURS else practice.gradient_bytes
-    compressed = practice is OURS and config.parallel.reduce.compression != "none"
-    if not zero and not compressed:
-        whole = trained.block.whole * stage.on_device + trained.outer.whole
-        by_themselves = bringing.seconds(config, cluster)
-        return by_themselves + programs.seconds(
-            algorithm, ALL_REDUCE, summed_axes(config), mesh, cluster, whole * reduce
-        )
-    m, seconds, sends = config.parallel.microbatches, bringing.seconds(config, cluster), []
-    if zero:
+    reduce = profile.gradient_bytes
+    if profile is DEFAULT_PROFILE:
+        reduce = shapes.itemsize(config.precision.reduce)
+    compressed = profile is DEFAULT_PROFILE and parallel.reduce.compression != "none"
+
+    def send(kind: str, axes: tuple[str, ...], nbytes: float, algorithm: str = parallel.reduce.algorithm) -> float:
+        return programs.seconds(algorithm, kind, axes, mesh, cluster, nbytes)
+
+    seconds = gradient_traffic.sync_seconds(config, cluster)
+    if not parallel.zero_stage and not compressed:
+        elements_summed = trained.block.full * layers + trained.outer.full
+        return seconds + send(ALL_REDUCE, summed_axes(config), elements_summed * reduce)
+    # (kind, bytes an element, layer by layer, times a layer and microbatch then, elements, algorithm)
+    sends = []
+    if parallel.zero_stage:
+        gathered = shapes.resident(config) if parallel.zero_stage == 3 else trained
         sends.append((ALL_GATHER, weight, gathers_at_use(config), 2, gathered, "psum"))
     if compressed:
-        seconds += sum(reducing.seconds(config, cluster))
+        seconds += sum(gradient_traffic.seconds(config, cluster))
     else:
-        sends.append((REDUCE_SCATTER, reduce, scatters_at_use(config), 1, trained, algorithm))
-    for kind, size, at_use, times, sent, by in sends:
-        block, outer = sent.block, sent.outer
-        if at_use:  # layer by layer, so the steps of each collective count every time
-            layer = programs.seconds(by, kind, (DATA,), mesh, cluster, block.shard * ranks * size)
-            seconds += times * m * (stage.on_device * layer)
-            seconds += times * m * programs.seconds(by, kind, (DATA,), mesh, cluster, outer.shard * ranks * size)
+        sends.append((REDUCE_SCATTER, reduce, scatters_at_use(config), 1, trained, parallel.reduce.algorithm))
+    for kind, size, at_use, times, elements, algorithm in sends:
+        block, outer = elements.block, elements.outer
+        # At use the steps of each collective count every time; our program's backward gathers embedding and head no second time.
+        if at_use:
+            layer = send(kind, tokens, block.shard * mesh.shards * size, algorithm)
+            around = send(kind, tokens, outer.shard * mesh.shards * size, algorithm)
+            seconds += parallel.microbatches * (times * layers * layer + (1 if profile.compiled else times) * around)
         else:
-            whole = (block.shard * stage.on_device + outer.shard) * ranks * size
-            seconds += programs.seconds(by, kind, (DATA,), mesh, cluster, whole)
-    if mesh.islands > 1 and not compressed and not config.parallel.sync.every:
-        across = (trained.block.shard * stage.on_device + trained.outer.shard) * reduce
-        seconds += programs.seconds(algorithm, ALL_REDUCE, (ISLAND,), mesh, cluster, across)
+            seconds += send(kind, tokens, (block.shard * layers + outer.shard) * mesh.shards * size, algorithm)
+    if mesh.islands > 1 and not compressed and not parallel.sync.every:
+        seconds += send(ALL_REDUCE, (ISLAND,), (trained.block.shard * layers + trained.outer.shard) * reduce)
     return seconds
 
 
-def hidden_seconds(config: Config, cluster: Cluster, pieces: Pieces) -> float:
-    """Seconds of the reductions of gradients that our program hides on accelerators (`parallel.accumulate`): where there is one stage, a
-    bucket of layers is on its way while the last microbatch goes back through the one before; nothing hides the first bucket, nor the
-    embedding and the head.
+def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> float:
+    """Seconds over data that our program hides on accelerators where there is one stage; of the embedding and the head it hides nothing.
+
+    Gradients that are held are reduced in buckets of layers: one is on its way while the last microbatch goes back through the one before
+    (`parallel.accumulate`); nothing hides the first.
     """
-    if config.mesh.pipeline > 1 or not closes_early(config) or cluster.accelerator.platform == "cpu":
+    if config.mesh.pipeline > 1 or cluster.accelerator.platform == "cpu":
+        return 0.0
+    if scatters_at_use(config):
+        return _hidden_at_use(config, cluster, costs.layer)
+    if not overlaps_reduce_scatter(config):
         return 0.0
     trained, layers = shapes.trained(config), stages(config).on_device
-    gathered = shapes.held(config) if config.parallel.zero_stage == 3 else trained
-    whole = (gathered.block.shard * layers + gathered.outer.shard) * config.mesh.shards
-    size = whole * shapes.itemsize(config.precision.compute)
-    gathers = programs.seconds("psum", ALL_GATHER, (DATA,), config.mesh, cluster, size)
-    share = trained.block.whole / (trained.block.whole * layers + trained.outer.whole)
-    sent = (data_seconds(config, cluster) - bringing.seconds(config, cluster) - gathers) * share
-    back = pieces.chunk_backward / layers
+    gathered = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
+    elements = (gathered.block.shard * layers + gathered.outer.shard) * config.mesh.shards
+    size = elements * shapes.itemsize(config.precision.compute)
+    gathers = programs.seconds("psum", ALL_GATHER, config.mesh.token_axes(across=False), config.mesh, cluster, size)
+    share = trained.block.full / (trained.block.full * layers + trained.outer.full)
+    sent = (data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers) * share
+    back = costs.chunk_backward / layers
     sizes = [behind - first for first, behind in buckets(layers)]
     return sum(min(later * sent, before * back) for before, later in itertools.pairwise(sizes))
 
 
-def save_seconds(cluster: Cluster, held_bytes: float) -> tuple[float, float]:
-    """Seconds of a checkpoint of `held_bytes` a device: the stop of training, for the copy to the host, and the write beside it."""
-    write = held_bytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
-    return cluster.save_seconds + held_bytes / (cluster.host_bandwidth * 1e9), write
+def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
+    """Seconds of the gathers and scatters at the layers that hide under a layer's own work, as in the compiled program
+    (`tests/parallel/test_gpu_overlap.py`): a layer's gathers start with it, and its gradients travel during the next one's backward. What its
+    first products read is waited for: projections into attention, and in the backward at most the largest weight.
+    """
+
+    def send(kind: str, elements: float, dtype: str) -> float:
+        nbytes = elements * shapes.itemsize(dtype)
+        return programs.seconds("psum", kind, config.mesh.token_axes(across=False), config.mesh, cluster, nbytes)
+
+    resident, shards = shapes.resident(config), config.mesh.shards
+    forward, backward = 0.0, send(REDUCE_SCATTER, shapes.trained(config).block.shard * shards, config.precision.reduce)
+    if gathers_at_use(config):
+        gathered = send(ALL_GATHER, resident.block.shard * shards, config.precision.compute)
+        forward = max(0.0, gathered - send(ALL_GATHER, resident.first.full, config.precision.compute))
+        backward += max(0.0, gathered - send(ALL_GATHER, resident.block.largest, config.precision.compute))
+    hidden = min(forward, layer.forward.total) + min(backward, layer.backward.total)
+    return config.parallel.microbatches * stages(config).on_device * hidden
 
 
-def checkpoint_seconds(config: Config, cluster: Cluster, held_bytes: float, step: float) -> float:
+def save_seconds(cluster: Cluster, nbytes: float) -> tuple[float, float]:
+    """Seconds of a checkpoint of `nbytes` a device: the stop of training, for the copy to the host, and the write beside it."""
+    write = nbytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
+    return cluster.save_seconds + nbytes / (cluster.host_bandwidth * 1e9), write
+
+
+def checkpoint_seconds(config: Config, cluster: Cluster, nbytes: float, step: float) -> float:
     """Seconds a step for which checkpoints stop training: the copy to the host, and what of the write before is not done when the
     next one is due (`step` seconds a step)."""
     every = config.checkpoint.every
     if not every:
         return 0.0
-    copy, write = save_seconds(cluster, held_bytes)
+    copy, write = save_seconds(cluster, nbytes)
     return (copy + max(0.0, write - every * step)) / every

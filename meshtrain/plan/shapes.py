@@ -6,86 +6,90 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshtrain.config import Config, MeshConfig, ModelConfig
+from meshtrain.cluster.accelerators import ACCELERATORS, KINDS, canonical
+from meshtrain.config import Config, MeshConfig, ModelConfig, follow
+from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
-from meshtrain.config.rows import sequences
 from meshtrain.config.schema import OptimizerConfig
 from meshtrain.families import FAMILIES
-from meshtrain.model.weights import Weight, every_weight, is_trained
+from meshtrain.model.weights import Weight, all_weights, is_trained
 from meshtrain.optimizers import OPTIMIZERS
-from meshtrain.parallel.placement import Placed, part, placed, splits, zero_ways
+from meshtrain.parallel.placement import Placed, part, placed, splits
 
 PATCHES_WEIGHT = "embedding.patches"
+FIRST = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
 
 
 @dataclass(frozen=True)
-class Held:
-    """Elements of some weights on one device: `whole` as the model uses them, `shard` of what is split over data too."""
+class Elements:
+    """Elements of some weights on one device: `full` as the model uses them, `shard` of what is split over data too."""
 
-    whole: int = 0
+    full: int = 0
     shard: int = 0
-    largest: int = 0  # whole elements of the largest weight
+    largest: int = 0  # full elements of the largest weight
 
-    def __add__(self, other: "Held") -> "Held":
-        return Held(self.whole + other.whole, self.shard + other.shard, max(self.largest, other.largest))
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(self.full + other.full, self.shard + other.shard, max(self.largest, other.largest))
 
-    def __sub__(self, other: "Held") -> "Held":
+    def __sub__(self, other: "Elements") -> "Elements":
         """Without a part of it."""
-        return Held(self.whole - other.whole, self.shard - other.shard, self.largest)
+        return Elements(self.full - other.full, self.shard - other.shard, self.largest)
 
-    def __mul__(self, count: int) -> "Held":
-        return Held(self.whole * count, self.shard * count, self.largest)
+    def __mul__(self, count: int) -> "Elements":
+        return Elements(self.full * count, self.shard * count, self.largest)
 
 
-class Parts(NamedTuple):
-    """What one device holds of one layer, and of the weights outside the layers, by their place in the tree."""
+class WeightParts(NamedTuple):
+    """Elements on one device of one layer, and of the weights outside the layers, by their place in the tree."""
 
-    block: Held
-    embedding: Held
-    head: Held
-    tokens: Held  # of the embedding
-    output: Held  # of the head: nothing where it is tied to the tokens
+    block: Elements
+    embedding: Elements
+    head: Elements
+    tokens: Elements  # of the embedding
+    output: Elements  # of the head: nothing where it is tied to the tokens
+    first: Elements  # of a layer, what its first products read: the projections into attention
 
     @property
-    def outer(self) -> Held:
+    def outer(self) -> Elements:
         """All outside the layers."""
         return self.embedding + self.head
 
     @property
-    def vocabulary(self) -> Held:
+    def vocabulary(self) -> Elements:
         return self.tokens + self.output
 
 
-def held(config: Config) -> Parts:
-    """What one device holds of a config's model, adapters among it."""
-    return _held(*_sizes(config), False)
+def resident(config: Config) -> WeightParts:
+    """Elements of a config's model on one device, adapters among them."""
+    return _resident(*_sizes(config), False)
 
 
-def trained(config: Config) -> Parts:
-    """The part of it that is trained."""
-    return _held(*_sizes(config), True)
+def trained(config: Config) -> WeightParts:
+    """Elements on one device that are trained."""
+    return _resident(*_sizes(config), True)
 
 
 Sizes = tuple[ModelConfig, MeshConfig, str, int, LoraConfig, tuple[str, ...]]
 
 
 def _sizes(config: Config) -> Sizes:
-    """What the weights on a device follow from. Of what is trained ZeRO shards as much in every stage from 1 on."""
+    """All that the weights on a device follow from. What is trained ZeRO shards as much in every stage from 1 on."""
     lora, trainable = config.lora, config.train.trainable
     stage = config.parallel.zero_stage if lora.rank or trainable else min(config.parallel.zero_stage, 1)
     return config.model, config.mesh, config.parallel.vocab, stage, lora, trainable
 
 
 @functools.lru_cache(maxsize=65536)
-def _held(model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora: LoraConfig, trainable: tuple[str, ...], alone: bool) -> Parts:  # fmt: skip
+def _resident(model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora: LoraConfig, trainable: tuple[str, ...], trained_only: bool) -> WeightParts:  # fmt: skip
     """`alone`: of what is trained."""
-    found, data = _of_one_layer((model, mesh, vocab, zero, lora, trainable)), mesh.shards if zero else 1
+    placed_weights = _of_one_layer((model, mesh, vocab, zero, lora, trainable))
 
-    def under(name: str) -> Held:
-        chosen = [p for p in found if p.name.startswith(name) and (p.trained or not alone)]
-        return _sum(Held(p.on_device(), p.on_rank(data), p.on_device()) for p in chosen)
+    def under(name: str | tuple[str, ...]) -> Elements:
+        chosen = [p for p in placed_weights if p.name.startswith(name) and (p.trained or not trained_only)]
+        return _sum(Elements(p.on_device(), p.on_rank(), p.on_device()) for p in chosen)
 
-    return Parts(*map(under, ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight")))
+    names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST)
+    return WeightParts(*(under(name) for name in names))
 
 
 def _of_one_layer(sizes: Sizes) -> tuple[Placed, ...]:
@@ -94,8 +98,8 @@ def _of_one_layer(sizes: Sizes) -> tuple[Placed, ...]:
     return placed(model, mesh, vocab, mesh.pipeline, zero, lora, trainable)
 
 
-def _sum(parts: Iterable[Held]) -> Held:
-    return functools.reduce(Held.__add__, parts, Held())
+def _sum(parts: Iterable[Elements]) -> Elements:
+    return functools.reduce(Elements.__add__, parts, Elements())
 
 
 def optimizer_state(config: Config, layers: int) -> float:
@@ -107,44 +111,43 @@ def optimizer_state(config: Config, layers: int) -> float:
 @functools.lru_cache(maxsize=65536)
 def _moments(o: OptimizerConfig, model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora: LoraConfig, trainable: tuple[str, ...]) -> tuple[int, int]:  # fmt: skip
     """(of one layer, outside the layers)."""
-    kind, data = OPTIMIZERS[o.name], mesh.shards if zero else 1
-    found = {True: 0, False: 0}
+    kind, counts = OPTIMIZERS[o.name], {True: 0, False: 0}
     for weight in (p for p in _of_one_layer((model, mesh, vocab, zero, lora, trainable)) if p.trained):
         for dims in kind.moments(o, weight):
-            moment = part(weight, [*range(weight.stacked), *dims], data) if kind.by_matrix else weight
-            found[weight.stacked] += moment.on_rank(data)
-    return found[True], found[False]
+            moment = part(weight, [*range(weight.stacked), *dims]) if kind.by_matrix else weight
+            counts[weight.stacked] += moment.on_rank()
+    return counts[True], counts[False]
 
 
 def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
     """Elements, after ZeRO, of trained weights that are whole over model-parallel axes, by (axes, devices of the group); of `layers` layers."""
-    mesh, data, found = config.mesh, zero_ways(config), dict[tuple[str, int], int]()
+    mesh, counts = config.mesh, dict[tuple[str, int], int]()
     for weight in (p for p in _of_one_layer(_sizes(config)) if p.trained):
         group = {axis: getattr(mesh, axis) for axis in weight.replicated if getattr(mesh, axis) > 1}
         if group:
             key = "+".join(group), math.prod(group.values())
-            found[key] = found.get(key, 0) + weight.on_rank(data) * (layers if weight.stacked else 1)
-    return found
+            counts[key] = counts.get(key, 0) + weight.on_rank() * (layers if weight.stacked else 1)
+    return counts
 
 
-def vocabulary_ways(config: Config) -> int:
+def vocabulary_degree(config: Config) -> int:
     """Devices that share the vocabulary."""
-    return _vocabulary_ways(config.model, config.mesh, config.parallel.vocab)
+    return _vocabulary_degree(config.model, config.mesh, config.parallel.vocab)
 
 
 @functools.lru_cache(maxsize=4096)
-def _vocabulary_ways(model: ModelConfig, mesh: MeshConfig, vocab: str) -> int:
+def _vocabulary_degree(model: ModelConfig, mesh: MeshConfig, vocab: str) -> int:
     return math.prod(getattr(mesh, axis) for axis in splits(model, mesh, vocab)["vocab"])
 
 
 def vocabulary_rows(config: Config) -> int:
     """Rows of it on one device."""
-    return math.ceil(config.model.vocab_size / vocabulary_ways(config))
+    return math.ceil(config.model.vocab_size / vocabulary_degree(config))
 
 
 def tokens(config: Config) -> int:
     """Tokens of one microbatch on one data rank; of images the positions."""
-    return sequences(config) * config.train.sequence_length
+    return microbatch_rows(config) * config.train.sequence_length
 
 
 def labels(model: ModelConfig, tokens: int) -> int:
@@ -153,8 +156,18 @@ def labels(model: ModelConfig, tokens: int) -> int:
 
 
 def read(model: ModelConfig, tokens: int) -> int:
-    """Of so many tokens those that the head reads: all, but of images with a class token these alone."""
+    """The tokens, of so many, that the head reads: all, but of images with a class token these alone."""
     return labels(model, tokens) if FAMILIES[model.family].images and model.pool == "class" else tokens
+
+
+def loss_chunk(config: Config) -> int:
+    """Labels of a microbatch whose logits are alive at once."""
+    return follow.loss_chunk(config, tokens(config), vocabulary_rows(config)) or labels(config.model, tokens(config))
+
+
+def loss_chunks(config: Config) -> int:
+    """Chunks of a microbatch's loss, see `model.chunked_loss`."""
+    return math.ceil(labels(config.model, tokens(config)) / loss_chunk(config))
 
 
 def stream(config: Config) -> int:
@@ -167,8 +180,8 @@ def seen(model: ModelConfig, length: int) -> float:
     """Keys that a query of a sequence sees, as FLOPs are counted (PaLM): `length`, also where it sees those before it alone, which is
     twice their mean; over the layers, fewer in a window."""
     near = min(model.window or length, length)
-    whole = model.layers // model.global_every / model.layers if model.global_every else 0.0
-    return whole * length + (1 - whole) * (2 * near - near * near / length)
+    everywhere = model.layers // model.global_every / model.layers if model.global_every else 0.0
+    return everywhere * length + (1 - everywhere) * (2 * near - near * near / length)
 
 
 def itemsize(dtype: str) -> int:
@@ -187,7 +200,7 @@ def model_flops(config: Config) -> float:
         passes = 6 if is_trained(weight, config.lora, train.trainable) else 4
         return (passes + (0 if weight.adapter else reference)) * weight.size
 
-    every = every_weight(model, config.lora)
+    every = all_weights(model, config.lora)
     matrices = sum(of(weight) for weight in every if weight.stacked and weight.decayed)
     head = next(
         of(weight) for weight in every if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
@@ -199,3 +212,14 @@ def model_flops(config: Config) -> float:
     number, _ = patches_of(model)
     embedding = sum(of(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT)
     return float((per_token * length + head + embedding * number) * train.global_batch_size)
+
+
+def tokens_at_peak(config: Config, kind: str, devices: int) -> float | None:
+    """Tokens a second, were every device of this kind to do nothing but the model's FLOPs at its peak rate; None if that is not known.
+
+    A run's tokens a second over these are its model FLOPs utilisation (PaLM, appendix B).
+    """
+    if (name := canonical(kind)) not in KINDS.values():
+        return None
+    flops_per_token = model_flops(config) / (config.train.global_batch_size * config.train.sequence_length)
+    return devices * ACCELERATORS[name].flops(config.precision.compute) / flops_per_token

@@ -15,21 +15,21 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from meshtrain.cluster import algorithms
+from meshtrain.cluster.cluster import Cluster, Group
 from meshtrain.config import Config
 from meshtrain.families import FAMILIES
 from meshtrain.hlo.module import Module, Operation, byte_count, elements
 from meshtrain.hlo.traffic import axes_of
 from meshtrain.hlo.work import Work
 from meshtrain.plan import compute, shapes
-from meshtrain.plan.cluster import algorithms
-from meshtrain.plan.cluster.cluster import Cluster, Group
-from meshtrain.plan.compute import OURS
+from meshtrain.plan.compute import DEFAULT_PROFILE
 
 KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where HLO has another
 
 
 @dataclass
-class Sent:
+class CollectiveTime:
     """Collectives of one sort over an axis: bytes of the whole arrays, those of them that travel under compute, seconds, and those of
     them that are waited for."""
 
@@ -38,7 +38,7 @@ class Sent:
     seconds: float = 0.0
     waited: float = 0.0
 
-    def add(self, other: "Sent", times: float = 1) -> None:
+    def add(self, other: "CollectiveTime", times: float = 1) -> None:
         self.bytes += times * other.bytes
         self.under += times * other.under
         self.seconds += times * other.seconds
@@ -52,15 +52,15 @@ class Timed:
     seconds: float = 0.0
     products: float = 0.0
     memory: float = 0.0
-    sent: dict[tuple[str, str], Sent] = field(default_factory=lambda: defaultdict(Sent))
+    sent: dict[tuple[str, str], CollectiveTime] = field(default_factory=lambda: defaultdict(CollectiveTime))
 
     @property
     def waits(self) -> dict[str, float]:
         """Seconds of waiting for the collectives of each axis."""
-        found: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         for (axis, _), sent in self.sent.items():
-            found[axis] += sent.waited
-        return found
+            seconds[axis] += sent.waited
+        return seconds
 
     def add(self, other: "Timed", times: float = 1) -> None:
         self.seconds += times * other.seconds
@@ -71,14 +71,14 @@ class Timed:
 
 
 def timed(module: Module, mesh: Mesh, config: Config, cluster: Cluster) -> Timed:
-    """What a device of the cluster spends on one run of a module that was compiled for a config on `mesh`."""
+    """Times one run, on a device of the cluster, of a module that was compiled for a config on `mesh`."""
     return _Clock(module, mesh, config, cluster).run(module.entry)
 
 
-class _Transfer(NamedTuple):
+class _UnderWay(NamedTuple):
     """One that was started: where it is counted, its bytes, when it ends, and the seconds in products when it began."""
 
-    sent: Sent
+    sent: CollectiveTime
     bytes: float
     end: float
     products: float
@@ -95,33 +95,33 @@ class _Clock:
         """One turn of a computation."""
         if computation in self._known:
             return self._known[computation]
-        found = Timed()
-        under_way: dict[str, _Transfer] = {}
+        total = Timed()
+        under_way: dict[str, _UnderWay] = {}
         free: dict[str, float] = defaultdict(float)
         ops = self.module.computations[computation]
         waited = {op.operands[0] for op in ops if op.opcode.endswith("-done") and op.operands}
         for op in ops:
             if op.kind:
                 axis, size, seconds = self._collective(op)
-                free[axis] = max(found.seconds, free[axis]) + seconds
-                sent = found.sent[axis, op.kind]
-                sent.add(Sent(size, 0.0, seconds))
-                under_way[op.name] = _Transfer(sent, size, free[axis], found.products)
+                free[axis] = max(total.seconds, free[axis]) + seconds
+                sent = total.sent[axis, op.kind]
+                sent.add(CollectiveTime(size, 0.0, seconds))
+                under_way[op.name] = _UnderWay(sent, size, free[axis], total.products)
                 if op.name not in waited:
-                    self._wait(found, under_way[op.name])
+                    self._wait(total, under_way[op.name])
             elif op.opcode.endswith("-done") and op.operands[0] in under_way:
-                self._wait(found, under_way[op.operands[0]])
+                self._wait(total, under_way[op.operands[0]])
             elif op.opcode == "while":
                 body, _, turns = self.module.loop(op)
-                found.add(self.run(body), turns or 1)
+                total.add(self.run(body), turns or 1)
             elif op.opcode == "conditional":
-                found.add(max(map(self.run, self.module.called(op)), key=lambda branch: branch.seconds))
+                total.add(max(map(self.run, self.module.called(op)), key=lambda branch: branch.seconds))
             else:
-                found.add(self._instruction(computation, op))
-        self._known[computation] = found
-        return found
+                total.add(self._instruction(computation, op))
+        self._known[computation] = total
+        return total
 
-    def _wait(self, found: Timed, transfer: "_Transfer") -> None:
+    def _wait(self, found: Timed, transfer: "_UnderWay") -> None:
         if found.products > transfer.products:
             transfer.sent.under += transfer.bytes
         if transfer.end > found.seconds:
@@ -132,9 +132,9 @@ class _Clock:
         """Its axis, its bytes, and its seconds where nothing else is under way there."""
         axes, ranks = axes_of(op, self.mesh)
         group = self._group(axes)
-        whole = byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1)
-        seconds = algorithms.best(KINDS.get(op.kind, op.kind), group, whole).seconds if group else 0.0
-        return "+".join(axes), float(whole), seconds
+        nbytes = byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1)
+        seconds = algorithms.best(KINDS.get(op.kind, op.kind), group, nbytes).seconds if group else 0.0
+        return "+".join(axes), float(nbytes), seconds
 
     def _group(self, axes: tuple[str, ...]) -> Group | None:
         return self.cluster.axis("+".join(axes), self.config.mesh) if axes else None
@@ -165,7 +165,7 @@ class _Clock:
                     yield from self._products(called, inner)
 
     def _attention(self, computation: str, op: Operation) -> float:
-        """Of a kernel: its share of forward or backward by the planner's rate."""
+        """Seconds of a kernel of attention, forward or backward, by the planner's rate."""
         if op.opcode != "custom-call" or "fmha" not in op.attributes:
             return 0.0
         backward = "Backward" in op.attributes
@@ -177,6 +177,6 @@ class _Clock:
         model, length = self.config.model, self.config.train.sequence_length
         scores *= shapes.seen(model, length) / length
         causal = FAMILIES[model.family].causal
-        forward = compute.attention(self.device, self.dtype, model.head_dim, length, scores, OURS, causal)
+        forward = compute.attention(self.device, self.dtype, model.head_dim, length, scores, DEFAULT_PROFILE, causal)
         looped = compute.looped(length, causal)
         return (compute.layer_backward(forward, self.device, looped) if backward else forward).total

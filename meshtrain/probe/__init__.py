@@ -5,10 +5,9 @@
       └────► devices: matrix products, passes over memory ───────┘       │
                                                                          └──► describe: a cluster file that `meshtrain.plan --cluster` reads
 
-- `meshtrain.probe.conventions`: sizes and bandwidths as nccl-tests counts them.
+- `meshtrain.probe.figures`: what is measured, sizes and bandwidths as nccl-tests counts them, the line through times.
 - `meshtrain.probe.clock`: programs timed in turns, on all processes.
 - `meshtrain.probe.links`, `meshtrain.probe.devices`: the programs.
-- `meshtrain.probe.fit`: latency and bandwidth of a line through times, and how well it predicts a size that it has not seen.
 - `meshtrain.probe.judge`: scores; slow devices and slow pairs by name.
 - `meshtrain.probe.report`, `meshtrain.probe.page`: for people, as lines and as a page.
 - `meshtrain.probe.describe`: for the planner.

@@ -11,24 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from meshtrain.allreduce import ALGORITHMS
 from meshtrain.cli import DONE, Parser, command
+from meshtrain.cluster.cluster import Cluster, named
 from meshtrain.config import Config, ConfigError, MeshConfig, load, short
 from meshtrain.config.mesh import check as mesh_check
-from meshtrain.config.reduce import ALGORITHMS
 from meshtrain.config.schema import AXES
 from meshtrain.errors import nearest, say
 from meshtrain.files import write_atomically
-from meshtrain.plan.cluster.cluster import Cluster, named
 from meshtrain.probe import describe, judge, report
-from meshtrain.probe.conventions import PARTS
-from meshtrain.probe.figures import Probe
+from meshtrain.probe.figures import PARTS, Probe
 
 DESCRIPTION = (
     "What the links and devices really give, and which of them is slow; start it on every node as a run is started."
 )
 
 SIZES = (*AXES, "islands")  # of a mesh
-PROGRAMS = ALGORITHMS[1:]  # psum is what XLA does
+PROGRAMS = tuple(name for name in ALGORITHMS if name != "psum")  # which is what XLA does
 
 
 @command
@@ -67,13 +66,13 @@ def _output_to_errors() -> Iterator[None]:
         yield
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _parser() -> Parser:
@@ -102,7 +101,6 @@ def _config(options: argparse.Namespace) -> Config | None:
 
 
 def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
-    """The programs that --algorithms names. ConfigError for others."""
     if options.algorithms in (None, "all"):
         return PROGRAMS if options.algorithms else ()
     names = tuple(dict.fromkeys(options.algorithms.split(",")))
@@ -188,7 +186,7 @@ def _tell(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) ->
                 f"devices that fast links join are no neighbours in the mesh; mesh.cluster={options.output} has it take them in the order found."
             )
     if options.svg:
-        from meshtrain.pictures.pairs import drawing
+        from meshtrain.probe.page import drawing
 
         write_atomically(Path(options.svg).resolve(), drawing(probe).encode())
         say(f"wrote {options.svg}")
@@ -201,14 +199,14 @@ def _tell(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) ->
 
 def as_json(probe: Probe, cluster: Cluster | None) -> dict:
     """The figures, what is slow, and with a cluster the scores."""
-    found = probe.as_json() | {"findings": [asdict(one) for one in judge.findings(probe, cluster)]}
+    content = probe.as_json() | {"findings": [asdict(one) for one in judge.findings(probe, cluster)]}
     if cluster:
-        for entry, collective in zip(found["collectives"], probe.collectives, strict=True):
+        for entry, collective in zip(content["collectives"], probe.collectives, strict=True):
             entry["score"] = judge.score(cluster, probe, collective)
             for sized, timing in zip(entry["sizes"], collective.timings, strict=True):
                 sized["described_seconds"] = judge.described(cluster, probe, timing, collective.algorithm)
-        found["cluster"] = {"name": cluster.name, "device_scores": judge.device_scores(cluster, probe)}
-    return found
+        content["cluster"] = {"name": cluster.name, "device_scores": judge.device_scores(cluster, probe)}
+    return content
 
 
 if __name__ == "__main__":

@@ -67,12 +67,12 @@ def own_times(jobs: Sequence[Job]) -> Times:
 
 
 def _steadiest(take: Callable[[], np.ndarray], attempts: int) -> Times:
-    found: list[Times] = []
-    while len(found) < attempts and not (found and found[-1].unsteady <= STEADY):
+    attempts_so_far: list[Times] = []
+    while len(attempts_so_far) < attempts and not (attempts_so_far and attempts_so_far[-1].unsteady <= STEADY):
         taken = take()
         low, median, high = np.quantile(taken, (0.25, 0.5, 0.75), axis=0)
-        found.append(Times(median, np.min(taken, axis=0), (high - low) / median))
-    return min(found, key=lambda one: one.unsteady)
+        attempts_so_far.append(Times(median, np.min(taken, axis=0), (high - low) / median))
+    return min(attempts_so_far, key=lambda one: one.unsteady)
 
 
 def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
@@ -84,7 +84,6 @@ def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
 
 
 def _in_turns(jobs: Sequence[Job], repeats: int, barrier: Callable[[], object] | None) -> list[list[float]]:
-    """Seconds of a round [repeats, jobs]."""
     taken = [[0.0] * len(jobs) for _ in range(repeats)]
     for turn, (number, job) in itertools.product(range(repeats), enumerate(jobs)):
         if barrier:

@@ -8,7 +8,7 @@ An axis joins blocks of those before it, as a level does; axes whose links are a
 permute over its axis, in which every device sends at once: what collectives are made of.
 
 Where devices that fast links join are not neighbours in the mesh, axes mix levels. Then the levels are those that the pairs of devices
-show (`meshtrain.plan.cluster.levels`), and `device_order` has them in an order that keeps to the links; probed once more with `mesh.cluster`
+show (`meshtrain.cluster.levels`), and `device_order` has them in an order that keeps to the links; probed once more with `mesh.cluster`
 naming the file, the axes tell the figures of all devices sending at once.
 """
 
@@ -16,17 +16,20 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import yaml
 
+from meshtrain.cluster.accelerators import ACCELERATORS
+from meshtrain.cluster.algorithms import PERMUTE
+from meshtrain.cluster.levels import ALIKE, Clustered, clustered
+from meshtrain.cluster.topology import Cable, Link
 from meshtrain.config import ConfigError
 from meshtrain.config.key import keys
 from meshtrain.config.mesh import ORDER
-from meshtrain.plan.cluster.algorithms import PERMUTE
-from meshtrain.plan.cluster.groups import Cable, Link
-from meshtrain.plan.cluster.levels import ALIKE, Clustered, clustered
-from meshtrain.probe.figures import Probe
+from meshtrain.plan.compute import product
+from meshtrain.probe.figures import Devices, Probe
 
 # The inner and the outer name of levels in a machine and between machines.
 INSIDE, BETWEEN = ("island", "node"), ("rail", "spine")
@@ -52,9 +55,9 @@ def by_pairs(probe: Probe) -> Clustered | None:
     devices, can confirm the order that there is, and tell of no other."""
     if probe.pairs is None:
         return None
-    found = clustered(probe.pairs.sizes, probe.pairs.seconds)
+    together = clustered(probe.pairs.sizes, probe.pairs.seconds)
     every = not np.isnan(probe.pairs.seconds[:, ~np.eye(probe.size, dtype=bool)]).any()
-    return found if len(found.levels) > 1 and (every or found.in_order) else None
+    return together if len(together.levels) > 1 and (every or together.in_order) else None
 
 
 def _of_pairs(probe: Probe, found: Clustered) -> list[Level]:
@@ -68,31 +71,31 @@ def _of_pairs(probe: Probe, found: Clustered) -> list[Level]:
 def levels(probe: Probe) -> dict[str, Level]:
     """By the planner's names, innermost first."""
     together = by_pairs(probe)
-    found = _of_pairs(probe, together) if together and not together.in_order else _of_axes(probe)
-    while len(found) > 1:
-        gap, at = min((a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(found)))
-        most = max(sum(level.inside is side for level in found) for side in (True, False))
+    by_distance = _of_pairs(probe, together) if together and not together.in_order else _of_axes(probe)
+    while len(by_distance) > 1:
+        gap, at = min((a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(by_distance)))
+        most = max(sum(level.inside is side for level in by_distance) for side in (True, False))
         if gap > ALIKE and most <= len(INSIDE):
             break
-        found[at : at + 2] = [_joined(found[at], found[at + 1])]
+        by_distance[at : at + 2] = [_joined(by_distance[at], by_distance[at + 1])]
     named: dict[str, Level] = {}
     for side, names in ((True, INSIDE), (False, BETWEEN)):
-        of_side = [level for level in found if level.inside is side]
+        of_side = [level for level in by_distance if level.inside is side]
         # One level alone is a machine's, or between neighbouring machines.
         named |= zip(names if len(of_side) > 1 else (names[side],), of_side, strict=False)
     return named
 
 
 def _of_axes(probe: Probe) -> list[Level]:
-    found: list[Level] = []
+    by_axis: list[Level] = []
     block = 1
     for axis in reversed(ORDER):
         block *= probe.mesh.ways(axis)
         for collective in probe.over(axis):
             if collective.kind == PERMUTE:
                 inside = all(len(set(probe.machines[i : i + block])) == 1 for i in range(0, probe.size, block))
-                found.append(Level(block, collective.line.latency, collective.line.bandwidth, inside))
-    return found
+                by_axis.append(Level(block, collective.line.latency, collective.line.bandwidth, inside))
+    return by_axis
 
 
 def _joined(inner: Level, outer: Level) -> Level:
@@ -102,8 +105,8 @@ def _joined(inner: Level, outer: Level) -> Level:
 
 def to_yaml(probe: Probe) -> str:
     """ConfigError where something that the file holds was not measured."""
-    devices, found = probe.devices, levels(probe)
-    if devices is None or (probe.size > 1 and not found):
+    devices, links = probe.devices, levels(probe)
+    if devices is None or (probe.size > 1 and not links):
         raise ConfigError("a cluster file needs collectives and products; leave --only out.")
     sizes = set(Counter(probe.machines).values())
     if len(sizes) > 1:
@@ -112,7 +115,7 @@ def to_yaml(probe: Probe) -> str:
         )
     machines = len(set(probe.machines))
     # Fake devices share one machine, whose figures the planner divides; where their links differ the file says what each has.
-    shared = probe.platform == "cpu" and found.keys() <= {"node"}
+    shared = probe.platform == "cpu" and links.keys() <= {"node"}
     ways = probe.size if shared else 1
     described = {
         "name": f"measured-{probe.kind}",
@@ -120,22 +123,42 @@ def to_yaml(probe: Probe) -> str:
         "devices_per_node": probe.size // machines,
         "shared": shared,
         "topology": "flat" if machines == 1 else "fat_tree",
-        "accelerator": {
-            "name": probe.kind,
-            "platform": probe.platform,
-            "memory": _short(devices.memory_bytes * ways / 2**30),
-            "bandwidth": _short(devices.memory_rate * ways / 1e9),
-            "peak": {dtype: _short(rate * ways / 1e12) for dtype, rate in devices.matmul.items()},
-            # What was measured is what is reached.
-            "efficiency": {
-                "matmul": 1.0, "half_size": 0.0, "attention": 0.5, "memory": 1.0, "link": 1.0, "exposed": 1.0,
-            },
-        },
-        "links": {name: _link(name, level) for name, level in found.items()},
+        "accelerator": {"name": probe.kind} | (_shares(probe.kind, devices) if knows(probe) else _figures(probe, devices, ways)),
+        "links": {name: _link(name, level) for name, level in links.items()},
     }  # fmt: skip
     if (together := by_pairs(probe)) and probe.names:
         described["device_order"] = [probe.names[device] for device in together.order]
     return yaml.safe_dump(described, sort_keys=False)
+
+
+def knows(probe: Probe) -> bool:
+    """Whether the planner has a data sheet of the devices; a CPU's is of another machine."""
+    return probe.kind in ACCELERATORS and probe.platform != "cpu"
+
+
+def _shares(kind: str, devices: Devices) -> dict[str, Any]:
+    """What is reached of the data sheet; what was fitted and not measured stays."""
+    sheet = ACCELERATORS[kind]
+    full = replace(sheet, efficiency=replace(sheet.efficiency, matmul=1.0))
+    seconds = product(full, devices.dtype, devices.side, devices.side, devices.side)
+    reached = {
+        "matmul": devices.matmul[devices.dtype] * seconds / (2 * devices.side**3),
+        "memory": devices.memory_rate / (sheet.bandwidth * 1e9),
+        "link": 1.0,
+    }
+    efficiency = {name: _short(min(max(share, 0.001), 1.0)) for name, share in reached.items()}
+    return {"memory": _short(devices.memory_bytes / 2**30), "reserved": 0.0, "efficiency": efficiency}
+
+
+def _figures(probe: Probe, devices: Devices, ways: int) -> dict[str, Any]:
+    """What was measured is what is reached."""
+    return {
+        "platform": probe.platform,
+        "memory": _short(devices.memory_bytes * ways / 2**30),
+        "bandwidth": _short(devices.memory_rate * ways / 1e9),
+        "peak": {dtype: _short(rate * ways / 1e12) for dtype, rate in devices.matmul.items()},
+        "efficiency": {"matmul": 1.0, "half_size": 0.0, "attention": 0.5, "memory": 1.0, "link": 1.0, "exposed": 1.0},
+    }
 
 
 def _link(name: str, level: Level) -> dict[str, float]:

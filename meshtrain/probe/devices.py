@@ -74,7 +74,6 @@ def _rate(elements: int, seconds: float) -> float:
 
 
 def _everywhere(mesh: Mesh, function: Callable, x: np.ndarray) -> Job:
-    """The function on `x` on every device, all at once."""
     everywhere = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, everywhere)
     whole = jax.make_array_from_callback((mesh.size * len(x), *x.shape[1:]), sharding, lambda _: x)
@@ -91,11 +90,11 @@ def _each(mesh: Mesh, matrix: np.ndarray, vector: np.ndarray) -> tuple[list[floa
         device.id: (_flops(len(matrix), product), _rate(len(vector), passed))
         for device, (product, passed) in zip(mesh.local_devices, taken.least.reshape(-1, 2).tolist(), strict=True)
     }
-    found = gathered([own, taken.unsteady])
+    of_processes = gathered([own, taken.unsteady])
     # JSON makes words of their numbers.
-    everyone = {int(number): rates for rates_of_one, _ in found for number, rates in rates_of_one.items()}
+    everyone = {int(number): rates for rates_of_one, _ in of_processes for number, rates in rates_of_one.items()}
     flops, memory = zip(*(everyone[device.id] for device in mesh.devices.flat), strict=True)
-    return list(flops), list(memory), max(spread for _, spread in found)
+    return list(flops), list(memory), max(spread for _, spread in of_processes)
 
 
 def _on(device: jax.Device, function: Callable, x: np.ndarray) -> Job:

@@ -1,16 +1,89 @@
-"""What was measured, as data. Devices are numbered as the planner does: pipeline outermost, then data, tensor innermost."""
+"""What was measured, as data. Devices are numbered as the planner does: pipeline outermost, then data, tensor innermost.
 
+Sizes and bandwidths are those of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md; src/alltoall.cu, src/sendrecv.cu). S is the size of
+the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an all-to-all begin with on a device; of
+a permute the message. n devices, t seconds:
+
+    algbw = S / t        what the caller gets
+    busbw = algbw f      what a link carries, so that it may be held against the link's own bandwidth; f is 2 (n-1)/n of an all-reduce,
+                         1 of a permute, (n-1)/n of the others
+
+A line through times of several sizes is the alpha-beta model (Thakur et al. 2005, section 3): seconds = latency + bytes / bandwidth.
+"""
+
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from meshtrain.cluster.algorithms import sent
 from meshtrain.config import MeshConfig
-from meshtrain.probe.conventions import XLA, bus_factor
-from meshtrain.probe.fit import Line, left_out, line
+from meshtrain.draw.picture import Picture
 from meshtrain.shown import Shown
+
+BARRIER = "barrier"
+PARTS = (BARRIER, "collectives", "pairs", "products")  # what is measured
+XLA = "xla"  # the algorithm that XLA and NCCL choose; others are programs of messages (`meshtrain.parallel.reduce.algorithms`)
+
+
+def bus_factor(kind: str, devices: int) -> float:
+    """busbw over algbw: the bytes that a device sends for each byte of the array."""
+    return sent(kind, devices, 1.0)
+
+
+ROUNDS = 20  # of reweighting: it settles in fewer
+BEND = 1.345  # residuals beyond so many deviations weigh less (Huber 1964; 95% as efficient as least squares on Gaussian noise)
+
+
+@dataclass(frozen=True)
+class Line:
+    latency: float  # seconds
+    bandwidth: float  # bytes a second
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes / self.bandwidth
+
+
+def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The line of least relative error, so that small messages weigh as much as large ones; outliers weigh less.
+
+    Neither figure is negative. Where chance made a large message no slower than a small one no line tells the bandwidth, and it is that of
+    the largest message alone.
+    """
+    order = np.argsort(sizes)
+    x, y = np.asarray(sizes, float)[order], np.asarray(seconds, float)[order]
+    design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+    trust = np.ones_like(x)
+    for _ in range(ROUNDS):
+        root = np.sqrt(trust)
+        alpha, beta = np.linalg.lstsq(design * root[:, None], root, rcond=None)[0]
+        residuals = np.abs(design @ (alpha, beta) - 1)
+        # Of a normal distribution the median absolute deviation is 0.6745 standard deviations.
+        deviation = max(float(np.median(residuals)) / 0.6745, 1e-9)
+        trust = np.minimum(1.0, BEND * deviation / np.maximum(residuals, 1e-12))
+    if beta <= 0:
+        return Line(max(float(alpha), 0.0), float(x[-1] / y[-1]))
+    if alpha < 0:
+        # The best line through the origin, by the same relative error.
+        return Line(0.0, float(np.sum((x / y) ** 2) / np.sum(x / y)))
+    return Line(float(alpha), float(1 / beta))
+
+
+def left_out(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """For each size the relative error (signed) of a line through all the others; none where two or fewer would be left."""
+    if len(sizes) < 4:
+        return []
+    errors = []
+    for others in itertools.combinations(range(len(sizes)), len(sizes) - 1):
+        (out,) = set(range(len(sizes))) - set(others)
+        fitted = line([sizes[i] for i in others], [seconds[i] for i in others])
+        errors.append(fitted.seconds(sizes[out]) / seconds[out] - 1)
+    return errors[::-1]
+
 
 STEADY = 0.2  # the middle half of the repeats over their median: beyond it the machine does other things as well
 
@@ -33,12 +106,12 @@ class Timing:
 
     @property
     def busbw(self) -> float:
-        """Bytes a second over a link (`meshtrain.probe.conventions`)."""
+        """Bytes a second over a link."""
         return self.algbw * bus_factor(self.kind, self.devices)
 
 
 @dataclass(frozen=True)
-class Collective:
+class MeasuredCollective:
     """One kind over one axis (or over two joined by +) by one algorithm: its sizes, smallest first."""
 
     axis: str
@@ -110,7 +183,7 @@ class Probe(Shown):
     machines: tuple[int, ...]
     processes: int
     barriers: dict[str, float]  # seconds by axis, and of all devices
-    collectives: tuple[Collective, ...]
+    collectives: tuple[MeasuredCollective, ...]
     pairs: Pairs | None
     devices: Devices | None
     names: tuple[str, ...] = ()
@@ -119,16 +192,22 @@ class Probe(Shown):
     def size(self) -> int:
         return len(self.machines)
 
-    def over(self, axis: str) -> tuple[Collective, ...]:
+    def picture(self) -> Picture:
+        """What `mt.show` shows."""
+        from meshtrain.probe import page
+
+        return page.picture(self)
+
+    def over(self, axis: str) -> tuple[MeasuredCollective, ...]:
         return tuple(c for c in self.collectives if c.axis == axis)
 
     @property
     def spread(self) -> dict[str, float]:
         """By what was measured, how far the middle half of the repeats is apart, over their median: on a machine of one's own some percent."""
         timings = [t.spread for c in self.collectives for t in c.timings]
-        found = {"collectives": float(np.median(timings))} if timings else {}
-        found |= {"pairs": self.pairs.spread} if self.pairs else {}
-        return found | ({"products": self.devices.spread} if self.devices else {})
+        spreads = {"collectives": float(np.median(timings))} if timings else {}
+        spreads |= {"pairs": self.pairs.spread} if self.pairs else {}
+        return spreads | ({"products": self.devices.spread} if self.devices else {})
 
     def place(self, device: int) -> str:
         """A device for people: its number, and where it stands in the mesh."""
@@ -138,7 +217,7 @@ class Probe(Shown):
         return f"device {device}" + (f" ({', '.join(where)})" if where else "")
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             "platform": self.platform,
             "kind": self.kind,
             "devices": self.size,
@@ -150,19 +229,19 @@ class Probe(Shown):
             "collectives": [_collective(c) for c in self.collectives],
         }
         if self.pairs:
-            found["pairs"] = {"sizes": list(self.pairs.sizes), "seconds": listed(self.pairs.seconds)}
+            content["pairs"] = {"sizes": list(self.pairs.sizes), "seconds": listed(self.pairs.seconds)}
         if self.devices:
-            found["each_device"] = {
+            content["each_device"] = {
                 "dtype": self.devices.dtype,
                 "side": self.devices.side,
                 "flops": self.devices.flops.tolist(),
                 "memory_bandwidth": self.devices.memory_bandwidth.tolist(),
             }
-            found["all_at_once"] = {"matmul_flops": self.devices.matmul, "memory_bandwidth": self.devices.memory_rate}
-        return found
+            content["all_at_once"] = {"matmul_flops": self.devices.matmul, "memory_bandwidth": self.devices.memory_rate}
+        return content
 
 
-def _collective(c: Collective) -> dict[str, Any]:
+def _collective(c: MeasuredCollective) -> dict[str, Any]:
     return {
         "axis": c.axis,
         "kind": c.kind,

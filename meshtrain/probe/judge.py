@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.plan.cluster import programs
-from meshtrain.plan.cluster.cluster import Cluster
+from meshtrain.cluster.cluster import Cluster
+from meshtrain.plan import programs
 from meshtrain.plan.compute import product
-from meshtrain.probe.conventions import XLA
-from meshtrain.probe.figures import STEADY, Collective, Probe, Timing
+from meshtrain.probe.figures import STEADY, XLA, MeasuredCollective, Probe, Timing
+from meshtrain.survive.stragglers import SLOW
 
-SLOW = 0.75  # of its like: below it a device is called slow (NVIDIA resiliency extension's default for its scores)
 SLOW_PAIR = 0.67  # of its like, by the seconds of its largest message
 SLOW_AXIS = 0.5  # of what is described
 MACHINE, BEYOND = "in a machine", "between machines"
@@ -23,7 +22,7 @@ FEWEST = 3  # of its like that something is held against
 
 
 @dataclass(frozen=True)
-class Finding:
+class SlowFinding:
     """Something slow. `score`: of what its like, or the description, lets expect."""
 
     what: str  # device, memory, links, pair, axis or machine
@@ -38,7 +37,7 @@ def described(cluster: Cluster, probe: Probe, timing: Timing, algorithm: str = X
     return programs.seconds(named, timing.kind, timing.axis.split("+"), probe.mesh, cluster, timing.nbytes)
 
 
-def score(cluster: Cluster, probe: Probe, collective: Collective) -> float:
+def score(cluster: Cluster, probe: Probe, collective: MeasuredCollective) -> float:
     """Of the largest size: described over measured seconds."""
     largest = collective.timings[-1]
     return described(cluster, probe, largest, collective.algorithm) / largest.seconds
@@ -56,30 +55,30 @@ def device_scores(cluster: Cluster, probe: Probe) -> dict[str, float]:
     return rates | {"memory": probe.devices.memory_rate / device.memory_rate}
 
 
-def findings(probe: Probe, cluster: Cluster | None = None) -> list[Finding]:
+def findings(probe: Probe, cluster: Cluster | None = None) -> list[SlowFinding]:
     """What is slow, the worst first. Where times vary much the verdict is that the machine is shared, and there is no other."""
     judges = {
         "products": lambda: _devices(probe),
         "pairs": lambda: _pairs(probe),
         "collectives": lambda: _axes(probe, cluster) if cluster else [],
     }
-    found: list[Finding] = []
+    slow: list[SlowFinding] = []
     for part, spread in probe.spread.items():
         if spread > STEADY:
             sentence = (
                 f"the times of {part} vary by {spread:.0%} from one repeat to the next: the machine is shared or busy, so that they tell of no "
                 "device and no link."
             )
-            found.append(Finding("machine", (), 1 / (1 + spread), sentence))
+            slow.append(SlowFinding("machine", (), 1 / (1 + spread), sentence))
         else:
-            found += judges[part]()
-    return sorted(found, key=lambda one: (one.what != "machine", one.score))
+            slow += judges[part]()
+    return sorted(slow, key=lambda one: (one.what != "machine", one.score))
 
 
-def _devices(probe: Probe) -> list[Finding]:
+def _devices(probe: Probe) -> list[SlowFinding]:
     if probe.devices is None or probe.size < FEWEST:
         return []
-    found = []
+    slow = []
     for what, rates, does in (
         ("device", probe.devices.flops, "computes"),
         ("memory", probe.devices.memory_bandwidth, "passes over memory"),
@@ -87,8 +86,8 @@ def _devices(probe: Probe) -> list[Finding]:
         shares = rates / np.median(rates)
         for device in np.flatnonzero(shares < SLOW).tolist():
             sentence = f"{probe.place(device)} {does} at {shares[device]:.2f} of the speed of the others."
-            found.append(Finding(what, (device,), float(shares[device]), sentence))
-    return found
+            slow.append(SlowFinding(what, (device,), float(shares[device]), sentence))
+    return slow
 
 
 def pair_scores(probe: Probe) -> np.ndarray:
@@ -116,21 +115,21 @@ def apart(probe: Probe) -> np.ndarray:
     return far
 
 
-def _pairs(probe: Probe) -> list[Finding]:
+def _pairs(probe: Probe) -> list[SlowFinding]:
     if probe.pairs is None:
         return []
     scores = pair_scores(probe)
     slow = [(int(a), int(b)) for a, b in np.argwhere(scores < SLOW_PAIR)]
     measured = (~np.isnan(scores)).sum(axis=1) + (~np.isnan(scores)).sum(axis=0)
     ends = Counter(end for pair in slow for end in pair)
-    found = []
+    findings = []
     for device, count in ends.items():
         # What has many slow links is slow itself; its partners are not.
         if count > FEWEST and count > measured[device] / 2:
             own = float(np.median([scores[pair] for pair in slow if device in pair]))
             sentence = f"{count} of {measured[device]} links of {probe.place(device)} reach {own:.2f} of the speed of their like."
-            found.append(Finding("links", (device,), own, sentence))
-    explained = {finding.devices[0] for finding in found}
+            findings.append(SlowFinding("links", (device,), own, sentence))
+    explained = {finding.devices[0] for finding in findings}
     for a, b in slow:
         back = (b, a) in slow
         if explained & {a, b} or (back and a > b):
@@ -141,15 +140,15 @@ def _pairs(probe: Probe) -> list[Finding]:
             f"the link from {probe.place(a)} {way} {probe.place(b)} reaches {worse:.2f} of the speed of its like."
         )
         sentence = sentence.replace("the link from", "the link between", 1) if back else sentence
-        found.append(Finding("pair", (a, b), float(worse), sentence))
-    return found
+        findings.append(SlowFinding("pair", (a, b), float(worse), sentence))
+    return findings
 
 
-def _axes(probe: Probe, cluster: Cluster) -> list[Finding]:
-    found = []
+def _axes(probe: Probe, cluster: Cluster) -> list[SlowFinding]:
+    slow = []
     for axis in dict.fromkeys(c.axis for c in probe.collectives):
         share = float(np.median([score(cluster, probe, c) for c in probe.over(axis) if c.algorithm == XLA]))
         if share < SLOW_AXIS:
             sentence = f"collectives over {axis} reach {share:.2f} of the speed that {cluster.name} describes."
-            found.append(Finding("axis", (), share, sentence))
-    return found
+            slow.append(SlowFinding("axis", (), share, sentence))
+    return slow

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.allreduce import ALGORITHMS
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from meshtrain.compat import vary, varying
 from meshtrain.mesh import DATA, ISLAND, platform
-from meshtrain.parallel.reduce.algorithms.chosen import PROGRAMS, all_gather, all_reduce, reduce_scatter
-from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
+from meshtrain.parallel.reduce.algorithms import all_gather, all_reduce, reduce_scatter
 from meshtrain.probe.clock import Job, times
-from meshtrain.probe.conventions import XLA
-from meshtrain.probe.figures import Collective, Pairs, Timing
+from meshtrain.probe.figures import XLA, MeasuredCollective, Pairs, Timing
 
 KIB, MIB = 2**10, 2**20
 # Accelerators: from what latency rules to what bandwidth rules. Fake devices copy in caches that all of them share, and two to five times
@@ -44,14 +44,14 @@ _STEPS: dict[str, Callable[[Any, int], Step]] = {
 
 def algorithms_of(kind: str, devices: int, islands: bool, asked: Sequence[str]) -> list[str]:
     """XLA's own, and those asked for that have a program for this kind; `islands`: over these and what is within them."""
-    found = [XLA]
+    names = [XLA]
     for name in asked:
-        halves = PROGRAMS[name].reduce_scatter and (name != "halving_doubling" or devices & (devices - 1) == 0)
-        if name == "hierarchical" and not islands:
+        algorithm = ALGORITHMS[name]
+        if algorithm.by_levels and not islands:
             continue
-        if kind == ALL_REDUCE or (kind in (ALL_GATHER, REDUCE_SCATTER) and halves):
-            found.append(name)
-    return found
+        if kind == ALL_REDUCE or (kind in (ALL_GATHER, REDUCE_SCATTER) and not algorithm.no_scatter(devices)):
+            names.append(name)
+    return names
 
 
 def step_of(kind: str, algorithm: str, axes: Any, devices: int) -> Step:
@@ -137,13 +137,13 @@ def barriers(mesh: Mesh) -> dict[str, float]:
     groups: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in axes_of(mesh)}
     if len(groups) > 1:
         groups["+".join(mesh.axis_names)] = mesh.axis_names
-    found = times([barrier(mesh, axes) for axes in groups.values()], one_barrier(mesh))
-    return dict(zip(groups, found.median.tolist(), strict=True))
+    taken = times([barrier(mesh, axes) for axes in groups.values()], one_barrier(mesh))
+    return dict(zip(groups, taken.median.tolist(), strict=True))
 
 
 def collectives(
     mesh: Mesh, axis: str, kinds: Sequence[str], sizes: Sequence[int] = (), algorithms: Sequence[str] = ()
-) -> Iterator[Collective]:
+) -> Iterator[MeasuredCollective]:
     """Each kind at each size over one axis, or two joined by +, in all of its groups at once, as in training; by XLA's own algorithm and
     those programs of messages that have this kind."""
     axes = tuple(axis.split("+"))
@@ -160,7 +160,7 @@ def collectives(
     taken = times(jobs, one_barrier(mesh))
     results = zip(taken.median.tolist(), taken.spread.tolist(), strict=True)
     for kind, by in ways:
-        yield Collective(axis, kind, tuple(Timing(axis, kind, n, size, *next(results)) for size in sizes), by)
+        yield MeasuredCollective(axis, kind, tuple(Timing(axis, kind, n, size, *next(results)) for size in sizes), by)
 
 
 def partners(devices: int, every: bool = False) -> list[tuple[int, int]]:
@@ -168,8 +168,8 @@ def partners(devices: int, every: bool = False) -> list[tuple[int, int]]:
     if every or devices <= ALL_PAIRS:
         return [(a, b) for a in range(devices) for b in range(devices) if a != b]
     steps = [1 << k for k in range((devices - 1).bit_length())]
-    found = {(a, (a + step) % devices) for a in range(devices) for step in steps}
-    return sorted(found | {(b, a) for a, b in found})
+    pairs = {(a, (a + step) % devices) for a in range(devices) for step in steps}
+    return sorted(pairs | {(b, a) for a, b in pairs})
 
 
 def pairs(mesh: Mesh, order: Sequence[int], sizes: Sequence[int] = (), every: bool = False) -> Pairs:

@@ -2,6 +2,7 @@
 
 import math
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,17 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meshtrain.cli import DONE, command
+from meshtrain.cluster.accelerators import canonical
+from meshtrain.cluster.algorithms import ALL_REDUCE, KINDS, PERMUTE
 from meshtrain.compat import joined_processes
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.mesh import ORDER
-from meshtrain.device_order import names
 from meshtrain.errors import say
-from meshtrain.mesh import fake_cpu_devices, kind_of, make_mesh, platform
-from meshtrain.plan.cluster.algorithms import ALL_REDUCE, KINDS, PERMUTE
+from meshtrain.mesh import device_names, fake_cpu_devices, kind_of, make_mesh, platform
 from meshtrain.probe import describe, links, report
-from meshtrain.probe.conventions import PARTS
 from meshtrain.probe.devices import devices as measure_devices
-from meshtrain.probe.figures import Collective, Pairs, Probe
+from meshtrain.probe.figures import PARTS, MeasuredCollective, Pairs, Probe
 from meshtrain.run.processes import gathered
 
 FAKED = 8  # devices where there is no accelerator and no mesh is given
@@ -33,12 +34,12 @@ def mesh_of(config: Config | None) -> Mesh:
     """
     if config is None:
         fake_cpu_devices(max(1, FAKED // joined_processes()))
-        found = jax.devices()
-        machines = Counter(machines_of(found))
+        devices = jax.devices()
+        machines = Counter(machines_of(devices))
         alike = len(set(machines.values())) == 1
-        tensor = machines[0] if alike else len(found)
-        config = replace(Config(), mesh=MeshConfig(data=len(found) // tensor, tensor=tensor))
-        return make_mesh(config, found)
+        tensor = machines[0] if alike else len(devices)
+        config = replace(Config(), mesh=MeshConfig(data=len(devices) // tensor, tensor=tensor))
+        return make_mesh(config, devices)
     return make_mesh(config)
 
 
@@ -75,7 +76,7 @@ def measure(
     where = platform(mesh)
     axes = links.axes_of(mesh)
     barriers: dict[str, float] = {}
-    collectives: list[Collective] = []
+    collectives: list[MeasuredCollective] = []
     pairs: Pairs | None = None
     if "barrier" in parts and axes:
         progress("barrier")
@@ -93,7 +94,7 @@ def measure(
         progress("matrix products and passes over memory")
     return Probe(
         platform=where,
-        kind="cpu" if where == "cpu" else numbered[0].device_kind.lower().replace(" ", "-"),
+        kind=canonical(numbered[0].device_kind),
         mesh=MeshConfig.of(mesh.shape),
         machines=machines_of(numbered),
         processes=jax.process_count(),
@@ -101,11 +102,18 @@ def measure(
         collectives=tuple(collectives),
         pairs=pairs,
         devices=measure_devices(mesh, places) if "products" in parts else None,
-        names=names(numbered),
+        names=device_names(numbered),
     )
 
 
-def for_plan() -> tuple[str, str]:
-    """(cluster file, report) of all devices: what `meshtrain.plan --measure` needs, without the collectives that a file says nothing of."""
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`meshtrain.plan --measure`: the cluster file of all devices, without the collectives that it says nothing of; a report on stderr."""
     probe = measure(mesh_of(None), kinds=(ALL_REDUCE, PERMUTE), progress=lambda what: say(f"measuring {what}"))
-    return describe.to_yaml(probe), report.to_text(probe)
+    print(report.to_text(probe), file=sys.stderr)
+    print(describe.to_yaml(probe), end="")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,12 @@
-"""What was measured, as one self-contained page: what is slow, each axis with its algorithms side by side, who talks how fast to whom.
+"""Writes a probe as one page: what is slow, each axis with its algorithms side by side, who talks how fast to whom.
 
-No script and nothing fetched; for a phone and a desk.
+    Pairs of devices are cells, from row to column, green where one is as fast as its like:
+
+            0   1   2   3
+        0       █   █   ░       from 0 to 3: half as fast
+        1   █       █   █
+
+A link of half the speed stands out, and so do the row and the column of a device whose links are all bad.
 """
 
 from collections.abc import Iterator
@@ -8,19 +14,18 @@ from html import escape
 
 import numpy as np
 
-from meshtrain.pictures import pairs
-from meshtrain.plan.cluster.cluster import Cluster
-from meshtrain.plan.page import STYLE
-from meshtrain.plan.report import duration, size
+from meshtrain.cluster.cluster import Cluster
+from meshtrain.draw import page as pages
+from meshtrain.draw.page import sentence
+from meshtrain.draw.picture import Picture, block
+from meshtrain.draw.svg import FIRST, INK, SECOND, image, svg
 from meshtrain.probe import judge, report
-from meshtrain.probe.conventions import XLA
-from meshtrain.probe.figures import Probe
+from meshtrain.probe.figures import XLA, Probe
+from meshtrain.units import duration, size
 
-MORE_STYLE = """
-body { max-width: 1000px; } .table { overflow-x: auto; } th { color: #5b6675; font-weight: normal; } td { white-space: nowrap; }
-td { vertical-align: middle; } tr.kind td { padding-top: 10px; font-weight: 600; }
-.bar { display: block; height: .6em; border-radius: 2px; background: #3b6fb6; } .program .bar { background: #c2843a; }
-.about { color: #5b6675; font-size: .85em; } pre { font-size: .75em; overflow-x: auto; }
+STYLE = """
+body { max-width: 1000px; } th { color: var(--faint); font-weight: normal; } td { white-space: nowrap; vertical-align: middle; }
+.bar { display: block; height: .6em; border-radius: 2px; } pre { font-size: .75em; overflow-x: auto; }
 """
 WIDEST = 90  # pixels of a bar
 
@@ -28,18 +33,15 @@ WIDEST = 90  # pixels of a bar
 def page(probe: Probe, cluster: Cluster | None = None) -> str:
     """The page; with a described cluster also how much of it was reached."""
     title = f"{probe.size} × {probe.kind}"
-    body = "\n".join(_body(probe, cluster, title))
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-    style = f"<style>{STYLE}{MORE_STYLE}</style>"
-    return f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title>{style}</head><body>\n{body}\n</body></html>\n'
+    return pages.page(title, _body(probe, cluster, title), STYLE)
 
 
 def _body(probe: Probe, cluster: Cluster | None, title: str) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
     yield f"<p>{escape(report.about(probe, cluster)).replace(' x ', ' × ')}</p>"
-    found = judge.findings(probe, cluster)
-    yield from (f'<p class="bad">{escape(one.sentence[:1].upper() + one.sentence[1:])}</p>' for one in found)
-    if not found:
+    findings = judge.findings(probe, cluster)
+    yield from (f'<p class="bad">{sentence(finding.sentence)}</p>' for finding in findings)
+    if not findings:
         yield '<p class="good">No device and no link is slower than its like.</p>'
     for axis in dict.fromkeys(c.axis for c in probe.collectives):
         yield from _axis(probe, axis, cluster)
@@ -47,40 +49,82 @@ def _body(probe: Probe, cluster: Cluster | None, title: str) -> Iterator[str]:
         yield f'<p class="about">{escape(error)}.</p>'
     if probe.pairs:
         yield "<h2>From device to device</h2>"
-        yield f'<div class="wide">{pairs.drawing(probe)}</div>'
+        yield f'<div class="wide">{drawing(probe)}</div>'
         if probe.size <= report.MOST_DEVICES:
             yield '<p class="about">Latency in µs, from row to column:</p>'
-            yield _matrix(probe.pairs.latency * 1e6)
+            latency = (probe.pairs.latency * 1e6).tolist()
+            rows = [(f"<b>{i}</b>", *map(report.figure, row)) for i, row in enumerate(latency)]
+            yield pages.table(("", *map(str, range(len(rows)))), rows, numbers=range(1, len(rows) + 1))
 
 
 def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> Iterator[str]:
-    found = probe.over(axis)
-    fastest = max(c.busbw for c in found)
-    sizes = [size(t.nbytes) for t in found[0].timings]
+    collectives = probe.over(axis)
+    fastest = max(c.busbw for c in collectives)
+    sizes = [size(t.nbytes) for t in collectives[0].timings]
     heads = ["", "latency", "busbw", "", *sizes, "left out", *(["score"] * bool(cluster))]
-    yield f"<h2>Over {escape(axis)}, {found[0].devices} devices</h2>"
-    yield '<div class="table"><table><tr>' + "".join(f'<th class="n">{head}</th>' for head in heads) + "</tr>"
-    for c in found:
-        own = c.algorithm == XLA
-        cells = [
-            duration(c.line.latency),
-            report.per_second(c.busbw),
-            f'<span class="bar" style="width:{max(WIDEST * c.busbw / fastest, 1):.0f}px"></span>',
-            *(duration(t.seconds) for t in c.timings),
-            f"{max(map(abs, c.left_out)):.0%}" if c.left_out else "–",
-            *([f"{judge.score(cluster, probe, c):.2f}"] if cluster else []),
-        ]
-        row = f"<td>{escape(c.kind if own else c.algorithm)}</td>" + "".join(
-            f'<td class="n">{cell}</td>' for cell in cells
+    rows = []
+    for c in collectives:
+        name, colour = (f"<b>{escape(c.kind)}</b>", FIRST) if c.algorithm == XLA else (escape(c.algorithm), SECOND)
+        width = max(WIDEST * c.busbw / fastest, 1)
+        rows.append(
+            [
+                name,
+                duration(c.line.latency),
+                report.per_second(c.busbw),
+                f'<span class="bar" style="width:{width:.0f}px;background:{colour}"></span>',
+                *(duration(t.seconds) for t in c.timings),
+                f"{max(map(abs, c.left_out)):.0%}" if c.left_out else "–",
+                *([f"{judge.score(cluster, probe, c):.2f}"] if cluster else []),
+            ]
         )
-        yield f'<tr class="{"kind" if own else "program"}">{row}</tr>'
-    yield "</table></div>"
+    yield f"<h2>Over {escape(axis)}, {collectives[0].devices} devices</h2>"
+    yield pages.table(heads, rows, numbers=range(1, len(heads)))
 
 
-def _matrix(numbers: np.ndarray) -> str:
-    head = "<tr><th></th>" + "".join(f'<th class="n">{i}</th>' for i in range(len(numbers))) + "</tr>"
-    rows = (
-        f"<tr><th>{i}</th>" + "".join(f'<td class="n">{report.figure(x)}</td>' for x in row) + "</tr>"
-        for i, row in enumerate(numbers.tolist())
-    )
-    return f'<div class="table"><table>{head}{"".join(rows)}</table></div>'
+_SIDE, _LEFT, _TOP = 34, 52, 34
+_SMALL = 8  # side of a cell without its number, from so many devices on
+_NUMBERED = 32
+
+
+def picture(probe: Probe) -> Picture:
+    text = report.to_text(probe)
+    return Picture(block(image(drawing(probe), "pairs of devices")) if probe.pairs else block(), text)
+
+
+def drawing(probe: Probe) -> str:
+    """An SVG of its own. Pointing at a cell shows its figures."""
+    side = _SIDE if probe.size <= _NUMBERED else _SMALL
+    extent = probe.size * side
+    return svg(_LEFT + extent + 8, _TOP + extent + 26, _cells(probe, side))
+
+
+def _cells(probe: Probe, side: int) -> Iterator[str]:
+    assert probe.pairs is not None
+    scores, bandwidth, latency = judge.pair_scores(probe), probe.pairs.bandwidth, probe.pairs.latency
+    every = 1 if side == _SIDE else 8
+    for number in range(0, probe.size, every):
+        middle = number * side + side / 2
+        yield f'<text x="{_LEFT - 8}" y="{_TOP + middle + 4:.0f}" text-anchor="end">{number}</text>'
+        yield f'<text x="{_LEFT + middle:.0f}" y="{_TOP - 8}" text-anchor="middle">{number}</text>'
+    yield '<text x="0" y="12">from row to column, GB/s</text>'
+    for (a, b), gigabytes in np.ndenumerate(bandwidth / 1e9):
+        if np.isnan(gigabytes):
+            continue
+        score = float(scores[a, b])
+        title = f"{probe.place(a)} to {probe.place(b)}: {gigabytes:.3g} GB/s, {duration(float(latency[a, b]))}"
+        title += "" if np.isnan(score) else f", {score:.2f} of its like"
+        x, y = _LEFT + b * side, _TOP + a * side
+        yield f"<g><title>{escape(title)}</title>"
+        yield f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}" rx="{side // 8}" fill="{_colour(score)}"/>'
+        if side == _SIDE:
+            yield f'<text x="{x + side / 2:.0f}" y="{y + 21}" text-anchor="middle" font-size="9" fill="{INK}">{gigabytes:.3g}</text>'
+        yield "</g>"
+    yield f'<text x="{_LEFT}" y="{_TOP + probe.size * side + 18}">green: as fast as its like; red: half of it or less</text>'
+
+
+def _colour(score: float) -> str:
+    """Green at 1 and above, red at half and below; grey where nothing is to be held against."""
+    if np.isnan(score):
+        return "#b4bcc6"
+    share = min(max((score - 0.5) / 0.5, 0.0), 1.0)
+    return f"hsl({10 + 140 * share:.0f},60%,68%)"

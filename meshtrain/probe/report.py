@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshtrain.pictures.picture import columns
-from meshtrain.plan.cluster.cluster import Cluster
-from meshtrain.plan.report import duration, size
-from meshtrain.probe import judge
-from meshtrain.probe.conventions import XLA
-from meshtrain.probe.figures import Probe
+from meshtrain.cluster.cluster import Cluster
+from meshtrain.draw.picture import columns
+from meshtrain.probe import describe, judge
+from meshtrain.probe.figures import XLA, Probe
+from meshtrain.units import duration, size
 
 MOST_DEVICES = 16  # whose matrix is written: beyond it a line is longer than a terminal
 
@@ -25,9 +24,11 @@ def to_text(probe: Probe, cluster: Cluster | None = None) -> str:
         *(_pairs(probe)),
         *(_devices(probe, cluster)),
     ]
-    found = judge.findings(probe, cluster)
-    parts.append("\n".join(f"slow: {one.sentence}" if one.what != "machine" else one.sentence for one in found))
-    if not found and (probe.pairs or probe.devices) and probe.size >= judge.FEWEST:
+    if probe.devices and probe.platform != "cpu" and not describe.knows(probe):
+        parts.append(f"the planner has no data sheet of {probe.kind}: a cluster file has what was measured alone")
+    findings = judge.findings(probe, cluster)
+    parts.append("\n".join(f"slow: {one.sentence}" if one.what != "machine" else one.sentence for one in findings))
+    if not findings and (probe.pairs or probe.devices) and probe.size >= judge.FEWEST:
         parts.append("no device and no link is slower than its like")
     return "\n".join(part for part in parts if part)
 
@@ -52,8 +53,8 @@ def _barriers(probe: Probe) -> list[str]:
 
 
 def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
-    found = probe.over(axis)
-    sizes = [size(t.nbytes) for t in found[0].timings]
+    collectives = probe.over(axis)
+    sizes = [size(t.nbytes) for t in collectives[0].timings]
     rows = [
         [
             "",
@@ -61,11 +62,11 @@ def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
             "busbw",
             *sizes,
             *["algbw"],
-            *(["left out"] * bool(found[0].left_out)),
+            *(["left out"] * bool(collectives[0].left_out)),
             *(["score"] * bool(cluster)),
         ]
     ]
-    for c in found:
+    for c in collectives:
         rows.append([
             c.kind if c.algorithm == XLA else f"  {c.algorithm}",
             duration(c.line.latency),
@@ -75,7 +76,7 @@ def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
             *([f"{max(map(abs, c.left_out)):.0%}"] * bool(c.left_out)),
             *([f"{judge.score(cluster, probe, c):.2f}"] if cluster else []),
         ])  # fmt: skip
-    return f"over {axis} {found[0].devices}\n{columns(rows, '  ')}"
+    return f"over {axis} {collectives[0].devices}\n{columns(rows, '  ')}"
 
 
 def left_out(probe: Probe) -> str:
@@ -123,26 +124,26 @@ def figure(number: float) -> str:
 
 
 def _devices(probe: Probe, cluster: Cluster | None) -> list[str]:
-    found = probe.devices
-    if found is None:
+    devices = probe.devices
+    if devices is None:
         return []
     scores = judge.device_scores(cluster, probe) if cluster else {}
 
     def scored(name: str) -> str:
         return f" (score {scores[name]:.2f})" if name in scores else ""
 
-    rates = ", ".join(f"{dtype} {_flops(rate)}{scored(dtype)}" for dtype, rate in found.matmul.items())
+    rates = ", ".join(f"{dtype} {_flops(rate)}{scored(dtype)}" for dtype, rate in devices.matmul.items())
     lines = [
-        f"each of {_count(probe.size, 'device')}, all at once: {rates}; memory {per_second(found.memory_rate)}{scored('memory')}"
+        f"each of {_count(probe.size, 'device')}, all at once: {rates}; memory {per_second(devices.memory_rate)}{scored('memory')}"
     ]
     if probe.size > 1:
-        rows: list[Sequence[str]] = [["  device alone", found.dtype, "of the best", "memory", "of the best"]]
+        rows: list[Sequence[str]] = [["  device alone", devices.dtype, "of the best", "memory", "of the best"]]
         for number, (flops, memory) in enumerate(
-            zip(found.flops.tolist(), found.memory_bandwidth.tolist(), strict=True)
+            zip(devices.flops.tolist(), devices.memory_bandwidth.tolist(), strict=True)
         ):
             rows.append([
-                f"  {number}", _flops(flops), f"{flops / found.flops.max():.2f}",
-                per_second(memory), f"{memory / found.memory_bandwidth.max():.2f}",
+                f"  {number}", _flops(flops), f"{flops / devices.flops.max():.2f}",
+                per_second(memory), f"{memory / devices.memory_bandwidth.max():.2f}",
             ])  # fmt: skip
         lines.append(columns(rows))
     return lines

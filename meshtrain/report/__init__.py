@@ -3,18 +3,12 @@
     config.yaml ─────► plan.estimate ───────┐
     metrics.jsonl, resources/*.jsonl ─ rows ┤
     alerts.jsonl, findings.json ────────────┼─► facts ─► summary ─┬─► text   a terminal
-    checkpoints/ ─ checkpoint.manifest ─────┤                     ├─► page   HTML, with charts
+    checkpoints/ ─ checkpoint.manifest ─────┤                     ├─► page   HTML, with charts and sections
     survive/ ─ survive.history, ledger ─────┘                     └─► compare, of two runs
     traces/ ─ report.trace ─► report.diagnosis ─► findings.json
 
 Nothing here writes into a run, but for `--diagnose`; a run may be going on while it is read. A value that is not known is left out.
-
-- `meshtrain.report.rows`: JSON Lines as columns, also of a file that still grows (`meshtrain.monitor` follows it).
-- `meshtrain.report.facts`: all that the files say; `meshtrain.report.cluster`: on which devices the run was.
-- `meshtrain.report.summary`: what follows: `meshtrain.report.measured`, the figures, and `meshtrain.report.verdict`, healthy or not.
-- `meshtrain.report.compare`: two runs with intervals, from steps that depend on their neighbours.
-- `meshtrain.report.text`, `meshtrain.report.page` (with `speed_page` and `events_page`), `meshtrain.report.curves`, `meshtrain.report.charts`: what
-  a person sees.
+`report.rows` reads JSON Lines as columns, also of a file that still grows; `report.measured` holds the figures of a summary.
 
 Measured (`experiments/watch/page.py`): the page of 100,000 steps has 76 kB (two runs: 137 kB) and takes 2.0 s of a processor.
 """

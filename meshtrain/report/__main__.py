@@ -11,8 +11,8 @@ from rich.text import Text
 
 from meshtrain.cli import DONE, Parser, check_target, command, write_target
 from meshtrain.report import compare, page, text
-from meshtrain.report.facts import Facts, gather
-from meshtrain.report.summary import Summary, summarise, to_json
+from meshtrain.report.facts import gather
+from meshtrain.report.summary import summarise, to_json
 
 STYLE = {"good": "bold green", "note": "bold", "bad": "bold red"}
 
@@ -35,44 +35,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html:
         check_target(options.html)
     runs = [run for run in (options.run, options.other) if run is not None]
-    facts = [gather(run, options.cluster) for run in runs]
-    told = [""] * len(runs)
+    facts, diagnoses = [gather(run, options.cluster) for run in runs], [""] * len(runs)
     if options.diagnose:
+        # Traces take JAX.
+        from meshtrain.report.diagnosis import diagnose
+
         for i, run in enumerate(runs):
-            facts[i], told[i] = _diagnosed(run, options.cluster, facts[i])
-    summaries = [summarise(one) for one in facts]
+            diagnosis = diagnose.run(run, options.cluster)
+            content, diagnoses[i] = diagnosis.as_json(), diagnose.render(diagnosis)
+            facts[i] = replace(facts[i], diagnosis=content, findings=tuple(content["findings"]))
+    summaries = [summarise(run) for run in facts]
     compared = compare.compare(facts[0], facts[1]) if len(facts) == 2 else None
     if options.json:
-        found = to_json(facts[0], summaries[0])
+        content = to_json(facts[0], summaries[0])
         if compared is not None:
-            found |= {"other": to_json(facts[1], summaries[1]), "compared": compared.as_json()}
-        print(json.dumps(found, indent=2))
+            content |= {"other": to_json(facts[1], summaries[1]), "compared": compared.as_json()}
+        print(json.dumps(content, indent=2))
+    elif compared is not None:
+        _print(Text(compare.render(compared, diagnoses)))
     else:
-        console = Console(highlight=False, soft_wrap=True)
-        if compared is not None:
-            console.print(Text(compare.render(compared, told)))
-        else:
-            console.print(_styled(text.render(facts[0], summaries[0], told[0]), summaries[0]))
+        styled = Text(text.render(facts[0], summaries[0], diagnoses[0]))
+        styled.stylize(STYLE[summaries[0].level], 0, styled.plain.index("\n"))
+        _print(styled)
     if options.html:
         write_target(options.html, page.page(facts, summaries, compared))
     return DONE
 
 
-def _diagnosed(run: Path, cluster: str | None, facts: Facts) -> tuple[Facts, str]:
-    """The facts with a diagnosis that is made now, and its words."""
-    # Traces take JAX.
-    from meshtrain.report.diagnosis import command as diagnosis
-
-    found = diagnosis.run(run, cluster)
-    said = found.as_json()
-    return replace(facts, diagnosis=said, findings=tuple(said["findings"])), diagnosis.told(found)
-
-
-def _styled(told: str, summary: Summary) -> Text:
-    """The verdict in its colour."""
-    styled = Text(told)
-    styled.stylize(STYLE[summary.level], 0, told.index("\n"))
-    return styled
+def _print(words: Text) -> None:
+    Console(highlight=False, soft_wrap=True).print(words)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
-"""Curves of any number of points as small SVG: in each bin the least, the greatest and the mean, so that no spike is lost."""
+"""The charts of a report's page: what the rows say of steps, and the samples of all processes, each over the steps of the run.
+
+Curves of any number of points are small SVG: each bin keeps the least, the greatest and the mean, so that no spike is lost.
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.plan.page import WIDTH, svg
+from meshtrain import units
+from meshtrain.draw import svg
+from meshtrain.draw.svg import FAINT, FIRST, GRID, SECOND, WIDTH
+from meshtrain.report.facts import RunFacts
+from meshtrain.report.rows import Columns
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 172, 52, 8, 8, 24  # of a chart; margins for numbers
 FAR = 6  # times what lies between the first and the last tenth of values, above these, is far
 BINS = 120  # of a curve over the width of a chart
-FIRST, SECOND, THIRD = "#3b6fb6", "#c2843a", "#4f9d69"  # of curves: as the plan's page has them
-GRID, FAINT = "#e8ebf0", "#5b6675"
+SMOOTH = 50  # a smoothed curve is of means of so many parts of a run
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,113 @@ class Curve:
     pale: bool = False
 
 
+class MetricChart(NamedTuple):
+    """A chart: its title, the metric, how its numbers are written, and whether its axis begins at 0."""
+
+    title: str
+    metric: str
+    number: Callable[[float], str]
+    zero: bool = True
+    dots: str = ""  # a second metric, drawn as dots
+    smooth: bool = False  # a mean of neighbours before it
+    spikes: bool = False  # a few values may be far beyond all others
+
+
+def _plain(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _short(value: float) -> str:
+    return units.count(value) if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.3g}%" if (value := value * 100) < 10 else f"{value:.0f}%"
+
+
+def _seconds(value: float) -> str:
+    return "0" if value == 0 else units.duration(value)
+
+
+def _bytes(value: float) -> str:
+    return "0" if value == 0 else units.size(value)
+
+
+OF_STEPS = (
+    MetricChart("Loss", "loss", _plain, zero=False, dots="eval_loss", smooth=True),
+    MetricChart("Learning rate", "learning_rate", _plain),
+    MetricChart("Gradient norm", "grad_norm", _plain),
+    MetricChart("Seconds a step", "step_seconds", _seconds, spikes=True),
+    MetricChart("Tokens a second", "tokens_per_second", _short),
+    MetricChart("MFU", "mfu", _percent),
+    MetricChart("Waiting for data", "data_wait_seconds", _seconds, spikes=True),
+    MetricChart("Loss scale", "loss_scale", _short),
+    MetricChart("Memory of a device", "memory_in_use_bytes", _bytes),
+)
+OF_PROCESSES = (
+    MetricChart("CPU of the machines", "machine_cpu_ratio", _percent),
+    MetricChart("CPU pressure", "pressure_cpu_ratio", _percent),
+    MetricChart("Memory of a process", "process_rss_bytes", _bytes),
+    MetricChart("Memory of the devices", "device_memory_used_bytes", _bytes),
+    MetricChart("Load of the devices", "device_load_ratio", _percent),
+    MetricChart("Temperature of the devices, °C", "device_temperature_celsius", _plain, zero=False),
+    MetricChart("Power of the devices, W", "device_power_watts", _plain),
+)
+
+
+def figures(facts: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
+    """Returns (title, range of its values, drawing) of each chart for which a run has values; two runs share each, FIRST and SECOND."""
+    runs = list(zip(facts, (FIRST, SECOND), strict=False))
+    charts = []
+    for spec in OF_STEPS:
+        curves = [
+            curve for run, colour in runs for curve in _curves(spec, run, colour, SECOND if len(facts) == 1 else colour)
+        ]
+        charts.append(_figure(spec, curves))
+    for spec in OF_PROCESSES:
+        curves = [Curve("", *_sampled(run.samples.values(), spec.metric), colour) for run, colour in runs]
+        charts.append(_figure(spec, curves))
+    return [drawn for drawn in charts if drawn is not None]
+
+
+def _curves(spec: MetricChart, run: RunFacts, colour: str, dots: str) -> Iterator[Curve]:
+    steps, values = run.steps["step"], run.steps[spec.metric]
+    known = np.isfinite(values)
+    # Means of neighbours, unless values are too few for them.
+    window = int(known.sum()) // SMOOTH if spec.smooth else 0
+    yield Curve("training", steps, values, colour, pale=window > 1)
+    if window > 1:
+        yield Curve("smoothed", steps[known], smoothed(values[known], window), colour)
+    if spec.dots and run.steps.known(spec.dots).size:
+        yield Curve("validation text", steps, run.steps[spec.dots], dots, dots=True)
+
+
+def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] | None:
+    lines, dotted = ([_finite(c) for c in curves if c.dots is dots] for dots in (False, True))
+    values = np.concatenate([c.y for c in lines])
+    # A curve of zeros says no more than its absence.
+    if not values.any():
+        return None
+    low, high = values.min(), values.max()
+    about = f"{spec.number(low)} to {spec.number(high)}" if high > low else f"always {spec.number(high)}"
+    if len(dots := [c for c in dotted if c.y.size]) == 1:
+        lowest = int(np.argmin(dots[0].y))
+        about += f"; of {dots[0].name} lowest {dots[0].y[lowest]:.4f}, step {dots[0].x[lowest]:,.0f}"
+    base, label = 2 if spec.number is _bytes else 10, f"{spec.title.lower()} over steps"
+    return spec.title, about, chart(label, curves, spec.number, spec.zero, base, spec.spikes)
+
+
+def _sampled(samples: Iterable[Columns], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric of all processes and of all of its labels, one after the other."""
+    xs, ys = [np.empty(0)], [np.empty(0)]
+    for columns in samples:
+        for name in columns.names(metric):
+            if name == metric or name.startswith(f"{metric}."):
+                xs.append(columns["step"])
+                ys.append(columns[name])
+    return np.concatenate(xs), np.concatenate(ys)
+
+
 def chart(
     label: str,
     curves: Sequence[Curve],
@@ -38,12 +152,10 @@ def chart(
     zero: bool = False,
     base: int = 10,
     spikes: bool = False,
-    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Curves over steps on common axes; `number` writes a value, `zero` begins the axis there. Nothing if there is no point.
+    """Draws curves over steps on common axes; `number` writes a value, `zero` begins the axis there. Nothing if there is no point.
 
     `base`: 2 for bytes, whose round numbers are powers of 2. `spikes`: a few values far beyond all others do not count for the axis.
-    `marks`: steps with a line and a name each.
 
     The axis holds all but the last thousandth of the values on either side: one step that took a minute would flatten all others.
     What is beyond it is drawn at the edge.
@@ -63,18 +175,17 @@ def chart(
         return LEFT + across, TOP + tall * (1 - np.clip((y - low) / (high - low), 0, 1))
 
     body = [_axes(ticks, low, high, tall, number), *_steps(first, last, wide)]
-    body += [_mark(LEFT + (x - first) / ((last - first) or 1.0) * wide, name) for x, name in marks if first < x < last]
     for curve in drawn:
         body += _dots(curve, place) if curve.dots else _band(curve, first, last, place)
     # Of two runs each kind has both colours, and what they stand for is said above all charts.
     if len({curve.name for curve in drawn}) == len(drawn) > 1:
         body.append(_legend(drawn))
-    return svg(HEIGHT, body, label)
+    return svg.chart(HEIGHT, body, label)
 
 
 def _finite(curve: Curve) -> Curve:
-    good = np.isfinite(curve.x) & np.isfinite(curve.y)
-    return replace(curve, x=curve.x[good], y=curve.y[good])
+    known = np.isfinite(curve.x) & np.isfinite(curve.y)
+    return replace(curve, x=curve.x[known], y=curve.y[known])
 
 
 def _range(values: Sequence[np.ndarray], zero: bool, spikes: bool) -> tuple[float, float]:
@@ -113,18 +224,13 @@ def _axes(ticks: Sequence[float], low: float, high: float, tall: float, number: 
 
 
 def _steps(first: float, last: float, wide: float) -> Iterator[str]:
-    y = HEIGHT - 7
-    places = [(first, "start", 0.0), (last, "end", 1.0)] if last > first else [(first, "start", 0.0)]
+    places = [(first, "start", 0.0)]
     if last - first >= 2:
-        places.insert(1, (round((first + last) / 2), "middle", 0.5))
+        places.append((round((first + last) / 2), "middle", 0.5))
+    if last > first:
+        places.append((last, "end", 1.0))
     for step, anchor, share in places:
-        yield f'<text x="{LEFT + share * wide:.0f}" y="{y}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">{step:,.0f}</text>'
-
-
-def _mark(x: float, name: str) -> str:
-    line = f'<path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{FAINT}" stroke-width=".7" stroke-dasharray="2 3"/>'
-    # Below the curves, that mostly fall, and the names of these.
-    return f'{line}<text x="{x + 3:.1f}" y="{HEIGHT - BOTTOM - 4}" font-size="10" fill="{FAINT}">{escape(name)}</text>'
+        yield f'<text x="{LEFT + share * wide:.0f}" y="{HEIGHT - 7}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">{step:,.0f}</text>'
 
 
 def _dots(curve: Curve, place: Callable) -> Iterator[str]:
@@ -171,7 +277,6 @@ def _band(curve: Curve, first: float, last: float, place: Callable) -> Iterator[
 
 
 def _path(xs: np.ndarray, ys: np.ndarray) -> str:
-    """Through all points: the first where it is, each other from the one before, in tenths of a pixel."""
     tenths = np.stack([np.rint(xs * 10), np.rint(ys * 10)], axis=1).astype(int)
     moves = np.diff(tenths, axis=0)
     start = f"M{_tenth(tenths[0, 0])} {_tenth(tenths[0, 1])}l"
@@ -210,4 +315,4 @@ def stacked(shares: Sequence[tuple[str, str, float, str]], label: str) -> str:
         body.append(f'<text x="{WIDTH - 62}" y="{y}" text-anchor="end" fill="{FAINT}">{escape(figure)}</text>')
         body.append(f'<text x="{WIDTH}" y="{y}" text-anchor="end">{share:.1%}</text>')
         y += 22
-    return svg(y - 8, body, label)
+    return svg.chart(y - 8, body, label)

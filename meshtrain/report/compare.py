@@ -15,7 +15,7 @@ than they remember); a run that is slower by a tenth is found always from 1,000 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ import numpy as np
 
 from meshtrain.config import short
 from meshtrain.config.follow import differences
-from meshtrain.pictures.picture import columns
-from meshtrain.report.facts import Facts
+from meshtrain.draw.picture import columns
+from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import tokens_by_row, warmed_up
 from meshtrain.report.rows import Columns
-from meshtrain.report.summary import plain, summarise
-from meshtrain.report.text import loss
+from meshtrain.report.summary import summarise
+from meshtrain.survive import history as histories
 
 SURE = 0.99  # of an interval: several things are compared
 FEWEST, MOST = 4, 64  # blocks
@@ -72,9 +72,7 @@ class Comparison:
             return "they differ"
         if self.time is None and self.loss is None:
             return "it cannot be told whether they differ"
-        return (
-            "no difference beyond chance, as far as can be told" if self.cannot_tell else "no difference beyond chance"
-        )
+        return f"no difference beyond chance{', as far as can be told' if self.cannot_tell else ''}"
 
     @property
     def same(self) -> bool:
@@ -82,104 +80,81 @@ class Comparison:
         return not any(interval is not None and interval.differs for interval in (self.time, self.loss))
 
     def as_json(self) -> dict[str, Any]:
-        found = asdict(self) | {"same": self.same, "verdict": self.verdict}
+        content = asdict(self) | {"same": self.same, "verdict": self.verdict}
         for name in ("time", "loss"):
             if (interval := getattr(self, name)) is not None:
-                found[name]["differs"] = interval.differs
-        return plain(found)
+                content[name]["differs"] = interval.differs
+        return histories.plain(content)
 
 
-def compare(first: Facts, second: Facts) -> Comparison:
-    """What differs between two runs."""
+def compare(first: RunFacts, second: RunFacts) -> Comparison:
+    """Returns what differs between two runs."""
     why: list[str] = []
     time = _time(first.steps, second.steps, why)
-    lost, identical, tokens = _loss(first.steps, second.steps, why)
-    changed = tuple(one for one in _settings(first, second) if one[0] != "run.directory")
+    loss, identical, tokens = _loss(first.steps, second.steps, why)
+    configs = [asdict(run.config) if run.config else {} for run in (first, second)]
+    changed = tuple(setting for setting in differences(*configs) if setting[0] != "run.directory")
     names = (short(first.name), short(second.name))
     if names[0] == names[1]:
         names = (short(first.directory), short(second.directory))
-    return Comparison(names, time, lost, identical, tokens, changed, tuple(_figures(first, second)), tuple(why))
-
-
-def _settings(first: Facts, second: Facts) -> Iterator[tuple[str, Any, Any]]:
-    """(key, the first's value, the second's) where they differ. Of a config that cannot be loaded, what its file says."""
-    if first.config and second.config:
-        yield from differences(asdict(first.config), asdict(second.config))
-        return
-    yield from differences(first.values, second.values)
-    a, b = (dict(_by_path(one.values)) for one in (first, second))
-    for path in sorted(a.keys() ^ b.keys()):
-        yield path, a.get(path, "not there"), b.get(path, "not there")
-
-
-def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key path, value) of a config that may have any sections."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", held) for inner, held in _by_path(value))
-        else:
-            yield name, value
+    return Comparison(names, time, loss, identical, tokens, changed, tuple(_figures(first, second)), tuple(why))
 
 
 def _time(a: Columns, b: Columns, why: list[str]) -> Interval | None:
-    masks = [warmed_up(one) for one in (a, b)]
-    tokens = [one["tokens"][mask] for one, mask in zip((a, b), masks, strict=True)]
+    masks = [warmed_up(run) for run in (a, b)]
+    tokens = [run["tokens"][mask] for run, mask in zip((a, b), masks, strict=True)]
+    seconds = [run["step_seconds"][mask] for run, mask in zip((a, b), masks, strict=True)]
     # Where a run does not say how many tokens a step has, steps are compared.
-    told = all(np.all(one >= 1) for one in tokens)
-    found = [
-        blocks(np.log(one["step_seconds"][mask] / (read if told else 1.0)))
-        for one, mask, read in zip((a, b), masks, tokens, strict=True)
-    ]
-    if any(one.size < FEWEST for one in found):
+    if all(np.all(read >= 1) for read in tokens):
+        seconds = [spent / read for spent, read in zip(seconds, tokens, strict=True)]
+    medians = [blocks(np.log(spent)) for spent in seconds]
+    if any(sample.size < FEWEST for sample in medians):
         why.append(
             "speed: it cannot be told apart, since of one run there are too few steps that do not depend on each other."
         )
         return None
-    value, half = _interval(found[0], found[1])
+    value, half = _interval(*medians)
     return Interval(math.expm1(value), math.expm1(value - half), math.expm1(value + half), NEGLIGIBLE)
 
 
 def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int, float]:
     both, i, j = np.intersect1d(a["step"], b["step"], return_indices=True)
-    of_tokens = tokens_by_row(a), tokens_by_row(b)
+    tokens = tokens_by_row(a), tokens_by_row(b)
     if not a.known("loss").size or not b.known("loss").size:
         why.append("loss: it cannot be compared, since one run has none.")
         return None, 0, 0.0
-    common = float(min(of_tokens[0][-1], of_tokens[1][-1]))
+    common = float(min(tokens[0][-1], tokens[1][-1]))
     same = both.size > 0 and np.array_equal(a["loss"][i], b["loss"][j], equal_nan=True)
-    if same and np.array_equal(of_tokens[0][i], of_tokens[1][j]):
+    if same and np.array_equal(tokens[0][i], tokens[1][j]):
         return Interval(0.0, 0.0, 0.0, 0.0), int(both.size), common
     count = int(min(STRETCHES, a.known("loss").size, b.known("loss").size))
     if not common:
         why.append("loss: it cannot be compared, since one run's rows tell of no tokens.")
         return None, 0, 0.0
     edges = np.linspace(0.0, common, count + 1)
-    means = [_by_tokens(read, one["loss"], edges) for read, one in zip(of_tokens, (a, b), strict=True)]
-    apart = means[1] - means[0]
-    apart = apart[len(apart) * 3 // 4 :]
-    apart = apart[np.isfinite(apart)]
+    means = [_by_tokens(read, run["loss"], edges) for read, run in zip(tokens, (a, b), strict=True)]
+    difference = (means[1] - means[0])[count * 3 // 4 :]
     # How the difference changes on the way is no noise about what it is in the mean.
-    found = blocks(_level(apart))
-    if found.size < FEWEST:
+    medians = blocks(_detrended(difference[np.isfinite(difference)]))
+    if medians.size < FEWEST:
         why.append("loss: it cannot be told apart, since the runs have read too few of the same tokens.")
         return None, 0, common
-    value, half = _interval(found)
-    level = float(np.nanmean(means[0][len(means[0]) * 3 // 4 :]))
+    value, half = _interval(medians)
+    level = float(np.nanmean(means[0][count * 3 // 4 :]))
     return Interval(value, value - half, value + half, NEGLIGIBLE * abs(level)), 0, common
 
 
-def _level(values: np.ndarray) -> np.ndarray:
-    """The values without the line through them, about their mean."""
+def _detrended(values: np.ndarray) -> np.ndarray:
     place = np.arange(values.size) - (values.size - 1) / 2
     return values - place * (place @ values) / max(place @ place, 1.0)
 
 
 def _by_tokens(read: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Mean of `values` between each two `edges` of the tokens read; NaN where there is none."""
-    good = np.isfinite(values) & (read <= edges[-1] * (1 + 1e-9))
+    known = np.isfinite(values) & (read <= edges[-1] * (1 + 1e-9))
     # A row is of the tokens up to it.
-    place = np.clip(np.searchsorted(edges, read[good] * (1 - 1e-9), "right") - 1, 0, len(edges) - 2)
-    sums = np.bincount(place, values[good], minlength=len(edges) - 1)
+    place = np.clip(np.searchsorted(edges, read[known] * (1 - 1e-9), "right") - 1, 0, len(edges) - 2)
+    sums = np.bincount(place, values[known], minlength=len(edges) - 1)
     counts = np.bincount(place, minlength=len(edges) - 1)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
@@ -226,65 +201,53 @@ def _interval(a: np.ndarray, b: np.ndarray | None = None) -> tuple[float, float]
 
 
 def student(freedom: float) -> float:
-    """What a value of Student's distribution exceeds on neither side with certainty `SURE`."""
-    # With t = √ν tan θ its density is that of cos^(ν-1) θ, which is bounded.
-    angle = np.linspace(0, math.pi / 2, 100_001)
-    density = np.cos(angle) ** (freedom - 1)
-    below = np.cumsum(density) - density / 2
-    return math.sqrt(freedom) * math.tan(float(np.interp(SURE, below / below[-1], angle)))
+    """Returns the bound that a value of Student's distribution exceeds on neither side with certainty `SURE`."""
+    # Takes a second to import.
+    from scipy.stats import t
+
+    return float(t.ppf((1 + SURE) / 2, freedom))
 
 
-def _figures(first: Facts, second: Facts) -> Iterator[tuple[str, ...]]:
-    both = [summarise(one) for one in (first, second)]
-    yield "verdict", *(one.verdict for one in both)
-    speeds = [one.speed for one in both]
-    if any(speeds):
-        yield "tokens/s", *(f"{s.tokens_per_second:,.0f}" if s else "-" for s in speeds)
-        yield "MFU", *(f"{s.mfu:.1%}" if s and s.mfu is not None else "-" for s in speeds)
-    yield "loss at the end", *(loss(one.loss) for one in both)
-    if any(one.eval_loss is not None for one in both):
-        yield "eval loss, at best", *(loss(one.eval_least) for one in both)
-    if any(one.accuracy is not None for one in both):
-        yield "eval accuracy at the end", *("-" if one.accuracy is None else f"{one.accuracy:.1%}" for one in both)
-    if any(one.goodput is not None for one in both):
-        yield "goodput", *("-" if one.goodput is None else f"{one.goodput:.1%}" for one in both)
+def _figures(first: RunFacts, second: RunFacts) -> Iterator[tuple[str, ...]]:
+    summaries = [summarise(run) for run in (first, second)]
+    yield "verdict", *(summary.verdict for summary in summaries)
+    labels = {
+        "tokens/s": "tokens/s", "MFU": "MFU", "loss": "loss at the end", "lowest eval loss": "eval loss, at best",
+        "eval accuracy": "eval accuracy at the end", "goodput": "goodput",
+    }  # fmt: skip
+    for name, label in labels.items():
+        values = [summary.figures.get(name, "-") for summary in summaries]
+        if name == "loss" or any(value != "-" for value in values):
+            yield label, *values
 
 
-def sentences(found: Comparison) -> list[str]:
-    """What differs, in words."""
-    said = [_speed_sentence(found)] if found.time else []
-    if found.identical:
-        said.append(f"loss: the same, bit by bit, at all {found.identical:,} steps that both have logged.")
-    elif found.loss:
-        said.append(_loss_sentence(found.loss, found.names[1]))
-    return said + list(found.cannot_tell)
+def sentences(comparison: Comparison) -> list[str]:
+    """Returns what differs, in words."""
+    time, loss, name = comparison.time, comparison.loss, comparison.names[1]
+    lines = []
+    if time:
+        between = f"{time.value:+.1%} of time a token, between {time.least:+.1%} and {time.most:+.1%} ({SURE:.0%} sure)"
+        what = (
+            f"{name} is {'slower' if time.value > 0 else 'faster'}" if time.differs else "no difference beyond chance"
+        )
+        lines.append(f"speed: {what}, {between}.")
+    if comparison.identical:
+        lines.append(f"loss: the same, bit by bit, at all {comparison.identical:,} steps that both have logged.")
+    elif loss:
+        between = (
+            f"{loss.value:+.4f} at the same tokens, between {loss.least:+.4f} and {loss.most:+.4f} ({SURE:.0%} sure)"
+        )
+        higher = f"{name} has the {'higher' if loss.value > 0 else 'lower'} one"
+        lines.append(f"loss: {higher if loss.differs else 'no difference beyond chance'}, {between}.")
+    return lines + list(comparison.cannot_tell)
 
 
-def _speed_sentence(found: Comparison) -> str:
-    time, name = found.time, found.names[1]
-    assert time is not None
-    between = f"{time.value:+.1%} of time a token, between {time.least:+.1%} and {time.most:+.1%} ({SURE:.0%} sure)"
-    if not time.differs:
-        return f"speed: no difference beyond chance, {between}."
-    return f"speed: {name} is {'slower' if time.value > 0 else 'faster'}, {between}."
-
-
-def _loss_sentence(apart: Interval, name: str) -> str:
-    between = (
-        f"{apart.value:+.4f} at the same tokens, between {apart.least:+.4f} and {apart.most:+.4f} ({SURE:.0%} sure)"
-    )
-    if not apart.differs:
-        return f"loss: no difference beyond chance, {between}."
-    return f"loss: {name} has the {'higher' if apart.value > 0 else 'lower'} one, {between}."
-
-
-def render(found: Comparison, diagnoses: Sequence[str] = ()) -> str:
-    """The comparison for a terminal; with what a diagnosis says of each run, if one was made."""
-    rows = [["", *found.names], *(list(row) for row in found.figures)]
-    parts = [f"{found.names[0]} and {found.names[1]}: {found.verdict}", "\n".join(sentences(found)), columns(rows)]
-    if found.config:
-        parts.append("config\n" + columns([[f"  {path}", short(a), short(b)] for path, a, b in found.config]))
-    else:
-        parts.append("config: the same")
-    parts += [f"{name}\n{told.rstrip()}" for name, told in zip(found.names, diagnoses, strict=False) if told]
+def render(comparison: Comparison, diagnoses: Sequence[str] = ()) -> str:
+    """Returns the comparison for a terminal; with the words of a diagnosis of each run, if one was made."""
+    first, second = comparison.names
+    table = columns([["", first, second], *(list(row) for row in comparison.figures)])
+    parts = [f"{first} and {second}: {comparison.verdict}", "\n".join(sentences(comparison)), table]
+    changed = [[f"  {path}", short(a), short(b)] for path, a, b in comparison.config]
+    parts.append(f"config\n{columns(changed)}" if changed else "config: the same")
+    parts += [f"{name}\n{words.rstrip()}" for name, words in zip(comparison.names, diagnoses, strict=False) if words]
     return "\n\n".join(parts) + "\n"

@@ -1,6 +1,5 @@
 """All that the files of a run say, each read once: rows, samples, alerts, findings, checkpoints, history, config and its plan."""
 
-import contextlib
 import json
 import time
 from collections import deque
@@ -9,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
+import numpy as np
 
+from meshtrain.cluster.accelerators import ACCELERATORS, KINDS
 from meshtrain.config import Config, ConfigError, load, short
-from meshtrain.config.key import known
 from meshtrain.plan.estimate import Plan, plan
+from meshtrain.plan.shapes import model_flops
 from meshtrain.report import rows
-from meshtrain.report.cluster import likely
-from meshtrain.report.rows import Columns, Follower
+from meshtrain.report.rows import Columns
 from meshtrain.run.best import Best, best_in
 from meshtrain.run.directory import ALERTS, CHECKPOINTS, CONFIG, FINDINGS, METRICS, RESOURCES
 from meshtrain.run.lock import in_use
+from meshtrain.run.rows import RowReader
 from meshtrain.survive import history as histories
 from meshtrain.survive.history import History
 from meshtrain.survive.ledger import Ledger, ledger
@@ -28,13 +28,15 @@ from meshtrain.survive.store import SURVIVE
 
 MOST_RANKS = 64  # whose samples are read: a page shows no more
 MOST_ALERTS = 200  # the newest
-LARGEST_FINDINGS, LARGEST_CONFIG = 1 << 24, 1 << 18  # bytes
+SAME_PEAK = 0.01  # share by which the peaks of one accelerator differ
+LEAST_MFU = 1e-9  # that tells anything
+LARGEST_FINDINGS = 1 << 24  # bytes
 
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFacts:
     """A step that is on disk. `problem`: why it is none to go on from."""
 
     name: str
@@ -56,13 +58,12 @@ class Survived:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """Of one run directory. None, or empty: the run has no such file, or it says nothing."""
 
     directory: Path
     now: float  # seconds since 1970
     config: Config | None  # none: not there, or of another version
-    values: Mapping[str, Fields]  # of config.yaml, by section
     plan: Plan | None
     steps: Columns  # metrics.jsonl
     torn: int  # lines of it that are no rows
@@ -75,7 +76,7 @@ class Facts:
     alerts: tuple[Fields, ...] = ()
     findings: tuple[Fields, ...] | None = None
     diagnosis: Fields = field(default_factory=dict)  # all of findings.json
-    checkpoints: tuple[Checkpoint, ...] = ()
+    checkpoints: tuple[CheckpointFacts, ...] = ()
     survived: Survived | None = None
     notes: tuple[str, ...] = ()  # what could not be read, in sentences
 
@@ -84,23 +85,22 @@ class Facts:
         return self.directory.name or str(self.directory)
 
 
-def gather(directory: Path, cluster: str | None = None) -> Facts:
+def gather(directory: Path, cluster: str | None = None) -> RunFacts:
     """The facts of a run, planned for a cluster as `plan --cluster` takes it. ConfigError if `directory` is no run."""
     refuse_no_run(directory)
     notes: list[str] = []
-    config, values = config_of(directory, notes)
+    config = config_of(directory, notes)
     steps, torn = rows.read(directory / METRICS)
     if torn:
         lines = "line is no row and was" if torn == 1 else "lines are no rows and were"
         notes.append(f"{torn} {lines} left out of {METRICS}: cut off, or not what a run writes.")
     samples, ranks, hosts = _samples(directory)
-    diagnosis = _findings(directory, notes)
-    found = diagnosis.get("findings")
-    return Facts(
+    diagnosis = _diagnosis(directory, notes)
+    findings = diagnosis.get("findings")
+    return RunFacts(
         directory=directory,
         now=time.time(),
         config=config,
-        values=values,
         plan=planned(config, cluster, steps, samples, notes),
         steps=steps,
         torn=torn,
@@ -110,8 +110,8 @@ def gather(directory: Path, cluster: str | None = None) -> Facts:
         samples=samples,
         ranks=ranks,
         hosts=hosts,
-        alerts=_alerts(directory),
-        findings=tuple(f for f in found if isinstance(f, dict)) if isinstance(found, list) else None,
+        alerts=tuple(deque(RowReader(directory / ALERTS).new(), maxlen=MOST_ALERTS)),
+        findings=tuple(f for f in findings if isinstance(f, dict)) if isinstance(findings, list) else None,
         diagnosis=diagnosis,
         checkpoints=_checkpoints(directory),
         survived=_survived(directory, notes),
@@ -122,54 +122,38 @@ def gather(directory: Path, cluster: str | None = None) -> Facts:
 def refuse_no_run(directory: Path) -> None:
     """ConfigError, in a sentence, unless a run has begun to write there."""
     try:
-        there = directory.is_dir()
-        found = [name for name in (CONFIG, METRICS, CHECKPOINTS, SURVIVE) if (directory / name).exists()]
+        exists = directory.is_dir()
+        begun = any((directory / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS, SURVIVE))
     # A NUL, or half a surrogate pair; no permission.
     except (OSError, ValueError):
-        there, found = False, []
-    if not there:
+        exists = begun = False
+    if not exists:
         raise ConfigError(f"there is no run directory {short(directory)}.")
-    if not found:
+    if not begun:
         raise ConfigError(f"{short(directory)} is no run directory: it holds neither {CONFIG} nor {METRICS}.")
 
 
-def config_of(directory: Path, notes: list[str]) -> tuple[Config | None, Mapping[str, Fields]]:
-    """The config of a run, and what its file says by section; `notes` gains why either is missing."""
-    path = directory / CONFIG
-    if not path.exists():
-        notes.append(f"there is no {CONFIG}: what ran, and how fast it could be, is not known.")
-        return None, {}
-    values, why = _sections(path), "it is empty."
+def config_of(directory: Path, notes: list[str]) -> Config | None:
+    """Returns the config of a run; None with a note where it is missing, or cannot be read."""
     try:
-        config = load(path)
+        text = (directory / CONFIG).read_text()
         # A run writes every key: the defaults would be the config of another.
-        if values:
-            return config, values
-    except ConfigError as problem:
+        if text.strip():
+            return load(directory / CONFIG)
+        why = "it is empty."
+    except FileNotFoundError:
+        notes.append(f"there is no {CONFIG}: what ran, and how fast it could be, is not known.")
+        return None
+    except (OSError, ValueError) as problem:
         why = str(problem)
-    # Of a later version, which has more keys, or of an earlier one.
-    if any((here := known(values, Config)).values()):
-        with contextlib.suppress(ConfigError):
-            config = load(here)
-            notes.append(f"{CONFIG} is of another version; what this one knows of it is taken: {why}")
-            return config, values
     notes.append(f"{CONFIG} cannot be read, so that nothing is planned for it: {why}")
-    return None, values
-
-
-def _sections(path: Path) -> dict[str, Fields]:
-    """What a config file says by section, whether or not it is legal; {} of what is no YAML, of which `load` says why."""
-    try:
-        raw = yaml.safe_load(path.read_bytes()[:LARGEST_CONFIG])
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return {str(k): v for k, v in raw.items() if isinstance(v, dict)} if isinstance(raw, dict) else {}
+    return None
 
 
 def planned(
     config: Config | None, cluster: str | None, steps: Columns, samples: Mapping[int, Columns], notes: list[str]
 ) -> Plan | None:
-    """Its plan, for the devices that it seems to have run on. ConfigError for a cluster that was asked for and cannot be."""
+    """Returns the plan of a run, for the devices that it seems to have had. ConfigError for a cluster that was asked for and cannot be."""
     if config is None:
         return None
     name = cluster or likely(config, steps, samples)
@@ -185,6 +169,30 @@ def planned(
         return None
 
 
+def likely(config: Config, steps: Columns, samples: Mapping[int, Columns]) -> str | None:
+    """Returns the accelerator that a run had, as far as rows and samples tell; None if it cannot be told.
+
+    It is the one whose peak the rows' MFU is a share of, of equal ones that with the memory of the devices; the cpu where no row and no
+    sample knows of a device.
+    """
+    rate, mfu = steps["tokens_per_second"], steps["mfu"]
+    useful = (rate > 0) & (mfu > LEAST_MFU)
+    names = [(columns, name) for columns in samples.values() for name in columns.names("device_memory_limit_bytes")]
+    limits = [columns.known(name) for columns, name in names]
+    if useful.any():
+        flops_per_token = model_flops(config) / (config.train.global_batch_size * config.train.sequence_length)
+        peak = float(np.median(rate[useful] / mfu[useful])) * flops_per_token / config.mesh.devices
+        known = [ACCELERATORS[name] for name in dict.fromkeys(KINDS.values())]
+        equal = [a for a in known if abs(a.flops(config.precision.compute) / peak - 1) < SAME_PEAK]
+        if limit := max((float(values.max()) for values in limits if values.size), default=None):
+            equal.sort(key=lambda a: abs(a.memory_bytes - limit))
+        return equal[0].name if equal else None
+    if limits or "memory_in_use_bytes" in steps or any(columns.names("device_") for columns in samples.values()):
+        return None
+    # The same config runs on accelerators where there are some: what rows and samples know of comes first.
+    return "cpu" if samples or config.run.fake_devices else None
+
+
 def written(path: Path) -> float | None:
     """When a file was written last."""
     try:
@@ -196,29 +204,25 @@ def written(path: Path) -> float | None:
 def sampled(directory: Path) -> dict[int, Path]:
     """The files of samples, by rank."""
     try:
-        found = [p for p in (directory / RESOURCES).iterdir() if p.suffix == ".jsonl" and p.stem.isdecimal()]
+        paths = [p for p in (directory / RESOURCES).iterdir() if p.suffix == ".jsonl" and p.stem.isdecimal()]
     except OSError:
         return {}
-    return {int(path.stem): path for path in sorted(found, key=lambda p: int(p.stem))}
+    return {int(path.stem): path for path in sorted(paths, key=lambda p: int(p.stem))}
 
 
 def _samples(directory: Path) -> tuple[dict[int, Columns], int, dict[int, str]]:
-    paths, found, hosts = sampled(directory), {}, {}
+    paths, samples, hosts = sampled(directory), {}, {}
     for rank in list(paths)[:MOST_RANKS]:
         columns = Columns()
-        for row in Follower(paths[rank]).new():
+        for row in RowReader(paths[rank]).new():
             columns.add(row)
             if isinstance(row.get("host"), str):
                 hosts[rank] = short(row["host"])
-        found[rank] = columns
-    return found, len(paths), hosts
+        samples[rank] = columns
+    return samples, len(paths), hosts
 
 
-def _alerts(directory: Path) -> tuple[Fields, ...]:
-    return tuple(deque(Follower(directory / ALERTS).new(), maxlen=MOST_ALERTS))
-
-
-def _findings(directory: Path, notes: list[str]) -> Fields:
+def _diagnosis(directory: Path, notes: list[str]) -> Fields:
     path = directory / FINDINGS
     try:
         if not path.is_file():
@@ -231,30 +235,30 @@ def _findings(directory: Path, notes: list[str]) -> Fields:
     return value if isinstance(value, dict) else {"findings": value}
 
 
-def _checkpoints(directory: Path) -> tuple[Checkpoint, ...]:
+def _checkpoints(directory: Path) -> tuple[CheckpointFacts, ...]:
     if not (directory / CHECKPOINTS).is_dir():
         return ()
     # Imports JAX, which takes longer than all else here.
     from meshtrain.checkpoint import digests, steps
-    from meshtrain.checkpoint.manifest import Manifest
+    from meshtrain.checkpoint.manifest import StepManifest
 
-    listed = []
+    checkpoints = []
     for path in steps.directories(directory):
         try:
-            m = Manifest.read(path)
-            listed.append(Checkpoint(path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path)))
+            m = StepManifest.read(path)
+            checkpoints.append(CheckpointFacts(path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path)))
         except (steps.Damaged, steps.NewerFormat) as problem:
             # One that was removed meanwhile is none.
             if path.exists():
-                listed.append(Checkpoint(path.name, problem=str(problem)))
+                checkpoints.append(CheckpointFacts(path.name, problem=str(problem)))
         except OSError as error:
-            listed.append(Checkpoint(path.name, problem=f"it cannot be read: {error.strerror}"))
-    lowest = min((c for c in listed if c.eval_loss is not None), key=lambda c: c.eval_loss or 0.0, default=None)
-    return tuple(replace(c, best=True) if c is lowest else c for c in listed)
+            checkpoints.append(CheckpointFacts(path.name, problem=f"it cannot be read: {error.strerror}"))
+    lowest = min((c for c in checkpoints if c.eval_loss is not None), key=lambda c: c.eval_loss or 0.0, default=None)
+    return tuple(replace(c, best=True) if c is lowest else c for c in checkpoints)
 
 
 def best(directory: Path) -> Best:
-    """The lowest held-out loss of a run so far."""
+    """The lowest eval loss of a run so far."""
     try:
         return best_in(directory / METRICS)
     # Of what cannot be read the rows tell nothing either.
@@ -269,5 +273,5 @@ def _survived(directory: Path, notes: list[str]) -> Survived | None:
     if not history.events:
         notes.append(f"the supervisors of {SURVIVE}/ have written nothing yet.")
         return None
-    told = ledger(history)
-    return Survived(history, told, reliability(history, told))
+    spent = ledger(history)
+    return Survived(history, spent, reliability(history, spent))

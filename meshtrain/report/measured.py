@@ -1,16 +1,16 @@
 """Figures of a run from its rows and samples: how fast it is and could be, where its time went, what it held."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshtrain.plan.estimate import Plan
-from meshtrain.report.facts import Facts
+from meshtrain.report.facts import RunFacts
 from meshtrain.report.rows import Columns
 from meshtrain.survive import history as histories
-from meshtrain.survive.life import word
+from meshtrain.survive.ledger import word
 
 SHORTEST = 1e-9  # seconds of a step; what is said to be shorter was no step
 
@@ -48,7 +48,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Spent:
+class TimeShare:
     """A part of a time."""
 
     name: str
@@ -57,16 +57,17 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUse:
     """Bytes of one device, or of the host's processes, at most at any time."""
 
     what: str
     used: float
     limit: float | None
+    rule: str = "device_memory"  # of the thresholds, which says what is near the limit
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A part of a step as a trace has it, and as it was planned. None: not measured, or not planned."""
 
     name: str
@@ -100,27 +101,25 @@ def speed_of(columns: Columns, planned: Plan | None) -> Speed | None:
     mask = warmed_up(columns)
     if not mask.any():
         return None
-    seconds, tokens = columns["step_seconds"][mask], columns["tokens"][mask]
+    seconds, waits = columns["step_seconds"][mask], columns["data_wait_seconds"][mask]
     p10, median, p90 = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9)))
-    said = columns["mfu"][mask]
-    said = said[np.isfinite(said)]
-    if said.size:
-        mfu: float | None = float(np.median(said))
-    else:
-        mfu = planned.mfu * planned.seconds / median if planned else None
-    waits = columns["data_wait_seconds"][mask]
-    good = np.isfinite(waits)
-    rate = tokens / seconds
+    mfu, rate = _finite(columns["mfu"][mask]), _finite(columns["tokens"][mask] / seconds)
+    planned_mfu = planned.mfu * planned.seconds / median if planned else None
+    known = np.isfinite(waits)
     return Speed(
         steps=int(mask.sum()),
         median=median,
         p10=p10,
         p90=p90,
         worst=float(seconds.max()),
-        tokens_per_second=float(np.median(rate[np.isfinite(rate)])) if np.isfinite(rate).any() else math.nan,
-        mfu=mfu,
-        waiting=float(waits[good].sum() / seconds[good].sum()) if good.any() else None,
+        tokens_per_second=float(np.median(rate)) if rate.size else math.nan,
+        mfu=float(np.median(mfu)) if mfu.size else planned_mfu,
+        waiting=float(waits[known].sum() / seconds[known].sum()) if known.any() else None,
     )
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
 
 
 def bounds_of(planned: Plan) -> Bounds:
@@ -133,92 +132,83 @@ def bounds_of(planned: Plan) -> Bounds:
     )
 
 
-def wall_time(facts: Facts) -> tuple[tuple[Spent, ...], str]:
-    """Where the time of the run went, and who says so: the supervisors' ledger, the processes' phases, or the rows."""
+def wall_time(facts: RunFacts) -> tuple[tuple[TimeShare, ...], str]:
+    """Returns where the time of the run went, and who says so: the supervisors' ledger, the processes' phases, or the rows."""
     if facts.survived:
-        told = facts.survived.ledger
-        return _spent({word(k): s for k, s in told.seconds.items()}), "the supervisors' ledger"
-    if facts.samples and 0 in facts.samples:
-        phases = facts.samples[0].names("phase_seconds.")
-        found = {name.split(".", 1)[1]: float(facts.samples[0].known(name).sum()) for name in phases}
-        if any(found.values()):
-            return _spent(found), "the phases of rank 0"
-    columns = facts.steps
-    seconds = {name: float(columns.known(name).sum()) for name in columns.names()}
-    steps, data = seconds.get("step_seconds", 0.0), seconds.get("data_wait_seconds", 0.0)
-    blocked = min(seconds.get("checkpoint_blocked_seconds", 0.0), max(steps - data, 0.0))
-    found = {
-        "steps": max(steps - data - blocked, 0.0),
-        "waiting for data": data,
-        "saves, blocking": blocked,
-        "compiling": seconds.get("compile_seconds", 0.0),
-    }
-    return _spent(found), "the logged steps' rows"
+        seconds = facts.survived.ledger.seconds
+        return _shares({word(kind): s for kind, s in seconds.items()}), "the supervisors' ledger"
+    if rank_0 := facts.samples.get(0):
+        names = rank_0.names("phase_seconds.")
+        phases = {name.split(".", 1)[1]: float(rank_0.known(name).sum()) for name in names}
+        if any(phases.values()):
+            return _shares(phases), "the phases of rank 0"
+    names = ["step_seconds", "data_wait_seconds", "checkpoint_blocked_seconds", "compile_seconds"]
+    steps, data, blocked, compiling = (float(facts.steps.known(name).sum()) for name in names)
+    blocked = min(blocked, max(steps - data, 0.0))
+    shares = _shares(
+        {
+            "steps": max(steps - data - blocked, 0.0),
+            "waiting for data": data,
+            "saves, blocking": blocked,
+            "compiling": compiling,
+        }
+    )
+    return shares, "the logged steps' rows"
 
 
-def on_host(columns: Columns) -> tuple[Spent, ...]:
-    """A step on the host: waiting for data, dispatching, waiting for the devices, and all else."""
+def on_host(columns: Columns) -> tuple[TimeShare, ...]:
+    """Returns the parts of a step on the host: waiting for data, dispatching, waiting for the devices, and all else."""
     names = {"data_wait_seconds": "waiting for data", "dispatch_seconds": "dispatch", "wait_seconds": "devices"}
     mask = warmed_up(columns)
     if "wait_seconds" not in columns or not mask.any():
         return ()
-    whole = float(columns["step_seconds"][mask].mean())
-    found = {}
-    for name, called in names.items():
-        said = columns[name][mask]
-        said = said[np.isfinite(said)]
-        if said.size:
-            found[called] = max(float(said.mean()), 0.0)
-    found["all else on the host"] = max(whole - sum(found.values()), 0.0)
-    return _spent(found)
+    known = {name: _finite(columns[column][mask]) for column, name in names.items()}
+    parts = {name: max(float(seconds.mean()), 0.0) for name, seconds in known.items() if seconds.size}
+    rest = float(columns["step_seconds"][mask].mean()) - sum(parts.values())
+    return _shares(parts | {"all else on the host": max(rest, 0.0)})
 
 
-def _spent(seconds: dict[str, float]) -> tuple[Spent, ...]:
-    there = {name: s for name, s in seconds.items() if s > 0}
-    whole = sum(there.values())
-    return tuple(Spent(name, s, s / whole) for name, s in there.items())
+def _shares(seconds: dict[str, float]) -> tuple[TimeShare, ...]:
+    """Those that are above 0, with their shares of the sum."""
+    positive = {name: s for name, s in seconds.items() if s > 0}
+    return tuple(TimeShare(name, s, s / sum(positive.values())) for name, s in positive.items())
 
 
-def most_held(facts: Facts) -> Iterator[Held]:
-    said = np.concatenate([facts.steps.known(name) for name in ("memory_in_use_bytes", "memory_peak_bytes")])
+def most_held(facts: RunFacts) -> Iterator[MemoryUse]:
+    """Yields the memory of a device by rows and by its driver, and of the largest process, as far as they are known."""
     limit = facts.plan.cluster.accelerator.usable_bytes if facts.plan else None
-    if said.size:
-        yield Held("a device, as its rows say", float(said.max()), limit)
-    devices = [_at_most(columns, "device_memory_used_bytes") for columns in facts.samples.values()]
-    limits = [_at_most(columns, "device_memory_limit_bytes") for columns in facts.samples.values()]
-    if used := max((d for d in devices if d is not None), default=None):
-        yield Held("the fullest device, as its driver says", used, max((n for n in limits if n), default=None))
-    hosts = [columns.known("process_rss_bytes") for columns in facts.samples.values()]
-    if used := max((float(h.max()) for h in hosts if h.size), default=None):
-        bounds = [columns.known("memory_limit_bytes") for columns in facts.samples.values()]
-        yield Held(
-            "the largest process on its host", used, max((float(b.max()) for b in bounds if b.size), default=None)
-        )
+    if (used := _most([facts.steps], "memory_in_use_bytes", "memory_peak_bytes")) is not None:
+        yield MemoryUse("a device, as its rows say", used, limit)
+    samples = list(facts.samples.values())
+    for rule, what, metric, limits in (
+        (
+            "device_memory",
+            "the fullest device, as its driver says",
+            "device_memory_used_bytes",
+            "device_memory_limit_bytes",
+        ),
+        ("memory_limit", "the largest process on its host", "process_rss_bytes", "memory_limit_bytes"),
+    ):
+        if used := _most(samples, metric):
+            yield MemoryUse(what, used, _most(samples, limits) or None, rule)
 
 
-def _at_most(columns: Columns, metric: str) -> float | None:
-    """Of all devices of one process."""
-    found = [columns.known(name) for name in columns.names(metric)]
-    return max((float(values.max()) for values in found if values.size), default=None)
+def _most(samples: Sequence[Columns], *metrics: str) -> float | None:
+    values = [columns.known(name) for columns in samples for metric in metrics for name in columns.names(metric)]
+    return max((float(known.max()) for known in values if known.size), default=None)
 
 
-def parts(facts: Facts) -> list[Part]:
-    """The parts of a step that a diagnosis has told apart, and what was planned for each."""
-    told = facts.diagnosis.get("parts")
-    found = [part for part in told if isinstance(part, dict)] if isinstance(told, list) else []
-    rows = [
-        (histories.text(p.get("name")), histories.number(p.get("seconds")), histories.number(p.get("planned")))
-        for p in found
-    ]
-    whole, planned = (sum(filter(None, column)) for column in list(zip(*rows, strict=True))[1:] or ((), ()))
-    return [
-        Part(
-            name,
-            a,
-            a / whole if a is not None and whole else None,
-            b,
-            b / planned if b is not None and planned else None,
-        )
-        for name, a, b in rows
-        if a or b
-    ]
+def step_parts(facts: RunFacts) -> list[StepPart]:
+    """Returns the parts of a step that a diagnosis has told apart, and what was planned for each."""
+    entries = facts.diagnosis.get("parts")
+    parts = [part for part in entries if isinstance(part, dict)] if isinstance(entries, list) else []
+    names = [histories.text(part.get("name")) for part in parts]
+    seconds = [histories.number(part.get("seconds")) for part in parts]
+    planned = [histories.number(part.get("planned")) for part in parts]
+    rows = zip(names, seconds, _of_sum(seconds), planned, _of_sum(planned), strict=True)
+    return [StepPart(*row) for row in rows if row[1] or row[3]]
+
+
+def _of_sum(values: Sequence[float | None]) -> list[float | None]:
+    total = sum(filter(None, values))
+    return [value / total if value is not None and total else None for value in values]

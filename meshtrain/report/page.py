@@ -7,19 +7,36 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from meshtrain import units
 from meshtrain.config import short
-from meshtrain.plan import report
-from meshtrain.plan.page import STYLE
-from meshtrain.report import compare, events_page, speed_page, text
-from meshtrain.report.charts import FIRST, SECOND
+from meshtrain.draw import page as pages
+from meshtrain.draw.page import figure, sentence
+from meshtrain.draw.svg import FIRST, SECOND
+from meshtrain.report import compare, text
+from meshtrain.report.charts import figures
 from meshtrain.report.compare import Comparison
-from meshtrain.report.curves import figures
-from meshtrain.report.elements import MORE_STYLE, figure, table
-from meshtrain.report.facts import Facts
+from meshtrain.report.facts import RunFacts
+from meshtrain.report.sections import findings, sections, table
 from meshtrain.report.summary import Summary, settings
 
+STYLE = """
+body { max-width: 1080px; padding: 20px 16px 48px; } p, ul { max-width: 76ch; } h2 { margin-top: 2.2em; } h1 { margin-top: .2em; } h1 ~ h1 { margin-top: 2.4em; padding-top: 1.2em; border-top: 1px solid var(--line); }
+.run { color: var(--faint); margin: 0 0 1em; overflow-wrap: anywhere; } .note { list-style: none; }
+.verdict { display: flex; gap: .6em; align-items: baseline; font-size: 1.15em; margin: .2em 0 .6em; }
+.dot { flex: none; width: .7em; height: .7em; border-radius: 50%; } .dot.good { background: var(--good); } .dot.note { background: #d9a400; } .dot.bad { background: var(--bad); }
+.reasons { padding-left: 1.2em; } .reasons .bad { color: var(--bad); font-weight: 600; } .reasons .note { list-style: disc; color: inherit; }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(118px, 1fr)); } .tile b { font-weight: 600; font-size: 1.2em; white-space: nowrap; } .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 22px 28px; align-items: start; }
+.few { columns: 2 300px; column-gap: 56px; max-width: 900px; } .few figure { margin-bottom: 20px; } figure { margin: 0; break-inside: avoid; } figcaption { font-size: .85em; color: var(--faint); margin-bottom: 4px; } figcaption b { color: var(--text); font-weight: 600; }
+td:not(:last-child) { white-space: nowrap; } td { padding-right: 14px; } td:last-child { overflow-wrap: anywhere; min-width: 12em; } td.n { min-width: 0; } th { color: var(--faint); font-weight: normal; } .finding { border-left: 3px solid #c2843a; padding: 2px 0 2px 12px; margin: .8em 0; }
+.finding p { margin: .2em 0; } summary { cursor: pointer; color: var(--faint); } p.about { margin-top: 1.2em; } .legend span { margin-right: 1.4em; } .legend i { display: inline-block; width: .75em; height: .75em; border-radius: 3px; margin-right: .45em; }
+.wraps td:not(:last-child) { white-space: normal; } .wraps td:last-child { min-width: 0; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
+@media print { @page { size: A4; margin: 14mm; } body { max-width: none; padding: 0; font-size: 10pt; } h2, .verdict { break-after: avoid; }
+ .charts { grid-template-columns: 1fr 1fr; gap: 12px 18px; } .few { columns: 2; column-gap: 24px; max-width: none; } .tiles { grid-template-columns: repeat(5, 1fr); } .wide, .table { overflow: visible; } .wide svg { width: 100%; height: auto; }
+ * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } tr, .tile, .finding { break-inside: avoid; } }
+"""
 
-def page(facts: Sequence[Facts], summaries: Sequence[Summary], compared: Comparison | None = None) -> str:
+
+def page(facts: Sequence[RunFacts], summaries: Sequence[Summary], compared: Comparison | None = None) -> str:
     """The page of a run, or of two with what differs between them."""
     title = " and ".join(short(one.name) for one in facts)
     body: list[str] = []
@@ -28,87 +45,66 @@ def page(facts: Sequence[Facts], summaries: Sequence[Summary], compared: Compari
         body += _charts(facts)
     for one, summary in zip(facts, summaries, strict=True):
         body += _run(one, summary, alone=compared is None)
-    made = f"{datetime.fromtimestamp(facts[0].now, UTC):%Y-%m-%d %H:%M} UTC"
-    body.append(f"<footer>Made by meshtrain.report on {made} from the files of the run, and of nothing else.</footer>")
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-    style = f"<style>{STYLE}{MORE_STYLE}</style>"
-    return f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title>{style}</head><body>\n{"".join(body)}\n</body></html>\n'
+    date = f"{datetime.fromtimestamp(facts[0].now, UTC):%Y-%m-%d %H:%M} UTC"
+    body.append(f"<footer>Made by meshtrain.report on {date} from the files of the run, and of nothing else.</footer>")
+    return pages.page(title, body, STYLE)
 
 
-def _run(facts: Facts, summary: Summary, alone: bool) -> Iterator[str]:
+def _run(facts: RunFacts, summary: Summary, alone: bool) -> Iterator[str]:
     name, _, about = text.title(facts).partition(": ")
     yield f"<h1>{escape(name)}</h1>"
     yield f'<p class="run">{escape(about.replace(" x ", " × ") or str(facts.directory))}</p>'
-    yield f'<p class="verdict"><span class="dot {summary.level}"></span><b>{escape(summary.verdict[:1].upper() + summary.verdict[1:])}.</b></p>'
+    yield f'<p class="verdict"><span class="dot {summary.level}"></span><b>{sentence(summary.verdict)}.</b></p>'
     # Findings have a section of their own.
     if reasons := [r for r in summary.reasons if not r.finding]:
         lines = "".join(f'<li class="{r.level}">{escape(r.sentence)}</li>' for r in reasons)
         yield f'<ul class="reasons">{lines}</ul>'
     yield _tiles(summary)
-    yield from events_page.findings(facts)
+    yield from findings(facts, summary)
     if alone:
         yield from _charts([facts])
-    yield from speed_page.speed(facts, summary)
-    yield from speed_page.spent(facts, summary)
-    yield from speed_page.memory(facts, summary)
-    yield from events_page.faults(facts)
-    yield from events_page.alerts(facts)
-    yield from events_page.checkpoints(facts)
+    yield from sections(facts, summary)
     yield from _config(facts)
     yield from (f'<p class="note">{escape(note)}</p>' for note in facts.notes)
 
 
 def _tiles(summary: Summary) -> str:
-    tiles: list[tuple[str, str]] = []
-    if summary.loss is not None:
-        tiles.append((f"{summary.loss:.4f}", "loss at the end"))
-    if summary.eval_loss is not None:
-        tiles.append((f"{summary.eval_loss:.4f}", "eval loss"))
-    if summary.accuracy is not None:
-        tiles.append((f"{summary.accuracy:.1%}", "eval accuracy"))
-    if summary.eval_least is not None and summary.eval_least != summary.eval_loss:
-        tiles.append((f"{summary.eval_least:.4f}", f"lowest, step {summary.eval_least_step:,}"))
-    if speed := summary.speed:
-        tiles.append((report.duration(speed.median), "a step, median"))
-        tiles.append((report.count(speed.tokens_per_second), "tokens a second"))
-        if speed.mfu is not None:
-            tiles.append((f"{speed.mfu:.1%}", "model FLOPs utilisation"))
-        if speed.waiting is not None:
-            tiles.append((f"{speed.waiting:.1%}", "waiting for data"))
-    tiles.append((report.count(summary.tokens), "tokens read"))
-    if summary.goodput is not None:
-        tiles.append((f"{summary.goodput:.1%}", "goodput"))
-    boxes = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(what)}</span></div>' for v, what in tiles)
-    return f'<div class="tiles">{boxes}</div>'
+    labels = {
+        "loss": "loss at the end", "eval loss": "eval loss", "eval accuracy": "eval accuracy",
+        "lowest eval loss": f"lowest, step {summary.eval_least_step:,}" if summary.eval_least_step is not None else "",
+        "a step": "a step, median", "tokens/s": "tokens a second", "MFU": "model FLOPs utilisation", "data wait": "waiting for data",
+        "tokens": "tokens read", "goodput": "goodput",
+    }  # fmt: skip
+    figures = summary.figures | {"tokens": units.count(summary.tokens)}
+    if figures.get("lowest eval loss") == figures.get("eval loss"):
+        figures.pop("lowest eval loss", None)
+    return pages.tiles((figures[name], label) for name, label in labels.items() if name in figures)
 
 
-def _charts(facts: Sequence[Facts]) -> Iterator[str]:
-    drawn = figures(facts)
-    if not drawn:
+def _charts(facts: Sequence[RunFacts]) -> Iterator[str]:
+    charts = figures(facts)
+    if not charts:
         return
     yield "<h2>Step by step</h2>"
     if len(facts) > 1:
         named = zip(facts, (FIRST, SECOND), strict=False)
-        chips = "".join(
-            f'<span><i style="background:{colour}"></i>{escape(short(one.name))}</span>' for one, colour in named
-        )
-        yield f'<p class="legend">{chips}<span>dots: held-out text</span></p>'
-    shown = "".join(figure(name, about, chart) for name, about, chart in drawn)
-    yield f'<div class="charts">{shown}</div>'
+        keys = (f'<span><i style="background:{colour}"></i>{escape(short(run.name))}</span>' for run, colour in named)
+        yield f'<p class="legend">{"".join(keys)}<span>dots: validation text</span></p>'
+    yield f'<div class="charts">{"".join(figure(*chart) for chart in charts)}</div>'
     yield '<p class="about">Lines are means of neighbouring steps, the bands about them reach from the least to the greatest.</p>'
 
 
-def _config(facts: Facts) -> Iterator[str]:
-    found = settings(facts)
-    if not found:
+def _config(facts: RunFacts) -> Iterator[str]:
+    changed = settings(facts)
+    if not changed:
         return
     yield "<h2>Config</h2>"
     yield "<p>What is neither at its default nor follows from other keys; config.yaml has all of it.</p>"
-    sections: dict[str, list[str]] = {}
-    for path, value in found:
+    by_section: dict[str, list[str]] = {}
+    for path, value in changed:
         section, _, key = path.partition(".")
-        sections.setdefault(section, []).append(f"{key} {_value(value)}")
-    yield table((), [(section, ", ".join(keys)) for section, keys in sections.items()])
+        by_section.setdefault(section, []).append(f"{key} {_value(value)}")
+    yield table((), [(section, ", ".join(keys)) for section, keys in by_section.items()])
 
 
 def _value(value: object) -> str:
@@ -117,17 +113,16 @@ def _value(value: object) -> str:
     return short(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
 
 
-def _compared(found: Comparison) -> Iterator[str]:
-    a, b = found.names
+def _compared(comparison: Comparison) -> Iterator[str]:
+    a, b = comparison.names
     yield f"<h1>{escape(a)} and {escape(b)}</h1>"
-    level = "good" if found.same and not found.cannot_tell else "note"
-    yield f'<p class="verdict"><span class="dot {level}"></span><b>{escape(found.verdict[:1].upper() + found.verdict[1:])}.</b></p>'
-    said = (one[:1].upper() + one[1:] for one in compare.sentences(found))
-    yield f"<ul>{''.join(f'<li>{escape(one)}</li>' for one in said)}</ul>"
-    yield table(("", a, b), found.figures, "table wraps")
-    if found.config:
+    level = "good" if comparison.same and not comparison.cannot_tell else "note"
+    yield f'<p class="verdict"><span class="dot {level}"></span><b>{sentence(comparison.verdict)}.</b></p>'
+    yield f"<ul>{''.join(f'<li>{sentence(line)}</li>' for line in compare.sentences(comparison))}</ul>"
+    yield table(("", a, b), comparison.figures, "table wraps")
+    if comparison.config:
         yield "<h2>What differs in the config</h2>"
-        yield table(("key", a, b), [(path, _value(x), _value(y)) for path, x, y in found.config], "table wraps")
+        yield table(("key", a, b), [(path, _value(x), _value(y)) for path, x, y in comparison.config], "table wraps")
     else:
         yield "<p>Their configs are the same.</p>"
     yield (

@@ -1,33 +1,46 @@
-"""What follows from the facts of a run: healthy or not, how fast against what is possible, where the time went. Figures, no layout."""
+"""What follows from the facts of a run: healthy or not and why, how fast against what is possible. Figures and sentences, no layout."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from meshtrain import units
 from meshtrain.config import load
 from meshtrain.config.follow import differences, followed
-from meshtrain.report.facts import Facts
-from meshtrain.report.measured import (
-    Bounds,
-    Held,
-    Speed,
-    Spent,
-    bounds_of,
-    most_held,
-    on_host,
-    speed_of,
-    tokens_by_row,
-    wall_time,
-)
-from meshtrain.report.verdict import Level, Reason, State, alerts_by_rule, firing, last_few, reasons, state_of
+from meshtrain.report import measured
+from meshtrain.report.facts import RunFacts
+from meshtrain.report.measured import Bounds, MemoryUse, Speed, TimeShare
+from meshtrain.survive import history as histories
+from meshtrain.survive.detectors import patience
+from meshtrain.survive.heartbeat import STEPPING
+from meshtrain.survive.reliability import by_kind
+from meshtrain.telemetry.thresholds import BY_RULE
+from meshtrain.units import duration
+
+RunState = Literal["done", "going on", "stalled", "stopped", "over", "not begun"]
+Severity = Literal["good", "note", "bad"]
+
+BUSY = 1800.0  # seconds for which an evaluation, a save or a compilation may last
+WAITING = 0.05  # share of the steps' time waiting for data that is worth a word
+RISEN = 1.05  # times its least, smoothed, that a loss has risen,
+CHANCE = 5.0  # and times what it differs by chance: the least of hundreds of means lies three such below
+AGAIN = 3  # evaluations in a row without a lower loss that are no chance
+
+
+@dataclass(frozen=True)
+class Reason:
+    level: Severity
+    sentence: str
+    finding: bool = False  # of a diagnosis
 
 
 @dataclass(frozen=True)
 class Summary:
-    state: State
+    state: RunState
     step: int
     steps: int | None  # that were asked for
     tokens: float
@@ -37,19 +50,19 @@ class Summary:
     eval_least: float | None
     eval_least_step: int | None
     accuracy: float | None  # of images: the last evaluation's
-    patience_left: int | None  # evaluations without a lower loss until the run ends; none where it does not end so
+    patience_left: int | None  # evaluations without a lower loss until the run ends; None where it does not end so
     speed: Speed | None
     bounds: Bounds | None
-    wall: tuple[Spent, ...]  # where the run's wall time went, as far as it is known
+    wall: tuple[TimeShare, ...]  # where the run's wall time went, as far as it is known
     wall_from: str  # by what
-    parts: tuple[Spent, ...]  # of a step
-    held: tuple[Held, ...]
+    parts: tuple[TimeShare, ...]  # of a step
+    held: tuple[MemoryUse, ...]
     goodput: float | None
     faults: int
     reasons: tuple[Reason, ...]
 
     @property
-    def level(self) -> Level:
+    def level(self) -> Severity:
         """The worst of its reasons."""
         levels = {reason.level for reason in self.reasons}
         return "bad" if "bad" in levels else "note" if "note" in levels else "good"
@@ -68,24 +81,49 @@ class Summary:
         where = "at" if self.state == "going on" else "after"
         return f"{word}; {self.state}, {where} step {self.step:,}{f' of {self.steps:,}' if self.steps else ''}"
 
+    @property
+    def figures(self) -> dict[str, str]:
+        """The figures that are known, as they are written, by what they are."""
+        speed = self.speed
+        values = {
+            "loss": loss_text(self.loss),
+            "eval loss": loss_text(self.eval_loss),
+            "lowest eval loss": loss_text(self.eval_least),
+            "eval accuracy": percent(self.accuracy),
+            "a step": units.duration(speed.median) if speed else "-",
+            "tokens/s": f"{speed.tokens_per_second:,.0f}" if speed else "-",
+            "MFU": percent(speed.mfu) if speed else "-",
+            "data wait": percent(speed.waiting) if speed else "-",
+            "goodput": percent(self.goodput),
+        }
+        return {name: value for name, value in values.items() if value != "-"}
 
-def summarise(facts: Facts) -> Summary:
-    """The figures and the verdict of a run."""
+
+def loss_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def summarise(facts: RunFacts) -> Summary:
+    """Returns the figures and the verdict of a run."""
     columns, config = facts.steps, facts.config
-    steps = config.train.steps if config else _whole(facts.values.get("train", {}).get("steps"))
+    steps = config.train.steps if config else None
     best, patience = facts.best, config.eval.patience if config else 0
     step = int(max(columns.known("step"), default=0))
     loss, evals, accuracies = (columns.known(name) for name in ("loss", "eval_loss", "eval_accuracy"))
-    told = facts.survived.ledger if facts.survived else None
-    speed = speed_of(columns, facts.plan)
-    state = state_of(facts, step, steps, speed)
-    wall, wall_from = wall_time(facts)
+    speed = measured.speed_of(columns, facts.plan)
+    state = _state(facts, step, steps, speed)
+    wall, wall_from = measured.wall_time(facts)
+    held = tuple(measured.most_held(facts))
     return Summary(
         state=state,
         step=step,
         steps=steps,
-        tokens=float(tokens_by_row(columns)[-1]) if columns.rows else 0.0,
-        loss=float(np.mean(loss[-last_few(loss) :])) if loss.size else None,
+        tokens=float(measured.tokens_by_row(columns)[-1]) if columns.rows else 0.0,
+        loss=float(np.mean(loss[-_last_few(loss) :])) if loss.size else None,
         loss_begin=float(loss[0]) if loss.size else None,
         eval_loss=float(evals[-1]) if evals.size else None,
         eval_least=best.loss if best.step is not None else None,
@@ -93,50 +131,152 @@ def summarise(facts: Facts) -> Summary:
         accuracy=float(accuracies[-1]) if accuracies.size else None,
         patience_left=max(patience - best.since, 0) if patience else None,
         speed=speed,
-        bounds=bounds_of(facts.plan) if facts.plan else None,
+        bounds=measured.bounds_of(facts.plan) if facts.plan else None,
         wall=wall,
         wall_from=wall_from,
-        parts=on_host(columns),
-        held=tuple(most_held(facts)),
-        goodput=told.goodput if told else None,
+        parts=measured.on_host(columns),
+        held=held,
+        goodput=facts.survived.ledger.goodput if facts.survived else None,
         faults=len(facts.survived.reliability.failures) if facts.survived else 0,
-        reasons=tuple(reasons(facts, state, speed, loss)),
+        reasons=tuple(_reasons(facts, state, speed, held, loss)),
     )
 
 
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _state(facts: RunFacts, step: int, steps: int | None, speed: Speed | None) -> RunState:
+    if facts.config is not None and facts.best.ends(facts.config.eval.patience) and facts.best.last == step:
+        return "done"
+    history = facts.survived.history if facts.survived else None
+    if steps and step >= steps:
+        return "done"
+    if history and history.over:
+        return "over"
+    going = facts.in_use or bool(history)
+    silent = facts.now - facts.written if facts.written is not None else 0.0
+    if facts.in_use is None and facts.written is not None:
+        going = silent < _patience(facts, speed)
+    if not step:
+        return "going on" if going else "not begun"
+    if not going:
+        return "stopped"
+    return "stalled" if silent > _patience(facts, speed) else "going on"
 
 
-def settings(facts: Facts) -> list[tuple[str, Any]]:
-    """The keys of the config that are neither at their default nor follow from others."""
-    if facts.config is None:
+def _patience(facts: RunFacts, speed: Speed | None) -> float:
+    """Seconds without a row that a run that goes on may need."""
+    newest = facts.samples.get(0)
+    if newest is not None and newest.rows:
+        phases = {name.split(".", 1)[1]: float(newest[name][-1]) for name in newest.names("phase_seconds.")}
+        spent = {name: seconds for name, seconds in phases.items() if math.isfinite(seconds)}
+        # By its newest sample it was at something that no row tells of.
+        if spent and max(spent, key=spent.__getitem__) not in STEPPING:
+            return BUSY
+    if speed is None:
+        return BUSY
+    every = facts.config.log.every if facts.config else 1
+    return patience(speed.median * every)
+
+
+def firing(facts: RunFacts) -> list[tuple[str, str, str]]:
+    """Returns (rule, severity, sentence) of the alerts that have not been cleared, the newest of each rule and rank."""
+    newest: dict[tuple[str, str], Any] = {}
+    for alert in facts.alerts:
+        newest[str(alert.get("rule")), str(alert.get("rank"))] = alert
+    return [
+        (histories.text(a.get("rule")), histories.text(a.get("severity")), histories.text(a.get("sentence")))
+        for a in newest.values()
+        if a.get("state") == "firing"
+    ]
+
+
+def alerts_by_rule(facts: RunFacts) -> list[tuple[str, int]]:
+    """Returns how often each rule began to fire, the most frequent first."""
+    return Counter(histories.text(a.get("rule")) for a in facts.alerts if a.get("state") == "firing").most_common()
+
+
+def _reasons(
+    facts: RunFacts, state: RunState, speed: Speed | None, held: Sequence[MemoryUse], loss: np.ndarray
+) -> Iterator[Reason]:
+    columns = facts.steps
+    if n := columns.not_finite.get("loss"):
+        yield Reason("bad", f"the loss was not finite in {n:,} row{'' if n == 1 else 's'}.")
+    if state == "stalled" and facts.written is not None:
+        age = duration(facts.now - facts.written)
+        yield Reason("bad", f"no row has come for {age}, and yet a process holds the directory: the run may hang.")
+    if state == "stopped":
+        yield Reason("note", "no process is at work on it; run the same command again to go on.")
+    for restart in facts.survived.history.plans[-1:] if facts.survived else []:
+        if restart.state == "over" and restart.code not in (0, 75):
+            yield Reason("bad", f"its supervisors gave it up: {histories.text(restart.reason)}.")
+    # An alert of a run that is over says what its last moment was.
+    for rule, severity, sentence in firing(facts):
+        level: Severity = "bad" if severity in ("critical", "error") and state in ("going on", "stalled") else "note"
+        yield Reason(level, f"alert {rule}: {sentence or 'it fires'}{'' if sentence.endswith('.') else '.'}")
+    yield from _risen_losses(facts, loss)
+    if (skipped := columns.known("skipped")).size and skipped.max() >= 1:
+        yield Reason("note", f"float16: {int(skipped.max()):,} steps were skipped since their gradient overflowed.")
+    if speed and speed.waiting is not None and speed.waiting > WAITING:
+        waiting = f"{speed.waiting:.0%} of the steps' time is waiting for data"
+        yield Reason("note", f"{waiting}: data.prefetch, or a faster source.")
+    for use in held:
+        if use.limit and use.used > BY_RULE[use.rule].fires * use.limit:
+            yield Reason("note", f"{use.what} holds {use.used / use.limit:.0%} of its memory's limit.")
+    if damaged := [c.name for c in facts.checkpoints if c.problem]:
+        yield Reason("note", f"checkpoint {', '.join(damaged[:5])} cannot be gone on from: see checkpoint verify.")
+    if facts.survived and (failures := facts.survived.reliability.failures):
+        kinds = ", ".join(f"{n} × {kind}" for kind, n in by_kind(failures))
+        lost = facts.survived.ledger.seconds["lost"] + facts.survived.ledger.seconds["down"]
+        many = f"{len(failures)} {'fault' if len(failures) == 1 else 'faults'} ({kinds})"
+        yield Reason("note", f"{many}; {duration(lost)} lost to work done again and time without a process.")
+    for finding in facts.findings or ():
+        sentence = histories.text(finding.get("sentence"))
+        if sentence and histories.text(finding.get("name")) != "none":
+            share = histories.number(finding.get("severity"))
+            worth = f" (worth {share:.0%} of a step)" if share else ""
+            yield Reason("note", f"{sentence.rstrip('.')}{worth}.", finding=True)
+
+
+def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:
+    few = _last_few(loss)
+    if loss.size >= 40:
+        smooth = np.convolve(loss, np.full(few, 1 / few), "valid")
+        least, last = float(smooth.min()), float(smooth[-1])
+        # By how much a mean of so few rows differs by chance: neighbours differ by the noise of two.
+        noise = float(np.std(np.diff(loss))) / math.sqrt(2 * few)
+        if last > RISEN * least > 0 and last - least > CHANCE * noise:
+            yield Reason("note", f"the loss has risen from {least:.4g} to {last:.4g} since.")
+    best, evals = facts.best, facts.steps.known("eval_loss")
+    if best.since >= AGAIN and evals.size and evals[-1] > RISEN * best.loss > 0:
+        yield Reason(
+            "note",
+            f"the loss of validation text was lowest after step {best.step:,}, {best.loss:.4g}, and is {evals[-1]:.4g}, {best.since} evaluations "
+            "later: the run may learn its training text by heart.",
+        )
+
+
+def _last_few(values: np.ndarray) -> int:
+    """How many rows a figure at the end is a mean of."""
+    return max(1, min(100, values.size // 20))
+
+
+def settings(facts: RunFacts) -> list[tuple[str, Any]]:
+    """Returns the keys of the config that are neither at their default nor follow from others."""
+    config = facts.config
+    if config is None:
         return []
-    found = differences(asdict(load(None)), asdict(facts.config))
-    return [(path, now) for path, _, now in found if path != "run.directory" and not followed(facts.config, path)]
+    changed = differences(asdict(load(None)), asdict(config))
+    return [(path, now) for path, _, now in changed if path != "run.directory" and not followed(config, path)]
 
 
-def to_json(facts: Facts, summary: Summary) -> dict[str, Any]:
-    """The same for programs. Seconds, bytes, tokens; what is not known is null or left out."""
-    found = asdict(summary) | {"run": str(facts.directory), "verdict": summary.verdict, "level": summary.level}
+def to_json(facts: RunFacts, summary: Summary) -> dict[str, Any]:
+    """Returns the summary for programs. Seconds, bytes, tokens; what is not known is null or left out."""
+    content = asdict(summary) | {"run": str(facts.directory), "verdict": summary.verdict, "level": summary.level}
     if summary.bounds:
-        found["bounds"] |= {"roof": summary.bounds.roof, "bound_by": summary.bounds.bound}
-    found["plan"] = facts.plan.as_json() if facts.plan else None
-    found["checkpoints"] = [asdict(c) for c in facts.checkpoints]
-    found["alerts"] = {"by_rule": dict(alerts_by_rule(facts)), "firing": [list(a) for a in firing(facts)]}
-    found["findings"] = None if facts.findings is None else list(facts.findings)
-    found["diagnosis"] = dict(facts.diagnosis) or None
-    found["config"] = dict(settings(facts))
-    found["ranks"], found["torn"], found["notes"] = facts.ranks, facts.torn, list(facts.notes)
-    return plain(found)
-
-
-def plain(value: Any) -> Any:
-    """What JSON has a word for: an infinite or undefined number is none."""
-    if isinstance(value, dict):
-        return {str(key): plain(v) for key, v in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        content["bounds"] |= {"roof": summary.bounds.roof, "bound_by": summary.bounds.bound}
+    content["plan"] = facts.plan.as_json() if facts.plan else None
+    content["checkpoints"] = [asdict(c) for c in facts.checkpoints]
+    content["alerts"] = {"by_rule": dict(alerts_by_rule(facts)), "firing": [list(a) for a in firing(facts)]}
+    content["findings"] = None if facts.findings is None else list(facts.findings)
+    content["diagnosis"] = dict(facts.diagnosis) or None
+    content["config"] = dict(settings(facts))
+    content["ranks"], content["torn"], content["notes"] = facts.ranks, facts.torn, list(facts.notes)
+    return histories.plain(content)

@@ -1,19 +1,17 @@
-"""The report of a run for a terminal: the answer first, then a few lines for each of its reasons."""
+"""The report of a run for a terminal: the answer first, then a few lines for each of its reasons; and words that the page shares."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from meshtrain import units
 from meshtrain.config import short
-from meshtrain.pictures.picture import columns
-from meshtrain.plan import report
-from meshtrain.report.facts import Checkpoint, Facts
-from meshtrain.report.measured import Bounds, Speed, Spent, parts
-from meshtrain.report.summary import Summary, settings
-from meshtrain.report.verdict import alerts_by_rule, firing
-from meshtrain.survive import life
-from meshtrain.telemetry.progress import duration
+from meshtrain.draw.picture import columns
+from meshtrain.report.facts import CheckpointFacts, RunFacts
+from meshtrain.report.measured import Bounds, MemoryUse, Speed, StepPart, TimeShare, step_parts
+from meshtrain.report.summary import Summary, alerts_by_rule, firing, loss_text, settings
+from meshtrain.survive.stats import timeline
 
 BAR = 30  # letters of the longest bar
 LETTERS = "▁▂▃▄▅▆▇█"
@@ -22,216 +20,183 @@ MOST_CHECKPOINTS = 6  # the newest
 
 
 def sparkline(values: np.ndarray, width: int = 40) -> str:
-    """Values as letters of rising height: means of `width` equal stretches; what is not finite is a blank."""
+    """Returns values as letters of rising height: means of `width` equal stretches; what is not finite is a blank."""
     values = np.asarray(values, float)
     if not values.size:
         return ""
     edges = np.linspace(0, values.size, min(width, values.size) + 1).astype(int)
-    means = []
-    for first, last in pairwise(edges):
-        part = values[first:last][np.isfinite(values[first:last])]
-        means.append(part.mean() if part.size else np.nan)
-    found = np.array(means)
-    good = np.isfinite(found)
-    if not good.any():
-        return " " * len(found)
-    low, high = found[good].min(), found[good].max()
-    scaled = (found - low) / ((high - low) or 1.0) * (len(LETTERS) - 1)
-    return "".join(LETTERS[round(x)] if ok else " " for x, ok in zip(scaled, good, strict=True))
+    stretches = (values[first:last] for first, last in pairwise(edges))
+    finite = [stretch[np.isfinite(stretch)] for stretch in stretches]
+    means = np.array([stretch.mean() if stretch.size else np.nan for stretch in finite])
+    known = np.isfinite(means)
+    if not known.any():
+        return " " * len(means)
+    low, high = means[known].min(), means[known].max()
+    scaled = (means - low) / ((high - low) or 1.0) * (len(LETTERS) - 1)
+    return "".join(LETTERS[round(x)] if ok else " " for x, ok in zip(scaled, known, strict=True))
 
 
-def title(facts: Facts) -> str:
-    """What ran, in a line."""
+def title(facts: RunFacts) -> str:
+    """Returns what ran, in a line."""
     if facts.config is None:
         return short(facts.name)
     config, mesh = facts.config, facts.config.mesh
-    many = f"{report.count(facts.plan.parameters)} parameters" if facts.plan else "unknown size"
+    parameters = f"{units.count(facts.plan.parameters)} parameters" if facts.plan else "unknown size"
     return (
-        f"{short(facts.name)}: {config.model.family}, {many}, {mesh}, "
+        f"{short(facts.name)}: {config.model.family}, {parameters}, {mesh}, "
         f"{config.train.global_batch_size} x {config.train.sequence_length} tokens a step"
     )
 
 
-def render(facts: Facts, summary: Summary, diagnosis: str = "") -> str:
-    """The whole of it; with what a diagnosis that was just made says, in place of the findings of an earlier one."""
+def render(facts: RunFacts, summary: Summary, diagnosis: str = "") -> str:
+    """Returns the whole of it; with the words of a diagnosis that was just made, in place of the findings of an earlier one."""
     reasons = [r for r in summary.reasons if not (diagnosis and r.finding)]
+    changed = ", ".join(f"{path} {short(value)}" for path, value in settings(facts))
     parts = [
         f"{summary.verdict}\n{title(facts)}",
         "\n".join(f"{'!' if r.level == 'bad' else '·'} {r.sentence}" for r in reasons),
         diagnosis.rstrip(),
         "\n".join(_losses(facts, summary)),
-        "\n".join(speed_lines(facts, summary)),
+        "\n".join(_speed(facts, summary)),
         _times(f"where the run's time went, by {summary.wall_from}", summary.wall),
         _times("a step on the host", summary.parts),
-        "" if diagnosis else _parts(facts),
+        "" if diagnosis else _traced(facts),
         _memory(facts, summary),
         "\n".join(_survived(facts)),
-        _alerts(facts),
+        f"alerts {alert_counts(facts) or 'none began'}; {len(firing(facts)) or 'none'} still firing" if facts.alerts else "",
         _checkpoints(facts),
-        _settings(facts),
+        f"config {changed}" if changed else "",
         "\n".join(f"note: {note}" for note in facts.notes),
-    ]
+    ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _losses(facts: Facts, summary: Summary) -> Iterator[str]:
+def _losses(facts: RunFacts, summary: Summary) -> Iterator[str]:
     if summary.loss is None or summary.loss_begin is None:
         return
     yield f"loss   {summary.loss_begin:.4f} → {summary.loss:.4f}  {sparkline(facts.steps['loss'])}"
     if summary.eval_loss is not None:
-        yield f"eval   {held_out(summary)}  {sparkline(facts.steps.known('eval_loss'))}"
+        yield f"eval   {_eval_losses(summary)}  {sparkline(facts.steps.known('eval_loss'))}"
     if summary.accuracy is not None:
-        found = facts.steps.known("eval_accuracy")
-        yield f"right  {summary.accuracy:.1%} of held-out images, at most {found.max():.1%}  {sparkline(found)}"
+        accuracies = facts.steps.known("eval_accuracy")
+        most = f"{summary.accuracy:.1%} of validation images, at most {accuracies.max():.1%}"
+        yield f"right  {most}  {sparkline(accuracies)}"
     rates = facts.steps.known("learning_rate")
     if rates.any():
         yield f"rate   {rates[-1]:.4g}, at most {rates.max():.4g}  {sparkline(rates)}"
-    yield f"tokens {report.count(summary.tokens)}"
+    yield f"tokens {units.count(summary.tokens)}"
 
 
-def held_out(summary: Summary) -> str:
-    """The losses of held-out text, in words."""
+def _eval_losses(summary: Summary) -> str:
     if summary.eval_least is None or summary.eval_loss is None:
         return "-"
-    said = f"{summary.eval_loss:.4f}, lowest {summary.eval_least:.4f} after step {summary.eval_least_step:,}"
+    words = f"{summary.eval_loss:.4f}, lowest {summary.eval_least:.4f} after step {summary.eval_least_step:,}"
     if summary.patience_left is None or summary.state == "done":
-        return said
+        return words
     more = "evaluation" if summary.patience_left == 1 else "evaluations"
-    return f"{said}, ends after {summary.patience_left} more {more} without a lower one"
+    return f"{words}, ends after {summary.patience_left} more {more} without a lower one"
 
 
-def speed_lines(facts: Facts, summary: Summary) -> Iterator[str]:
-    """How fast, against what is possible."""
+def _speed(facts: RunFacts, summary: Summary) -> Iterator[str]:
     speed, bounds = summary.speed, summary.bounds
     if speed is None:
         return
     yield f"speed  {how_fast(speed)}"
     if bounds and facts.plan:
         yield f"       {against(speed, bounds, facts.plan.cluster.name)}"
-        rows = [["", "a step", "MFU"]]
-        for name, seconds in ladder(speed, bounds):
-            share = bounds.compute / seconds
-            rows.append([f"  {name}", report.duration(seconds), f"{share:.1%}"])
-        yield columns(rows, "       ")
+        rows = [
+            [f"  {name}", units.duration(seconds), f"{bounds.compute / seconds:.1%}"]
+            for name, seconds in ladder(speed, bounds)
+        ]
+        yield columns([["", "a step", "MFU"], *rows], "       ")
 
 
 def how_fast(speed: Speed) -> str:
-    found = (
-        f"{report.duration(speed.median)} a step ({report.duration(speed.p10)} to {report.duration(speed.p90)} for 8 of 10), "
+    words = (
+        f"{units.duration(speed.median)} a step ({units.duration(speed.p10)} to {units.duration(speed.p90)} for 8 of 10), "
         f"{speed.tokens_per_second:,.0f} tokens/s"
     )
-    return found if speed.mfu is None else f"{found}, MFU {speed.mfu:.1%}"
+    return words if speed.mfu is None else f"{words}, MFU {speed.mfu:.1%}"
 
 
 def against(speed: Speed, bounds: Bounds, cluster: str) -> str:
-    """Held against the plan, in a sentence."""
+    """Returns the speed beside the plan, in a sentence."""
     times = speed.median / bounds.planned
     how = f"{times:.2f} times the planned step" if times >= 1 else f"{1 / times:.2f} times as fast as planned"
-    return f"{how} on {cluster}; the roofline there, bound by {bounds.bound}, is {report.duration(bounds.roof)}"
+    return f"{how} on {cluster}; the roofline there, bound by {bounds.bound}, is {units.duration(bounds.roof)}"
 
 
 def ladder(speed: Speed, bounds: Bounds) -> list[tuple[str, float]]:
-    """What is possible, from the peak down to what is."""
-    found = [("compute at the peak", bounds.compute)]
+    """Returns the seconds of a step that are possible, from the peak of the devices down to those that were measured."""
+    steps = [("compute at the peak", bounds.compute)]
     if bounds.bound != "compute":
-        found.append((f"roofline, bound by {bounds.bound}", bounds.roof))
-    return [*found, ("planned", bounds.planned), ("measured", speed.median)]
+        steps.append((f"roofline, bound by {bounds.bound}", bounds.roof))
+    return [*steps, ("planned", bounds.planned), ("measured", speed.median)]
 
 
-def _times(head: str, spent: Sequence[Spent]) -> str:
+def _times(head: str, spent: Sequence[TimeShare]) -> str:
     spent = [part for part in spent if part.share >= LEAST_SHARE]
-    if not spent:
-        return ""
-    top = max(part.share for part in spent)
-    rows = [
-        [
-            f"  {part.name}",
-            report.duration(part.seconds),
-            f"{part.share:.1%}",
-            "█" * max(round(BAR * part.share / top), 1),
-        ]
-        for part in spent
-    ]
-    return f"{head}\n{columns(rows)}"
+    top = max((part.share for part in spent), default=0.0)
+    rows = []
+    for part in spent:
+        bar = "█" * max(round(BAR * part.share / top), 1)
+        rows.append([f"  {part.name}", units.duration(part.seconds), f"{part.share:.1%}", bar])
+    return f"{head}\n{columns(rows)}" if rows else ""
 
 
-def _parts(facts: Facts) -> str:
-    """Where a step's time went by a trace, beside the plan."""
-    found = parts(facts)
-    rows = [[f"  {p.name}", *shared(p.seconds, p.share), *shared(p.planned, p.planned_share)] for p in found]
+def _traced(facts: RunFacts) -> str:
+    rows = []
+    for part in step_parts(facts):
+        measured, planned = measured_and_planned(part)
+        rows.append([f"  {part.name}", *measured, *planned])
     return columns([["a step, by a trace", "measured", "", "planned", ""], *rows]) if rows else ""
 
 
-def shared(seconds: float | None, share: float | None) -> tuple[str, str]:
-    """Seconds and their share of a step, where they are known."""
-    return ("-" if seconds is None else report.duration(seconds) if seconds else "0"), (
-        "" if share is None else f"{share:.0%}"
-    )
+def measured_and_planned(part: StepPart) -> list[tuple[str, str]]:
+    """Returns the seconds of a part and their share of a step, where they are known; then those that were planned."""
+    return [
+        ("-" if seconds is None else units.duration(seconds) if seconds else "0", "" if share is None else f"{share:.0%}")
+        for seconds, share in ((part.seconds, part.share), (part.planned, part.planned_share))
+    ]  # fmt: skip
 
 
-def _memory(facts: Facts, summary: Summary) -> str:
-    rows = [
-        [f"  {held.what}", report.size(held.used), f"of {report.size(held.limit)}" if held.limit else ""]
-        for held in summary.held
-    ]
+def sizes(use: MemoryUse) -> list[str]:
+    """Returns the bytes in use, and their limit where there is one."""
+    return [units.size(use.used), *([units.size(use.limit)] if use.limit else [])]
+
+
+def _memory(facts: RunFacts, summary: Summary) -> str:
+    uses = list(summary.held)
     if facts.plan:
         usable = facts.plan.cluster.accelerator.usable_bytes
-        rows.append(["  a device, as planned", report.size(facts.plan.bytes), f"of {report.size(usable)}"])
+        uses.append(MemoryUse("a device, as planned", facts.plan.bytes, usable))
+    rows = []
+    for use in uses:
+        used, *limit = sizes(use)
+        rows.append([f"  {use.what}", used, f"of {limit[0]}" if limit else ""])
     return f"memory, at most\n{columns(rows)}" if rows else ""
 
 
-def _survived(facts: Facts) -> Iterator[str]:
-    if facts.survived is None:
-        return
-    told = facts.survived.ledger
-    yield f"goodput {told.goodput:.1%}, effective {told.effective:.1%}; survive stats says more"
-    yield from (f"  {one}" for one in life.line(facts.survived.history, told, 78))
+def _survived(facts: RunFacts) -> Iterator[str]:
+    if facts.survived is not None:
+        ledger = facts.survived.ledger
+        yield f"goodput {ledger.goodput:.1%}, effective {ledger.effective:.1%}; survive stats says more"
+        yield from (f"  {line}" for line in timeline(facts.survived.history, ledger, 78))
 
 
-def _alerts(facts: Facts) -> str:
-    if not facts.alerts:
-        return ""
-    counts = ", ".join(f"{n} × {rule}" for rule, n in alerts_by_rule(facts))
-    now = firing(facts)
-    return f"alerts {counts or 'none began'}; {len(now) or 'none'} still firing"
+def alert_counts(facts: RunFacts) -> str:
+    return ", ".join(f"{n} × {rule}" for rule, n in alerts_by_rule(facts))
 
 
-def _checkpoints(facts: Facts) -> str:
-    if not facts.checkpoints:
-        return ""
-    rows = [["  checkpoint", "saved", "loss", "eval loss", "size"]]
-    for one in facts.checkpoints[-MOST_CHECKPOINTS:]:
-        if one.problem:
-            rows.append([f"  {one.name}", one.problem, "", "", ""])
-        else:
-            rows.append(
-                [
-                    f"  {one.name}",
-                    one.saved.replace("+00:00", "Z"),
-                    loss(one.loss),
-                    eval_loss(one),
-                    nbytes(one.nbytes),
-                ]
-            )
-    return columns(rows)
+def _checkpoints(facts: RunFacts) -> str:
+    rows = [
+        [f"  {c.name}", c.problem or c.saved.replace("+00:00", "Z"), *(["", "", ""] if c.problem else checkpoint_figures(c))]
+        for c in facts.checkpoints[-MOST_CHECKPOINTS:]
+    ]  # fmt: skip
+    return columns([["  checkpoint", "saved", "loss", "eval loss", "size"], *rows]) if rows else ""
 
 
-def loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def eval_loss(one: Checkpoint) -> str:
-    return loss(one.eval_loss) + (" best" if one.best else "")
-
-
-def nbytes(value: int | None) -> str:
-    return "-" if value is None else report.size(value)
-
-
-def _settings(facts: Facts) -> str:
-    found = [f"{path} {short(value)}" for path, value in settings(facts)]
-    return "config " + ", ".join(found) if found else ""
-
-
-def ago(seconds: float) -> str:
-    return f"{duration(max(seconds, 0.0))} ago"
+def checkpoint_figures(checkpoint: CheckpointFacts) -> tuple[str, str, str]:
+    """Returns its loss, its eval loss and its size."""
+    size = "-" if checkpoint.nbytes is None else units.size(checkpoint.nbytes)
+    return loss_text(checkpoint.loss), loss_text(checkpoint.eval_loss) + (" best" if checkpoint.best else ""), size

@@ -11,8 +11,8 @@ A run may end at any moment, in any way: by a signal, a full disk, a lost machin
 in its metrics after it has gone on, and a second run in the same directory is refused.
 
 - `meshtrain.run.early`, `meshtrain.run.signals`: requests to stop, while a command still imports and afterwards.
-- `meshtrain.run.processes`: one process looks at the disk, all hear what it found.
-- `meshtrain.run.failures`: what ends a run while it goes on, as one sentence.
+- `meshtrain.run.processes`: one process looks at the disk, all hear what it found; what ends a run while it goes on.
+- `meshtrain.run.hooks`: what happens around the steps of a run.
 
-Tried (`python -m experiments.faults`, room `run`): 64 faults, each with an outcome that is said and nothing lost.
+Tried (`python -m experiments.faults`, `--only run`): 64 faults, each with an outcome that is said and nothing lost.
 """

@@ -6,15 +6,13 @@
 It follows from the rows of metrics.jsonl alone, where each evaluation stands once, however often the run was killed. Imports no JAX.
 """
 
-import contextlib
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LONGEST = 1 << 20  # bytes of a line; what is longer is no row
+from meshtrain.run import rows
 
 
 @dataclass
@@ -55,19 +53,8 @@ def best_of(evaluations: Iterable[tuple[int, float]]) -> Best:
 
 def best_in(metrics: Path) -> Best:
     """Of a run's rows, up to the last; of a run without any, that of no evaluation."""
-    # Reading a pipe would wait for ever.
-    if not metrics.is_file():
-        return Best()
-    found: dict[int, float] = {}
-    with metrics.open("rb") as rows:
-        while line := rows.readline(LONGEST):
-            # Few rows have one, and most of a row's cost is parsing it.
-            if b'"eval_loss"' not in line:
-                continue
-            with contextlib.suppress(ValueError, RecursionError):
-                if (evaluation := evaluation_of(json.loads(line))) is not None:
-                    found.update([evaluation])
-    return best_of(sorted(found.items()))
+    evaluations = map(evaluation_of, rows.read(metrics, containing=b'"eval_loss"')[0])
+    return best_of(sorted(dict(e for e in evaluations if e is not None).items()))
 
 
 def evaluation_of(row: Any) -> tuple[int, float] | None:

@@ -1,4 +1,4 @@
-"""Requests to stop while a command still imports what it needs, which takes seconds. Nothing has begun, so nothing is lost."""
+"""Requests to stop a command: while it still imports what it needs, which takes seconds (`hear`), and at its work (`interrupt`)."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ from types import FrameType
 
 from meshtrain.errors import PREFIX
 
+STOPPED = 75  # the exit code
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -18,9 +19,20 @@ class Stopped(KeyboardInterrupt):
 
 
 def hear() -> None:
-    """From here on a request ends the process, until something else listens: `StopSignals`."""
+    """From here on a request ends the process, until something else listens; before `interrupt` nothing has begun, so nothing is lost."""
     for number in heard():
         signal.signal(number, _stop)
+
+
+def interrupt() -> None:
+    """From here on SIGINT raises Stopped, if `hear` was called: in a command of its own process."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, _raise)
+
+
+def is_command() -> bool:
+    """Whether `hear` was called and nothing else listens yet: the process is a command's, which may end it."""
+    return signal.getsignal(signal.SIGTERM) is _stop
 
 
 def heard() -> set[signal.Signals]:
@@ -28,9 +40,14 @@ def heard() -> set[signal.Signals]:
     return SIGNALS - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set())
 
 
+def _raise(*_: object) -> None:
+    raise Stopped
+
+
 def _stop(number: int, _: FrameType | None) -> None:
     try:
         name = signal.Signals(number).name
-        os.write(2, f"{PREFIX}{name}: stopped; nothing is lost, run again to go on.\n".encode())
+        at_work = signal.getsignal(signal.SIGINT) is _raise
+        os.write(2, f"{PREFIX}{name}: stopped{'' if at_work else '; nothing is lost, run again to go on'}.\n".encode())
     finally:
-        os._exit(75)
+        os._exit(STOPPED)

@@ -1,5 +1,6 @@
 """One run in a directory at a time; the lock goes with its process, however that ends."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -9,7 +10,7 @@ import struct
 import sys
 from pathlib import Path
 
-from meshtrain.errors import ConfigError, refusal
+from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import still_names
 
 LOCK = ".lock"
@@ -35,9 +36,8 @@ class RunLock:
     def take_again(self) -> None:
         """Takes the lock of a directory that was removed, or no longer is the same; RunInUse if another run has begun there since."""
         if os.path.lexists(self._directory / LOCK):
-            owner = (self._directory / LOCK).read_text(errors="replace")[:200].strip() or "another process"
             raise RunInUse(
-                f"{owner} has begun another run in {self._directory}; give one of them another run.directory."
+                f"{_owner(self._directory / LOCK)} has begun another run in {self._directory}; give one of them another run.directory."
             )
         self.release()
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -54,9 +54,8 @@ class RunLock:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            owner = " ".join(self._file.read(200).decode(errors="replace").split()) or "another process"
             self._file.close()
-            raise self._in_use(directory, owner) from None
+            raise self._in_use(directory, _owner(self.path)) from None
         except OSError as error:
             self._file.close()
             raise self._unusable(refusal(error)) from None
@@ -102,6 +101,22 @@ class RunLock:
         if not self._file.closed:
             self._held.discard(self.path)
             self._file.close()
+
+
+def _owner(path: Path) -> str:
+    """Returns what the process that holds a lock has said of itself. Not for a lock of this process, which closing the file would give up."""
+    with contextlib.suppress(OSError), path.open(errors="replace") as file:
+        if words := file.read(200).split():
+            return short(" ".join(words))
+    return "another process"
+
+
+def holder(directory: Path) -> str:
+    """Says who holds the lock of a directory; nothing if nobody does, or the system cannot say."""
+    path = directory.resolve() / LOCK
+    if path in RunLock._held:
+        return "this process"
+    return _owner(path) if in_use(directory) else ""
 
 
 def in_use(directory: Path) -> bool | None:

@@ -2,19 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from meshtrain.config import Config, to_yaml
 from meshtrain.errors import ConfigError, refusal, say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import CONFIG, METRICS
-from meshtrain.run.failures import RunFailure
+from meshtrain.run.hooks import Row, RunHook
 from meshtrain.run.lock import LOCK, RunLock
-from meshtrain.run.processes import first_decides
+from meshtrain.run.processes import RunFailure, first_decides
 from meshtrain.run.rows import MetricsFile, trim_metrics
 
 
-class RunRecord:
+class RunRecord(RunHook):
     """Writes on the first process, and nothing on the others. `start`: the step after which the run goes on.
 
     A run directory, or a file of these, that is removed, renamed or replaced while the run goes on is made again, with a word: nothing
@@ -28,9 +27,8 @@ class RunRecord:
         self._said_missing: list[str] = []
         first_decides(self._begin)
 
-    def write(self, row: dict[str, Any]) -> None:
-        """A row of metrics."""
-        if self._metrics is None:
+    def after_metrics(self, row: Row, due: bool) -> None:
+        if self._metrics is None or not due:
             return
         missing = self._missing_files()
         refused = self._make_again(missing) if missing else None

@@ -1,14 +1,103 @@
-"""metrics.jsonl: one JSON object a logged step, written line by line so that a killed run keeps what it had said."""
+"""Files with one JSON object a line, such as metrics.jsonl: written line by line, so that a killed run keeps its rows, and read back.
+
+One rule holds wherever rows are read: a row is a JSON object that ends with its line. Lines that hold something else (a killed process, a
+full disk) are left out and counted; a last line without an end may still be written, and is left out until it has one.
+"""
 
 import json
 import math
 import os
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import refusal, say
 from meshtrain.files import still_names, write_atomically
 from meshtrain.run.directory import set_aside
+
+LONGEST = 1 << 20  # bytes of a line; a longer one is no row
+
+Row = dict[str, Any]
+
+
+def read(path: Path, containing: bytes = b"") -> tuple[list[Row], int]:
+    """The rows of a file, and how many lines are none; OSError if it cannot be read, no rows where no regular file is.
+
+    `containing`: only lines with these bytes are parsed, which is most of a row's cost.
+    """
+    reader = RowReader(path, containing=containing)
+    return list(reader.new()), reader.torn
+
+
+def decode(lines: Iterable[bytes]) -> tuple[list[Row], int]:
+    """The rows among lines that have been read already, each with its end, and how many are none."""
+    rows = [parse(line) for line in lines if line.endswith(b"\n") and line.strip()]
+    return [row for row in rows if row is not None], rows.count(None)
+
+
+def parse(line: bytes) -> Row | None:
+    """The JSON object of a line; None for anything else."""
+    try:
+        value = json.loads(line)
+    # Not JSON, not UTF-8, a number of thousands of digits; brackets without end.
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class RowReader:
+    """Reads a file of rows that may still grow, be replaced, or not be there yet: `new` gives the rows since it was asked last.
+
+    `last`: begin so many bytes before the end, to read the newest rows alone. `torn`: lines so far that are no rows.
+    """
+
+    def __init__(self, path: Path, last: int | None = None, containing: bytes = b"") -> None:
+        self.path, self.torn = path, 0
+        self._last, self._containing = last, containing
+        self._position, self._identity, self._begun = 0, (0, 0), False
+
+    def new(self) -> Iterator[Row]:
+        """Rows; none where there is no such file. OSError if it cannot be read."""
+        try:
+            # Opening a pipe would wait for ever.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            return
+        with os.fdopen(descriptor, "rb") as file:
+            self._find_position(status)
+            file.seek(self._position)
+            if not self._begun and self._position:
+                # The end of a row whose begin is not read.
+                self._position += len(file.readline())
+            self._begun = True
+            while line := file.readline(LONGEST):
+                if not line.endswith(b"\n"):
+                    if len(line) < LONGEST:
+                        return
+                    while line and not line.endswith(b"\n"):
+                        self._position += len(line)
+                        line = file.readline(LONGEST)
+                    self._position += len(line)
+                    self.torn += 1
+                    continue
+                self._position += len(line)
+                if self._containing not in line or not line.strip():
+                    continue
+                if (row := parse(line)) is not None:
+                    yield row
+                else:
+                    self.torn += 1
+
+    def _find_position(self, status: os.stat_result) -> None:
+        """Reads a file from its begin that has taken the place of the one before, or was cut."""
+        if self._identity != (status.st_dev, status.st_ino) or status.st_size < self._position:
+            self._position = max(status.st_size - self._last, 0) if self._last is not None else 0
+            self._identity, self._begun = (status.st_dev, status.st_ino), False
 
 
 class MetricsFile:
@@ -85,27 +174,15 @@ class MetricsFile:
 
 
 def trim_metrics(path: Path, step: int) -> None:
-    """Drops rows of steps after `step`, which will be taken again, and what is not a whole row (a process killed while writing leaves one).
+    """Drops rows of steps after `step`, which will be taken again, and lines that are no rows.
 
     Each step then stands there once. The file is replaced whole or not at all.
     """
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
+    rows = [(row["step"], line) for line in lines if line.endswith(b"\n") and (row := parse(line)) and "step" in row]
     # By step, since somebody may have put a file together from two.
-    rows = {taken: line for line in lines if (taken := _step(line)) is not None and taken <= step}
-    kept = list(rows.values())
-    if len(kept) < len(lines):
-        write_atomically(path.resolve(), b"".join(kept))
-
-
-def _step(line: bytes) -> int | None:
-    """The step of a row; None if the line is torn."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int) else None
+    remaining = {taken: line for taken, line in rows if isinstance(taken, int) and taken <= step}
+    if len(remaining) < len(lines):
+        write_atomically(path.resolve(), b"".join(remaining.values()))

@@ -3,13 +3,15 @@
     imports (`early`), data, restoring, compiling      │ steps, evaluation, saves
     given up at once: nothing is lost                  │ the step is finished and saved
 
-Python looks at signals between two instructions of its own: what XLA compiles meanwhile is finished first.
+Python looks at signals between two instructions of its own: while XLA compiles there are none, and what a library calls back may
+swallow an exception. A thread sees to it that a command ends all the same.
 """
 
 import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Self
@@ -18,7 +20,10 @@ import jax
 from jax.experimental import multihost_utils
 
 from meshtrain.errors import PREFIX
-from meshtrain.run.early import SIGNALS, Stopped, heard
+from meshtrain.run.early import SIGNALS, STOPPED, Stopped, heard, is_command
+
+PATIENCE = 1.5  # seconds that the main thread has to meet a request
+_NOTHING_LOST = "{}: stopped before the first step; nothing is lost, run again to go on."
 
 
 class StopSignals:
@@ -31,22 +36,54 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._signalled = ""  # the first signal's name
-        self._held = self._stepping = self._reached = False
+        self._held = self._stepping = self._reached = self._watched = False
         self._asked = 0
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self._watched = is_command()
+            if self._watched:
+                self._watch()
             for number in self._ours() & heard():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._watched:
+            signal.set_wakeup_fd(-1)
+            self._watched = False
         for number in self._ours() & self._previous.keys():
             signal.signal(number, self._previous[number])  # type: ignore[arg-type]
 
     def _ours(self) -> set[signal.Signals]:
         return SIGNALS - {signal.SIGTERM} if jax.distributed.is_initialized() else SIGNALS
+
+    def _watch(self) -> None:
+        """Has a thread hear of signals as soon as the process does."""
+        woken, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+
+        def hear() -> None:
+            while True:
+                number = os.read(woken, 1)[0]
+                time.sleep(PATIENCE)
+                if number in SIGNALS:
+                    self._meet_late(signal.Signals(number).name)
+
+        threading.Thread(target=hear, name="meshtrain-signals", daemon=True).start()
+
+    def _meet_late(self, name: str) -> None:
+        """Ends the process, on the thread, for a request that the main thread had time to meet and did not; or says what it waits for."""
+        if not self._watched:  # it has, and is elsewhere by now
+            return
+        if not (self._held or self._stepping or jax.distributed.is_initialized()):
+            _say(_NOTHING_LOST.format(name))
+            os._exit(STOPPED)
+        if self._held or not self._signalled:
+            what = "the other processes" if self._held else "what is compiled or computed"
+            _say(f"{name}: heard; waits for {what}.")
 
     def finish_steps(self) -> None:
         """From here on there is something to lose."""
@@ -95,7 +132,7 @@ class StopSignals:
         elif self._stepping:
             _say(f"{name}: stopping after this step, with a checkpoint.")
         else:
-            raise Stopped(f"{name}: stopped before the first step; nothing is lost, run again to go on.")
+            raise Stopped(_NOTHING_LOST.format(name))
 
 
 def _say(sentence: str) -> None:

@@ -4,27 +4,27 @@
     mt.schedule.validate(table)                                         # IllegalTable says where and why
     mt.schedule.simulate(table, mt.schedule.Durations(head=0.5))        # makespan, bubble_fraction, peak_in_flight
 
-Which stage does what in which tick is a table, and all that is to be known of a schedule follows from it. So a new one is a formula
-for its ticks, and memory, bubble, plan, picture and execution come with it. The planner and the compiled step read the same table.
+Which stage does what in which clock is a table, and all that is to be known of a schedule follows from it. So a new one is a formula
+for its clocks, and memory, bubble, plan, picture and execution come with it. The planner and the compiled step read the same table.
 
     generators ─┐                 ┌─► validate    proof that it can be run
     CSV file ───┴─► table.Table ──┼─► buffers     where each value waits, and how deep that is
                                   ├─► simulate ──► draw     when everything happens, and a picture of it
-                                  └─► segments, executed ──► meshtrain.parallel.pipeline.execute
+                                  └─► phases  ──► meshtrain.parallel.pipeline.execute
 
 - `meshtrain.schedule.table`: what a table is, and its CSV; with a drawing of 1F1B.
 - `meshtrain.schedule.generators`: the named schedules with their papers, and how to add one.
-- `meshtrain.schedule.closed_form`, `meshtrain.schedule.facts`: the same without a table, for searches over thousands.
+- `meshtrain.schedule.facts`: the same without a table, for searches over thousands.
 - `meshtrain.schedule.validate`: what legal means.
-- `meshtrain.schedule.buffers`, `meshtrain.schedule.segments`, `meshtrain.schedule.executed` (by `meshtrain.schedule.shifted`): for the
-  executor.
-- `meshtrain.schedule.simulate`: the two clocks; `meshtrain.schedule.draw`.
+- `meshtrain.schedule.buffers`, `meshtrain.schedule.phases`: for the executor.
+- `meshtrain.schedule.simulate`: the two models of execution; `meshtrain.schedule.draw`.
 
 Compared by simulation, with no device: `experiments/pipeline_schedules.py`. That the executor holds what is said here is measured by
 `experiments/bench_pipeline.py`.
 """
 
-from meshtrain.schedule.draw import gantt_svg, gantt_text
+from typing import TYPE_CHECKING, Any
+
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
 from meshtrain.schedule.simulate import Durations, Timeline, simulate
 from meshtrain.schedule.table import B, F, IllegalTable, Table, W, parse_csv, read_csv
@@ -34,3 +34,16 @@ __all__ = [
     "SCHEDULES", "B", "Durations", "F", "IllegalTable", "Schedule", "Table", "Timeline", "W", "gantt_svg", "gantt_text", "make_table",
     "parse_csv", "read_csv", "simulate", "validate",
 ]  # fmt: skip
+
+if TYPE_CHECKING:
+    from meshtrain.schedule.draw import gantt_svg, gantt_text
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("gantt_svg", "gantt_text"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # No run draws.
+        from meshtrain.schedule import draw
+
+        function = globals()[name] = getattr(draw, name)
+        return function

@@ -7,26 +7,38 @@ A stage has up to four buffers, each exactly as deep as the table needs:
     stash             what F leaves for B (for W when B is split)
     cotangent stash   what I leaves for W (only when B is split)
 
-Within a tick things happen in this order, and a place is free again after the last read of what it held:
+Within a clock things happen in this order, and a place is free again after the last read of what it held:
 
     F reads its inbox, writes the stash | the loss head writes the backward inbox of the last virtual stage |
     B reads inbox and stash, writes the cotangent stash | W reads both stashes | messages arrive in the inboxes
+
+In the executor (`executed`) messages and the vocabulary are a slot off, so that a whole slot is there for them to travel in: a cotangent arrives one B later
+than it is sent; a microbatch's embedding is looked up one F before it enters, and its gradient returns one B after it left.
+
+Where idle slots are computed all the same (on accelerators), a write that had to look whether it counts would copy the old content
+out and back. So it does not look: what an idle F or B leaves goes to a place that is free just then, which nobody reads,
+
+    place 0   ■ ■ ■ ■ ■ . . x        ■ held    x what an idle slot leaves
+    place 1   . ■ ■ ■ ■ ■ x .
+
+or to one more place, where at such a moment none is free: with gpipe, and with no more microbatches than stages.
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.schedule.phases import one_earlier, one_later
 from meshtrain.schedule.table import B, F, Table, W
 
-# The moments of a tick in which a buffer is read or written.
+# The moments of a clock in which a buffer is read or written.
 FORWARD, HEAD, BACKWARD, WEIGHT, ARRIVAL = range(5)
 
 
 class Depths(NamedTuple):
-    """Places of each buffer: the most entries that any stage holds at once, 0 where it is never used."""
+    """Places of each buffer: the most entries in any stage at once, 0 where it is never used."""
 
     stash: int
     f_inbox: int = 0
@@ -36,7 +48,7 @@ class Depths(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """Messages of one kind that come one way, at the end of a tick: activations (`slot` F) or cotangents (B).
+    """Messages of one kind that come one way, at the end of a clock: activations (`slot` F) or cotangents (B).
 
     They come from the stage before (`shift` 1), from the one after (-1), or from this stage itself (0). With the
     placement `loop` activations travel by 1 and cotangents by -1, around the ring; in a `v` all six may.
@@ -44,16 +56,16 @@ class Arrival:
 
     slot: int
     shift: int
-    active: np.ndarray  # bool [ticks, stages]
-    place: np.ndarray  # int32 [ticks, stages]: where the inbox keeps it; 0 where none arrives
+    active: np.ndarray  # bool [clocks, stages]
+    place: np.ndarray  # int32 [clocks, stages]: where the inbox keeps it; 0 where none arrives
 
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """What each stage does in each tick, with the places of its buffers that it reads and writes.
+    """What each stage does in each clock, with the places of its buffers that it reads and writes.
 
-    Arrays are int32 [ticks, stages] and 0 where the slot is idle; `*_active`, `first` and `last` are bool
-    [ticks, stages]; `enter`, `exit`, `head_out` and `leave` are int32 [ticks], the same for all stages, -1 for none.
+    Arrays are int32 [clocks, stages] and 0 where the slot is idle; `*_active`, `first` and `last` are bool
+    [clocks, stages]; `enter`, `exit`, `head_out` and `leave` are int32 [clocks], the same for all stages, -1 for none.
     """
 
     f_active: np.ndarray
@@ -75,7 +87,7 @@ class Buffers:
     first: np.ndarray  # this F is virtual stage 0
     last: np.ndarray  # this F is the last virtual stage
     enter: np.ndarray  # microbatch whose F runs on virtual stage 0: its embedding is needed
-    exit: np.ndarray  # microbatch whose F runs on the last virtual stage: the loss head follows in the same tick
+    exit: np.ndarray  # microbatch whose F runs on the last virtual stage: the loss head follows in the same clock
     head_out: np.ndarray  # backward inbox of the last virtual stage's stage: where the head leaves the cotangent
     leave: np.ndarray  # microbatch whose B runs on virtual stage 0: its cotangent is the embedding's
     arrivals: tuple[Arrival, ...]  # every way that a message takes at all
@@ -90,7 +102,7 @@ class Life(NamedTuple):
 
 
 def lives(table: Table, when: np.ndarray) -> tuple[Life, Life, Life, Life]:
-    """Of the entries of stash, forward inbox, backward inbox and cotangent stash."""
+    """Returns the lives of the entries of stash, forward inbox, backward inbox and cotangent stash."""
     last = table.virtual_stages - 1
     arrives = np.zeros_like(when)  # moment from which the input of F, and that of B, is in the inbox
     arrives[F, 1:] = 5 * when[F, :-1] + ARRIVAL
@@ -105,22 +117,22 @@ def lives(table: Table, when: np.ndarray) -> tuple[Life, Life, Life, Life]:
 
 
 def depths(table: Table) -> Depths:
-    """The most entries of each buffer that any stage of a legal table holds at once."""
+    """Returns the depths of a legal table's buffers, without places."""
     stage = np.broadcast_to(table.stage_of(np.arange(table.virtual_stages))[:, None], table.when()[F].shape)
     return Depths(*(_most_alive(table, life, stage) for life in lives(table, table.when())))
 
 
 def _most_alive(table: Table, life: Life, stage: np.ndarray) -> int:
-    held = life.end >= 0
-    change = np.zeros((table.stages, 5 * table.ticks + 1), np.int32)
-    np.add.at(change, (stage[held], life.start[held]), 1)
-    np.add.at(change, (stage[held], life.end[held] + 1), -1)
+    used = life.end >= 0
+    change = np.zeros((table.stages, 5 * table.clocks + 1), np.int32)
+    np.add.at(change, (stage[used], life.start[used]), 1)
+    np.add.at(change, (stage[used], life.end[used] + 1), -1)
     return int(change.cumsum(axis=1).max())
 
 
 def allocate(table: Table) -> Buffers:
-    """Places for a legal table (see `validate`), each buffer of a stage coloured as an interval graph: no deeper than
-    the most entries it holds at once."""
+    """Returns places for a legal table (see `validate`), each buffer of a stage coloured as an interval graph: no deeper than the most
+    entries in it at once."""
     when = table.when()
     last = table.virtual_stages - 1
     stage = table.stage_of(np.arange(table.virtual_stages))
@@ -156,17 +168,17 @@ def allocate(table: Table) -> Buffers:
         w_cot=at(W, cot),
         first=active(F) & (at(F, virtual) == 0),
         last=active(F) & (at(F, virtual) == last),
-        enter=_per_tick(table, when[F, 0], microbatches),
-        exit=_per_tick(table, when[F, last], microbatches),
-        head_out=_per_tick(table, when[F, last], b_in[last]),
-        leave=_per_tick(table, when[B, 0], microbatches),
+        enter=_per_clock(table, when[F, 0], microbatches),
+        exit=_per_clock(table, when[F, last], microbatches),
+        head_out=_per_clock(table, when[F, last], b_in[last]),
+        leave=_per_clock(table, when[B, 0], microbatches),
         arrivals=_arrivals(table, when, f_in, b_in),
         depths=Depths(*deep),
     )
 
 
 def _colour(table: Table, life: Life, stage: np.ndarray) -> tuple[np.ndarray, int]:
-    """Place of each entry, [virtual stage, microbatch], and the depth.
+    """Returns the place of each entry, [virtual stage, microbatch], and the depth.
 
     Entries of one stage share its buffer. Taking them by start, and the lowest free place for each, uses no more
     places than there are entries alive at one moment.
@@ -194,11 +206,11 @@ def _colour(table: Table, life: Life, stage: np.ndarray) -> tuple[np.ndarray, in
 
 
 def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray) -> tuple[Arrival, ...]:
-    """Each message at its tick, on the stage that gets it, by the way it comes."""
+    """Returns each message at its clock, on the stage that receives it, by the way it comes."""
     k = np.arange(table.virtual_stages - 1)  # messages go between k and k + 1
     low, high = table.stage_of(k), table.stage_of(k + 1)
     shift = np.ones_like(k) if table.placement == "loop" else high - low
-    found = []
+    arrivals = []
     for slot in (F, B):
         for step in (1, -1, 0) if slot == F else (-1, 1, 0):  # a cotangent goes back the way the activation came
             way = k[shift == (step if slot == F else -step)]
@@ -207,19 +219,87 @@ def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray
             sent = when[F, way] if slot == F else when[B, way + 1]
             to, places = (high[way], f_in[way + 1]) if slot == F else (low[way], b_in[way])
             active = _scatter(table, sent, to, np.ones_like(sent)) > 0
-            found.append(Arrival(slot, step, active, _scatter(table, sent, to, places)))
-    return tuple(found)
+            arrivals.append(Arrival(slot, step, active, _scatter(table, sent, to, places)))
+    return tuple(arrivals)
 
 
-def _scatter(table: Table, tick: np.ndarray, stage: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """int32 [ticks, stages] with values [virtual stage, microbatch] at their ticks (-1: nowhere) and stages."""
-    out = np.zeros((table.ticks, table.stages), np.int32)
-    there = tick >= 0
-    out[tick[there], np.broadcast_to(stage[:, None], tick.shape)[there]] = values[there]
+def _scatter(table: Table, clock: np.ndarray, stage: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """int32 [clocks, stages] with values [virtual stage, microbatch] at their clocks (-1: nowhere) and stages."""
+    out = np.zeros((table.clocks, table.stages), np.int32)
+    there = clock >= 0
+    out[clock[there], np.broadcast_to(stage[:, None], clock.shape)[there]] = values[there]
     return out
 
 
-def _per_tick(table: Table, tick: np.ndarray, values: np.ndarray) -> np.ndarray:
-    out = np.full(table.ticks, -1, np.int32)
-    out[tick] = values
+def _per_clock(table: Table, clock: np.ndarray, values: np.ndarray) -> np.ndarray:
+    out = np.full(table.clocks, -1, np.int32)
+    out[clock] = values
     return out
+
+
+@dataclass(frozen=True, eq=False)
+class Executed(Buffers):
+    """`Buffers` with cotangents that arrive one B later, and the clocks of the vocabulary's work: int32 [clocks], -1 for nothing."""
+
+    entering: np.ndarray  # microbatch that the next F on virtual stage 0 takes, in the clock of an F
+    leaving: np.ndarray  # microbatch that the last B on virtual stage 0 was of, in the clock of a B
+    enters_first: int  # the microbatch whose embedding is needed before all clocks
+    leaves_last: int  # whose gradient is there after all of them, -1: none
+
+
+def executed(table: Table, ops: np.ndarray | None = None) -> Executed:
+    """Returns what the executor does of a legal table. `ops`: bool [clocks, 6], what is computed in each clock, idly or not (see
+    `phases.ops_per_clock`); None where idle slots are skipped."""
+    buffers = allocate(table)
+    forward, backward = (np.flatnonzero((table.cells[:, :, slot, 0] >= 0).any(axis=1)) for slot in (F, B))
+
+    def late(arrival: Arrival) -> Arrival:
+        if arrival.slot == F:
+            return arrival
+        return replace(
+            arrival, active=one_later(arrival.active, backward, False), place=one_later(arrival.place, backward, 0)
+        )
+
+    program = Executed(
+        **vars(replace(buffers, arrivals=tuple(late(arrival) for arrival in buffers.arrivals))),
+        entering=one_earlier(buffers.enter, forward, -1),
+        leaving=one_later(buffers.leave, backward, -1),
+        enters_first=int(buffers.enter[forward[0]]),
+        leaves_last=int(buffers.leave[backward[-1]]),
+    )
+    return program if ops is None else _unmasked(table, program, ops)
+
+
+def _unmasked(table: Table, buffers: Executed, ops: np.ndarray) -> Executed:
+    """Gives `f_stash` and `b_cot` of idle cells places that hold nothing then, and as many places as that takes."""
+    stash, _, _, cot = lives(table, table.when())
+    depths = buffers.depths
+    f_stash, deep = _idle(table, stash, FORWARD, F, buffers.f_stash, depths.stash, ops[:, 0])
+    b_cot, deeper = buffers.b_cot, 0
+    if table.split:
+        b_cot, deeper = _idle(table, cot, BACKWARD, B, buffers.b_cot, depths.cot, ops[:, 2])
+    return replace(buffers, f_stash=f_stash, b_cot=b_cot, depths=depths._replace(stash=deep, cot=deeper))
+
+
+def _idle(
+    table: Table, life: Life, moment: int, slot: int, places: np.ndarray, depth: int, done: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Returns places [clocks, stages] of what a slot writes, where it is idle too, and how many there are then.
+
+    `life` is of the buffer, [virtual stage, microbatch]; `places` [clocks, stages] those of the cells that are not idle; `moment` is
+    that of the write; `done`: bool [clocks], whether the slot is computed at all.
+    """
+    when = table.when()[slot]
+    virtual, microbatch = np.nonzero(life.end >= 0)
+    stage = table.stage_of(virtual)
+    at = places[when[virtual, microbatch], stage]
+    start, end = life.start[virtual, microbatch], life.end[virtual, microbatch]
+    # From the first clock at whose moment the entry is there to the first at which it no longer is.
+    change = np.zeros((table.clocks + 1, table.stages, depth), np.int32)
+    np.add.at(change, (-((moment - start) // 5), stage, at), 1)
+    np.add.at(change, ((end - moment) // 5 + 1, stage, at), -1)
+    occupied = change.cumsum(axis=0)[:-1] > 0
+    active = table.cells[:, :, slot, 0] >= 0
+    free = np.where(occupied.all(axis=2), depth, occupied.argmin(axis=2)).astype(np.int32)
+    every = np.where(active, places, np.where(done[:, None], free, 0))
+    return every, max(depth, int(every.max()) + 1)

@@ -1,17 +1,72 @@
-"""Pictures of a timeline: a Gantt chart as SVG for a browser, and as text for a terminal."""
+"""Pictures of a schedule: its table, clock by clock; of a simulated one a Gantt chart, as SVG and as text for a terminal."""
 
 from collections.abc import Iterator
 from html import escape
 
 import numpy as np
 
+from meshtrain.draw.picture import Picture, block, columns, faint, scrolled, title
+from meshtrain.draw.svg import GREY, INK, image, stage_hue, svg
 from meshtrain.schedule.simulate import HEAD, OPTIMIZER, Timeline
-from meshtrain.schedule.table import B, F, W
+from meshtrain.schedule.table import B, F, IllegalTable, Table, W
+from meshtrain.schedule.validate import validate
 
-# Colours that stand on white and on black alike; the text on cells is dark, all other text is a middle grey.
+MOST_ENTRIES = 4000  # stages x clocks of a table that is drawn
+# Colours that are readable on white and on black alike.
 _FILL = {F: "#79aef2", B: "#5fc4a3", W: "#f0c25a", HEAD: "#c79cf0", OPTIMIZER: "#b4bcc6"}
-INK, GREY = "#132231", "#7d8590"
 _ROW, _CELL, _LEFT, _RIGHT, _CURVE = 30, 26, 64, 150, 110  # heights of a row, a cell; margins; height of the curve
+_STAGE, _LETTER, _NAME = 22, 6.5, 58  # of a table: height of a row, width of a letter, of a stage's name
+
+
+def picture(schedule: Table | Timeline) -> Picture:
+    """The picture of a table, with a row for each stage, a column for each clock and whether it can be run; or of a timeline."""
+    if isinstance(schedule, Timeline):
+        return Picture(scrolled(image(gantt_svg(schedule), figures(schedule)[0])), gantt_text(schedule))
+    table = schedule
+    chunks = f", {table.chunks} chunks a stage" if table.chunks > 1 else ""
+    head = f"{table.name}: {table.stages} stages, {table.microbatches} microbatches{chunks}, {table.clocks} clocks"
+    verdict = _verdict(table)
+    if table.stages * table.clocks > MOST_ENTRIES:
+        return Picture(block(title(head), faint(verdict)), f"{head}\n{verdict}")
+    texts = [[table.cell_text(clock, stage) for clock in range(table.clocks)] for stage in range(table.stages)]
+    clocks = ["clock", *map(str, range(table.clocks))]
+    rows = [clocks, *([f"stage {stage}", *cells] for stage, cells in enumerate(texts))]
+    widths = [max(3, *(len(texts[s][t]) for s in range(table.stages))) * _LETTER + 6 for t in range(table.clocks)]
+    drawing = svg(_NAME + sum(widths) + 2, 18 + table.stages * _STAGE, _entries(table, widths))
+    html = block(title(head), scrolled(image(drawing, head)), faint(verdict))
+    return Picture(html, f"{head}\n{columns(rows)}\n{verdict}")
+
+
+def _verdict(table: Table) -> str:
+    """Whether the table can be run, and how long each stage works; or what is wrong with it."""
+    try:
+        validate(table)
+    except IllegalTable as error:
+        return f"it cannot be run: {error}"
+    words = dict(zip(table.letters, ("forward", "input gradient" if table.split else "backward", "weight gradient"), strict=False))  # fmt: skip
+    return f"legal; {', '.join(f'{letter} {word}' for letter, word in words.items())}"
+
+
+def _entries(table: Table, widths: list[float]) -> Iterator[str]:
+    x = np.concatenate([[0.0], np.cumsum(widths)]) + _NAME
+    for clock in range(table.clocks):
+        yield f'<text x="{(x[clock] + x[clock + 1]) / 2:.0f}" y="11" text-anchor="middle" font-size="9">{clock}</text>'
+    for stage in range(table.stages):
+        y = 16 + stage * _STAGE
+        yield f'<text x="0" y="{y + 15}">stage {stage}</text>'
+        for clock in range(table.clocks):
+            wide = widths[clock] - 2
+            yield f'<rect x="{x[clock]:.1f}" y="{y}" width="{wide:.1f}" height="{_STAGE - 2}" rx="2" fill="{GREY}" fill-opacity="0.12"/>'
+            # In the order in which the stage runs them.
+            done = [slot for slot in range(len(table.letters)) if table.cells[clock, stage, slot, 0] >= 0]
+            for i, slot in enumerate(done):
+                microbatch, chunk = table.cells[clock, stage, slot].tolist()
+                part, left = wide / len(done), x[clock] + i * wide / len(done)
+                word = f"{table.letters[slot]}{table.entry_text(microbatch, chunk)}"
+                yield (
+                    f'<rect x="{left:.1f}" y="{y}" width="{part:.1f}" height="{_STAGE - 2}" rx="2" fill="{_colour(slot, chunk, table.chunks)}"/>'
+                    f'<text x="{left + part / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{INK}">{word}</text>'
+                )
 
 
 def figures(timeline: Timeline) -> list[str]:
@@ -21,7 +76,7 @@ def figures(timeline: Timeline) -> list[str]:
     sizes = f"{_count(table.stages, 'stage')}, {_count(table.microbatches, 'microbatch', 'es')}"
     kept = "kept for the backward" if table.chunks == 1 else f"of 1/{table.chunks} stage each kept for the backward"
     return [
-        f"{table.name}: {sizes}, {_count(table.chunks, 'chunk')} a stage, {timeline.clock} clock",
+        f"{table.name}: {sizes}, {_count(table.chunks, 'chunk')} a stage, {timeline.execution} execution",
         f"makespan {timeline.makespan:.6g}; idle {timeline.bubble_fraction:.1%} of the stages' time",
         f"peak in flight {_count(timeline.peak_in_flight[fullest], 'entr', 'ies', 'y')} {kept}, on stage {fullest}",
     ]
@@ -65,13 +120,11 @@ def gantt_svg(timeline: Timeline) -> str:
     width, height = _LEFT + plot + _RIGHT, bottom + 60 + _CURVE + 20
 
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}" '
-        f'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="{GREY}">',
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<line x1="0" y1="0" x2="0" y2="6" stroke="{GREY}" stroke-opacity="0.35" stroke-width="1.5"/></pattern></defs>',
     ]
-    title, *rest = figures(timeline)
-    out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(title)}</text>')
+    head, *rest = figures(timeline)
+    out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>')
     out.append(f'<text x="12" y="42">{escape("; ".join(rest))}</text>')
     out += _legend(timeline)
     for stage in range(table.stages):
@@ -82,8 +135,7 @@ def gantt_svg(timeline: Timeline) -> str:
         out.append(f'<text x="{_LEFT + plot + 8:.2f}" y="{y + 17}">{idle}</text>')
     out += _cells(timeline, scale, top)
     out += _curve(timeline, scale, bottom + 50)
-    out.append("</svg>")
-    return "\n".join(out) + "\n"
+    return svg(width, height, ["\n".join(["", *out, ""])], size=12) + "\n"
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
@@ -93,14 +145,14 @@ def _legend(timeline: Timeline) -> Iterator[str]:
         x += 30 + 7 * len(word)
     yield f'<rect x="{x}" y="52" width="12" height="12" fill="url(#idle)" stroke="{GREY}" stroke-width="0.5"/>'
     yield f'<text x="{x + 17}" y="62">idle</text>'
-    if timeline.clock == "asynchronous":
+    if timeline.execution == "asynchronous":
         yield f'<rect x="{x + 52}" y="61" width="12" height="3" fill="{INK}" stroke="{GREY}" stroke-width="0.5"/>'
         yield f'<text x="{x + 69}" y="62">critical path</text>'
 
 
 def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     """A rectangle for each span, the first chunks lighter than the last."""
-    critical = set(timeline.critical_path()) if timeline.clock == "asynchronous" else set()
+    critical = set(timeline.critical_path()) if timeline.execution == "asynchronous" else set()
     words = _words(timeline)
     chunks = timeline.table.chunks
     yield f'<g text-anchor="middle" font-size="10" stroke="{INK}" stroke-width="0">'
@@ -111,10 +163,10 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         if w <= 0:
             continue
         label = _label(timeline, i)
-        place = f"stage {stage}, tick {timeline.tick[i]}: {start:.6g} to {end:.6g}"
+        place = f"stage {stage}, clock {timeline.clock[i]}: {start:.6g} to {end:.6g}"
         yield (
             f'<g><title>{words[kind]} {label}, {place}</title><rect x="{x + 0.25:.2f}" y="{y}" width="{max(w - 0.5, 0.3):.2f}" '
-            f'height="{_CELL}" rx="1.5" fill="{fill(kind, chunk, chunks)}"/>'
+            f'height="{_CELL}" rx="1.5" fill="{_colour(kind, chunk, chunks)}"/>'
         )
         if label and w >= 3 + 5.6 * len(label):
             yield f'<text x="{x + w / 2:.2f}" y="{y + 17}" fill="{INK}">{label}</text>'
@@ -124,16 +176,11 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     yield "</g>"
 
 
-def fill(kind: int, chunk: int, chunks: int) -> str:
+def _colour(kind: int, chunk: int, chunks: int) -> str:
     """The colour of a kind of work: of the first chunk mixed with white, of the last and of what is of none (-1) as it is."""
     colour, part = _FILL[kind], 0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0.0
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
-
-
-def stage_hue(stage: int, stages: int) -> float:
-    """A hue for each stage, from blue (the first) to red (the last)."""
-    return 215 + 145 * stage / max(stages - 1, 1)
 
 
 def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:

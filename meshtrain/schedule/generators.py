@@ -1,4 +1,4 @@
-"""Schedules by name: each is a formula for the tick of every op.
+"""Schedules by name: each is a formula for the clock of every op.
 
 Notation as in the papers: p stages, m microbatches, v chunks a stage; F, B, I, W the time that a whole stage needs for
 the forward, the backward, its input half and its weight half of one microbatch (B = I + W).
@@ -13,20 +13,20 @@ the forward, the backward, its input half and its weight half of one microbatch 
     zb_interleaved   v        (v+1) p - 1                (p-1)(F+I-W)/v            (p-1)(F+I)/v
     v_1f1b           2        2p                         (p-1) max(F,B)            (p-1)(F+B)
 
-In lockstep no table with v chunks is idle less than zb_interleaved: the last stage cannot begin before tick p - 1, and the last
-microbatch not before tick m - 1, so there are at least m v + p - 1 and v p + m - 1 ticks with an F, as many with an I, and m v with
+In lockstep no table with v chunks is idle less than zb_interleaved: the last stage cannot begin before clock p - 1, and the last
+microbatch not before clock m - 1, so there are at least m v + p - 1 and v p + m - 1 clocks with an F, as many with an I, and m v with
 a W. So ZB-V and V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), which beat it where each stage runs on its
-own, cannot here: their stages go forward while others go backward, and a tick costs both. v_1f1b holds least: half of what 1f1b holds.
+own, cannot here: their stages go forward while others go backward, and a clock costs both. v_1f1b holds least: half of what 1f1b holds.
 
 The figures are for p dividing m; the conditions under which each idle time is exact, and what holds otherwise, stand in
-`closed_form`. Every schedule is legal for all p, m, v >= 1.
+`facts`. Every schedule is legal for all p, m, v >= 1.
 
-A schedule from outside: `SCHEDULES.register(Schedule("mine", ticks))` makes `parallel.schedule: mine` legal, trained, planned,
+A schedule from outside: `SCHEDULES.register(Schedule("mine", clocks))` makes `parallel.schedule: mine` legal, trained, planned,
 drawn and searched; formulas only make searches faster.
 
 1F1B holds 2(p-1-s) + 1 microbatches on stage s and not p - s as on machines that run at their own pace (Narayanan et
-al. 2019, "PipeDream"): a tick of the compiled program is a forward *and* a backward, a message needs a tick for a hop,
-and so a microbatch comes back to stage s 2(p-1-s) ticks after it left. For the same price a message as long as
+al. 2019, "PipeDream"): a clock of the compiled program is a forward *and* a backward, a message needs a clock for a hop,
+and so a microbatch comes back to stage s 2(p-1-s) clocks after it left. For the same price a message as long as
 (F+B)/2 costs nothing.
 """
 
@@ -39,38 +39,35 @@ import numpy as np
 
 from meshtrain.errors import nearest, short
 from meshtrain.registry import Registry
-from meshtrain.schedule import closed_form
-from meshtrain.schedule.closed_form import Formulas, NotExact, whole_stage
-from meshtrain.schedule.facts import Facts, facts
-from meshtrain.schedule.simulate import CLOCKS, Durations
-from meshtrain.schedule.table import MOST_WORK, IllegalTable, Table, read_csv
+from meshtrain.schedule.simulate import Durations
+from meshtrain.schedule.table import MAX_ENTRIES, IllegalTable, Table, read_csv
 from meshtrain.schedule.validate import validate
 
 MOST_CHUNKS = 8  # that a search tries and `chosen_chunks` takes: an eighth of the idle time of one chunk is left
 
-# Ticks of F, of B and, where B is split into I and W, of W: each int [virtual stage, microbatch].
-Ticks = tuple[np.ndarray, ...]
+# Clocks of F, of B and, where B is split into I and W, of W: each int [virtual stage, microbatch].
+Clocks = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule's one entry: `ticks(stages, microbatches, chunks)` says when each op is done.
+    """A schedule's one entry: `clocks(stages, microbatches, chunks)` says when each op is done.
 
     Its formulas, if it has any, must say what the table says. Without them every table is proved legal when it is made.
     """
 
     name: str
-    ticks: Callable[[int, int, int], Ticks]
+    clocks: Callable[[int, int, int], Clocks]
     chunks: int | None = 1  # model chunks that a stage must have; None for any number
     placement: str = "loop"
-    formulas: Formulas | None = None
+    formulas: str | None = None  # their name in `facts.FORMULAS`
 
     def table(self, stages: int, microbatches: int, chunks: int) -> Table:
-        when = list(self.ticks(stages, microbatches, chunks))
+        when = list(self.clocks(stages, microbatches, chunks))
         split, shape = len(when) == 3, (stages * chunks, microbatches)
-        if [np.shape(ticks) for ticks in when] != [shape] * (2 + split):
+        if [np.shape(clocks) for clocks in when] != [shape] * (2 + split):
             raise IllegalTable(
-                f"schedule {self.name}: it must give the ticks of F, of B and perhaps of W, each {shape}"
+                f"schedule {self.name}: it must give the clocks of F, of B and perhaps of W, each {shape}"
             )
         if not split:
             when.append(np.full(shape, -1))
@@ -78,34 +75,25 @@ class Schedule:
         return Table.at(at, name=self.name, stages=stages, chunks=chunks, split=split, placement=self.placement)
 
     def bubble(
-        self, stages: int, microbatches: int, chunks: int, durations: Durations, clock: str = "lockstep"
+        self, stages: int, microbatches: int, chunks: int, durations: Durations, execution: str = "lockstep"
     ) -> float:
         """Time in which a stage does none of F, B and W, the same for every stage, as `simulate` finds it.
 
         The loss head, which only lockstep has a formula for, is left out: see `makespan`. Raises NotExact where no
         formula is exact.
         """
-        if clock not in CLOCKS:
-            raise ValueError(f"clock '{clock}' is not one of {', '.join(CLOCKS)}")
-        f, i, w = whole_stage(durations, chunks)
-        if clock == "lockstep":
-            if durations.message and stages > 1:
-                raise NotExact("in lockstep the formulas are for messages that take no time")
-            alone = Durations(durations.forward, durations.input_grad, durations.weight_grad)
-            return facts_of(self.name, stages, microbatches, chunks).seconds(alone) - microbatches * (f + i + w)
-        if self.formulas is None or self.formulas.idle is None:
-            raise NotExact(f"there is no formula for schedule '{self.name}'")
-        if durations.head:
-            raise NotExact("stages that run on their own wait for the loss head in ways that no formula here describes")
-        return self.formulas.idle(stages, microbatches, chunks, f, i, w, durations.message)
+        # Formulas are for searches over thousands, and no run asks.
+        from meshtrain.schedule import facts
+
+        return facts.bubble(self, stages, microbatches, chunks, durations, execution)
 
     def makespan(
-        self, stages: int, microbatches: int, chunks: int, durations: Durations, clock: str = "lockstep"
+        self, stages: int, microbatches: int, chunks: int, durations: Durations, execution: str = "lockstep"
     ) -> float:
         """Time from the first forward to the end of the optimizer. Raises NotExact like `bubble`."""
-        idle = self.bubble(stages, microbatches, chunks, durations, clock)
-        head = durations.head / (stages if durations.head_spread else 1)
-        return microbatches * (sum(whole_stage(durations, chunks)) + head) + idle + durations.optimizer
+        from meshtrain.schedule import facts
+
+        return facts.makespan(self, stages, microbatches, chunks, durations, execution)
 
 
 def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
@@ -115,15 +103,7 @@ def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -
     Raises ValueError, in one sentence, for an unknown name or numbers that the schedule cannot have; and IllegalTable
     for a file that is not legal or is for other numbers.
     """
-    return _made(schedule, stages, microbatches, chunks, _stamp(schedule))
-
-
-def facts_of(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Facts:
-    """The facts of such a table, by formula where there is one: the table need not be made."""
-    entry = SCHEDULES.get(schedule)
-    if entry and entry.formulas:
-        return entry.formulas.facts(stages, microbatches, chunks)
-    return _facts(schedule, stages, microbatches, chunks, _stamp(schedule))
+    return _made(schedule, stages, microbatches, chunks, stamp(schedule))
 
 
 def legal_chunks(schedule: str) -> int | None:
@@ -140,26 +120,21 @@ def chosen_chunks(layers: int, stages: int, microbatches: int, most: int = MOST_
     One microbatch gains nothing, and layers that the virtual stages do not divide must need no more padding than without chunks.
     """
     longest = -(-layers // stages)
-    most = min(most, layers // stages, (MOST_WORK // stages - stages) // microbatches)
+    most = min(most, layers // stages, (MAX_ENTRIES // stages - stages) // microbatches)
     if stages == 1 or microbatches == 1:
         return 1
     return max((v for v in range(2, most + 1) if longest % v == 0), default=1)
 
 
-def _stamp(schedule: str) -> tuple[int, int] | None:
-    """Of a file, changed when the file is."""
-    try:
-        found = os.stat(os.path.expanduser(schedule)) if schedule.endswith(".csv") else None
-    except OSError:  # told when it is read
+def stamp(schedule: str) -> tuple[int, int] | None:
+    """Returns what changes when the file of a schedule does; None for a name."""
+    if not schedule.endswith(".csv"):
         return None
-    return found and (found.st_mtime_ns, found.st_size)
-
-
-@functools.lru_cache(maxsize=512)
-def _facts(schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None) -> Facts:
-    sizes = stages, microbatches, chunks
-    # A proof takes 50 times as long as the facts, and a search asks for hundreds: what it proposes is proved.
-    return facts(SCHEDULES[schedule].table(*sizes) if schedule in SCHEDULES else make_table(schedule, *sizes))
+    try:
+        status = os.stat(os.path.expanduser(schedule))
+    except OSError:  # refused when it is read
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 @functools.lru_cache(maxsize=32)
@@ -192,19 +167,17 @@ def _proved(where: str, make: Callable[[], Table]) -> Table:
         table = make()
         validate(table)
     except IllegalTable as error:
-        said = str(error) if str(error).startswith(where) else f"{where}: {error}"
-        ending = "" if said.endswith("?") else "."
-        raise IllegalTable(f"parallel.schedule cannot run: {said}{ending}") from None
+        reason = str(error) if str(error).startswith(where) else f"{where}: {error}"
+        ending = "" if reason.endswith("?") else "."
+        raise IllegalTable(f"parallel.schedule cannot run: {reason}{ending}") from None
     return table
 
 
 def _from_file(path: str, stages: int, microbatches: int, chunks: int) -> Table:
     table = read_csv(path)
-    given = {"stages": table.stages, "microbatches": table.microbatches, "chunks": table.chunks}
-    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    for what, value in given.items():
-        if asked[what] != value:
-            raise IllegalTable(f"{short(path)} is for {what}={value}, and {what}={asked[what]} is asked for")
+    for what, wanted in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if (value := getattr(table, what)) != wanted:
+            raise IllegalTable(f"{short(path)} is for {what}={value}, and {what}={wanted} is asked for")
     return table
 
 
@@ -214,11 +187,11 @@ def _places(p: int, m: int, v: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return k // p, k % p, np.arange(m)[None, :]
 
 
-def _all_forward_first(p: int, m: int, v: int) -> Ticks:
+def _all_forward_first(p: int, m: int, v: int) -> Clocks:
     """All forwards, then all backwards, the last first: GPipe (Huang et al. 2019, figure 2c); with chunks, breadth-first
     (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4).
 
-    A round of one chunk takes m ticks, or p where a microbatch would come around the ring only later than that.
+    A round of one chunk takes m clocks, or p where a microbatch would come around the ring only later than that.
     """
     c, s, j = _places(p, m, v)
     round_ = max(m, p)
@@ -226,13 +199,13 @@ def _all_forward_first(p: int, m: int, v: int) -> Ticks:
     return f, 2 * f.max() - f
 
 
-def _one_forward_one_backward(p: int, m: int, v: int) -> Ticks:
+def _one_forward_one_backward(p: int, m: int, v: int) -> Clocks:
     """1F1B (Narayanan et al. 2019, "PipeDream", section 3.2); with chunks, interleaved (Narayanan et al. 2021,
     section 2.2).
 
     Microbatches go in groups: a stage does a group's first chunk, then its second, ..., then the next group. A group of
     n >= p keeps every stage busy, because its first microbatch is around the ring when the last one has entered. So
-    where p does not divide m, the groups are made larger than p, as evenly as can be, and no tick is lost. The price is
+    where p does not divide m, the groups are made larger than p, as evenly as can be, and no clock is lost. The price is
     memory: (v-1) n + 2p - 1 entries in flight, with n the size of the largest group. With m < p there is one group of
     m and each chunk waits for the ring. With one chunk the groups make no difference.
 
@@ -244,38 +217,38 @@ def _one_forward_one_backward(p: int, m: int, v: int) -> Ticks:
     base = np.repeat(np.cumsum(sizes) - sizes, sizes)[None, :]  # first microbatch of its group
     round_ = np.maximum(size, p)
     start = v * base + (j - base)
-    turn = (v - 1) * round_.max() + p - 1  # first tick in which the last virtual stage may go backward for all groups
+    turn = (v - 1) * round_.max() + p - 1  # first clock in which the last virtual stage may go backward for all groups
     return start + c * round_ + s, turn + start + (v - 1 - c) * round_ + (p - 1 - s)
 
 
-def _zero_bubble(p: int, m: int, v: int) -> Ticks:
-    """The same with B split: all stages do the W of a microbatch in the tick in which stage 0 does its I.
+def _zero_bubble(p: int, m: int, v: int) -> Clocks:
+    """The same with B split: all stages do the W of a microbatch in the clock in which stage 0 does its I.
 
-    In lockstep a tick costs what any stage does in it: so W costs m v ticks and not m v + p - 1. Running on their own,
+    In lockstep a clock costs what any stage does in it: so W costs m v clocks and not m v + p - 1. Running on their own,
     the stages find work to do at the end: stage s has put off s of its W until then, which fills the time in which
-    it would wait for nothing (ZB-H1 of Qi et al. 2023, section 2.2). No stage holds more than stage 0 holds anyway.
+    it would be idle (ZB-H1 of Qi et al. 2023, section 2.2). No stage holds more than stage 0 holds anyway.
     """
     f, b = _one_forward_one_backward(p, m, v)
     chunks = b.reshape(v, p, m)
     return f, b, np.broadcast_to(chunks[:, :1], chunks.shape).reshape(b.shape)
 
 
-def _one_forward_one_backward_in_v(p: int, m: int, v: int) -> Ticks:
-    """1F1B through a V of two chunks (the placement of Qi et al. 2024, section 3): a microbatch enters every other tick.
+def _one_forward_one_backward_in_v(p: int, m: int, v: int) -> Clocks:
+    """1F1B through a V of two chunks (the placement of Qi et al. 2024, section 3): a microbatch enters every other clock.
 
-    A stage's two virtual stages k and 2p-1-k differ by an odd number, so that their ticks never meet. A microbatch is
-    held for 2(2p-1-k) + 1 ticks by the one and 2k + 1 by the other: 4p in two ticks, the same on all stages.
+    A stage's two virtual stages k and 2p-1-k differ by an odd number, so that their clocks never meet. A microbatch is
+    held for 2(2p-1-k) + 1 clocks by the one and 2k + 1 by the other: 4p in two clocks, the same on all stages.
     """
     k, j = np.arange(v * p)[:, None], np.arange(m)[None, :]
     return 2 * j + k, 2 * j + 2 * (2 * p - 1) - k
 
 
 SCHEDULES = Registry(
-    Schedule("gpipe", _all_forward_first, formulas=closed_form.ALL_FORWARD_FIRST),
-    Schedule("1f1b", _one_forward_one_backward, formulas=closed_form.ONE_FORWARD_ONE_BACKWARD),
-    Schedule("interleaved", _one_forward_one_backward, chunks=None, formulas=closed_form.ONE_FORWARD_ONE_BACKWARD),
-    Schedule("looped_bfs", _all_forward_first, chunks=None, formulas=closed_form.ALL_FORWARD_FIRST),
-    Schedule("zb_h1", _zero_bubble, formulas=closed_form.ZERO_BUBBLE),
-    Schedule("zb_interleaved", _zero_bubble, chunks=None, formulas=closed_form.ZERO_BUBBLE),
-    Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas=closed_form.IN_V),
+    Schedule("gpipe", _all_forward_first, formulas="all_forward_first"),
+    Schedule("1f1b", _one_forward_one_backward, formulas="one_forward_one_backward"),
+    Schedule("interleaved", _one_forward_one_backward, chunks=None, formulas="one_forward_one_backward"),
+    Schedule("looped_bfs", _all_forward_first, chunks=None, formulas="all_forward_first"),
+    Schedule("zb_h1", _zero_bubble, formulas="zero_bubble"),
+    Schedule("zb_interleaved", _zero_bubble, chunks=None, formulas="zero_bubble"),
+    Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas="in_v"),
 )

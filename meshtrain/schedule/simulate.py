@@ -1,13 +1,13 @@
-"""When everything happens, and how long it takes, if each kind of work takes the time it is said to take.
+"""When each op of a schedule happens, and how long it all takes, from the durations of the ops.
 
-Two clocks:
+Two models of execution:
 
     asynchronous  each stage does its ops in the table's order, each as soon as its input has arrived. The model of the
                   papers, and of frameworks with one program per stage.
-    lockstep      one program for all stages: every tick costs the sum of the slots that *any* stage uses in it (see
-                  `segments`), on the stage where it takes longest. What this framework's executor does on accelerators.
+    lockstep      one program for all stages: every clock costs the sum of the slots that *any* stage uses in it (see
+                  `phases`), on the stage where it takes longest. What this framework's executor does on accelerators.
 
-Messages travel while stages work on. In lockstep a message leaves when its slot ends, and the next tick's slot of the
+Messages travel while stages work on. In lockstep a message leaves when its slot ends, and the next clock's slot of the
 same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F.
 """
 
@@ -18,13 +18,13 @@ from functools import cached_property
 
 import numpy as np
 
-from meshtrain.schedule.segments import segments, work_per_tick
+from meshtrain.schedule.phases import ops_per_clock, phases
 from meshtrain.schedule.table import B, F, Table, W, check_is_table
 from meshtrain.shown import Shown
 
 HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
-CLOCKS = ("asynchronous", "lockstep")
-_IN_TICK = np.array([0, 2, 3, 1])  # order of F, B, W, HEAD in a tick
+EXECUTIONS = ("asynchronous", "lockstep")
+_IN_CLOCK = np.array([0, 2, 3, 1])  # order of F, B, W, HEAD in a clock
 
 PerChunk = float | np.ndarray
 
@@ -71,19 +71,19 @@ def _per_virtual_stage(table: Table, name: str, value: PerChunk) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline(Shown):
-    """What `simulate` found. Spans are arrays of one length, in the order (tick, place in the tick, stage).
+    """The result of `simulate`. Spans are arrays of one length, in the order (clock, place in the clock, stage).
 
     `kind` is F, B, W, HEAD or OPTIMIZER; `microbatch` and `chunk` are -1 for OPTIMIZER. `cause[i]` is the span
     that span i waited for, -1 for none.
     """
 
     table: Table
-    clock: str
+    execution: str
     kind: np.ndarray
     stage: np.ndarray
     microbatch: np.ndarray
     chunk: np.ndarray
-    tick: np.ndarray
+    clock: np.ndarray
     start: np.ndarray
     end: np.ndarray
     cause: np.ndarray
@@ -110,7 +110,9 @@ class Timeline(Shown):
     @cached_property
     def peak_in_flight(self) -> np.ndarray:
         """Most entries (microbatches of one chunk) stashed at once, [stages]. The table's order alone decides it."""
-        done = self.table.cells[:, :, W if self.table.split else B, 0] >= 0  # its entry is held to the end of this tick
+        done = (
+            self.table.cells[:, :, W if self.table.split else B, 0] >= 0
+        )  # its entry is held to the end of this clock
         taken = self.table.cells[:, :, F, 0] >= 0
         return (np.cumsum(taken, axis=0) - np.cumsum(done, axis=0) + done).max(axis=0)
 
@@ -132,28 +134,28 @@ class Timeline(Shown):
         return path[::-1]
 
 
-def simulate(table: Table, durations: Durations = EVEN, clock: str = "lockstep") -> Timeline:
-    """Runs a legal table by `clock` ('lockstep' or 'asynchronous').
+def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockstep") -> Timeline:
+    """Runs a legal table by `execution` ('lockstep' or 'asynchronous').
 
-    Raises IllegalTable for what is no table, ValueError for another clock, and for durations that are arrays of another length than the virtual stages.
+    Raises IllegalTable for what is no table, ValueError for another model of execution, and for durations that are arrays of another length than the virtual stages.
     """
     check_is_table(table, "simulate")
-    if clock not in CLOCKS:
-        raise ValueError(f"clock '{clock}' is not one of {', '.join(CLOCKS)}")
+    if execution not in EXECUTIONS:
+        raise ValueError(f"execution '{execution}' is not one of {', '.join(EXECUTIONS)}")
     spans = _spans(table, durations)
-    start, cause = (_asynchronous if clock == "asynchronous" else _lockstep)(table, durations, spans)
+    start, cause = (_asynchronous if execution == "asynchronous" else _lockstep)(table, durations, spans)
     end = start + spans.work
     last = int(np.argmax(end))
     stages = np.arange(table.stages)
     none = np.full(table.stages, -1)
     return Timeline(
         table=table,
-        clock=clock,
+        execution=execution,
         kind=np.append(spans.kind, none + 1 + OPTIMIZER),
         stage=np.append(spans.stage, stages),
         microbatch=np.append(spans.microbatch, none),
         chunk=np.append(spans.chunk, none),
-        tick=np.append(spans.tick, none + 1 + table.ticks),
+        clock=np.append(spans.clock, none + 1 + table.clocks),
         start=np.append(start, np.full(table.stages, end[last])),
         end=np.append(end, np.full(table.stages, end[last] + durations.optimizer)),
         cause=np.append(cause, none + 1 + last),
@@ -168,29 +170,29 @@ class _Spans:
     stage: np.ndarray
     microbatch: np.ndarray
     chunk: np.ndarray
-    tick: np.ndarray
+    clock: np.ndarray
     virtual: np.ndarray
     work: np.ndarray
 
 
 def _spans(table: Table, durations: Durations) -> _Spans:
-    tick, stage, kind = np.nonzero(table.cells[..., 0] >= 0)
-    microbatch, chunk = table.cells[tick, stage, kind].T
+    clock, stage, kind = np.nonzero(table.cells[..., 0] >= 0)
+    microbatch, chunk = table.cells[clock, stage, kind].T
     virtual = table.virtual(stage, chunk)
     work = durations.work(table)[kind, virtual]
     if durations.head:
         last = table.virtual_stages - 1
         on = np.arange(table.stages) if durations.head_spread else np.array([table.stage_of(last)])
         heads = len(on) * table.microbatches
-        tick = np.append(tick, np.repeat(table.when()[F, last], len(on)))
+        clock = np.append(clock, np.repeat(table.when()[F, last], len(on)))
         microbatch = np.append(microbatch, np.repeat(np.arange(table.microbatches), len(on)))
         stage = np.append(stage, np.tile(on, table.microbatches))
         kind = np.append(kind, np.full(heads, HEAD))
         chunk = np.append(chunk, np.full(heads, table.chunk_of(last)))
         virtual = np.append(virtual, np.full(heads, last))
         work = np.append(work, np.full(heads, durations.head / len(on)))
-    order = np.lexsort((stage, _IN_TICK[kind], tick))
-    return _Spans(*(column[order] for column in (kind, stage, microbatch, chunk, tick, virtual, work)))
+    order = np.lexsort((stage, _IN_CLOCK[kind], clock))
+    return _Spans(*(column[order] for column in (kind, stage, microbatch, chunk, clock, virtual, work)))
 
 
 def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np.ndarray, np.ndarray]:
@@ -238,35 +240,35 @@ def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.nda
     f, b, w = durations.work(table).max(axis=1).tolist()
     head = durations.head / (table.stages if durations.head_spread else 1)
     message = durations.message if table.stages > 1 else 0.0
-    begin = np.zeros((table.ticks, 4))  # when F, B, W, HEAD begin in each tick
-    clock = f_arrives = b_arrives = 0.0
-    for tick, (does_f, does_head, does_b, does_w, *_) in enumerate(work_per_tick(segments(table)).tolist()):
+    begin = np.zeros((table.clocks, 4))  # when F, B, W, HEAD begin in each clock
+    now = f_arrives = b_arrives = 0.0
+    for clock, (does_f, does_head, does_b, does_w, *_) in enumerate(ops_per_clock(phases(table)).tolist()):
         if does_f:
-            begin[tick, F] = clock = max(clock, f_arrives)
-            clock += f
-            f_arrives = clock + message
+            begin[clock, F] = now = max(now, f_arrives)
+            now += f
+            f_arrives = now + message
         if does_head and head:
-            begin[tick, HEAD] = clock
-            clock += head
+            begin[clock, HEAD] = now
+            now += head
         if does_b:
-            begin[tick, B] = clock = max(clock, b_arrives)
-            clock += b
-            b_arrives = clock + message
+            begin[clock, B] = now = max(now, b_arrives)
+            now += b
+            b_arrives = now + message
         if does_w:
-            begin[tick, W] = clock
-            clock += w
+            begin[clock, W] = now
+            now += w
     # A span waits for the longest span of the slot before it: spans stand in this order already.
     cause = np.full(len(spans.kind), -1)
     longest = -1
     for slot in _slots(spans):
         cause[slot] = longest
         longest = slot.start + int(np.argmax(spans.work[slot]))
-    return begin[spans.tick, spans.kind], cause
+    return begin[spans.clock, spans.kind], cause
 
 
 def _slots(spans: _Spans) -> Iterator[slice]:
-    """Runs of spans that are in the same slot of the same tick."""
-    change = (np.diff(spans.tick) != 0) | (np.diff(spans.kind) != 0)
+    """Runs of spans that are in the same slot of the same clock."""
+    change = (np.diff(spans.clock) != 0) | (np.diff(spans.kind) != 0)
     edges = [0, *(np.flatnonzero(change) + 1).tolist(), len(spans.kind)]
     for first, end in itertools.pairwise(edges):
         yield slice(first, end)

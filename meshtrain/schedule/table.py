@@ -1,9 +1,9 @@
-"""A pipeline schedule as data: which stage does what, of which microbatch and chunk, in which tick.
+"""A pipeline schedule as data: which stage does what, of which microbatch and chunk, in which clock.
 
-A tick has three slots, and every stage runs them in this order: F (forward), B (backward), W (weight gradient).
-What a slot of tick t sends to a neighbour, the neighbour can read from tick t + 1 on.
+A clock, one step of the schedule, has three slots, and every stage runs them in this order: F (forward), B (backward), W (weight gradient).
+What a slot of clock t sends to a neighbour, the neighbour can read from clock t + 1 on.
 
-        tick   0    1    2     3     4     5         1F1B, 3 stages, 2 microbatches
+        clock  0    1    2     3     4     5         1F1B, 3 stages, 2 microbatches
     stage 0    F0   F1               B0    B1
     stage 1         F0   F1    B0    B1
     stage 2              F0 B0 F1 B1
@@ -13,7 +13,7 @@ weights is left to the W slot, which nobody waits for and which may therefore fi
 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
 
 A stage holds `chunks` pieces of the model. Counted in the order of the data flow these are the *virtual stages*
-k = 0 .. stages * chunks - 1, dealt out to the stages by `placement`:
+k = 0 .. stages * chunks - 1, assigned to the stages by `placement`:
 
     loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)
     v       0 1 2 3 | 7 6 5 4        stage 0 holds 0 and 7   (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")
@@ -36,7 +36,7 @@ from meshtrain.text import read_text
 F, B, W = 0, 1, 2
 PLACEMENTS = ("loop", "v")
 _LETTERS = {False: "FB", True: "FIW"}  # of a table that is split or not
-MOST_WORK = 2**20  # stages x ticks of a schedule: a plan of so many takes 10 s
+MAX_ENTRIES = 2**20  # stages x clocks of a schedule: a plan of so many takes 10 s
 
 
 class IllegalTable(ConfigError):
@@ -44,7 +44,7 @@ class IllegalTable(ConfigError):
 
 
 class Op(NamedTuple):
-    tick: int
+    clock: int
     stage: int
     slot: int
     microbatch: int
@@ -53,7 +53,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Table(Shown):
-    """A schedule. `cells[tick, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle."""
+    """A schedule. `cells[clock, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle."""
 
     name: str
     stages: int
@@ -76,15 +76,13 @@ class Table(Shown):
         cells = np.array(self.cells, np.int32)
         if cells.ndim != 4 or cells.shape[1:] != (self.stages, 3, 2):
             raise IllegalTable(
-                f"schedule {self.name}: cells have shape {cells.shape}, and must have (ticks, {self.stages}, 3, 2)"
+                f"schedule {self.name}: cells have shape {cells.shape}, and must have (clocks, {self.stages}, 3, 2)"
             )
         cells.setflags(write=False)
         object.__setattr__(self, "cells", cells)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Table):
-            return NotImplemented
-        return self._key() == other._key()
+        return self._key() == other._key() if isinstance(other, Table) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -94,13 +92,13 @@ class Table(Shown):
         return self.name, *sizes, self.split, self.placement, self.cells.tobytes()
 
     @property
-    def ticks(self) -> int:
+    def clocks(self) -> int:
         return self.cells.shape[0]
 
     @property
     def busy(self) -> float:
-        """Share of the ticks in which a stage has a forward; so many have a backward."""
-        return self.microbatches * self.chunks / self.ticks
+        """Share of the clocks in which a stage has a forward, and of those in which it has a backward."""
+        return self.microbatches * self.chunks / self.clocks
 
     @property
     def virtual_stages(self) -> int:
@@ -130,53 +128,53 @@ class Table(Shown):
         return stage + (chunk % 2) * (self.stages - 1 - 2 * stage)
 
     def ops(self) -> Iterator[Op]:
-        """Everything that is done, in the order (tick, slot, stage), which is an order in which it can be done."""
-        for tick, slot, stage in np.argwhere(self.cells[..., 0].transpose(0, 2, 1) >= 0).tolist():
-            microbatch, chunk = self.cells[tick, stage, slot].tolist()
-            yield Op(tick, stage, slot, microbatch, chunk)
+        """Everything that is done, in the order (clock, slot, stage), which is an order in which it can be done."""
+        for clock, slot, stage in np.argwhere(self.cells[..., 0].transpose(0, 2, 1) >= 0).tolist():
+            microbatch, chunk = self.cells[clock, stage, slot].tolist()
+            yield Op(clock, stage, slot, microbatch, chunk)
 
     def when(self) -> np.ndarray:
-        """Tick of each op, int32 [slot, virtual stage, microbatch]; -1 for what is not in the table."""
-        ticks = np.full((3, self.virtual_stages, self.microbatches), -1, np.int32)
-        tick, stage, slot = np.nonzero(self.cells[..., 0] >= 0)
-        microbatch, chunk = self.cells[tick, stage, slot].T
-        ticks[slot, self.virtual(stage, chunk), microbatch] = tick
-        return ticks
+        """Clock of each op, int32 [slot, virtual stage, microbatch]; -1 for what is not in the table."""
+        clocks = np.full((3, self.virtual_stages, self.microbatches), -1, np.int32)
+        clock, stage, slot = np.nonzero(self.cells[..., 0] >= 0)
+        microbatch, chunk = self.cells[clock, stage, slot].T
+        clocks[slot, self.virtual(stage, chunk), microbatch] = clock
+        return clocks
 
     @staticmethod
     def at(
         when: np.ndarray, *, name: str, stages: int, chunks: int = 1, split: bool = False, placement: str = "loop"
     ) -> "Table":
-        """The table that does each op at the tick given by `when`: the inverse of `Table.when`.
+        """The table that does each op at the clock given by `when`: the inverse of `Table.when`.
 
         Raises IllegalTable where two ops would share a slot.
         """
-        ticks = int(when.max()) + 1
-        empty = Table(name, stages, when.shape[2], chunks, split, placement, np.full((ticks, stages, 3, 2), -1))
+        clocks = int(when.max()) + 1
+        empty = Table(name, stages, when.shape[2], chunks, split, placement, np.full((clocks, stages, 3, 2), -1))
         slot, virtual, microbatch = np.nonzero(when >= 0)
-        tick, stage, chunk = when[slot, virtual, microbatch], empty.stage_of(virtual), empty.chunk_of(virtual)
-        place = np.ravel_multi_index((tick, stage, slot), (ticks, stages, 3))
+        clock, stage, chunk = when[slot, virtual, microbatch], empty.stage_of(virtual), empty.chunk_of(virtual)
+        place = np.ravel_multi_index((clock, stage, slot), (clocks, stages, 3))
         if np.bincount(place).max() > 1:
-            raise IllegalTable(f"schedule {name}: two ops share one slot of one tick and stage")
+            raise IllegalTable(f"schedule {name}: two ops share one slot of one clock and stage")
         cells = empty.cells.copy()
-        cells[tick, stage, slot] = np.stack([microbatch, chunk], axis=-1)
+        cells[clock, stage, slot] = np.stack([microbatch, chunk], axis=-1)
         return Table(name, stages, when.shape[2], chunks, split, placement, cells)
 
     def entry_text(self, microbatch: int, chunk: int) -> str:
         """A microbatch of a chunk as it is written: '3', with chunks '3.1'."""
         return f"{microbatch}.{chunk}" if self.chunks > 1 else f"{microbatch}"
 
-    def cell_text(self, tick: int, stage: int) -> str:
-        """What a stage does in a tick, as it is written in CSV: 'F3 B1', with chunks 'F3.1 I2.0 W1.0', '' when idle."""
+    def cell_text(self, clock: int, stage: int) -> str:
+        """What a stage does in a clock, as it is written in CSV: 'F3 B1', with chunks 'F3.1 I2.0 W1.0', '' when idle."""
         words = []
         for slot, letter in enumerate(self.letters):
-            microbatch, chunk = self.cells[tick, stage, slot]
+            microbatch, chunk = self.cells[clock, stage, slot]
             if microbatch >= 0:
                 words.append(f"{letter}{self.entry_text(microbatch, chunk)}")
         return " ".join(words)
 
     def to_csv(self) -> str:
-        """The table as CSV for people: a title, a line of stage names, then one row a tick.
+        """The table as CSV for people: a title, a line of stage names, then one row a clock.
 
             # schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop
             stage 0,stage 1
@@ -186,20 +184,20 @@ class Table(Shown):
             B1,
 
         The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no), `placement` (loop) and
-        `schedule`, its name, may be left out. A cell is empty where the stage is idle in that tick; else it has one op of each kind at
-        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk. What is sent in a tick can be
-        read from the next on; the last virtual stage may do B in the tick of its F. `read_csv` takes it back, with the line ends, quotes,
+        `schedule`, its name, may be left out. A cell is empty where the stage is idle in that clock; else it has one op of each kind at
+        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk. What is sent in a clock can be
+        read from the next on; the last virtual stage may do B in the clock of its F. `read_csv` takes it back, with the line ends, quotes,
         spaces and byte order mark that a spreadsheet or an editor leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
         lines.append(",".join(f"stage {s}" for s in range(self.stages)))
-        lines += [",".join(self.cell_text(t, s) for s in range(self.stages)) for t in range(self.ticks)]
+        lines += [",".join(self.cell_text(t, s) for s in range(self.stages)) for t in range(self.clocks)]
         return "\n".join(lines) + "\n"
 
 
 def check_is_table(given: object, taker: str) -> None:
-    """IllegalTable where `taker`, a function's name, was given something else than a table; says how that becomes one."""
+    """Raises IllegalTable where `taker`, a function's name, was given something else than a table; says how that becomes one."""
     if isinstance(given, Table):
         return
     if name := _file_named(given):
@@ -210,7 +208,7 @@ def check_is_table(given: object, taker: str) -> None:
 
 
 def _file_named(given: object) -> str:
-    """A path, or a line that ends as the name of a table's file does, as Python writes it; nothing for all else."""
+    """Returns a path, or a text that ends as the name of a table's file, as Python writes it; nothing for all else."""
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     named = text is not given or (isinstance(text, str) and text.endswith(".csv") and not text.startswith("#"))
     return short(repr(text)) if named else ""
@@ -222,14 +220,14 @@ _KEY = re.compile(r"(?<![^\s,;])([^\s,;=]+)\s*=")
 _NUMBER = re.compile("[0-9]{1,9}")
 _TITLE = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
 _TITLE_EXAMPLE = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
-_MOST_BYTES = 32 * MOST_WORK
+_MAX_BYTES = 32 * MAX_ENTRIES
 
 
 def read_csv(path: str | Path) -> Table:
     """Reads what `Table.to_csv` wrote or a person edited. Raises IllegalTable naming file, row, column and what is legal."""
     takes = "parallel.schedule takes a CSV file"
     path = os.path.expanduser(path)
-    return parse_csv(read_text(path, "schedule's table", takes, (".csv",), _MOST_BYTES), source=short(path))
+    return parse_csv(read_text(path, "schedule's table", takes, (".csv",), _MAX_BYTES), source=short(path))
 
 
 def parse_csv(text: str, source: str = "csv") -> Table:
@@ -249,43 +247,43 @@ def parse_csv(text: str, source: str = "csv") -> Table:
         raise IllegalTable(f"{source} is not CSV: {error}") from None
     table = Table(cells=np.full((len(rows), stages, 3, 2), -1), **title)
     cells = table.cells.copy()
-    for tick, row in enumerate(rows):
-        if row and len(row) != stages:  # an empty row is a tick in which all are idle
+    for clock, row in enumerate(rows):
+        if row and len(row) != stages:  # an empty row is a clock in which all are idle
             raise IllegalTable(
-                f"{source}, row {tick + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
+                f"{source}, row {clock + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
             )
         for stage, cell in enumerate(row):
             try:
-                cells[tick, stage] = _read_cell(cell, table)
+                cells[clock, stage] = _read_cell(cell, table)
             except IllegalTable as error:
-                raise IllegalTable(f"{source}, row {tick + 3}, column {stage + 1} (stage {stage}): {error}") from None
+                raise IllegalTable(f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}") from None
     return Table(cells=cells, **title)
 
 
 def _check_names(names: list[str], title: dict, source: str) -> None:
-    """The row above tick 0. Where it was left out, tick 0 would be taken for it, and what that does be missed much later."""
+    """Checks the row above clock 0. Where it was left out, clock 0 would be taken for it, and its ops be missed much later."""
     stages, letters = title["stages"], _LETTERS[title["split"]]
     matches = [_WORD.fullmatch(word) for name in names for word in name.split()]
     if matches and all(match and match[1] in letters for match in matches):
         example = ",".join(f"stage {stage}" for stage in range(min(stages, 4))) + (",..." if stages > 4 else "")
         raise IllegalTable(
-            f"{source}, row 2: must be the stages' names, as in '{example}', and '{short(','.join(names))}' is work"
+            f"{source}, row 2: must be the stages' names, as in '{example}', and '{short(','.join(names))}' holds ops"
         )
     if len(names) != stages:
         raise IllegalTable(f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}")
 
 
-def _check_rows(ticks: int, title: dict, source: str) -> None:
-    """A stage has one forward a tick; and in more ticks than there are ops, some have none."""
+def _check_rows(clocks: int, title: dict, source: str) -> None:
+    """A stage has one forward a clock; and in more clocks than there are ops, some have none."""
     least = title["microbatches"] * title["chunks"]
-    most = min(least * title["stages"] * (3 if title["split"] else 2), MOST_WORK // title["stages"])
+    most = min(least * title["stages"] * (3 if title["split"] else 2), MAX_ENTRIES // title["stages"])
     if least > most:
         raise IllegalTable(
-            f"{source}, row 1: so many microbatches, chunks and stages make more than the {MOST_WORK} cells that a table can have"
+            f"{source}, row 1: so many microbatches, chunks and stages make more than the {MAX_ENTRIES} cells that a table can have"
         )
-    if not least <= ticks <= most:
+    if not least <= clocks <= most:
         raise IllegalTable(
-            f"{source}: {ticks} rows after the first two, one a tick; for these microbatches, chunks and stages legal are "
+            f"{source}: {clocks} rows after the first two, one a clock; for these microbatches, chunks and stages legal are "
             f"{least} to {most}"
         )
 

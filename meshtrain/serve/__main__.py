@@ -18,15 +18,13 @@ KEY = "MESHTRAIN_API_KEY"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     options.key = _key(options.key_env)
-    if options.cache_seconds is not None and not options.cache:
-        raise ConfigError("--cache-seconds is given, but no answer is kept without --cache.")
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"a server needs {' and '.join(missing)}, which is not installed: pip install 'meshtrain[serve]'."
         )
     # whoever asks for --help does not wait for JAX
-    from meshtrain.serve.running import run
+    from meshtrain.serve.listening import run
 
     return run(options)
 
@@ -48,8 +46,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once (8)")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (the model's)")
     add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429 (64)")  # fmt: skip
-    add("--cache", type=whole_number, metavar="N", help="keep so many answers to requests of temperature 0 or with a seed (none)")  # fmt: skip
-    add("--cache-seconds", type=_seconds, metavar="S", help="and no longer than this (300)")
     add("--key-env", metavar="NAME", help=f"the environment variable that holds the key ({KEY})")
     add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="that a request may take, waiting included (600)")  # fmt: skip
     add("--stuck-after", type=_seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so (60)")  # fmt: skip

@@ -1,9 +1,9 @@
 """The answers to one request, from the engine's thread to the event loop.
 
-    engine's thread ─ listener(choice, piece) ─► what waits: a list a choice ─ one wake-up for all of it ─► pieces(), in the event loop
+    engine's thread ─ listener(choice, piece) ─► a list of pieces a choice ─ one wake-up for all of it ─► pieces(), in the event loop
 
-The engine never waits: a client that reads slowly finds several pieces as one when it comes back. What may wait is at most the answers
-themselves, which the engine ends after so many tokens, and the port's patience bounds for how long (see listening.py).
+The engine never waits: a client that reads slowly finds several pieces as one when it comes back. At most the answers themselves can
+wait, which the engine ends after so many tokens, and the port's patience bounds for how long (see listening.py).
 """
 
 import asyncio
@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshtrain.errors import ConfigError
-from meshtrain.generate.engine import Busy, Closed, Engine, Ticket
-from meshtrain.generate.request import Piece, Request
-from meshtrain.serve.answered import Answered, key
+from meshtrain.generate.engine import Engine
+from meshtrain.generate.request import Busy, Closed, Piece, Request, Ticket
 from meshtrain.serve.errors import Refused, crowded, failed, unavailable
 
 FAILED = "the engine ended this answer"
@@ -62,7 +61,7 @@ class Channel:
 
 
 @dataclass
-class Times:
+class TokenTimes:
     """When what was chosen came, for one answer, by time.monotonic."""
 
     first: float = 0.0
@@ -73,26 +72,26 @@ class Times:
 class Answering:
     """Requests of one client that are with the engine, until it is closed, which cancels what is not answered."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool, kept: Answered | None = None) -> None:
-        self._engine, self._requests, self._kept = engine, requests, kept
+    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool) -> None:
+        self._engine, self._requests = engine, requests
         self._channel = Channel(every)
         self._tickets: dict[int, Ticket] = {}
-        self._so_far: dict[int, list[Piece]] = {choice: [] for choice in range(len(requests))}
-        self.times = [Times() for _ in requests]
-        self.tokens = 0  # chosen so far, over all answers
+        self.times = [TokenTimes() for _ in requests]
+        self._tokens = [0] * len(requests)
         self._why = failed(f"{FAILED}.")
+
+    @property
+    def tokens(self) -> int:
+        """Chosen so far, over all answers."""
+        return sum(self._tokens)
 
     def close(self) -> None:
         for ticket in self._tickets.values():
             ticket.cancel()
 
     def submit(self) -> None:
-        """To the engine, but for what is known; Refused if it has no room, or cannot do it."""
+        """To the engine; Refused if it has no room, or cannot do it."""
         for choice, request in enumerate(self._requests):
-            found = self._kept.find(key(request)) if self._kept is not None else None
-            if found is not None:
-                self._channel.put(choice, found)
-                continue
             try:
                 self._tickets[choice] = self._engine.submit(request, self._listener(choice))
             except Busy:
@@ -121,7 +120,7 @@ class Answering:
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, piece), until each choice has had its last; Refused where the engine, or the server's end, ended one."""
-        left = set(self._so_far)
+        left = set(range(len(self._requests)))
         while left:
             for choice, piece in (await self._channel.take()).items():
                 if choice == END:
@@ -130,18 +129,8 @@ class Answering:
                     raise failed(piece.problem or f"{FAILED}.")
                 if piece.finish == "cancelled":
                     raise unavailable(f"{FAILED}: it was cancelled.", "cancelled")
-                self._keep(choice, piece)
+                self._tokens[choice] = piece.tokens
                 if piece.finish is not None:
                     left.discard(choice)
                     self._tickets.pop(choice, None)
                 yield choice, piece
-
-    def _keep(self, choice: int, piece: Piece) -> None:
-        pieces = self._so_far[choice]
-        self.tokens += piece.tokens - (pieces[-1].tokens if pieces else 0)
-        pieces.append(piece)
-        if self._kept is None:
-            # of the pieces that were given on only the count is of use
-            del pieces[:-1]
-        elif piece.finish is not None and choice in self._tickets:
-            self._kept.keep(key(self._requests[choice]), joined(pieces))

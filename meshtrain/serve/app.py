@@ -13,16 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from meshtrain.errors import nearest, short
-from meshtrain.serve import answers, health, metrics, requests
+from meshtrain.generate.request import Sampling
+from meshtrain.serve import answers, metrics, requests
 from meshtrain.serve.answering import Answering, joined
-from meshtrain.serve.answers import Answers
+from meshtrain.serve.answers import Answers, EventStream, unless_gone
 from meshtrain.serve.errors import GONE, Refused, written
 from meshtrain.serve.fields import Fields, parsed
 from meshtrain.serve.gate import ROUTES, Gate, refusal
 from meshtrain.serve.requests import Asked
-from meshtrain.serve.served import Served
-from meshtrain.serve.service import Service
-from meshtrain.serve.stream import EventStream, unless_gone
+from meshtrain.serve.service import READY, ServedModel, Service, health_body
 from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, render, wants_openmetrics
 
 
@@ -48,7 +47,7 @@ class Routes:
         self._service = service
 
     @property
-    def _served(self) -> Served:
+    def _served(self) -> ServedModel:
         # the gate lets nobody in before
         assert self._service.served is not None
         return self._service.served
@@ -73,14 +72,14 @@ class Routes:
             raise Refused(404, f"there is no model {short(name)}{ending}", "model", "model_not_found")
 
     async def health(self, request: Request) -> Response:
-        found = self._service.verdict()
-        return _json(health.body(found, self._service.name, self._service.status), found.status)
+        verdict = self._service.verdict()
+        return _json(health_body(verdict, self._service.name, self._service.status), verdict.status)
 
     async def metrics(self, request: Request) -> Response:
         service, openmetrics = self._service, wants_openmetrics(request.headers.get("accept"))
-        ready = service.verdict().state == health.READY
-        found = metrics.families(service.counted, ready, service.open_requests, service.queue, service.status, service.kept)  # fmt: skip
-        return Response(render(found, openmetrics=openmetrics), media_type=OPENMETRICS if openmetrics else PLAIN)
+        ready = service.verdict().state == READY
+        families = metrics.families(service.counted, ready, service.open_requests, service.queue, service.status)
+        return Response(render(families, openmetrics=openmetrics), media_type=OPENMETRICS if openmetrics else PLAIN)
 
     # --- answers
 
@@ -91,17 +90,20 @@ class Routes:
         return await self._answered(request, requests.chat, answers.Chat)
 
     async def _answered(
-        self, request: Request, read: Callable[[Fields, int], Asked], written_as: Callable[[Asked, int], Answers]
+        self,
+        request: Request,
+        read: Callable[[Fields, int, Sampling], Asked],
+        written_as: Callable[[Asked, int], Answers],
     ) -> Response:
         service, begun = self._service, time.monotonic()
         # The event loop's clock, from here on for all that this request takes.
         deadline = asyncio.get_running_loop().time() + service.request_timeout
         async with asyncio.timeout_at(deadline):
-            asked = read(parsed(await _body(request, service.most_body)), service.queue)
+            asked = read(parsed(await _body(request, service.most_body)), service.queue, self._served.sampling)
             self._check_model(asked.model)
             wanted = await self._served.requests(asked)
         prompt = sum(len(each.tokens) for each in wanted[:: asked.n])
-        answering = Answering(self._served.engine, wanted, asked.stream, service.kept if asked.repeatable else None)
+        answering = Answering(self._served.engine, wanted, asked.stream)
         service.enter(answering)
 
         def left() -> None:
@@ -174,7 +176,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """404 and 405, which Starlette raises."""
     assert isinstance(error, HTTPException)
     path = short(request.url.path)
     if error.status_code == 404:

@@ -1,12 +1,16 @@
 """What holds for every request before its route sees it, and after: the key, an end that is near, the count."""
 
 import hmac
+import ipaddress
+import re
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshtrain.errors import short
 from meshtrain.serve.errors import Refused, told, unavailable, written
 from meshtrain.serve.service import Service
 
@@ -62,15 +66,21 @@ class Gate:
 
     def _refused(self, scope: Scope) -> Refused | None:
         """Probes and scrapes need no key, and are answered to the last."""
+        headers, hosts = Headers(scope=scope), self._service.hosts
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # what is before us may see another end of it, and then another request behind it
+            return Refused(400, "Content-Length and Transfer-Encoding are given; send one of the two.", code="two_lengths", headers={"Connection": "close"})  # fmt: skip
         if not scope["path"].startswith("/v1/"):
             return None
-        if self._service.key is not None and not _shown(Headers(scope=scope), self._service.key):
+        if self._service.key is not None and not _shown(headers, self._service.key):
             return Refused(
                 401,
                 "a key is needed: send it as Authorization: Bearer KEY.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if hosts is not None and not _is_known(headers.get("host", ""), hosts):
+            return Refused(421, f"this server is not called {short(headers['host'])}; ask it by its address, or give it a key.", code="unknown_host")  # fmt: skip
         if self._service.closed:
             return unavailable("this server ends; ask another.", "draining")
         if self._service.served is None:
@@ -78,7 +88,19 @@ class Gate:
         return None
 
 
+def _is_known(host: str, names: Collection[str]) -> bool:
+    name = re.sub(r":\d*$", "", host.strip().lower()).rstrip(".")
+    if name in ("", "localhost", *names):
+        return True
+    try:
+        return bool(ipaddress.ip_address(name.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return False
+
+
 def _shown(headers: Any, key: str) -> bool:
-    kind, _, given = headers.get("authorization", "").partition(" ")
+    kind, _, credential = headers.get("authorization", "").partition(" ")
     # in a time that tells nothing of how much of it is right
-    return hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.encode()) and kind.lower() == "bearer"
+    return (
+        hmac.compare_digest(credential.strip().encode("latin-1", "replace"), key.encode()) and kind.lower() == "bearer"
+    )

@@ -1,4 +1,4 @@
-"""The port, and how the server ends: first it says so, then it finishes, then it closes.
+"""A server from its first line to its exit code: the port is open at once, a thread loads the model; at the end it says so, finishes, closes.
 
     SIGTERM      /health 503, requests still taken      the port closes, what runs is finished     what still runs is told
        └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the process ends
@@ -7,6 +7,7 @@ A balancer that asks /health sends requests elsewhere by the end of `notice`; on
 another server. Ctrl-C gives no notice. A second signal ends the process at once.
 """
 
+import argparse
 import asyncio
 import ipaddress
 import logging
@@ -14,44 +15,50 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from types import FrameType
 
+import numpy as np
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from meshtrain.cli import STOPPED
-from meshtrain.errors import ConfigError, refusal, say
+from meshtrain.cli import DONE, FAILED, STOPPED
+from meshtrain.errors import ConfigError, refusal, say, short
+from meshtrain.generate.engine import Engine
+from meshtrain.generate.request import Piece, Request
+from meshtrain.serve.app import application
 from meshtrain.serve.errors import unavailable
-from meshtrain.serve.service import Service
+from meshtrain.serve.service import ServedModel, Service
 
 # Seconds after which the system gives up a client that takes nothing of what was written to it.
 STALLED = 60
 # Seconds that a connection without a request is kept: longer than balancers do, so that it is they who close it.
 KEEP_ALIVE = 75
 CLOSING = 5  # seconds for the last bytes, when all is told
+WARMING = 60.0  # seconds to wait for all programs before it is ready; the commonest are waited for as long as it takes
 
 
 def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
     """A socket that clients can connect to; ConfigError for an address or a port that cannot be had. Port 0: any that is free."""
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # fmt: skip
-        found = socket.socket(family, socket.SOCK_STREAM)
+        door = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = refusal(error) if isinstance(error, OSError) else "that is no name"
         raise ConfigError(f"--host {host} is no address of this machine: {why}.") from None
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Taken over by every connection. Elsewhere than on Linux a stalled client keeps its connection, and nothing else.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled * 1000)
-        found.bind(address)
-        found.listen(512)
+            door.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled * 1000)
+        door.bind(address)
+        door.listen(512)
     except OSError as error:
-        found.close()
+        door.close()
         raise ConfigError(f"{host}:{port} cannot be listened on: {refusal(error)}; --port 0 takes any that is free.") from None  # fmt: skip
-    return found
+    return door
 
 
 def url(found: socket.socket) -> str:
@@ -63,31 +70,13 @@ def is_loopback(found: socket.socket) -> bool:
     return ipaddress.ip_address(found.getsockname()[0].partition("%")[0]).is_loopback
 
 
-class Connection(H11Protocol):
-    """Of uvicorn, but for a client that is given so long for a whole head, not for each byte of it: many that crawl would take every connection."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-    def data_received(self, data: bytes) -> None:
-        # without what stops the clock
-        self.conn.receive_data(data)
-        self.handle_events()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._unset_keepalive_if_required()
-
-
 class Server(uvicorn.Server):
     """`notice`, `patience`: seconds, see above."""
 
     def __init__(self, app: ASGIApp, service: Service, notice: float, patience: float, access_log: bool) -> None:
         super().__init__(
             uvicorn.Config(
-                app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=access_log, server_header=False,
+                app, http="h11", ws="none", lifespan="off", log_config=None, access_log=access_log, server_header=False,
                 timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=CLOSING,
             )
         )  # fmt: skip
@@ -140,3 +129,98 @@ def end_now(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+# --- from the command line to the exit code
+
+
+def run(options: argparse.Namespace) -> int:
+    door = listening(options.host, options.port)
+    service = Service(
+        options.name or str(options.path),
+        options.queue,
+        options.key,
+        frozenset({options.host.lower()}) if options.key is None else None,
+        request_timeout=options.request_timeout,
+        stuck_after=options.stuck_after,
+    )
+    server = Server(application(service), service, options.notice, options.drain, options.access_log)
+    say(f"{short(service.name)} at {url(door)}/v1, as soon as it is loaded.")
+    if options.key is None and not is_loopback(door):
+        say(f"warning: whoever reaches {url(door)} may use it; give it a key (--help).")
+    loading = Loading(options, service, server)
+    loading.start()
+    server.run(sockets=[door])
+    return loading.ended()
+
+
+class Loading(threading.Thread):
+    """Opens the model; what goes wrong there ends the server."""
+
+    def __init__(self, options: argparse.Namespace, service: Service, server: Server) -> None:
+        super().__init__(name="meshtrain-loading", daemon=True)
+        self._options, self._service, self._server = options, service, server
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        begun = time.monotonic()
+        try:
+            model = served_model(self._options)
+            self._service.name = model.name
+            self._service.served = model
+        # of whatever kind: the main thread says it
+        except BaseException as error:
+            self._error = error
+            self._server.should_exit = True
+        else:
+            say(f"{short(model.name)} is ready after {time.monotonic() - begun:.1f} s.")
+
+    def ended(self) -> int:
+        """The exit code, once the port is closed; raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        if self._service.served is None:
+            # nothing interrupts what loads
+            end_now(DONE)
+        elif not closed(self._service.served):
+            if self._service.served.engine.warming:
+                # nor what compiles
+                end_now(DONE)
+            say("the device stands still; ended without waiting for it.")
+            end_now(FAILED)
+        return DONE
+
+
+def closed(served: ServedModel, seconds: float = CLOSING) -> bool:
+    """Ends the engine; False if it does not end, as where the device stands still."""
+    closing = threading.Thread(target=served.close, daemon=True)
+    closing.start()
+    closing.join(seconds)
+    return not closing.is_alive()
+
+
+def served_model(options: argparse.Namespace) -> ServedModel:
+    """The model that a command line asks for, with its engine running; by default under the name of its run."""
+    # the port is open before JAX is imported
+    from meshtrain.generate.opened import open_asked
+
+    opened = open_asked(options, options.slots, options.length)
+    for sentence in opened.asks:
+        say(sentence)
+    engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
+    if left := engine.warm(WARMING):
+        say(
+            f"{left} programs, for the longest prompts, are compiled while it answers; who needs one of them waits for it."
+        )
+    _try(engine)
+    return ServedModel(options.name or opened.name, engine)
+
+
+def _try(engine: Engine) -> None:
+    """Two tokens, so that what does not run here is known now."""
+    last = Future[Piece]()
+    shortest = Request(np.zeros(1, np.int32), 2, ignore_ends=True)
+    engine.submit(shortest, lambda piece: last.set_result(piece) if piece.finish else None)
+    if (piece := last.result()).finish == "error":
+        engine.close()
+        raise ConfigError(f"the model is loaded, but does not run here: {piece.problem}")

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.serve.answered import Answered
-from meshtrain.serve.answering import Times
+from meshtrain.serve.answering import TokenTimes
 from meshtrain.telemetry.catalogue import PREFIX
-from meshtrain.telemetry.exposition import Distribution, Family
+from meshtrain.telemetry.exposition import Distribution, MetricFamily
 
 SERVE = PREFIX + "serve_"
 # Rising by about 1.8 each: of a step of a large model, of what a client waits for a first token, and of whole answers.
@@ -21,7 +20,7 @@ WHOLE = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600
 
 
 @dataclass(frozen=True)
-class Metric:
+class ServeMetric:
     """`name` without what goes before it, and without a counter's _total. `bounds`: of a histogram."""
 
     name: str
@@ -41,25 +40,21 @@ class Metric:
         return self.exposed + ("_total" if self.kind == "counter" else "")
 
 
-METRICS: tuple[Metric, ...] = (
-    Metric("ready", "gauge", "", "1: requests are answered; 0: loading, stuck or draining"),
-    Metric("slots", "gauge", "", "sequences that are decoded at once, at most"),
-    Metric("busy_slots", "gauge", "", "of these, how many hold a sequence"),
-    Metric("waiting", "gauge", "", "answers that wait for a slot"),
-    Metric("queue", "gauge", "", "how many may wait; more are refused with 429"),
-    Metric("open_requests", "gauge", "", "requests for answers that are not ended, waiting ones too"),
-    Metric("requests", "counter", "", "requests by route and HTTP status (499: the client went away; of a stream that broke off: what of)", ("route", "code")),
-    Metric("tokens", "counter", "tokens", "tokens chosen"),
-    Metric("prompt_tokens", "counter", "tokens", "tokens of prompts that were read"),
-    Metric("steps", "counter", "", "steps of decoding, each a token for every busy slot"),
-    Metric("compiled", "counter", "", "programs compiled: one for each length of prompts, up to a power of two, and for decoding"),
-    Metric("first_token_seconds", "histogram", "seconds", "from a request to the first token of an answer, waiting for a slot included", bounds=FIRST),
-    Metric("token_seconds", "histogram", "seconds", "from one token of an answer to its next, a mean over the answer", bounds=TOKEN),
-    Metric("request_seconds", "histogram", "seconds", "of requests for answers, from their first byte to the last one of the answer", bounds=WHOLE),
-    Metric("cache_hits", "counter", "", "answers that were kept from an earlier request (--cache)"),
-    Metric("cache_misses", "counter", "", "answers that were looked for there and had to be computed"),
-    Metric("cache_entries", "gauge", "", "answers that are kept"),
-    Metric("cache_bytes", "gauge", "bytes", "memory that they take, roughly"),
+METRICS: tuple[ServeMetric, ...] = (
+    ServeMetric("ready", "gauge", "", "1: requests are answered; 0: loading, stuck or draining"),
+    ServeMetric("slots", "gauge", "", "sequences that are decoded at once, at most"),
+    ServeMetric("busy_slots", "gauge", "", "of these, how many hold a sequence"),
+    ServeMetric("waiting", "gauge", "", "answers that wait for a slot"),
+    ServeMetric("queue", "gauge", "", "how many may wait; more are refused with 429"),
+    ServeMetric("open_requests", "gauge", "", "requests for answers that are not ended, waiting ones too"),
+    ServeMetric("requests", "counter", "", "requests by route and HTTP status (499: the client went away; of a stream that broke off: what of)", ("route", "code")),
+    ServeMetric("tokens", "counter", "tokens", "tokens chosen"),
+    ServeMetric("prompt_tokens", "counter", "tokens", "tokens of prompts that were read"),
+    ServeMetric("steps", "counter", "", "steps of decoding, each a token for every busy slot"),
+    ServeMetric("compiled", "counter", "", "programs compiled: one for each length of prompts, up to a power of two, and for decoding"),
+    ServeMetric("first_token_seconds", "histogram", "seconds", "from a request to the first token of an answer, waiting for a slot included", bounds=FIRST),
+    ServeMetric("token_seconds", "histogram", "seconds", "from one token of an answer to its next, a mean over the answer", bounds=TOKEN),
+    ServeMetric("request_seconds", "histogram", "seconds", "of requests for answers, from their first byte to the last one of the answer", bounds=WHOLE),
 )  # fmt: skip
 
 
@@ -70,7 +65,7 @@ class Counted:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.distributions = {metric.name: Distribution(metric.bounds) for metric in METRICS if metric.bounds}
 
-    def took(self, begun: float, ended: float, answers: Sequence[Times]) -> None:
+    def took(self, begun: float, ended: float, answers: Sequence[TokenTimes]) -> None:
         """A request for answers, and when its tokens came; seconds of time.monotonic."""
         self.distributions["request_seconds"].add(ended - begun)
         for times in answers:
@@ -80,9 +75,7 @@ class Counted:
                 self.distributions["token_seconds"].add((times.last - times.first) / (times.tokens - 1))
 
 
-def families(
-    counted: Counted, ready: bool, open_requests: int, queue: int, status: Any, kept: Answered | None
-) -> Iterator[Family]:
+def families(counted: Counted, ready: bool, open_requests: int, queue: int, status: Any) -> Iterator[MetricFamily]:
     """`status`: of the engine, None while it is made."""
     values: dict[str, float] = {"ready": int(ready), "queue": queue, "open_requests": open_requests}
     if status is not None:
@@ -90,12 +83,8 @@ def families(
             "slots": status.slots, "busy_slots": status.busy, "waiting": status.waiting, "tokens": status.tokens,
             "prompt_tokens": status.prompt_tokens, "steps": status.steps, "compiled": status.compiled,
         }  # fmt: skip
-    if kept is not None:
-        values |= {
-            "cache_hits": kept.hits, "cache_misses": kept.misses, "cache_entries": len(kept), "cache_bytes": kept.bytes,
-        }  # fmt: skip
     for metric in METRICS:
-        family = Family(metric.exposed, metric.kind, metric.meaning, metric.unit)
+        family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
         if metric.bounds:
             family.distributions = [((), counted.distributions[metric.name])]
         elif metric.labels:

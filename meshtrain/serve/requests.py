@@ -32,7 +32,6 @@ class Asked:
     n: int = 1  # answers to each prompt
     most: int | None = None  # tokens of an answer; None: as many as there is room for
     sampling: Sampling = field(default_factory=Sampling)
-    repeatable: bool = False  # the same again would get the same answer
     stop: tuple[str, ...] = ()
     ignore_ends: bool = False
     logprobs: int | None = None
@@ -60,8 +59,8 @@ CHAT = (
 )  # fmt: skip
 
 
-def completion(fields: Fields, answers: int) -> Asked:
-    """What POST /v1/completions asks for; `answers`: the most that a request may have."""
+def completion(fields: Fields, answers: int, usual: Sampling) -> Asked:
+    """What POST /v1/completions asks for; `answers`: the most that a request may have; `usual`: how tokens are chosen where it does not say."""
     fields.only(COMPLETION)
     _refuse(fields, ABSENT_COMPLETION)
     prompts = _prompts(fields)
@@ -73,11 +72,11 @@ def completion(fields: Fields, answers: int) -> Asked:
         n=n,
         most=fields.whole("max_tokens", 1, LARGEST, TOKENS),
         logprobs=fields.whole("logprobs", 0, MOST_LIKELY),
-        **_shared(fields),
+        **_shared(fields, usual),
     )
 
 
-def chat(fields: Fields, answers: int) -> Asked:
+def chat(fields: Fields, answers: int, usual: Sampling) -> Asked:
     """What POST /v1/chat/completions asks for."""
     fields.only(CHAT)
     _refuse(fields, ABSENT_CHAT)
@@ -98,7 +97,7 @@ def chat(fields: Fields, answers: int) -> Asked:
         n=_n(fields, answers, 1),
         most=most.pop() if most else None,
         logprobs=(likeliest or 0) if fields.flag("logprobs") else None,
-        **_shared(fields),
+        **_shared(fields, usual),
     )
 
 
@@ -106,18 +105,18 @@ def _refuse(fields: Fields, absent: Mapping[str, Sequence[Any]]) -> None:
     for name, neutral in absent.items():
         # 0 == False, but neither is the other's type
         if name in fields and not any(
-            fields.found[name] == value and isinstance(fields.found[name], bool) == isinstance(value, bool)
+            fields.values[name] == value and isinstance(fields.values[name], bool) == isinstance(value, bool)
             for value in neutral
         ):
             what = " or ".join(map(shown, neutral))
             raise fields.wrong(name, f"{what + ', or ' if what else ''}left out: that is not built here", "unsupported")
 
 
-def _shared(fields: Fields) -> dict[str, Any]:
+def _shared(fields: Fields, usual: Sampling) -> dict[str, Any]:
     fields.text("user")
-    temperature = fields.number("temperature", 0.0, 2.0, 1.0)
-    top_k = fields.whole("top_k", 0, LARGEST, 0)
-    top_p = fields.number("top_p", 0.0, 1.0, 1.0, above=True)
+    temperature = fields.number("temperature", 0.0, 2.0, usual.temperature)
+    top_k = fields.whole("top_k", 0, LARGEST, usual.top_k)
+    top_p = fields.number("top_p", 0.0, 1.0, usual.top_p, above=True)
     seed = fields.whole("seed", -(2**63), 2**63 - 1)
     # What the most likely token is, depends on none of the others.
     greedy = temperature == 0
@@ -132,7 +131,6 @@ def _shared(fields: Fields) -> dict[str, Any]:
     return {
         "model": fields.text("model", fields.needed("model")),
         "sampling": Sampling() if greedy else Sampling(temperature, top_k, top_p, drawn),
-        "repeatable": greedy or seed is not None,
         "stop": _stop(fields),
         "ignore_ends": fields.flag("ignore_eos"),
         "stream": stream,
@@ -148,8 +146,8 @@ def _n(fields: Fields, answers: int, prompts: int) -> int:
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
-    found = fields.found.get("stop", [])
-    texts = [found] if isinstance(found, str) else found
+    stop = fields.values.get("stop", [])
+    texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise fields.wrong("stop", "a string or a list of strings", "invalid_type")
     if len(texts) > MOST_STOPS or any(not 0 < len(text) <= LONGEST_STOP for text in texts):
@@ -160,15 +158,15 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     """A string, strings, token ids, or lists of them: OpenAI's four forms."""
     legal = "a string, a list of strings, a list of token ids, or a list of such lists"
-    found = fields.needed("prompt")
-    if isinstance(found, str) or (isinstance(found, list) and found and _is_id(found[0])):
-        found = [found]
-    if not isinstance(found, list):
+    prompt = fields.needed("prompt")
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_id(prompt[0])):
+        prompt = [prompt]
+    if not isinstance(prompt, list):
         raise fields.wrong("prompt", legal, "invalid_type")
-    if not found or [] in found:
+    if not prompt or [] in prompt:
         raise fields.wrong("prompt", f"{legal}; an empty list is none")
     prompts: list[str | tuple[int, ...]] = []
-    for each in found:
+    for each in prompt:
         if isinstance(each, str):
             prompts.append(encodable(each, "prompt"))
         elif isinstance(each, list) and all(map(_is_id, each)):
@@ -179,18 +177,17 @@ def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _is_id(value: object) -> bool:
-    """Whether it may be a token of some model."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 def _tools(fields: Fields) -> Any:
     """What the chat template is told of; the model's answer is text, whatever it calls."""
-    tools = fields.found.get("tools", [])
+    tools = fields.values.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise fields.wrong("tools", "a list of objects", "invalid_type")
-    if fields.found.get("tool_choice", "auto") not in ("auto", "none"):
+    if fields.values.get("tool_choice", "auto") not in ("auto", "none"):
         raise fields.wrong("tool_choice", '"auto" or "none": no call can be promised here', "unsupported")
-    return None if fields.found.get("tool_choice") == "none" else tools or None
+    return None if fields.values.get("tool_choice") == "none" else tools or None
 
 
 # --- messages
@@ -200,12 +197,12 @@ PARTS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "re
 
 
 def _messages(fields: Fields) -> tuple[Message, ...]:
-    found = fields.needed("messages")
-    if not isinstance(found, list):
+    messages = fields.needed("messages")
+    if not isinstance(messages, list):
         raise fields.wrong("messages", "a list of messages", "invalid_type")
-    if not found:
+    if not messages:
         raise fields.wrong("messages", "a list of at least one message")
-    return tuple(_message(Fields(each, f"messages[{i}]", f"messages[{i}].")) for i, each in enumerate(found))
+    return tuple(_message(Fields(each, f"messages[{i}]", f"messages[{i}].")) for i, each in enumerate(messages))
 
 
 def _message(fields: Fields) -> Message:
@@ -213,7 +210,7 @@ def _message(fields: Fields) -> Message:
     fields.only(PARTS)
     fields.needed("role")
     role = fields.choice("role", ROLES, "")
-    calls = fields.found.get("tool_calls", [])
+    calls = fields.values.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise fields.wrong("tool_calls", "a list of objects", "invalid_type")
     if not (role == "assistant" and calls):
@@ -228,7 +225,7 @@ def _message(fields: Fields) -> Message:
 
 
 def _content(fields: Fields) -> str:
-    content = fields.found.get("content", "")
+    content = fields.values.get("content", "")
     if not isinstance(content, list):
         if not isinstance(content, str):
             raise fields.wrong("content", "a string or a list of text parts", "invalid_type")

@@ -1,33 +1,139 @@
-"""What the routes share: the model, once it is there, who is answered, and what was counted."""
+"""What the routes share: the model once it is there, who is answered, whether requests should be sent here.
 
+    loading ──► ready ◄──► stuck     there are requests, and no step has ended for too long
+                  ├──────► broken    the device's programs fail, again and again
+                  └──────► draining  the server was asked to end; what runs is finished, and others should be asked
+
+That is what /health says to a balancer and to Kubernetes' probes: 200 when ready, else 503.
+"""
+
+import asyncio
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from meshtrain.generate.engine import EngineStatus
-from meshtrain.serve import health
-from meshtrain.serve.answered import Answered
+import numpy as np
+
+from meshtrain.errors import ConfigError
+from meshtrain.generate.engine import Engine
+from meshtrain.generate.request import EngineStatus, Request, Sampling
+from meshtrain.generate.text import text_tokens
 from meshtrain.serve.answering import Answering
 from meshtrain.serve.errors import Refused
 from meshtrain.serve.metrics import Counted
-from meshtrain.serve.served import Served
+from meshtrain.serve.requests import SEEDS, Asked
 
 MOST_BODY = 8 << 20  # bytes of a request
+READY = "ready"
+COMPILING_SECONDS = 1800.0  # that a program which runs for the first time may take, if a step may take no more
+
+
+class Verdict(NamedTuple):
+    """`state`: ready, loading, stuck, broken or draining; `why`: a sentence."""
+
+    state: str
+    why: str
+
+    @property
+    def status(self) -> int:
+        return 200 if self.state == READY else 503
+
+
+def verdict(status: EngineStatus | None, begun: float, draining: bool, stuck_after: float, now: float) -> Verdict:
+    """`status`: None while the model is loaded; `begun`: since when there have been requests; `now`: by time.monotonic."""
+    if draining:
+        return Verdict("draining", "the server ends when what runs is done; send requests to another.")
+    if status is None:
+        return Verdict("loading", "the model is being loaded.")
+    if status.broken:
+        return Verdict("broken", status.broken)
+    # An engine that had nothing to do took no step either.
+    still = now - max(status.turn_began or status.last_step, begun)
+    patience = max(stuck_after, COMPILING_SECONDS) if status.compiling else stuck_after
+    if status.busy + status.waiting and still > patience:
+        return Verdict("stuck", f"{status.busy} requests are in slots, and no step has ended for {still:.0f} s.")
+    return Verdict(READY, "requests are answered.")
+
+
+def health_body(found: Verdict, model: str, status: EngineStatus | None) -> dict[str, Any]:
+    """What /health says besides its HTTP status."""
+    body = {"status": found.state, "model": model, "message": found.why}
+    return body if status is None else body | {"slots": status.slots, "busy": status.busy, "waiting": status.waiting}
+
+
+class ServedModel:
+    """An engine that has started, under the name that clients use."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine, self.length = name, engine, engine.length
+        self._opened = engine.opened
+        self.sampling = self._opened.sampling or Sampling(1.0)
+        self.made = int(time.time())
+        self._thread = ThreadPoolExecutor(1, "meshtrain-prompts")
+
+    async def requests(self, asked: Asked) -> list[Request]:
+        """For the engine: n for each prompt, one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._requests, asked)
+
+    def _requests(self, asked: Asked) -> list[Request]:
+        if asked.messages:
+            prompts = [self._conversation(asked)]
+        else:
+            prompts = [self._prompt(prompt) for prompt in asked.prompts]
+        return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
+
+    def _prompt(self, prompt: str | tuple[int, ...]) -> np.ndarray:
+        if isinstance(prompt, str):
+            return text_tokens(self._opened.tokenizer, prompt)
+        return np.asarray(prompt, np.int32)
+
+    def _conversation(self, asked: Asked) -> np.ndarray:
+        template = self._opened.template
+        if template is None:
+            raise Refused(400, f"{self._opened.without} /v1/completions takes texts.", "messages", "no_chat_template")
+        if asked.tools and "tools" not in template.source.text:
+            raise Refused(400, "this model's chat template knows of no tools; leave them out.", "tools", "unsupported")
+        try:
+            return template.tokens(list(asked.messages), asked.tools)
+        except ConfigError as error:
+            raise Refused(400, str(error), "messages", "invalid_value") from None
+
+    def _request(self, asked: Asked, tokens: np.ndarray, k: int) -> Request:
+        where = "messages" if asked.messages else "prompt"
+        if not len(tokens):
+            raise Refused(400, f"{where} is empty: there is no token to go on from.", where, "invalid_value")
+        room = self.length - len(tokens)
+        if room < (asked.most or 1):
+            wanted = f"{len(tokens)} tokens of {where} and {asked.most or 1} to choose"
+            raise Refused(400, f"{wanted} are more than the {self.length} positions that there are.", where, "context_length_exceeded")  # fmt: skip
+        # Several answers to one prompt differ.
+        sampling = replace(asked.sampling, seed=(asked.sampling.seed + k) % SEEDS) if asked.sampling.temperature else asked.sampling  # fmt: skip
+        return Request(tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs)
+
+    def close(self) -> None:
+        self.engine.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass
 class Service:
-    """`key`: what clients must show, if anything; `queue`: answers that may wait, and that one request may have."""
+    """`key`: what clients must show, if anything; `queue`: answers that may wait, and that one request may have.
+
+    `hosts`: the names by which it may be asked besides localhost and addresses (None: any). A page that a browser shows can have a name of
+    its own lead to this machine (DNS rebinding), and without a key nothing else tells it from a client.
+    """
 
     name: str
     queue: int = 64
     key: str | None = None
+    hosts: frozenset[str] | None = None
     request_timeout: float = 600.0
     stuck_after: float = 60.0
     most_body: int = MOST_BODY
-    kept: Answered | None = None
     counted: Counted = field(default_factory=Counted)
     # Set by another thread, once.
-    served: Served | None = None
+    served: ServedModel | None = None
     draining: bool = False  # /health says so, and requests are still taken
     closed: bool = False  # none is taken any more
     open_requests: int = 0
@@ -38,8 +144,8 @@ class Service:
     def status(self) -> EngineStatus | None:
         return None if self.served is None else self.served.engine.status
 
-    def verdict(self) -> health.Verdict:
-        return health.verdict(self.status, self.begun, self.draining, self.stuck_after, time.monotonic())
+    def verdict(self) -> Verdict:
+        return verdict(self.status, self.begun, self.draining, self.stuck_after, time.monotonic())
 
     def enter(self, answering: Answering) -> None:
         if not self.running:

@@ -3,16 +3,18 @@
     node n0                            RUN/survive/                          node n1
     supervisor ──── record, events ──► nodes/ plans/ events ◄─────────────── supervisor (n0 leads: the lowest live name)
       │  ▲   ◄──────── the newest plan ────┘      └──────────────────────────► │  ▲
-      ▼  │ beat: step, phase, seconds                                          ▼  │
+      ▼  │ heartbeat: step, phase, seconds                                     ▼  │
     rank 0 ◄─────────────────────── collectives ────────────────────────────► rank 1
 
     a fault ─► verdict ─► every process of generation K is ended ─► a mesh for the nodes that are left ─► generation K + 1, from the
                                                                     newest intact checkpoint
 
-- `supervisor`: the loop of one node; `child`: its training process; `view`, `store`, `records`: what it knows of the others.
-- `decide`: what follows, as one pure function; `causes`, `hangs`, `stragglers`: who is to blame. `forming`: the mesh for what is left.
-- `beat`, `health`: what a training process says of itself, and of its devices. `inject`, `injector`, `node_injector`: faults on purpose.
-- `history`, `ledger`, `reliability`, `life`, `picture`, `stats`, `status`: what became of a run and of its time.
+- `supervisor`: the loop of one node; `child`: its training process; `console`: its output; `leader`: what the one that leads does besides.
+- `records`, `store`: what supervisors write for one another, and where; `view`: what one knows of the others; `agreed`: the run's exit code.
+- `decide`: what follows, as one pure function; `detectors`: all kinds of faults, and who is to blame; `forming`: the mesh for what is left.
+- `stragglers`, `health`: slow ranks, and devices that compute wrongly. `heartbeat`, `supervised`, `supervision`: a training process's side. `injector`: faults on
+  purpose (`meshtrain.config.inject`).
+- `history`: what the nodes have written; `ledger`, `reliability`: the facts that follow; `stats`, `status`, `picture`: as text and as a page.
 
 Allocation, queues and new nodes are the scheduler's: `meshtrain.launch` writes what starts a supervisor a node there.
 

@@ -1,10 +1,5 @@
 """python -m meshtrain.survive --config FILE: one a node, until the last step is taken. Besides: status RUN, stats RUN, inject KIND@STEP:RANK."""
 
-if __name__ == "__main__":
-    from meshtrain.run import early
-
-    early.hear()
-
 import json
 import os
 import re
@@ -14,29 +9,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.cli import DONE, Parser, command
+from meshtrain.cluster.cluster import named
 from meshtrain.config import Config, ConfigError, load
+from meshtrain.config.inject import KINDS, FaultRequest, parse, requests
 from meshtrain.errors import nearest, say, short
 from meshtrain.files import write_atomically
-from meshtrain.plan import flags
-from meshtrain.plan.cluster.cluster import named
+from meshtrain.launch import flags
 from meshtrain.survive import history, picture, stats, status
-from meshtrain.survive.inject import KINDS, Request, parse, requests
 from meshtrain.survive.records import NAME
 from meshtrain.survive.store import SURVIVE, refuse_unsafe
 from meshtrain.survive.supervisor import Supervisor
 
 ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
+LOOPBACK = ("127.", "::1", "localhost")
+
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in WORDS:
-        return WORDS[given[0]](given[1:])
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
     parser = Parser(
         prog="python -m meshtrain.survive",
         description="Supervises a run through faults, one on every node, until its last step is taken.",
-        epilog=f"Besides, python -m meshtrain.survive {'|'.join(WORDS)}: each has --help.",
+        epilog=f"Besides, python -m meshtrain.survive {'|'.join(COMMANDS)}: each has --help.",
     )
     parser.add_config()
     parser.add_argument(
@@ -44,37 +41,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--address", default=None, help="how other nodes reach this one; default: the host's name")
     parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain.plan --flags shows them")  # fmt: skip
-    if given and not given[0].startswith("-"):
-        parser.error(
-            f"there is no command {short(given[0])}{nearest(given[0], WORDS) or '; legal are ' + ', '.join(WORDS) + '.'}"
-        )
-    options = parser.parse_args(given)
+    if words and not words[0].startswith("-"):
+        ending = nearest(words[0], COMMANDS) or "; legal are " + ", ".join(COMMANDS) + "."
+        parser.error(f"there is no command {short(words[0])}{ending}")
+    options = parser.parse_args(words)
     config = load(options.config, options.set)
-    node = socket.gethostname() if options.node is None else options.node
+    host = socket.gethostname()
+    node = host if options.node is None else options.node
     if not NAME.fullmatch(node):
         raise ConfigError(
             f"--node is {short(repr(node))}; a node's name has letters, digits, dots, dashes and underscores, at most 64, and begins "
             "with a letter or a digit."
         )
-    address = options.address or ("127.0.0.1" if config.survive.most == 1 else socket.gethostname())
+    address = options.address or ("127.0.0.1" if config.survive.most == 1 else host)
     if not ADDRESS.fullmatch(address):
         raise ConfigError(f"--address is {short(repr(address))}; it must be a host's name or IP address.")
     _check(requests(config.survive.inject), config.survive.most, "the run")
     if options.flags:
         _set_flags(config, options.flags)
-    return Supervisor(config, node, address).run()
+    supervisor = Supervisor(config, node, address)
+    if config.survive.most > 1 and not address.startswith(LOOPBACK):
+        _warn_if_unreachable()
+    return supervisor.run()
+
+
+def _warn_if_unreachable() -> None:
+    """Where JAX has CPUs alone its processes reach each other at the address of the host's name, whatever --address is."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return
+    if address.startswith(LOOPBACK) and not any(Path("/dev").glob("nvidia[0-9]*")):
+        say(
+            f"the name of this host, {name}, is {address} here, at which processes on CPUs of other hosts do not reach it: give it its own "
+            "address in /etc/hosts, if there are others."
+        )
 
 
 def _set_flags(config: Config, cluster: str) -> None:
-    """In the environment of this process, which its training processes have from it."""
-    chosen = flags.settings(config, named(cluster, config.mesh.devices), flags.installed(), os.environ)
-    for one in chosen:
-        say(f"{one.name} is left alone: {one.left}." if one.left else f"{one.name}={one.value}: {one.reason}.")
-    os.environ.update(flags.environment(chosen, os.environ))
+    settings = flags.settings(config, named(cluster, config.mesh.devices), flags.installed(), os.environ)
+    for entry in settings:
+        left = f"{entry.name} is left alone: {entry.left}."
+        say(left if entry.left else f"{entry.name}={entry.value}: {entry.reason}.")
+    os.environ.update(flags.environment(settings, os.environ))
 
 
-def _check(asked: Sequence[Request], ranks: int, run: str) -> None:
-    """ConfigError for faults that nobody would do: of ranks that there are not, or made before a run begins."""
+def _check(asked: Sequence[FaultRequest], ranks: int, run: str) -> None:
+    """ConfigError for faults that nobody would inject: of ranks that there are not, or made before a run begins."""
     for request in asked:
         if request.kind.where == "start":
             raise ConfigError(f"{request.kind.name} is made before a run begins: {request.kind.does}.")
@@ -99,14 +113,21 @@ def _inject(arguments: Sequence[str]) -> int:
     if options.fault is None:
         parser.error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
     asked = parse(options.fault, "the command")
-    run = Path(options.run) if options.run else _only_run()
+    if options.run:
+        run = Path(options.run)
+    else:
+        runs = sorted(path.parent for path in Path("runs").glob(f"*/{SURVIVE}"))
+        if len(runs) != 1:
+            raise ConfigError(
+                f"there are {len(runs)} supervised runs in runs/; name one after the fault, as in survive inject kill@40:1 runs/mine."
+            )
+        run = runs[0]
     directory = run / SURVIVE / "inject"
     if not directory.is_dir():
         raise ConfigError(f"{run} is no run that a supervisor looks after; give its run.directory.")
     refuse_unsafe(run)
     refuse_unsafe(directory, follow=False)
-    ranks = max((len(plan.members) for plan in history.read(run).plans), default=0)
-    _check(asked, ranks, str(run))
+    _check(asked, max((len(plan.members) for plan in history.read(run).plans), default=0), str(run))
     name, k = options.fault, 1
     # Asked for once more under another name, or it would count as done.
     while (directory / name).exists():
@@ -149,16 +170,7 @@ def _stats(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _only_run() -> Path:
-    found = sorted(path.parent for path in Path("runs").glob(f"*/{SURVIVE}"))
-    if len(found) != 1:
-        raise ConfigError(
-            f"there are {len(found)} supervised runs in runs/; name one after the fault, as in survive inject kill@40:1 runs/mine."
-        )
-    return found[0]
-
-
-WORDS = {"status": _status, "stats": _stats, "inject": _inject}
+COMMANDS = {"status": _status, "stats": _stats, "inject": _inject}
 
 
 if __name__ == "__main__":

@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from meshtrain.cluster.accelerators import canonical
+from meshtrain.cluster.cluster import Cluster, known, named, usual_cluster
 from meshtrain.config import Config, SurviveConfig, check, resolve, short
-from meshtrain.config.follow import put
+from meshtrain.config.follow import microbatch_rows, padded_batch_size, put, row_shards
 from meshtrain.config.mesh import MeshConfig
-from meshtrain.config.rows import filled_rows, pieces, sequences
-from meshtrain.plan.cluster.cluster import Cluster, known, named
-from meshtrain.plan.estimate import usual_cluster
 from meshtrain.plan.scaling import grown
 from meshtrain.plan.search import candidates
 from meshtrain.schedule.generators import SCHEDULES, make_table
@@ -45,31 +44,31 @@ class Formed:
 
 
 def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> Formed | None:
-    """What a run of `config`, written for survive.wanted nodes, does with `nodes` of them; None where it cannot run on so few.
+    """Returns what a run of `config`, written for survive.wanted nodes, does with `nodes` of them; None where it cannot run on so few.
 
     On as many as it was written for that is the config itself. `cluster` is asked where tensor x pipeline has no place:
     a cluster or the name of one, by default that of the GPU which is here, else `cpu`. Of the survive section only `inject` is kept.
     """
     each = config.mesh.devices // config.survive.wanted
     usable = min(nodes, config.survive.most)
-    # What it says of nodes is about the run: a generation's devices need not be a multiple of them.
+    # The section's numbers of nodes are the run's: a generation's devices need not be a multiple of them.
     config = resolve(replace(config, survive=SurviveConfig(inject=config.survive.inject)))
-    found = _shrunk(config, usable * each)
-    fits = found is not None
-    if found is None:
-        found = _searched(config, usable, each, cluster)
-    if found is None:
+    new = _shrunk(config, usable * each)
+    fits = new is not None
+    if new is None:
+        new = _searched(config, usable, each, cluster)
+    if new is None:
         return None
-    used = math.ceil(found.mesh.devices / each)
-    return Formed(found, used, _sentence(config, found, nodes, used, each, fits))
+    used = math.ceil(new.mesh.devices / each)
+    return Formed(new, used, _sentence(config, new, nodes, used, each, fits))
 
 
 def _shrunk(config: Config, devices: int) -> Config | None:
-    """The config with another data axis, tensor x pipeline kept; None where they do not fit, or nothing is legal."""
+    """Returns the config with another data axis, tensor x pipeline kept; None where they do not fit, or nothing is legal."""
     mesh, batch = config.mesh, config.train.global_batch_size
     data, islands = devices // (mesh.tensor * mesh.pipeline), mesh.islands
     if data != mesh.data:
-        # One that steps by itself has nobody to be brought together with.
+        # A single island that takes local steps has nothing to synchronize with.
         fewest = min(2, mesh.islands) if config.parallel.sync.every else 1
         data, islands = _whole_islands(mesh, min(data, batch), fewest)
     if data == mesh.data:
@@ -79,14 +78,14 @@ def _shrunk(config: Config, devices: int) -> Config | None:
     counts: Iterable[int] = [config.parallel.microbatches]
     # The table of a file is for one number of microbatches.
     if mesh.pipeline == 1 or not config.parallel.schedule.endswith(".csv"):
-        counts = islice(microbatches(math.ceil(batch / data), sequences(config)), TRIES)
+        counts = islice(microbatches(math.ceil(batch / data), microbatch_rows(config)), TRIES)
     sizes = {"data": data, "islands": islands}
     cut = (_even(put(config, mesh=sizes, parallel={"microbatches": count})) for count in counts)
     return next(filter(_legal, cut), None)
 
 
 def _whole_islands(mesh: MeshConfig, most: int, fewest: int) -> tuple[int, int]:
-    """(data, islands) with the most data ranks up to `most`; where two have as many, the islands that stay as they were, so that
+    """Returns (data, islands) with the most data ranks up to `most`; where two have as many, the islands that stay as they were, so that
     no device gets more of ZeRO's state. At least `fewest` islands.
     """
 
@@ -94,13 +93,13 @@ def _whole_islands(mesh: MeshConfig, most: int, fewest: int) -> tuple[int, int]:
         each = most // islands
         return islands * (each if islands == mesh.islands else min(each, mesh.shards)), islands
 
-    return max(map(cut, range(fewest, mesh.islands + 1)), key=lambda found: (found[0], -found[1]))
+    return max(map(cut, range(fewest, mesh.islands + 1)), key=lambda sizes: (sizes[0], -sizes[1]))
 
 
 def microbatches(rows: int, most: int) -> Iterator[int]:
-    """Into how many microbatches to cut a data rank's `rows`, none with more than `most`: the best number first, then the others.
+    """Yields numbers of microbatches for a data rank's `rows`, none with more than `most`: the best number first, then the others.
 
-    That is the fewest which wastes little on empty rows. Before a microbatch has less than half of `most` rows, which
+    The best is the fewest that wastes little on empty rows. Before a microbatch has less than half of `most` rows, which
     makes matrices small and ZeRO's traffic large, more is wasted.
     """
 
@@ -113,7 +112,7 @@ def microbatches(rows: int, most: int) -> Iterator[int]:
 
 
 def _searched(config: Config, nodes: int, each: int, cluster: Cluster | str | None) -> Config | None:
-    """The fastest layout that fits and is near the config's, by the planner, on all of these nodes, else on the largest power of two
+    """Returns the planner's fastest layout that fits and is near the config's, on all of these nodes, else on the largest power of two
     of them. All layouts simulated would take minutes; a supervisor may not be silent for so long.
     """
     padded = put(config, train={"uneven_batch": "pad"})
@@ -124,15 +123,14 @@ def _searched(config: Config, nodes: int, each: int, cluster: Cluster | str | No
         usable, own = there.accelerator.usable_bytes, {"uneven_batch": config.train.uneven_batch}
         fitting = [c for c in candidates(padded, there, devices, near=True) if c.nbytes <= usable]
         ranked = (_even(put(c.config, train=own)) for c in sorted(fitting, key=lambda c: c[:2]))
-        if (found := next(filter(_legal, ranked), None)) is not None:
-            return found
+        if (config_found := next(filter(_legal, ranked), None)) is not None:
+            return config_found
     return None
 
 
 def _even(config: Config) -> Config:
-    """The config, its batch filled up if the mesh does not divide it."""
     rows = config.data.rows_multiple if config.data.batching == "budget" else 0
-    if config.train.global_batch_size % pieces(config) == 0 and rows % pieces(config) == 0:
+    if config.train.global_batch_size % row_shards(config) == 0 and rows % row_shards(config) == 0:
         return config
     return put(config, train={"uneven_batch": "pad"})
 
@@ -151,43 +149,37 @@ def _legal(config: Config) -> bool:
 
 
 def cluster_here(config: Config) -> str:
-    """The known cluster of this machine's GPU; `cpu` without one, and for a GPU that none has what a run is usually planned for."""
+    """Returns the known cluster of this machine's GPU; `cpu` without one, and for a GPU that none has what a run is usually planned for."""
     models = [path.read_text() for path in sorted(GPUS.glob("*/information"))]
     if not models:
         return "cpu"
-    words = {word.removesuffix("gb") for word in re.findall("[a-z0-9]+", models[0].lower())}
-    fitting = [name for name in known() if words.issuperset(name.split("-"))]
-    return max(fitting, key=len, default=usual_cluster(config))
+    name = canonical(re.sub(r".*Model:([^\n]*).*", r"\1", models[0], flags=re.DOTALL))
+    return name if name in known() else usual_cluster(config)
 
 
-def _sentence(config: Config, found: Config, nodes: int, used: int, each: int, fits: bool) -> str:
+def _sentence(config: Config, new: Config, nodes: int, used: int, each: int, fits: bool) -> str:
     """data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16"""
-    mesh, before = found.mesh, config.mesh
+    mesh, before = new.mesh, config.mesh
     if fits:
-        words = f"data {mesh.data} of {before.data}{_of_islands(mesh, before)}: "
+        words = f"data {mesh.data} of {before.data}"
+        if before.islands > 1:
+            islands = f"{mesh.islands} of {before.islands}" if mesh.islands < before.islands else f"{mesh.islands}"
+            words += f" in {islands} islands of {mesh.shards}"
     else:
         words = (
             f"tensor {before.tensor} x pipeline {before.pipeline} has no place on {nodes} nodes of {each} devices, "
-            f"{mesh} in its stead: "
+            f"{mesh} in its stead"
         )
     parts = [f"{nodes - used or 'none'} of {nodes} nodes idle"]
     if left := used * each - mesh.devices:
         parts.append(f"{left} devices of the others idle")
-    if (more := filled_rows(found) / config.train.global_batch_size - 1) > 0:
+    if (more := padded_batch_size(new) / config.train.global_batch_size - 1) > 0:
         parts.append(f"{more:.1%} more rows")
-    cut, was = found.parallel.microbatches, config.parallel.microbatches
-    if cut != was:
-        parts.append(f"microbatches {cut} in place of {was}")
-    elif fits and sequences(found) > sequences(config):
-        table = short(found.parallel.schedule)
-        parts.append(
-            f"microbatches of {sequences(found)} rows in place of {sequences(config)} since {table} is for {cut} of them"
-        )
-    return words + ", ".join(parts)
-
-
-def _of_islands(mesh: MeshConfig, before: MeshConfig) -> str:
-    if before.islands == 1:
-        return ""
-    left = f"{mesh.islands} of {before.islands}" if mesh.islands < before.islands else f"{mesh.islands}"
-    return f" in {left} islands of {mesh.shards}"
+    count, was = new.parallel.microbatches, config.parallel.microbatches
+    rows, rows_before = microbatch_rows(new), microbatch_rows(config)
+    if count != was:
+        parts.append(f"microbatches {count} in place of {was}")
+    elif fits and rows > rows_before:
+        table = short(new.parallel.schedule)
+        parts.append(f"microbatches of {rows} rows in place of {rows_before} since {table} is for {count} of them")
+    return f"{words}: {', '.join(parts)}"

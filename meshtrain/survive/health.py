@@ -1,8 +1,9 @@
 """Devices that compute or keep wrong bits, without a word: found by what is there more than once, and by a product that is known.
 
-    checksums   every part of a parameter that several devices hold must be the same bits on all of them; of three or more the majority
-                says who is wrong, of two it is known only that they differ
-    product     512 x 512 small integers, whose product every float32 gives exactly; now and then, on every device of this process
+    checksums   every part of a state that several devices hold must be the same bits on all of them; of three or more the majority
+                says who is wrong, of two it is known only that they differ. Before each save: what diverged is never saved
+    product     512 x 512 small integers, whose product every float32 gives exactly; now and then, on every device of this process,
+                under a supervisor
 
 Meta counts six silent corruptions in 54 days on 16,384 GPUs ("The Llama 3 Herd of Models", 2024, section 3.3.4).
 """
@@ -20,9 +21,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.compat import vary, varying
-from meshtrain.run.failures import SickDevice
-from meshtrain.run.processes import gathered
-from meshtrain.survive.beat import Beat
+from meshtrain.parallel.offload import HOST
+from meshtrain.run.processes import SickDevice, gathered
+from meshtrain.survive.heartbeat import Heartbeat
 
 Tree = Any
 
@@ -33,73 +34,70 @@ PRODUCT_EVERY = 60.0  # seconds
 
 
 class Health:
-    """Looks after the devices of a mesh, if there is a supervisor to tell; every process must call `check_copies` alike."""
+    """Looks after the devices of a mesh; every process must call `check_copies` alike. `state`: its shapes, with shardings."""
 
-    def __init__(self, mesh: Mesh, params: Tree, beat: Beat) -> None:
-        self._mesh, self._params, self._beat = mesh, params, beat
+    def __init__(self, mesh: Mesh, state: Tree, heartbeat: Heartbeat) -> None:
+        self._mesh, self._state, self._heartbeat = mesh, state, heartbeat
         self._due = 0.0
         self._local = Mesh(np.array(mesh.local_devices), ("device",))
 
     # --- copies
 
-    def check_copies(self, params: Tree) -> None:
-        """SickDevice on all processes if devices hold other bits of the same part of a parameter."""
-        if self._beat.supervised is None:
+    def check_copies(self, state: Tree) -> None:
+        """SickDevice on all processes if devices hold other bits of the same part of a state."""
+        if not self._copied:
             return
-        sums = self._checksums(params)
+        leaves = jax.tree.leaves(state)
+        sums = self._checksums([leaves[number] for number in self._copied])
         places = {device.id: place for place, device in enumerate(self._mesh.devices.flat)}
         own = {str(places[s.device.id]): np.asarray(s.data).reshape(-1).tolist() for s in sums.addressable_shards}
-        of_place = {int(place): held for found in gathered(own) for place, held in found.items()}
+        of_place = {int(place): numbers for process in gathered(own) for place, numbers in process.items()}
         ranks = [device.process_index for device in self._mesh.devices.flat]
-        if sentence := differing(self._groups, of_place, self._names, ranks):
+        groups, names = zip(*self._copied.values(), strict=True)
+        if sentence := differing(groups, of_place, names, ranks):
             raise SickDevice(*sentence)
 
     @cached_property
-    def _checksums(self) -> Callable[[Tree], jax.Array]:
-        """params -> uint32 [devices, parameters], each row on its device."""
+    def _checksums(self) -> Callable[[list[jax.Array]], jax.Array]:
+        """Maps the leaves of which there are copies to uint32 [devices, leaves], each row on its device."""
 
-        copied = [number for number, groups in enumerate(self._groups) if groups]
+        def local(leaves: list[jax.Array]) -> jax.Array:
+            return jnp.stack([vary(checksum(x), self._mesh.axis_names) for x in leaves])[None]
 
-        def local(params: Tree) -> jax.Array:
-            leaves = jax.tree.leaves(params)
-            sums = [checksum(x) if i in copied else jnp.uint32(0) for i, x in enumerate(leaves)]
-            return jnp.stack([vary(x, self._mesh.axis_names) for x in sums])[None]
-
-        specs = jax.tree.map(lambda x: x.sharding.spec, self._params)
+        leaves = jax.tree.leaves(self._state)
+        specs = [leaves[number].sharding.spec for number in self._copied]
         return jax.jit(
             jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=PartitionSpec(self._mesh.axis_names))
         )
 
     @cached_property
-    def _groups(self) -> list[list[list[int]]]:
-        """For each parameter, the places of the devices that hold the same part, where there are several."""
+    def _copied(self) -> dict[int, tuple[list[list[int]], str]]:
+        """Leaves of which several devices have the same part, but for those in host memory, by number: those devices' places, and the name."""
         places = {device.id: place for place, device in enumerate(self._mesh.devices.flat)}
-        found = []
-        for leaf in jax.tree.leaves(self._params):
+        copied = {}
+        for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(self._state)):
             same: dict[str, list[int]] = defaultdict(list)
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
                 same[str(index)].append(places[device.id])
-            found.append([group for group in same.values() if len(group) > 1])
-        return found
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
+            groups = [group for group in same.values() if len(group) > 1]
+            if groups and leaf.sharding.memory_kind != HOST:
+                copied[number] = groups, jax.tree_util.keystr(path, simple=True, separator=".")
+        return copied
 
     # --- the product
 
     def check_product(self, ready: Tree) -> None:
-        """Where it is due: SickDevice if a device of this process multiplies wrongly. `ready`: what the devices are busy with."""
-        if self._beat.supervised is None or time.monotonic() < self._due:
+        """Checks it where it is due: SickDevice if a device of this process multiplies wrongly. `ready`: what the devices are busy with."""
+        if self._heartbeat.supervised is None or time.monotonic() < self._due:
             return
         factors, expected = self._known
         jax.block_until_ready(ready)
         began = time.perf_counter()
-        found = self._multiply(*factors)
-        parts = [np.asarray(shard.data) for shard in found.addressable_shards]
+        parts = [np.asarray(shard.data) for shard in self._multiply(*factors).addressable_shards]
         seconds = time.perf_counter() - began
-        wrong = sum(bits_apart(part[0], expected) for part in parts)
-        self._beat.matmul = {"seconds": round(seconds, 6), "bits": wrong}
+        apart = (part[0].view(np.uint32) ^ expected.view(np.uint32) for part in parts)
+        wrong = sum(int(np.bitwise_count(bits).sum()) for bits in apart)
+        self._heartbeat.matmul = {"seconds": round(seconds, 6), "bits": wrong}
         self._due = time.monotonic() + PRODUCT_EVERY
         if wrong:
             rank = jax.process_index()
@@ -119,32 +117,29 @@ class Health:
 
     @cached_property
     def _multiply(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """[devices, n, n] twice -> [devices, n, n], each device by itself."""
+        """Multiplies [devices, n, n] by [devices, n, n], each device by itself."""
         multiply = jax.jit(jnp.matmul).lower(*self._known[0]).compile()
         jax.block_until_ready(multiply(*self._known[0]))  # the first call is slower
         return multiply
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """The sum of a float32 array's bits as uint32, modulo 2^32: a bit that flips changes it.
+    """Returns the sum of an array's numbers as bits, modulo 2^32: a bit that flips changes it.
 
     A piece at a time: in one go a CPU would first write all bits to memory of their own, at a tenth of the speed.
     """
-    flat = x.reshape(-1)
+    flat, as_bits = x.reshape(-1), jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     n = min(flat.size, max(PIECE, -(-flat.size // MOST_PIECES)))
 
     def bits(start: jax.Array | int, size: int) -> jax.Array:
-        return lax.bitcast_convert_type(lax.dynamic_slice(flat, (start,), (size,)), jnp.uint32)
+        return lax.bitcast_convert_type(lax.dynamic_slice(flat, (start,), (size,)), as_bits).astype(jnp.uint32)
 
-    whole, rest = divmod(flat.size, n)
-    none = vary(jnp.zeros(n, jnp.uint32), varying(x))
-    total = jnp.sum(lax.fori_loop(0, whole, lambda i, sums: sums + bits(i * n, n), none), dtype=jnp.uint32)
-    return total + jnp.sum(bits(whole * n, rest), dtype=jnp.uint32)
-
-
-def bits_apart(found: np.ndarray, expected: np.ndarray) -> int:
-    """In how many bits two float32 arrays differ."""
-    return int(np.bitwise_count(found.view(np.uint32) ^ expected.view(np.uint32)).sum())
+    if n == flat.size:  # a loop takes longer to compile
+        return jnp.sum(bits(0, n), dtype=jnp.uint32)
+    pieces, rest = divmod(flat.size, n)
+    zeros = vary(jnp.zeros(n, jnp.uint32), varying(x))
+    total = jnp.sum(lax.fori_loop(0, pieces, lambda i, sums: sums + bits(i * n, n), zeros), dtype=jnp.uint32)
+    return total + jnp.sum(bits(pieces * n, rest), dtype=jnp.uint32)
 
 
 def differing(
@@ -153,17 +148,16 @@ def differing(
     names: Sequence[str],
     ranks: Sequence[int],
 ) -> tuple[str, list[int] | None] | None:
-    """What is said of copies that differ, and the ranks that are to blame, if that is known; None if all are the same.
+    """Returns a sentence on copies that differ, and the ranks that are to blame, if that is known; None if all are the same.
 
-    groups: for each parameter, the places that hold the same part of it; sums: of a place, its checksum of each parameter;
+    groups: for each parameter, the places that have the same part of it; sums: of a place, its checksum of each parameter;
     ranks: of each place. Where most copies agree the others are to blame, and else the rank that has all of them.
     """
     blamed: dict[int, str] = {}
     unclear: dict[int, str] = {}
     for number, name in enumerate(names):
         for group in groups[number]:
-            held = Counter(sums[place][number] for place in group)
-            (common, count), *others = held.most_common()
+            (common, count), *others = Counter(sums[place][number] for place in group).most_common()
             if not others:
                 continue
             decided = 2 * count > len(group)
@@ -174,9 +168,8 @@ def differing(
     if blamed:
         rank, name = min(blamed.items())
         who = f"rank {rank} holds" if len(blamed) == 1 else f"ranks {', '.join(map(str, sorted(blamed)))} hold"
-        return f"{who} other bits of {name} than the devices that must have the same; nothing of it is saved.", sorted(
-            blamed
-        )
+        sentence = f"{who} other bits of {name} than the devices that must have the same; nothing of it is saved."
+        return sentence, sorted(blamed)
     if unclear:
         who = " and ".join(map(str, sorted(unclear)))
         name = unclear[min(unclear)]

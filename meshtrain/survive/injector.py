@@ -1,30 +1,37 @@
-"""Does to a training process what it was asked to inject (`survive.inject`), at the moments at which the loop calls."""
+"""Injects faults on purpose (`survive.inject`, `survive inject`): into a training process at the moments at which its loop calls, and into a
+node by its supervisor. The kinds: `meshtrain.config.inject`. Loads no JAX before a fault needs it.
+"""
 
 import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.checkpoint.steps import ARRAYS, WRITING, committed_in
+from meshtrain.config.inject import FaultRequest, Moment, claimed, parse, requests
 from meshtrain.errors import ConfigError, say
 from meshtrain.inputs import input_name, inputs
 from meshtrain.run.directory import CHECKPOINTS
-from meshtrain.survive.beat import Beat
-from meshtrain.survive.inject import Moment, Request, claimed, parse, requests
+from meshtrain.survive import console
+from meshtrain.survive.heartbeat import Heartbeat
 
-Given = tuple[Any, Any]  # the state and the batch of the step that comes
-Tree = Any
+if TYPE_CHECKING:
+    import jax
+
+    from meshtrain.survive.supervisor import Supervisor
+
+StepInputs = tuple[Any, Any]  # the state and the batch of the step that comes
 
 LOOK_EVERY = 1.0  # seconds between two looks for requests
 SHORTEST_NAP = 0.05  # seconds
@@ -33,117 +40,103 @@ FLIPPED_BIT = 20  # of a float32: high in the mantissa, so that the number stays
 
 
 class Injector:
-    """The faults of this process; none without a supervisor. `asked`: survive.inject of the config."""
+    """The faults of this training process; none without a supervisor. `asked`: survive.inject of the config."""
 
-    def __init__(self, beat: Beat, asked: Iterable[str]) -> None:
-        self._beat, self._pending, self._known = beat, list[Request](), set[str]()
+    def __init__(self, heartbeat: Heartbeat, asked: Iterable[str]) -> None:
+        self._heartbeat, self._pending, self._known = heartbeat, list[FaultRequest](), set[str]()
         self._nap: float | None = None
         self._stuck = threading.Event()  # for the thread that reads data
-        if beat.supervised is None:
+        if heartbeat.supervised is None:
             return
-        self._local, self._rank = beat.supervised.local, beat.supervised.rank
-        self._requests, self._done = beat.supervised.survive / "inject", beat.supervised.survive / "injected"
-        self._checkpoints = beat.supervised.survive.parent / CHECKPOINTS
+        self._local, self._rank = heartbeat.supervised.local, heartbeat.supervised.rank
+        self._requests, self._done = heartbeat.supervised.survive / "inject", heartbeat.supervised.survive / "injected"
+        self._checkpoints = heartbeat.supervised.survive.parent / CHECKPOINTS
         self._take(requests(asked))
         # A thread of its own, since the disk may hang. What is asked for already is due at once.
         looked = threading.Event()
         threading.Thread(target=self._look, args=(looked,), name="meshtrain-inject", daemon=True).start()
         looked.wait(LOOK_EVERY)
 
-    def at(self, moment: Moment, step: int | None = None, given: Given = (None, None)) -> Given:
-        """Does what is due at this moment after `step` steps, by default those of the newest checkpoint; what the step is to be given."""
+    def at(self, moment: Moment, step: int | None = None, step_inputs: StepInputs = (None, None)) -> StepInputs:
+        """Injects what is due at this moment after `step` steps, by default those of the newest checkpoint; returns the step's inputs."""
         for request in list(self._pending):
             if request.kind.moment != moment:
                 continue
-            taken = max(committed_in(self._checkpoints), default=0) if step is None else step
-            if taken >= request.step and self._ready(request) and self._is_mine_to_do(request):
+            taken = self._newest_checkpoint() or 0 if step is None else step
+            if taken >= request.step and self._is_possible(request) and self._claims(request):
                 if request.kind.name != "slow" or self._nap is None:
                     say(f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}.")
-                given = _DEEDS[request.kind.name](self, taken, given) or given
-        return given
+                step_inputs = _FAULTS[request.kind.name](self, taken, step_inputs) or step_inputs
+        return step_inputs
 
     def in_loader(self) -> None:
         """On the thread that reads data."""
         while self._stuck.is_set():
             time.sleep(1)
 
-    def _ready(self, request: Request) -> bool:
-        """A checkpoint can be hurt, or be in the way of the end of a restore, if there is one."""
-        return request.kind.name not in ("damage", "kill-restore") or bool(committed_in(self._checkpoints))
+    def _newest_checkpoint(self) -> int | None:
+        from meshtrain.checkpoint.steps import committed_in
 
-    def _is_mine_to_do(self, request: Request) -> bool:
-        """Takes a request off the list; whether no process has done it before."""
+        return max(committed_in(self._checkpoints), default=None)
+
+    def _is_possible(self, request: FaultRequest) -> bool:
+        """A checkpoint can be damaged, or be in the way of the end of a restore, if there is one."""
+        return request.kind.name not in ("damage", "kill-restore") or self._newest_checkpoint() is not None
+
+    def _claims(self, request: FaultRequest) -> bool:
+        """Takes a request off the list; returns whether no process has injected it before."""
         if request.kind.name == "slow":
-            return self._nap is not None or self._beat.pace is not None
+            return self._nap is not None or self._heartbeat.pace is not None
         self._pending.remove(request)
         return claimed(self._done, request)
 
-    def _take(self, found: Iterable[Request]) -> None:
-        for request in found:
+    def _take(self, asked: Iterable[FaultRequest]) -> None:
+        for request in asked:
             mine = request.kind.where == "trainer" and request.rank == self._rank
             if mine and request.name not in self._known:
                 self._known.add(request.name)
                 self._pending.append(request)
 
     def _look(self, looked: threading.Event) -> None:
-        """Requests of `survive inject`: files named by them."""
+        """Takes requests of `survive inject`: files named by them, in a directory that the first one makes."""
         refused: set[str] = set()
         while True:
             names: list[str] = []
-            # made by the first request
             with contextlib.suppress(OSError):
-                # One that begins with a dot is on its way there.
-                names = sorted(name for name in os.listdir(self._requests) if not name.startswith("."))
+                # A name that begins with a dot is a file still being written.
+                names = [name for name in sorted(os.listdir(self._requests)) if not name.startswith(".")]
             for name in names:
-                if name in refused:
-                    continue
-                try:
-                    self._take(parse(name, str(self._requests)))
-                except ConfigError as error:
-                    refused.add(name)
-                    say(error)
+                if name not in refused:
+                    try:
+                        self._take(parse(name, str(self._requests)))
+                    except ConfigError as error:
+                        refused.add(name)
+                        say(error)
             looked.set()
             time.sleep(LOOK_EVERY)
 
-    # --- what is done
-
-    def _kill(self, *_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _segv(self, *_: object) -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    def _abort(self, *_: object) -> None:
-        os.abort()
-
-    def _preempt(self, *_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def _freeze(self, *_: object) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    # --- the faults
 
     def _exhaust(self, *_: object) -> None:
+        import jax
+        import jax.numpy as jnp
+
         jax.block_until_ready(jax.jit(lambda: jnp.zeros((TOO_MANY,), jnp.float32))())
 
-    def _raise(self, *_: object) -> NoReturn:
-        raise RuntimeError("an exception that was injected")
-
-    def _kill_in_save(self, step: int, _: Given) -> None:
+    def _kill_in_save(self, *_: object) -> None:
         """On a thread: as soon as the save that begins now has a directory."""
+        from meshtrain.checkpoint.steps import WRITING
 
         def wait() -> None:
             while not any(self._checkpoints.glob(f"*{WRITING}")):
                 time.sleep(0.0005)
-            self._kill()
+            _kill()
 
         threading.Thread(target=wait, daemon=True).start()
 
     def _sleep(self, *_: object) -> NoReturn:
         while True:
             time.sleep(3600)
-
-    def _stick_loader(self, *_: object) -> None:
-        self._stuck.set()
 
     def _hold_gil(self, *_: object) -> None:
         nothing = os.pipe()[0]
@@ -161,10 +154,11 @@ class Injector:
         subprocess.Popen(["sh", "-c", lets_go, "sh", str(os.getpid()), str(fifo)])
         os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, str(fifo), os.O_RDONLY, 0)])
 
-    def _never_ready(self, _: int, given: Given) -> Given:
-        """The batch, which the devices wait for."""
-        state, batch = given
-        self._beat.phase("wait")  # where the other ranks are by then; a CPU may wait in the call itself
+    def _never_ready(self, _: int, step_inputs: StepInputs) -> StepInputs:
+        import jax
+
+        state, batch = step_inputs
+        self._heartbeat.phase("wait")  # where the other ranks are by then; a CPU may wait in the call itself
 
         def never(x: np.ndarray) -> np.ndarray:
             self._sleep()
@@ -174,12 +168,11 @@ class Injector:
 
         read = inputs(batch)
         parts = [gate(shard.data) for shard in read.addressable_shards]
-        held = jax.make_array_from_single_device_arrays(read.shape, read.sharding, parts)
-        return state, {**batch, input_name(batch): held}
+        gated = jax.make_array_from_single_device_arrays(read.shape, read.sharding, parts)
+        return state, {**batch, input_name(batch): gated}
 
-    def _poison(self, _: int, given: Given) -> Given:
-        """NaN in a weight of a layer, on the first of this rank's devices."""
-        state, batch = given
+    def _poison(self, _: int, step_inputs: StepInputs) -> StepInputs:
+        state, batch = step_inputs
 
         def nan(part: np.ndarray) -> None:
             part.flat[0] = np.nan
@@ -187,9 +180,10 @@ class Injector:
         # what lies there for all layers, [layers, in, out]: a matrix, of which every token needs each number
         return _changed_at(state, lambda leaf: leaf.ndim >= 3, nan), batch
 
-    def _flip(self, _: int, given: Given) -> Given:
-        """A bit of a parameter that most other devices have too, on one of this rank's devices."""
-        state, batch = given
+    def _flip(self, _: int, step_inputs: StepInputs) -> StepInputs:
+        import jax
+
+        state, batch = step_inputs
         most = max(map(_copies, jax.tree.leaves(state.params)))
 
         def flip(part: np.ndarray) -> None:
@@ -199,27 +193,31 @@ class Injector:
 
     def _drag(self, *_: object) -> None:
         if self._nap is None:
-            self._nap = max((self._beat.pace or 0.0) / 2, SHORTEST_NAP)
+            self._nap = max((self._heartbeat.pace or 0.0) / 2, SHORTEST_NAP)
         time.sleep(self._nap)
 
     def _damage(self, *_: object) -> None:
-        newest = self._checkpoints / str(max(committed_in(self._checkpoints)))
-        largest = max((p for p in (newest / ARRAYS).rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p))
+        from meshtrain.checkpoint.steps import ARRAYS
+
+        arrays = self._checkpoints / str(self._newest_checkpoint()) / ARRAYS
+        largest = max((p for p in arrays.rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p))
         with largest.open("r+b") as file:
             file.seek(largest.stat().st_size // 2)
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
-        self._kill()
+        _kill()
 
 
-def _copies(leaf: jax.Array) -> int:
-    """The devices that hold the same part of an array."""
+def _copies(leaf: "jax.Array") -> int:
+    """Returns the number of devices that have the same part of an array."""
     return leaf.sharding.num_devices // len({str(at) for at in leaf.sharding.devices_indices_map(leaf.shape).values()})
 
 
-def _changed_at(state: Any, chosen: Callable[[jax.Array], bool], change: Callable[[np.ndarray], None]) -> Any:
-    """The state with the first chosen parameter, or the first of all, changed on the first of this process's devices alone."""
+def _changed_at(state: Any, chosen: Callable[["jax.Array"], bool], change: Callable[[np.ndarray], None]) -> Any:
+    """Returns the state with the first chosen parameter, or the first of all, changed on the first of this process's devices alone."""
+    import jax
+
     leaves, tree = jax.tree.flatten(state.params)
     at = next((i for i, leaf in enumerate(leaves) if chosen(leaf)), 0)
     leaf = leaves[at]
@@ -230,20 +228,28 @@ def _changed_at(state: Any, chosen: Callable[[jax.Array], bool], change: Callabl
     return state._replace(params=jax.tree.unflatten(tree, leaves))
 
 
-_DEEDS: dict[str, Callable[[Injector, int, Given], Given | None]] = {
-    "kill": Injector._kill,
-    "segv": Injector._segv,
-    "abort": Injector._abort,
+def _send(number: int) -> Callable[..., None]:
+    return lambda *_: os.kill(os.getpid(), number)
+
+
+_kill = _send(signal.SIGKILL)
+
+
+def _raise(*_: object) -> NoReturn:
+    raise RuntimeError("an exception that was injected")
+
+
+_FAULTS: dict[str, Callable[[Injector, int, StepInputs], StepInputs | None]] = {
+    **dict.fromkeys(("kill", "kill-compile", "kill-restore", "kill-two", "kill-forming", "crash-loop"), _kill),
+    "segv": _send(signal.SIGSEGV),
+    "abort": lambda *_: os.abort(),
+    "preempt": _send(signal.SIGTERM),
+    "frozen": _send(signal.SIGSTOP),
     "out-of-memory": Injector._exhaust,
-    "error": Injector._raise,
-    "kill-compile": Injector._kill,
-    "kill-restore": Injector._kill,
+    "error": _raise,
     "kill-save": Injector._kill_in_save,
-    "kill-two": Injector._kill,
-    "kill-forming": Injector._kill,
-    "frozen": Injector._freeze,
     "asleep": Injector._sleep,
-    "loader": Injector._stick_loader,
+    "loader": lambda injector, *_: injector._stuck.set(),
     "gil": Injector._hold_gil,
     "d-state": Injector._sleep_in_kernel,
     "collective": Injector._never_ready,
@@ -252,6 +258,86 @@ _DEEDS: dict[str, Callable[[Injector, int, Given], Given | None]] = {
     "bit-flip": Injector._flip,
     "slow": Injector._drag,
     "damage": Injector._damage,
-    "crash-loop": Injector._kill,
-    "preempt": Injector._preempt,
 }
+
+
+class NodeInjector:
+    """The faults of one supervisor's node.
+
+    `node-returns` is played: the process is killed, the node falls silent for twice survive.node_timeout, and then is there as a new one.
+    """
+
+    def __init__(self, supervisor: "Supervisor") -> None:
+        self.supervisor = supervisor
+        self.requests = {r.name: r for r in requests(supervisor.config.survive.inject)}
+        self._looked = -LOOK_EVERY
+        self.silent_until: float | None = None
+        self._taken: socket.socket | None = None  # the port that somebody else has
+
+    def look(self, now: float) -> None:
+        """Injects what is due; may not come back."""
+        if now - self._looked >= LOOK_EVERY:
+            self._looked = now
+            self._read()
+        node = self.supervisor.node
+        if node.rank is None or node.end is not None:
+            return
+        for request in list(self.requests.values()):
+            kind, rank = request.kind, node.rank
+            if kind.where != "supervisor" or kind.name == "port-taken" or rank.step < request.step:
+                continue
+            if kind.name == "leader-lost":
+                is_here = self.supervisor.leader.leads
+            else:
+                is_here = rank.number == (0 if kind.name == "coordinator-lost" else request.rank)
+            if is_here and self._claims(request):
+                self._inject(request, now)
+
+    def is_silent(self, now: float) -> bool:
+        """Returns whether the node is to be taken for gone; at the end of that it is a new one."""
+        if self.silent_until is not None and now >= self.silent_until:
+            self.silent_until = None
+            supervisor, identity = self.supervisor, uuid.uuid4().hex
+            supervisor.node = replace(
+                supervisor.node, incarnation=identity, state="idle", generation=0, acked=0, rank=None, end=None
+            )
+            supervisor.store.log("join", incarnation=identity, host=supervisor.node.host, pid=os.getpid())
+        return self.silent_until is not None
+
+    def port(self, free: int) -> int:
+        """Returns the port that this node publishes: one that is taken, where that is asked for."""
+        view, node = self.supervisor.view, self.supervisor.node
+        for request in list(self.requests.values()):
+            due = request.kind.name == "port-taken" and (view.plan is None or (view.plan.step or 0) >= request.step)
+            if due and view.is_first(node) and self._claims(request):
+                self._taken = socket.create_server((node.address, free))
+        return free
+
+    def _claims(self, request: FaultRequest) -> bool:
+        del self.requests[request.name]
+        return claimed(self.supervisor.store.root / "injected", request)
+
+    def _inject(self, request: FaultRequest, now: float) -> None:
+        supervisor, name = self.supervisor, request.kind.name
+        console.report(f"{request.name}: {request.kind.does}, injected into {supervisor.node.name}.")
+        console.finish()
+        child = supervisor.child
+        if name in ("node-lost", "leader-lost", "coordinator-lost", "node-returns") and child is not None:
+            os.killpg(child.process.pid, signal.SIGKILL)
+        if name == "node-returns":
+            supervisor.discard()
+            self.silent_until = now + 2 * supervisor.options.node_timeout
+        elif name == "supervisor-frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif name == "store-lost":
+            supervisor.store.lose()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _read(self) -> None:
+        """Takes requests of `survive inject`; the training processes report what is no request."""
+        for text in self.supervisor.store.asked():
+            with contextlib.suppress(ConfigError):
+                for request in parse(text):
+                    if not (self.supervisor.store.root / "injected" / request.name).exists():
+                        self.requests.setdefault(request.name, request)

@@ -1,7 +1,7 @@
 """What supervisors write for one another: JSON of fixed fields, checked when it is read. Nothing of a record is ever executed.
 
     a node's record   what it does, rewritten in place           Node
-    a plan            what the leader decided, one file each     Plan
+    a plan            what the leader decided, one file each     RestartPlan
 
 What is none is passed over, as if it were not there.
 """
@@ -15,6 +15,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from meshtrain.run.rows import parse
+
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -24,7 +26,7 @@ LARGEST = 1 << 24  # bytes of a plan that are read: of 65,536 nodes it has 9 MB
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """A node's training process, as its supervisor sees it; from `step` on in its own words (`survive.beat`)."""
+    """A node's training process, as its supervisor sees it; from `step` on as it reports itself (`survive.heartbeat`)."""
 
     number: int
     pid: int
@@ -35,8 +37,7 @@ class Rank:
     step: int = 0
     phase: str = "start"
     pace: float | None = None
-    host: float | None = None
-    wait: float | None = None
+    phases: dict[str, float] | None = None  # seconds so far in those of steps, `survive.heartbeat.STEPPING`
     seconds: dict[str, float] | None = None  # so far, by kind
     saved: int | None = None
     start: int | None = None
@@ -45,7 +46,7 @@ class Rank:
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
+class ProcessEnd:
     """How a training process ended; `exit` is negative for a signal."""
 
     exit: int
@@ -57,7 +58,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node. What follows `end` is added by who looks at it."""
+    """A node. What follows `digests` is added by who looks at it."""
 
     name: str
     incarnation: str = ""  # of its supervisor
@@ -73,14 +74,17 @@ class Node:
     acked: int = 0  # no process of a generation before this one is left
     leaving: bool = False
     rank: Rank | None = None
-    end: End | None = None
+    end: ProcessEnd | None = None
+    # Of config and code, and versions: `survive.view`.
+    digests: dict[str, str] = dataclasses.field(default_factory=dict)
     age: float = 0.0  # seconds since its record changed, on the reader's clock
     known: float = 0.0  # seconds since the reader saw it first
     ended_for: float = 0.0  # seconds since the reader saw that its process has ended
+    differs: str = ""  # in what from the reader's node, as a sentence
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RestartPlan:
     """A decision of the leader. `kind` says why there is a new generation, `reason` says it to people."""
 
     number: int
@@ -103,8 +107,8 @@ class Plan:
     quarantined: dict[str, float] = dataclasses.field(default_factory=dict)  # until when, on the leader's clock
     age: float = 0.0  # seconds since the reader saw it first
 
-    def is_whole(self) -> bool:
-        """Whether a supervisor can follow it: what it has in each of its states."""
+    def is_complete(self) -> bool:
+        """Returns whether it has what a supervisor needs in its state to follow it."""
         if self.state not in ("running", "stopping"):
             return self.state in ("forming", "over")
         same = len(self.members) == len(self.incarnations) == len(set(self.members)) > 0
@@ -112,7 +116,7 @@ class Plan:
 
 
 def encode(record: Any, size: int = 0) -> bytes:
-    """One line of JSON, padded with spaces to `size` bytes; of a text that does not fit the end is left out."""
+    """Returns one line of JSON, padded with spaces to `size` bytes; of a text that does not fit the end is left out."""
     line, most = json.dumps(dataclasses.asdict(record)), 256
     while size and len(line) >= size and most > 8:
         # A letter may take 12 bytes.
@@ -122,64 +126,57 @@ def encode(record: Any, size: int = 0) -> bytes:
 
 
 def _shortened(value: Any, most: int) -> Any:
-    if isinstance(value, str | list):
-        # Names are whole: 64 letters.
-        return value[: max(most, 64) if isinstance(value, str) and value.isascii() else most]
-    return {name: _shortened(v, most) for name, v in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {name: _shortened(v, most) for name, v in value.items()}
+    # Names are not shortened: 64 letters.
+    if isinstance(value, str) and value.isascii():
+        return value[: max(most, 64)]
+    return value[:most] if isinstance(value, str | list) else value
 
 
 def decode(kind: type[T], text: bytes) -> T | None:
-    """The record, or None for what is none: cut off, not JSON, of other types. Fields that this version does not know are left out."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return made(kind, value)
+    """Returns the record, or None for what is none: cut off, not JSON, of other types. Fields that this version does not know are left out."""
+    fields = parse(text)
+    return None if fields is None else record_of(kind, fields)
 
 
-def made(kind: type[T], value: Any) -> T | None:
-    """The record of what was read as JSON, or None, as `decode`."""
-    if not isinstance(value, Mapping):
-        return None
-    found = {}
-    for entry, wanted in _fields(kind):  # type: ignore[arg-type]
-        if entry.name not in value:
+def record_of(kind: type[T], fields: Mapping[str, Any]) -> T | None:
+    """Returns the record of fields that were read as JSON, or None, as `decode`."""
+    values = {}
+    for entry, inner in _fields(kind):  # type: ignore[arg-type]
+        if entry.name not in fields:
             if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
                 return None
             continue
-        given = value[entry.name]
-        if dataclasses.is_dataclass(wanted) and given is not None:
-            given = made(wanted, given)  # type: ignore[arg-type]
-            if given is None:
+        value = fields[entry.name]
+        if inner is not None and value is not None:
+            value = record_of(inner, value) if isinstance(value, Mapping) else None
+            if value is None:
                 return None
-        elif not _fits(given, entry.type):
+        elif not _fits(value, entry.type):
             return None
-        found[entry.name] = given
-    return kind(**found)
+        values[entry.name] = value
+    return kind(**values)
 
 
 @functools.cache
 def _fields(kind: Any) -> list[tuple[Any, Any]]:
-    """The fields of a record, each with the record that it holds, if it holds one."""
-    found = []
-    for entry in dataclasses.fields(kind):
-        inner = [t for t in (entry.type, *typing.get_args(entry.type)) if dataclasses.is_dataclass(t)]
-        found.append((entry, inner[0] if inner else None))
-    return found
+    """Returns the fields of a record, each with the type of the record in it, if it holds one."""
+    entries = dataclasses.fields(kind)
+    inner = [[t for t in (e.type, *typing.get_args(e.type)) if dataclasses.is_dataclass(t)] for e in entries]
+    return [(entry, kinds[0] if kinds else None) for entry, kinds in zip(entries, inner, strict=True)]
 
 
 def _fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, types.UnionType):
         return any(_fits(value, k) for k in typing.get_args(kind))
-    if kind is types.NoneType or kind is None:
+    if kind is types.NoneType:
         return value is None
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
         return isinstance(value, list) and all(_fits(v, inner[0]) for v in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(v, inner[1]) for v in value.values())
-    if kind is Any:
-        return True
     if kind in (int, float):
         # Neither infinite nor without a value, nor too large to be reckoned with.
         return isinstance(value, int | kind) and not isinstance(value, bool) and -MOST <= value <= MOST

@@ -1,71 +1,61 @@
 """What became of a run's time, how often it failed and why, and how that compares with what was predicted: tables, and the same as JSON."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshtrain.cluster.cluster import named
 from meshtrain.config import ConfigError, load
-from meshtrain.pictures.picture import columns
-from meshtrain.plan.cluster.cluster import named
+from meshtrain.draw.picture import columns
 from meshtrain.plan.estimate import plan
-from meshtrain.plan.failures import Faults, faults
+from meshtrain.plan.failures import FailureCosts, faults
 from meshtrain.survive import history as histories
 from meshtrain.survive.history import History
-from meshtrain.survive.ledger import Ledger, ledger
-from meshtrain.survive.life import line, took, word
-from meshtrain.survive.reliability import (
-    FEWEST,
-    SURE,
-    Failure,
-    Reliability,
-    by_interval,
-    by_kind,
-    by_node,
-    reliability,
-    usual_restart,
-)
+from meshtrain.survive.ledger import Ledger, dominant, ledger, word
+from meshtrain.survive.reliability import SURE, Reliability, by_kind, by_node, failures, reliability
 from meshtrain.survive.store import config_of
+from meshtrain.units import duration
 
 BAR = 30  # letters of the longest bar
+LETTER = {
+    "init": "i", "restore": "r", "compile": "c", "data": "d", "step": "S", "eval": "e", "checkpoint": "k", "lost": "x", "down": ".", "other": "?",
+}  # fmt: skip
 
 
 def show(run: Path, cluster: str | None = None) -> str:
-    """The tables of `run`; with a known cluster's name or file, beside what `plan` predicts for it. ConfigError if it is no such run."""
+    """Returns the tables of `run`; with a known cluster's name or file, beside what `plan` predicts for it. ConfigError if it is no such run."""
     history = histories.read(run)
-    told = ledger(history)
-    found = reliability(history, told)
-    parts = [_headline(history, told), _time(told), "\n".join(line(history, told))]
-    parts += [_failures(found, told)] if found.failures else []
-    parts.append(_reliability(found, told, predicted(run, history, cluster) if cluster else None, cluster))
+    times = ledger(history)
+    figures = reliability(history, times)
+    parts = [_headline(history, times), _times(times), "\n".join(timeline(history, times))]
+    parts += [_failures(figures)] if figures.failures else []
+    parts.append(_reliability(figures, times, predicted(run, history, cluster) if cluster else None, cluster))
     parts += [torn(history.torn)] if history.torn else []
     return "\n\n".join(parts) + "\n"
 
 
 def to_json(run: Path, cluster: str | None = None) -> dict[str, Any]:
-    """The same figures under their names. Seconds; times in seconds since 1970; null is what is not known."""
+    """Returns the same figures under their names. Seconds; times in seconds since 1970; null is what is not known."""
     history = histories.read(run)
-    told = ledger(history)
-    found = reliability(history, told)
-    return _plain({
-        "over": history.over, "began": told.began, "ended": told.ended, "wall": told.wall, "seconds": told.seconds,
-        "goodput": told.goodput, "effective": told.effective, "torn": history.torn,
+    times = ledger(history)
+    figures = reliability(history, times)
+    return histories.plain({
+        "over": history.over, "began": times.began, "ended": times.ended, "wall": times.wall, "seconds": times.seconds,
+        "goodput": times.goodput, "effective": times.effective, "torn": history.torn,
         "generations": [
             {name: getattr(g, name) for name in ("number", "node", "began", "ended", "start", "step", "exit", "seconds")}
-            for g in told.generations
+            for g in times.generations
         ],
-        "failures_by_kind": dict(by_kind(found.failures)), "failures_by_node": dict(by_node(found.failures)),
-        "failures_by_interval": [
-            {"from": a, "to": b, "failures": n} for a, b, n in by_interval(found.failures, told)
-        ],
-        "reliability": asdict(found),
+        "failures_by_kind": dict(by_kind(figures.failures)), "failures_by_node": dict(by_node(figures.failures)),
+        "reliability": asdict(figures),
         "predicted": asdict(predicted(run, history, cluster)) if cluster else None,
     })  # fmt: skip
 
 
-def predicted(run: Path, history: History, cluster: str) -> Faults:
-    """What `plan` makes of the failures of a cluster, for the config that the newest generation of `run` was given."""
+def predicted(run: Path, history: History, cluster: str) -> FailureCosts:
+    """Returns what `plan` predicts of failures on a cluster, for the config of the newest generation of `run`."""
     root, plans = histories.folder(run), history.plans
     configs = [path for p in plans if p.state == "running" and (path := config_of(root, p)).exists()]
     if not configs:
@@ -73,122 +63,96 @@ def predicted(run: Path, history: History, cluster: str) -> Faults:
             f"no generation of {run} has a config yet, for which --cluster could be planned; leave it out."
         )
     config = load(configs[-1])
-    return faults(plan(config, named(cluster, config.mesh.data * config.mesh.tensor * config.mesh.pipeline)))
+    return faults(plan(config, named(cluster, config.mesh.devices)))
 
 
 def torn(number: int) -> str:
-    """What could not be read, in a sentence."""
-    return (
-        f"{number} torn line{' was' if number == 1 else 's were'} left out: cut off, or not what a supervisor writes."
-    )
+    """Returns a sentence on what could not be read."""
+    lines = "line was" if number == 1 else "lines were"
+    return f"{number} torn {lines} left out: cut off, or not what a supervisor writes."
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has a word for: an infinite or undefined number is none."""
-    if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def timeline(history: History, times: Ledger, width: int = 100) -> list[str]:
+    """Returns lines for a terminal: what rank 0 mostly did in each stretch of time, faults beneath, and what the letters mean."""
+    spans, width = [span for generation in times.generations for span in generation.spans], max(width, 20)
+    columns, seconds = dominant(spans, times.began, times.ended, width), times.wall / width or 1.0
+    marks = [" "] * width
+    for failure in failures(history):
+        i = min(max(int((failure.time - times.began) / seconds), 0), width - 1)
+        marks[i] = "!" if marks[i] == " " else "‼"
+    letters, marked = "".join(LETTER[kind or "down"] for kind in columns), "".join(marks).rstrip()
+    legend = ", ".join(f"{letter} {word(kind)}" for kind, letter in LETTER.items() if letter in letters)
+    legend += f"; a letter is {duration(seconds)}"
+    return [letters, marked, f"{legend}; ! a fault"] if marked else [letters, legend]
 
 
-def _headline(history: History, told: Ledger) -> str:
+def _headline(history: History, times: Ledger) -> str:
     nodes = len({e.node for e in history.events})
-    began = histories.date(told.began)
     state = f"over, {histories.text(history.plans[-1].reason)}" if history.over else "not over"
-    generations = f"{len(told.generations)} generation{'' if len(told.generations) == 1 else 's'}"
-    return f"{generations} on {nodes} node{'' if nodes == 1 else 's'}; {took(told.wall)} since {began:%Y-%m-%d %H:%M:%S} UTC; {state}"
+    counts = f"{_counted(len(times.generations), 'generation')} on {_counted(nodes, 'node')}"
+    return f"{counts}; {duration(times.wall)} since {histories.date(times.began):%Y-%m-%d %H:%M:%S} UTC; {state}"
 
 
-def _time(told: Ledger) -> str:
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _times(times: Ledger) -> str:
+    def share(seconds: float) -> str:
+        return f"{seconds / times.wall:.1%}" if times.wall else "-"
+
     rows = [["kind", "seconds", "share", ""]]
-    top = max(told.seconds.values(), default=0.0) or 1.0
-    for kind, seconds in told.seconds.items():
+    top = max(times.seconds.values(), default=0.0) or 1.0
+    for kind, seconds in times.seconds.items():
         if seconds:
-            rows.append(
-                [word(kind), f"{seconds:,.1f}", _share(seconds, told), "█" * max(round(BAR * seconds / top), 1)]
-            )
-    rows.append(["together", f"{told.wall:,.1f}", _share(told.wall, told), ""])
-    good = f"goodput {told.goodput:.1%}, in steps that count; effective {told.effective:.1%}, with their data, evaluations and saves"
+            rows.append([word(kind), f"{seconds:,.1f}", share(seconds), "█" * max(round(BAR * seconds / top), 1)])
+    rows.append(["together", f"{times.wall:,.1f}", share(times.wall), ""])
+    good = f"goodput {times.goodput:.1%}, in steps that count; effective {times.effective:.1%}, with their data, evaluations and saves"
     return f"{_right(rows, 1, 2)}\n{good}"
 
 
-def _share(seconds: float, told: Ledger) -> str:
-    return f"{seconds / told.wall:.1%}" if told.wall else "-"
+def _failures(figures: Reliability) -> str:
+    hours, events = figures.exposed / 3600, figures.failures
+
+    def table(head: str, counts: Iterable[tuple[str, int]]) -> str:
+        rows = [[head, "failures", "an hour"]]
+        rows += [[histories.text(name), str(n), f"{n / hours:.3g}" if hours else "-"] for name, n in counts]
+        return _right(rows, 1, 2)
+
+    return "\n\n".join((
+        _counted(len(events), "failure") + (f", {len(events) / hours:.3g} an hour" if hours else ""),
+        table("kind", by_kind(events)),
+        table("node", [(name or "nobody", n) for name, n in by_node(events)]),
+    ))  # fmt: skip
 
 
-def _failures(found: Reliability, told: Ledger) -> str:
-    number, hours = len(found.failures), found.exposed / 3600
-    rate = f", {number / hours:.3g} an hour" if hours else ""
-    parts = [f"{number} failure{'' if number == 1 else 's'}{rate}"]
-    parts.append(_counts("kind", by_kind(found.failures), hours))
-    parts.append(_counts("node", [(name or "nobody", n) for name, n in by_node(found.failures)], hours))
-    parts.append(_intervals(found.failures, told))
-    return "\n\n".join(parts)
-
-
-def _counts(head: str, counts: Iterable[tuple[str, int]], hours: float) -> str:
-    rows = [[head, "failures", "an hour"]]
-    rows += [[histories.text(name), str(n), f"{n / hours:.3g}" if hours else "-"] for name, n in counts]
-    return _right(rows, 1, 2)
-
-
-def _intervals(found: Sequence[Failure], told: Ledger) -> str:
-    counts = by_interval(found, told)
-    rows = [["from", "to", "failures", "an hour", ""]]
-    most = max(n for _, _, n in counts) or 1
-    for first, last, n in counts:
-        rate = f"{n * 3600 / (last - first):.3g}" if last > first else "-"
-        rows.append([took(first), took(last), str(n), rate, "█" * round(BAR * n / most)])
-    return _right(rows, 0, 1, 2, 3)
-
-
-def _reliability(found: Reliability, told: Ledger, plan: Faults | None, cluster: str | None) -> str:
-    """What was measured, what Daly's formulas make of that, and what the planner predicts."""
+def _reliability(figures: Reliability, times: Ledger, plan: FailureCosts | None, cluster: str | None) -> str:
+    """Returns a table of what was measured, what Daly's formulas make of that, and what the planner predicts."""
     rows = [["", "measured", "by formula", *([f"planned for {histories.text(cluster)}"] if plan else [])]]
 
     def row(name: str, measured: str, formula: str = "", planned: str = "") -> None:
         rows.append([name, measured, formula, *([planned] if plan else [])])
 
-    row("mean time between failures", _maybe(found.between), "", took(plan.between) if plan else "")
-    row(
-        f"  {SURE:.0%} sure",
-        f"{_maybe(found.between_least)} to {_maybe(found.between_most)}"
-        if found.failures
-        else f"over {took(found.between_least)}",
-    )
-    if found.shape is not None and found.shape_error is not None:
-        row("  Weibull shape", f"{found.shape:.2f} ± {found.shape_error:.2f}", "1: memoryless")
-    row("last progress to verdict", _maybe(found.noticed))
-    row("verdict to first step again", _maybe(found.restart))
-    usual = usual_restart(found.failures)
-    if usual is not None:
-        row("  median", took(usual))
-    row("a save stops training for", _maybe(found.write), "", took(plan.copy) if plan else "")
-    every = "-" if found.interval_steps is None else f"{found.interval_steps:.3g} steps"
-    advised = "-" if found.advised is None else f"{found.advised:,} steps"
+    least, most = _maybe(figures.between_least), _maybe(figures.between_most)
+    row("mean time between failures", _maybe(figures.between), "", duration(plan.between) if plan else "")
+    row(f"  {SURE:.0%} sure", f"{least} to {most}" if figures.failures else f"over {least}")
+    row("last progress to verdict", _maybe(figures.noticed))
+    row("verdict to first step again", _maybe(figures.restart))
+    row("a save stops training for", _maybe(figures.write), "", duration(plan.copy) if plan else "")
+    every = "-" if figures.interval_steps is None else f"{figures.interval_steps:.3g} steps"
+    advised = "-" if figures.advised is None else f"{figures.advised:,} steps"
     row("checkpoint.every", every, advised, f"{plan.interval_steps:,} steps" if plan and plan.interval_steps else "")
-    expected = "-" if found.expected is None else f"{found.expected:.1%}"
+    expected = "-" if figures.expected is None else f"{figures.expected:.1%}"
     configured = plan.configured_goodput if plan else None
-    row("goodput", f"{told.goodput:.1%}", expected, "-" if configured is None else f"{configured:.1%}")
-    return f"{columns(rows)}\n{_meaning(found)}"
-
-
-def _meaning(found: Reliability) -> str:
-    """What the fit says, in words."""
-    if found.shape is None or found.shape_error is None:
-        return f"the formulas take failures to be memoryless; a shape is fitted to {FEWEST} and more"
-    if abs(found.shape - 1) <= 2 * found.shape_error:
-        return "failures are memoryless as far as can be told, as the formulas take them to be"
-    how = "come in bursts" if found.shape < 1 else "come more regularly than chance has it"
-    return f"failures {how}, and the formulas, which take them to be memoryless, are only a guide"
+    row("goodput", f"{times.goodput:.1%}", expected, "-" if configured is None else f"{configured:.1%}")
+    return f"{columns(rows)}\nthe formulas take failures to be memoryless"
 
 
 def _maybe(seconds: float | None) -> str:
-    return "-" if seconds is None else "any" if math.isinf(seconds) else took(seconds)
+    return "-" if seconds is None else "any" if math.isinf(seconds) else duration(seconds)
 
 
-def _right(rows: Sequence[Sequence[str]], *numbers: int) -> str:
-    """Columns as text, those of numbers to the right."""
+def _right(rows: list[list[str]], *numbers: int) -> str:
+    """Returns columns as text, those of numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([[cell.rjust(widths[i]) if i in numbers else cell for i, cell in enumerate(row)] for row in rows])

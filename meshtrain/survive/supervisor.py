@@ -1,4 +1,4 @@
-"""One node's supervisor: a loop that watches its training process, tells the others, reads what they tell, leads if it is its turn, follows.
+"""One node's supervisor: a loop that watches its training process, publishes its record, reads the others', leads if it is its turn, follows.
 
     every 0.2 s   own process ─► own record ─► the others' records ─► lead: decide, propose a plan ─► follow the newest plan
 
@@ -20,17 +20,17 @@ from meshtrain.config import Config
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.model.weights import parameters
 from meshtrain.run.early import heard
-from meshtrain.survive import words
-from meshtrain.survive.child import Child, train_command
-from meshtrain.survive.decide import Options
-from meshtrain.survive.done import done_already
-from meshtrain.survive.hangs import timeout
+from meshtrain.survive import console
+from meshtrain.survive.agreed import done_already
+from meshtrain.survive.child import TrainingProcess, kill_left_behind, train_command
+from meshtrain.survive.console import report
+from meshtrain.survive.decide import SupervisorOptions
+from meshtrain.survive.detectors import timeout
+from meshtrain.survive.injector import NodeInjector
 from meshtrain.survive.leader import Leader, sizes
-from meshtrain.survive.node_injector import NodeInjector
-from meshtrain.survive.records import End, Node, Plan
+from meshtrain.survive.records import Node, ProcessEnd, RestartPlan
 from meshtrain.survive.store import Store
-from meshtrain.survive.view import View, this_machine
-from meshtrain.survive.words import echo, say
+from meshtrain.survive.view import View, config_text, digests, this_machine
 
 POLL = 0.2
 # A node that cannot reach the store ends its process after this share of survive.node_timeout: before the others take it for lost.
@@ -42,14 +42,13 @@ UNENDED = 30.0  # seconds after SIGKILL: the process is in the kernel, and its n
 
 
 class Supervisor:
-    """Of the node `name` of a run, reached by the others at `address`. `command` makes the command of a training process from its config."""
+    """The supervisor of the node `name` of a run, which the others reach at `address`.
+
+    `command` makes the command of a training process from its config.
+    """
 
     def __init__(
-        self,
-        config: Config,
-        name: str,
-        address: str,
-        command: Callable[[Path], list[str]] = train_command,
+        self, config: Config, name: str, address: str, command: Callable[[Path], list[str]] = train_command
     ) -> None:
         self.config, self.command = config, command
         self.run_directory = Path(config.run.directory).absolute()
@@ -57,19 +56,20 @@ class Supervisor:
             self.run_directory.mkdir(mode=0o755, parents=True)
         self.store = Store(self.run_directory, name)
         survive = config.survive
-        self.options = Options(
+        self.options = SupervisorOptions(
             sizes(config), survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts,
             STATE * parameters(config.model) / survive.least / SLOW_DISK,
         )  # fmt: skip
         self.node = Node(
-            name, uuid.uuid4().hex, socket.gethostname(), machine=this_machine(), pid=os.getpid(), address=address
-        )
+            name, uuid.uuid4().hex, socket.gethostname(), machine=this_machine(), pid=os.getpid(), address=address,
+            digests=digests(config),
+        )  # fmt: skip
         self.view = View(self.store, self.options, self.node.incarnation)
         self.leader = Leader(config, self.run_directory, self.store, self.view, self.options)
         self.injector = NodeInjector(self)
-        self.child: Child | None = None
+        self.child: TrainingProcess | None = None
         self.killed_at: float | None = None
-        self.stopping = 0  # requests to stop that it has heard
+        self.stopping = 0  # requests to stop that have come
         self.asked_to_stop = -1  # the generation whose process it has asked to stop
         self.published = self.reached = self.began = time.monotonic()
         self.saved: int | None = None
@@ -78,33 +78,33 @@ class Supervisor:
     # --- the loop
 
     def run(self) -> int:
-        """Until the run is over, or this node is asked to go; the exit code."""
+        """Runs until the run is over, or this node is asked to go; returns the exit code."""
         for number in heard():
             signal.signal(number, self._asked)
-        words.begin()
+        console.begin()
         self.view.refuse_twin(self.node.name)
         if done := done_already(self.store.plans(), self.config, self.run_directory):
-            say(f"{done}: the run is done already.")
-            words.finish()
+            report(f"{done}: the run is done already.")
+            console.finish()
             return 0
+        self.store.publish_config(config_text(self.config))
         try:
             self._publish(time.monotonic())
         except OSError as error:
             raise ConfigError(f"this node's record in {self.store.root} cannot be written: {refusal(error)}.") from None
-        self.store.say("join", incarnation=self.node.incarnation, host=self.node.host, pid=os.getpid())
+        self.store.log("join", incarnation=self.node.incarnation, host=self.node.host, pid=os.getpid())
         try:
-            while (code := self._tick()) is None:
+            while (code := self._round()) is None:
                 time.sleep(POLL)
             return code
         finally:
-            if self.child is None or self._end():
-                # Who comes next under this name need not wait for the process.
+            if self._end():
+                # The next one under this name need not wait for the process.
                 with contextlib.suppress(OSError, ConfigError):
                     self.store.publish(replace(self.node, state="idle", sequence=self.node.sequence + 1))
-            words.finish()
+            console.finish()
 
-    def _tick(self) -> int | None:
-        """One round; the exit code if it is the last."""
+    def _round(self) -> int | None:
         now = time.monotonic()
         if self.injector.is_silent(now):
             return None
@@ -113,6 +113,8 @@ class Supervisor:
             self.injector.look(now)
             self._publish(now)
             self.view.look(now, self.node)
+            self._fence()
+            self.view.refuse_stranger(self.node)
             self.leader.lead(self.node, now - self.began)
             code = self._follow()
             self.reached = now
@@ -129,63 +131,58 @@ class Supervisor:
     # --- its own process
 
     def _watch(self) -> None:
-        """What its process does, or how it ended."""
         child = self.child
         if child is None:
             return
         if child.number == 0:
-            echo(child.new_output())
+            console.echo(child.new_output())
         if self.node.end is not None:
             return
         end = child.ended()
         rank = child.look() if end is None else child.rank
         self.node = replace(self.node, rank=rank)
         if end is not None:
-            self._note_end(end)
+            self._log_end(child, end)
         elif rank.phase_age > max(0.5, 0.8 * timeout(rank, self.options)):
             child.ask_stacks()
-        self._note_progress(child)
+        self._log_progress(child)
         if self.stopping and end is None and self.asked_to_stop < child.generation:
             self.asked_to_stop = child.generation
             child.stop()
+            report(
+                f"asked to stop: the process, in the phase {rank.phase}, ends after a step with a checkpoint, or before its first without."
+            )
         if self.stopping > 1 and end is None:
             child.kill()
 
-    def _note_end(self, end: End) -> None:
-        child = self.child
-        assert child is not None
+    def _log_end(self, child: TrainingProcess, end: ProcessEnd) -> None:
         self.node = replace(self.node, state="ended", end=end)
         # So that nothing which it has started goes on.
         child.kill()
         while child.number == 0 and (text := child.new_output(to_the_end=True)):
-            echo(text)
-        seconds = dict(child.said.get("seconds") or {})
-        self.store.say(
+            console.echo(text)
+        self.store.log(
             "ended", generation=child.generation, rank=child.number, exit=end.exit, kind=end.kind, sentence=end.sentence, step=end.step,
-            start=child.rank.start, phase=child.rank.phase, phase_seconds=child.rank.phase_age, seconds=seconds,
+            start=child.rank.start, phase=child.rank.phase, phase_seconds=child.rank.phase_age,
+            seconds=dict(child.heartbeat.get("seconds") or {}),
         )  # fmt: skip
 
-    def _note_progress(self, child: Child) -> None:
-        """Events from which the ledger is made."""
-        rank = child.rank
+    def _log_progress(self, child: TrainingProcess) -> None:
+        rank, generation, number = child.rank, child.generation, child.number
         if not self.going and rank.start is not None and rank.step > rank.start:
             self.going = True
-            self.store.say(
-                "going", generation=child.generation, rank=child.number, start=rank.start, cache=child.said.get("cache")
-            )
-        save = child.said.get("at_save")
-        if child.number == 0 and isinstance(save, dict) and save.get("step") != self.saved:
+            cache = child.heartbeat.get("cache")
+            self.store.log("going", generation=generation, rank=number, start=rank.start, cache=cache)
+        save = child.heartbeat.get("at_save")
+        if number == 0 and isinstance(save, dict) and save.get("step") != self.saved:
             self.saved = save.get("step")
-            self.store.say("save", generation=child.generation, rank=0, step=self.saved, seconds=save.get("seconds"))
+            self.store.log("save", generation=generation, rank=0, step=self.saved, seconds=save.get("seconds"))
 
-    def _start(self, plan: Plan) -> None:
+    def _start(self, plan: RestartPlan) -> None:
         number = plan.members.index(self.node.name)
         files = self.store.generation(plan.generation)
-        environment = {
-            k: v
-            for k, v in os.environ.items()
-            if not k.startswith(("SLURM_", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_P"))
-        }
+        others = ("SLURM_", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_P")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self.store.root / "compiled"))
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -200,13 +197,14 @@ class Supervisor:
         running = replace(self.node, state="running", generation=plan.generation, rank=None, end=None)
         # Before it is so, lest this supervisor be gone in between and nobody know of the process.
         self.store.publish(replace(running, sequence=self.node.sequence + 1))
-        self.child = Child(self.command(self.store.config(plan)), environment, files, plan.generation, number, fence)
+        command = self.command(self.store.config(plan))
+        self.child = TrainingProcess(command, environment, files, plan.generation, number, fence)
         self.saved, self.going = None, False
         self.node = replace(running, rank=self.child.rank)
-        self.store.say("started", generation=plan.generation, rank=number, pid=self.child.process.pid)
+        self.store.log("started", generation=plan.generation, rank=number, pid=self.child.process.pid)
 
     def _end(self) -> bool:
-        """Ends its process; whether none is left."""
+        """Ends its process; returns whether none is left."""
         child = self.child
         if child is None:
             return True
@@ -219,10 +217,10 @@ class Supervisor:
         if end is None:
             if time.monotonic() - self.killed_at < UNENDED:
                 return False
-            say(f"the process {child.process.pid} does not end, not even by SIGKILL; this node leaves the run.")
+            report(f"the process {child.process.pid} does not end, not even by SIGKILL; this node leaves the run.")
             self.node = replace(self.node, leaving=True, state="idle")
         elif self.node.end is None:
-            self._note_end(end)
+            self._log_end(child, end)
         child.close()
         self.child, self.killed_at = None, None
         return True
@@ -234,15 +232,14 @@ class Supervisor:
             self.child.close()
             self.child = None
 
-    # --- what it tells and hears
+    # --- the store
 
     def _publish(self, now: float) -> None:
-        """Its record, when it has changed in more than its ages, or a beat is due."""
+        """Writes its record, when it has changed in more than its ages, or a heartbeat is due."""
         if self.stopping and not self.node.leaving:
             self.node = replace(self.node, leaving=True)
-            self.store.say("left")
-        due = now - self.published >= self.options.beat or self.view.changed(self.node)
-        if due:
+            self.store.log("left")
+        if now - self.published >= self.options.heartbeat or self.view.is_news(self.node):
             self.node = replace(self.node, sequence=self.node.sequence + 1, wall=time.time())
             self.store.publish(self.node)
             self.view.published(self.node)
@@ -251,55 +248,60 @@ class Supervisor:
     def _cut_off(self, seconds: float, error: OSError) -> int | None:
         """The store refuses: others may take this node for lost, and form without it."""
         if seconds > CUT_OFF * self.options.node_timeout and self.child is not None and self.node.end is None:
-            say(f"the run directory cannot be used ({refusal(error)}); the process on this node is ended.")
+            report(f"the run directory cannot be used ({refusal(error)}); the process on this node is ended.")
             self._end()
         if seconds > GIVEN_UP:
-            say(f"the run directory cannot be used for {GIVEN_UP:.0f} s: {refusal(error)}.")
+            report(f"the run directory cannot be used for {GIVEN_UP:.0f} s: {refusal(error)}.")
             return 75
         return None
 
     # --- following
 
     def _follow(self) -> int | None:
-        """What the newest plan asks of this node; the exit code where it asks to end."""
+        """Does what the newest plan asks of this node; returns the exit code where it asks to end."""
         plan = self.view.plan
         if self.node.leaving and self.view.may_go(self.node):
             return 75 if self._end() else None
         if plan is None or self.view.is_old(plan):
             return None
         if plan.state == "over":
-            return plan.code if self._end() else None
+            if not self._end():
+                return None
+            if plan.kind == "refused" and plan.leader != self.node.name:
+                report(f"{plan.reason.rstrip('.')}.")
+            return plan.code
         if self.child is not None and self.child.generation < plan.generation:
             if not self._end():
                 return None
             self.node = replace(self.node, state="idle")
         if plan.state == "forming" and self.node.acked < plan.generation:
-            self.node = replace(
-                self.node, state="idle", acked=plan.generation, port=self.injector.port(free_port(self.node.address))
-            )
-        elif (
-            plan.state == "running"
-            and self.child is None
-            and self._is_member(plan)
-            and self.node.generation < plan.generation
-        ):
+            port = self.injector.port(free_port(self.node.address))
+            self.node = replace(self.node, state="idle", acked=plan.generation, port=port)
+        is_member = (self.node.name, self.node.incarnation) in zip(plan.members, plan.incarnations, strict=False)
+        if plan.state == "running" and is_member and self.child is None and self.node.generation < plan.generation:
             self._start(plan)
-        elif (
-            plan.state == "stopping"
-            and self.child is not None
-            and self.asked_to_stop < plan.generation
-            and self.node.end is None
-        ):
+        asked = self.asked_to_stop >= plan.generation or self.node.end is not None
+        if plan.state == "stopping" and self.child is not None and not asked:
             self.asked_to_stop = plan.generation
             self.child.stop()
         return None
 
-    def _is_member(self, plan: Plan) -> bool:
-        return (self.node.name, self.node.incarnation) in zip(plan.members, plan.incarnations, strict=True)
+    def _fence(self) -> None:
+        """Ends what silent nodes of this machine have left of a generation that is over."""
+        generation = self.view.generation
+        for node in self.view.nodes:
+            silent = node.age >= self.options.node_timeout and node.generation < generation
+            if (
+                silent
+                and node.machine
+                and node.machine == self.node.machine
+                and kill_left_behind(node, self.store.root)
+            ):
+                report(f"the process of {node.name}, which is silent, is ended: the run goes on without it.")
 
 
 def free_port(address: str) -> int:
-    """A port of this machine that nobody listens on."""
+    """Returns a port of this machine that nobody listens on."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             probe.bind((address, 0))

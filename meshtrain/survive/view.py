@@ -1,41 +1,57 @@
-"""What a supervisor knows of the others: their records with an age, the newest plan, who leads.
+"""What a supervisor knows of the others: their records with an age, the newest plan, who leads; and whether they would train alike.
 
 An age is how long a record was seen not to change, on the clock of who reads it: no node's clock is compared with another's, and time
 in which the reader itself stood still (frozen, starved, on a disk that hangs) is nobody's age.
+
+    node's record    digests: config, code, python, jax, jaxlib, ...        compared by each who reads it
+    NAME.config      the config in full                                     read where digests differ, to name the key
+
+A leader decides with its own config and code.
 """
 
+import dataclasses
+import hashlib
+import json
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from meshtrain.survive.decide import Options
-from meshtrain.survive.records import Node, Plan, decode
-from meshtrain.survive.store import Store, twin
+from meshtrain.config import Config, short
+from meshtrain.config.follow import differences
+from meshtrain.errors import ConfigError
+from meshtrain.run.rows import parse
+from meshtrain.run.versions import source_digest, versions
+from meshtrain.survive.child import kill_left_behind
+from meshtrain.survive.decide import SupervisorOptions
+from meshtrain.survive.records import Node, RestartPlan, decode
+from meshtrain.survive.store import Store, other_supervisor
 
-SKEW = 5.0  # seconds by which a clock may be wrong without a word
-READ_SHARE = 0.002  # of its time, at most, a supervisor reads records; but at least twice a beat
+SKEW = 5.0  # seconds by which a clock may be wrong without a warning
+READ_SHARE = 0.002  # of its time, at most, a supervisor reads records; but at least twice a heartbeat
 LONGEST_LOOK = 1.0  # seconds between two looks; what is beyond it, was no looking
+MOST_KEYS = 4  # that are named of a config that differs
 
 
 class View:
-    """Of one supervisor, whose incarnation it is."""
+    """One supervisor's view of the run; `incarnation` is the supervisor's own."""
 
-    def __init__(self, store: Store, options: Options, incarnation: str) -> None:
+    def __init__(self, store: Store, options: SupervisorOptions, incarnation: str) -> None:
         self.store, self.options, self.incarnation = store, options, incarnation
         self.nodes: list[Node] = []
-        self.history: list[Plan] = []
-        self.plan: Plan | None = None
+        self.history: list[RestartPlan] = []
+        self.plan: RestartPlan | None = None
         self._texts: dict[str, bytes] = {}
         self._records: dict[str, Node] = {}
         self._changed: dict[str, float] = {}  # when a record changed last; not in it: not since we look
+        self._differs: dict[str, str] = {}
         self._first: dict[str, float] = {}
         # When the process of a node, its incarnation and generation was seen to have ended.
         self._ended: dict[tuple[str, str, int], float] = {}
         self._plan_since = 0.0
         self._old: int | None = None  # the newest plan when we began, if the run was over by then
         self._clocks: dict[str, float] = {}
-        self._told: Node | None = None
+        self._published: Node | None = None
         self._next_read = 0.0
         self._looked: float | None = None
         # Seconds spent looking, up to the last reading, of which ages are; and since.
@@ -46,9 +62,9 @@ class View:
     def look(self, now: float, own: Node) -> None:
         """Reads what has changed."""
         plans = self.store.plans()
-        if self._old is None:
-            self._old = plans[-1].number if plans and plans[-1].state == "over" else 0
         newest = plans[-1] if plans else None
+        if self._old is None:
+            self._old = newest.number if newest and newest.state == "over" else 0
         if newest and (self.plan is None or newest.number != self.plan.number):
             self._plan_since = now
             self._next_read = now
@@ -60,136 +76,148 @@ class View:
         if now >= self._next_read:
             self._watched, self._unread = self._watched + self._unread, 0.0
             began = time.thread_time()
-            self._read()
-            self._next_read = now + min((time.thread_time() - began) / READ_SHARE, self.options.beat / 2)
-        self.nodes = [
-            replace(record, age=self._age(name), known=self._known(name), ended_for=self._ended_for(record))
-            for name, record in sorted(self._records.items())
+            self._read(own)
+            self._next_read = now + min((time.thread_time() - began) / READ_SHARE, self.options.heartbeat / 2)
+        self._first.setdefault(own.name, self._watched)
+        others = [
+            self._timed(node, self._age(name), self._differs[name])
+            for name, node in self._records.items()
             if name != own.name
         ]
-        self._first.setdefault(own.name, self._watched)
-        self.nodes = sorted(
-            [*self.nodes, replace(own, age=0.0, known=self._known(own.name), ended_for=self._ended_for(own))],
-            key=lambda n: n.name,
-        )
+        self.nodes = sorted([*others, self._timed(own, 0.0, own.differs)], key=lambda n: n.name)
 
-    def _read(self) -> None:
-        for name, text in self.store.nodes().items():
-            if text == self._texts.get(name):
-                continue
-            node = decode(Node, text)
-            # In the middle of being rewritten, or damaged: what it said before holds, and ages.
-            if node is None or node.name != name:
-                continue
-            if name in self._texts or text == b"":
-                self._changed[name] = self._watched
-                before = self._records[name]
-                if name not in self._first or node.incarnation != before.incarnation:
-                    self._first[name] = self._watched
-            self._texts[name], self._records[name] = text, node
+    def _timed(self, node: Node, age: float, differs: str) -> Node:
+        ended_for = 0.0
+        if node.end is not None:
+            process = (node.name, node.incarnation, node.generation)
+            ended_for = self._watched - self._ended.setdefault(process, self._watched)
+        known = self._watched - self._first.get(node.name, self._watched)
+        return replace(node, age=age, known=known, ended_for=ended_for, differs=differs)
 
     def _age(self, name: str) -> float:
         return self._watched - self._changed[name] if name in self._changed else float("inf")
 
-    def _known(self, name: str) -> float:
-        return self._watched - self._first.get(name, self._watched)
-
-    def _ended_for(self, node: Node) -> float:
-        if node.end is None:
-            return 0.0
-        of = (node.name, node.incarnation, node.generation)
-        return self._watched - self._ended.setdefault(of, self._watched)
+    def _read(self, own: Node) -> None:
+        for name, text in self.store.nodes().items():
+            if text == self._texts.get(name):
+                continue
+            node = decode(Node, text)
+            # In the middle of being rewritten, or damaged: what stood there before holds, and ages.
+            if node is None or node.name != name:
+                continue
+            if name in self._texts:
+                self._changed[name] = self._watched
+                if name not in self._first or node.incarnation != self._records[name].incarnation:
+                    self._first[name] = self._watched
+            if node.digests == own.digests:
+                self._differs[name] = ""
+            elif name not in self._records or node.incarnation != self._records[name].incarnation:
+                configs = self.store.read_config(name), self.store.read_config(own.name)
+                self._differs[name] = difference(node, own, *configs)
+            self._texts[name], self._records[name] = text, node
 
     # --- writing
 
-    def changed(self, node: Node) -> bool:
-        """Whether a node's record says something new besides its ages."""
-        told = self._told
-        if told is None:
+    def is_news(self, node: Node) -> bool:
+        """Returns whether a node's record has changed, since it was published, in more than its ages."""
+        last = self._published
+        if last is None or any(
+            getattr(node, name) != getattr(last, name) for name in ("state", "generation", "acked", "leaving", "end")
+        ):
             return True
-        if _news(node) != _news(told):
-            return True
-        # Who was slow and no longer is must not be taken for stuck.
-        return bool(node.rank and told.rank and told.rank.phase_age > self.options.beat > node.rank.phase_age)
+        # A rank that was slow and no longer is must not be taken for stuck.
+        return bool(node.rank and last.rank and last.rank.phase_age > self.options.heartbeat > node.rank.phase_age)
 
     def published(self, node: Node) -> None:
-        self._told = node
+        self._published = node
 
     # --- what follows from it
 
     def is_leader(self, own: Node, since: float) -> bool:
-        """Whether this node leads: of the live ones that stay it has the lowest name. Not before it knows who is alive."""
+        """Returns whether this node leads: of the live ones that stay it has the lowest name. Not before it knows who is alive."""
         unheard = {n.name for n in self.nodes if n.name not in self._changed} - {own.name}
         at_work = self.plan is not None and self.plan.state != "over" and unheard & set(self.plan.members)
-        # Who has just come may not take a node of the run for gone sooner than one who has watched it all the time.
-        if unheard and since < (self.options.node_timeout if at_work else 2.5 * self.options.beat):
+        # A node that has just come may not take a node of the run for gone sooner than one that has watched it all the time.
+        if unheard and since < (self.options.node_timeout if at_work else 2.5 * self.options.heartbeat):
             return False
         live = [n for n in self.nodes if n.age < self.options.node_timeout]
         return own.name == min(live, key=lambda n: (n.leaving, n.name)).name
 
     def is_first(self, own: Node) -> bool:
-        """Whether this node will hold the coordinator, as far as can be told: of the live ones it has the lowest name."""
+        """Returns whether this node will have the coordinator, as far as can be known: of the live ones it has the lowest name."""
         return own.name == min(n.name for n in self.nodes if n.age < self.options.node_timeout)
 
-    def is_old(self, plan: Plan) -> bool:
-        """Whether a plan is of a run that was over before this supervisor began."""
+    def is_old(self, plan: RestartPlan) -> bool:
+        """Returns whether a plan is of a run that was over before this supervisor began."""
         return plan.number <= (self._old or 0)
 
     @property
     def generation(self) -> int:
-        """The last one that there was, in this run or in one before it."""
+        """The last generation that there was, in this run or in one before it."""
         return self.plan.generation if self.plan else 0
 
     def may_go(self, own: Node) -> bool:
-        """Whether a node that leaves is needed no longer: its process has ended, and others decide, or it stands alone."""
+        """Returns whether a node that leaves is needed no longer: its process has ended, and others decide, or it stands alone."""
         if own.state == "running":
             return False
         plan = self.plan
         live = [n for n in self.nodes if n.name != own.name and n.age < self.options.node_timeout]
         if not live and (plan is None or plan.state == "forming" or self.is_old(plan)):
             return True
-        stay = any(not n.leaving for n in live)
-        return stay and (
-            plan is None
-            or own.name not in plan.members
-            or plan.state in ("forming", "over")
-            or plan.generation > own.generation
-        )
+        if all(n.leaving for n in live):
+            return False
+        if plan is None or own.name not in plan.members:
+            return True
+        return plan.state in ("forming", "over") or plan.generation > own.generation
 
     def new_clocks(self) -> list[tuple[str, float]]:
-        """Nodes whose clock is wrong, with the seconds by which it is ahead of this one's; each once."""
-        found = []
+        """Returns nodes whose clock is wrong, with the seconds by which it is ahead of this one's; each once."""
+        wrong = []
         for node in self.nodes:
             if node.name not in self._changed or node.age > 1.0:
                 continue
             ahead = node.wall - (time.time() - node.age)
             if abs(ahead - self._clocks.get(node.name, 0.0)) > SKEW:
                 self._clocks[node.name] = ahead
-                found.append((node.name, ahead))
-        return found
+                wrong.append((node.name, ahead))
+        return wrong
+
+    def refuse_stranger(self, own: Node) -> None:
+        """ConfigError if a node comes to others that are at work, and has another config, code or versions than they."""
+        if self.plan is None or self.plan.state == "over" or self.is_old(self.plan):
+            return
+        last = next((plan for plan in (self.plan, *reversed(self.history)) if plan.incarnations), None)
+        members = set(zip(last.members, last.incarnations, strict=True)) if last else set()
+        if (own.name, own.incarnation) in members:
+            return
+        for node in self.nodes:
+            if node.differs and (node.name, node.incarnation) in members and node.age < self.options.node_timeout:
+                raise ConfigError(f"{node.differs}.")
 
     def refuse_twin(self, name: str) -> None:
         """ConfigError if another supervisor is at work under this name.
 
         One that is silent may be frozen, its process at work until the lease has run out: that is waited for.
         """
-        texts = self.store.nodes()
-        node = decode(Node, texts.get(name, b""))
+        text = self.store.nodes().get(name, b"")
+        node = decode(Node, text)
         if node is None:
             return
-        if node.machine and node.machine == this_machine() and not Path(f"/proc/{node.pid}").exists():
+        is_here = bool(node.machine) and node.machine == this_machine()
+        if is_here and not Path(f"/proc/{node.pid}").exists():
             return
-        deadline = time.monotonic() + (
-            self.options.node_timeout if node.state == "running" else 2.5 * self.options.beat
-        )
+        seconds = self.options.node_timeout if node.state == "running" else 2.5 * self.options.heartbeat
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.store.nodes().get(name) != texts[name]:
-                raise twin(node, self.store.root)
+            if self.store.nodes().get(name) != text:
+                raise other_supervisor(node, self.store.root)
             time.sleep(0.1)
+        if is_here:
+            kill_left_behind(node, self.store.root)
 
 
 def this_machine() -> str:
-    """Where a process number means one process: since this start of this machine, in this container. Hosts' names may be those of others."""
+    """Returns where a process number means one process: this start of this machine, this container. Hosts' names may be those of others."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     # No Linux: whether a process is gone is not known.
@@ -197,6 +225,46 @@ def this_machine() -> str:
         return ""
 
 
-def _news(node: Node) -> tuple[object, ...]:
-    """What others are to hear at once."""
-    return node.state, node.generation, node.acked, node.leaving, node.end
+# --- whether nodes would train alike
+
+
+def config_text(config: Config) -> str:
+    """Returns what must be the same on all nodes, as JSON."""
+    values = dataclasses.asdict(config)
+    # A node may know the run's directory by another path.
+    del values["run"]["directory"]
+    return json.dumps(values)
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Returns digests of a node's config and code, and the versions of its libraries."""
+    text = hashlib.sha256(config_text(config).encode()).hexdigest()
+    # Which meshtrain it is, its source says: a checkout has no version, or that of another installation.
+    libraries = {name: version for name, version in versions().items() if name != "meshtrain"}
+    return {"config": text[:16], "code": source_digest()[:16]} | libraries
+
+
+def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) -> str:
+    """Returns a sentence on how a node differs from this one; empty if it does not. A config is empty where there is none."""
+    parts = []
+    for name in sorted(node.digests.keys() | own.digests.keys(), key=("config", "code").__contains__, reverse=True):
+        theirs, ours = node.digests.get(name, "unknown"), own.digests.get(name, "unknown")
+        if theirs == ours:
+            continue
+        if name == "config":
+            keys = [
+                f"{key} is {short(str(b))} on {node.name} and {short(str(a))} on {own.name}"
+                for key, a, b in differences(parse(own_config) or {}, parse(their_config) or {})
+            ]
+            more = [f"{len(keys) - MOST_KEYS} more keys differ"] if len(keys) > MOST_KEYS else []
+            parts += [*keys[:MOST_KEYS], *more] or ["its config is another"]
+        elif name == "code":
+            parts.append("its meshtrain is of other source code")
+        else:
+            parts.append(f"{name} is {theirs} on {node.name} and {ours} on {own.name}")
+    if not parts:
+        return ""
+    return (
+        f"node {node.name} ({node.host}) does not fit node {own.name} ({own.host}): {'; '.join(parts)}; give all nodes of a run the same "
+        "config, code and versions"
+    )

@@ -10,12 +10,12 @@ Training writes rows and files; everything else reads them: `meshtrain.run.rows`
 loss, and whatever happens to it ends no run.
 
 - `meshtrain.telemetry.catalogue`: every metric once. `meshtrain.telemetry.measured`: those of a step.
-- `meshtrain.telemetry.resources`, `meshtrain.telemetry.cgroup`, `meshtrain.telemetry.gpu`: what a process and its machine use;
-  `meshtrain.telemetry.samples`: where all processes leave it.
-- `meshtrain.telemetry.hub`: between the loop and the listeners, which `meshtrain.telemetry.watching` puts together.
-- `meshtrain.telemetry.endpoint`: the page, of what `meshtrain.telemetry.board` knows, as `meshtrain.telemetry.exposition` writes it.
-- `meshtrain.telemetry.trackers`, `meshtrain.telemetry.tensorboard`: where rows may go besides.
-- `meshtrain.telemetry.rules`, `meshtrain.telemetry.alerts`: when something is wrong, and who is told.
+- `meshtrain.telemetry.resources`: what a process and its machine use; `meshtrain.telemetry.samples`: where all
+  processes leave it.
+- `meshtrain.telemetry.hub`: between the loop and the listeners. `meshtrain.telemetry.trackers`: where rows may go besides.
+- `meshtrain.telemetry.endpoint`: the page of metrics, as `meshtrain.telemetry.exposition` writes it.
+- `meshtrain.telemetry.thresholds`, `meshtrain.telemetry.signals`, `meshtrain.telemetry.alerts`, `meshtrain.telemetry.sinks`: when something is
+  wrong, and who hears of it. `meshtrain.telemetry.dashboard`, `meshtrain.telemetry.prometheus_rules`: the same for Grafana and Prometheus.
 - `meshtrain.telemetry.trace`: a few steps as JAX's profiler sees them.
 - `meshtrain.telemetry.progress`: a bar on a terminal, and such lines as above elsewhere.
 """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import yaml
 
 from meshtrain.cli import DONE, Parser, command
-from meshtrain.pictures.picture import columns
+from meshtrain.draw.picture import columns
 from meshtrain.telemetry import dashboard, prometheus_rules
 from meshtrain.telemetry.catalogue import METRICS
 from meshtrain.telemetry.thresholds import THRESHOLDS

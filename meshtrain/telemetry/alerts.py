@@ -1,24 +1,130 @@
-"""The listener that turns rows into alerts: rules judge, sinks tell.
+"""Alerts: one pure function judges rows, and a listener of the hub hands what it finds to the sinks.
 
-    rows of steps, and of all processes ──► judge ──► alerts ──► log, file, webhook, command
+    row ──► signals ──► readings ──┐         bad for long enough          good for long enough
+                                   ├─► quiet ───────────────────► firing ─────────────────────► quiet
+    thresholds ────────────────────┘             one alert                    one alert  ──► log, file, webhook, command
 
-It belongs to a run's first process, which knows all rows.
+So each alert is given once when it begins and once when it is over, and what lies between `fires` and `clears` changes nothing. The
+listener belongs to a run's first process, which knows all rows.
 """
 
-import json
+import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from meshtrain.config import Config
+from meshtrain.config.telemetry import AlertTarget, alert_target
 from meshtrain.errors import refusal, say
 from meshtrain.run.directory import ALERTS
-from meshtrain.telemetry import entries
-from meshtrain.telemetry.entries import Entry
-from meshtrain.telemetry.rules import Options, State, judge
-from meshtrain.telemetry.signals import Heard
+from meshtrain.run.rows import read
+from meshtrain.telemetry.signals import (
+    Disk,
+    Goodput,
+    Heard,
+    LossFinite,
+    LossSpike,
+    Memory,
+    Row,
+    Signal,
+    SignalReading,
+    SlowRank,
+    Stalled,
+    Throughput,
+)
 from meshtrain.telemetry.sinks import PATIENCE, Log, Sink, sink
+from meshtrain.telemetry.thresholds import BY_RULE, Severity, Threshold
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One that begins or is over. `time`: seconds since 1970; `limit`: what `value` went beyond, or came back behind."""
+
+    time: float
+    step: int | None
+    rule: str
+    state: Literal["firing", "resolved"]
+    severity: Severity
+    value: float
+    limit: float
+    sentence: str
+    rank: int | None = None
+
+    def row(self) -> dict[str, Any]:
+        """As a line of alerts.jsonl: what is not known is left out."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class Standing(NamedTuple):
+    """Of a rule (and rank): whether it fires, and since when readings say otherwise."""
+
+    firing: bool = False
+    since: float | None = None
+
+
+Subject = tuple[str, int | None]  # rule, rank
+
+
+@dataclass(frozen=True)
+class AlertState:
+    """All that is remembered between two rows."""
+
+    signals: tuple[Signal, ...] = (
+        LossFinite(), LossSpike(), Throughput(), Stalled(), Memory(), Disk(), SlowRank(), Goodput(),
+    )  # fmt: skip
+    standings: Mapping[Subject, Standing] = field(default_factory=dict)
+    step: int | None = None
+
+
+def judge(
+    state: AlertState, row: Row, heard: Heard, now: float, thresholds: Mapping[str, Threshold] = BY_RULE
+) -> tuple[AlertState, Sequence[Alert]]:
+    """The state after a row (empty at a tick, which is heard now and then), and the alerts that it brings. `now`: seconds since 1970.
+
+    A rule that has none of the thresholds is not judged.
+    """
+    signals: list[Signal] = []
+    readings: list[SignalReading] = []
+    for signal in state.signals:
+        following, more = signal.after(row, heard, now)
+        signals.append(following)
+        readings += more
+    step = row["step"] if heard == "step" and isinstance(row.get("step"), int) else state.step
+    alerts, standings = [], dict(state.standings)
+    for reading in readings:
+        threshold = thresholds.get(reading.rule)
+        if threshold is None:
+            continue
+        subject = reading.rule, reading.rank
+        before = standings.get(subject, Standing())
+        after = _follow(before, reading, threshold, now)
+        if after.firing != before.firing:
+            alerts.append(_alert(reading, threshold, after.firing, step, now))
+        if after == Standing():
+            standings.pop(subject, None)
+        else:
+            standings[subject] = after
+    return replace(state, signals=tuple(signals), standings=standings, step=step), alerts
+
+
+def _follow(standing: Standing, reading: SignalReading, threshold: Threshold, now: float) -> Standing:
+    turns = threshold.is_good(reading.value) if standing.firing else threshold.is_bad(reading.value)
+    if not turns:
+        return Standing(standing.firing)
+    since = now if standing.since is None else min(standing.since, now)
+    if now - since >= threshold.seconds:
+        return Standing(not standing.firing)
+    return Standing(standing.firing, since)
+
+
+def _alert(reading: SignalReading, threshold: Threshold, firing: bool, step: int | None, now: float) -> Alert:
+    return Alert(
+        time=now, step=step, rule=reading.rule, state="firing" if firing else "resolved", severity=threshold.severity,
+        value=reading.value, limit=threshold.fires if firing else threshold.clears,
+        sentence=f"{reading.sentence if firing else reading.over}.", rank=reading.rank,
+    )  # fmt: skip
 
 
 class Alerts:
@@ -26,14 +132,14 @@ class Alerts:
 
     name = "alerts"
 
-    def __init__(self, config: Config, directory: Path, options: Options | None = None) -> None:
-        self._options, self._state = options, State()
+    def __init__(self, config: Config, directory: Path) -> None:
+        self._state = AlertState()
         self._sinks: list[Sink] = []
-        found = [entries.check(entry) for entry in config.telemetry.alerts]
-        standing = left_standing(directory / ALERTS) if Entry("file") in found else ()
-        for entry in found:
+        targets = [alert_target(text) for text in config.telemetry.alerts]
+        standing = left_standing(directory / ALERTS) if AlertTarget("file") in targets else ()
+        for target in targets:
             try:
-                self._sinks.append(sink(entry, directory))
+                self._sinks.append(sink(target, directory))
             except OSError as error:
                 say(f"alerts are not written to {directory / ALERTS}: {refusal(error)}; training goes on.")
         for alert in standing:
@@ -59,7 +165,7 @@ class Alerts:
             one.close(deadline)
 
     def _judge(self, row: Mapping[str, Any], heard: Heard, now: float) -> None:
-        self._state, alerts = judge(self._state, row, heard, now, self._options)
+        self._state, alerts = judge(self._state, row, heard, now)
         for alert in alerts:
             self._send(alert.row())
 
@@ -70,28 +176,16 @@ class Alerts:
 
 def left_standing(path: Path) -> Sequence[Mapping[str, Any]]:
     """What an earlier process of the run left firing, resolved: it has ended, and this one judges anew."""
-    found: dict[Any, dict[str, Any]] = {}
-    try:
-        text = path.read_bytes()
-    except OSError:
-        # There is none yet, or none that could be read.
-        text = b""
-    for row in _rows(text):
+    newest: dict[Any, dict[str, Any]] = {}
+    rows: Sequence[dict[str, Any]] = ()
+    # None that could be read.
+    with contextlib.suppress(OSError):
+        rows, _ = read(path)
+    for row in rows:
         if {"rule", "state", "severity", "sentence"} <= row.keys():
-            found[row["rule"], row.get("rank")] = row
+            newest[row["rule"], row.get("rank")] = row
     return [
         row | {"time": time.time(), "state": "resolved", "sentence": "the process that said so has ended."}
-        for row in found.values()
+        for row in newest.values()
         if row["state"] == "firing"
     ]
-
-
-def _rows(text: bytes) -> Iterator[dict[str, Any]]:
-    """The whole rows of a file; what is none is left out."""
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            yield row

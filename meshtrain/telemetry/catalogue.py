@@ -70,7 +70,11 @@ METRICS: tuple[Metric, ...] = (
     _step("grad_norm", "", "global norm of the gradient before clipping"),
     _step("learning_rate", "", "learning rate of the step"),
     _step("loss_scale", "", "float16: the loss scale"),
-    _step("skipped", "", "float16: steps skipped so far because their gradient overflowed"),
+    _step(
+        "skipped",
+        "",
+        "float16: steps skipped so far because their gradient overflowed; of islands by themselves the most of any",
+    ),
     _step("reduce_bytes", "bytes", "compressed gradients: bytes that a device sends in a step to sum them"),
     _step("reduce_ratio", "", "the bytes of float32 gradients over those"),
     _step(
@@ -136,7 +140,11 @@ METRICS: tuple[Metric, ...] = (
     _process("device_memory_temperature_celsius", "celsius", "temperature of its memory", labels=("device",)),
     _process("device_throttled", "", "1: the clock is held down for this reason", labels=("device", "reason")),
     _process(
-        "phase_seconds", "seconds", "of this process's main thread, since the sample before", "counter", ("phase",)
+        "phase_seconds",
+        "seconds",
+        "of this process's main thread, since the sample before; stopped, queued: while it waited, but the process did not run",
+        "counter",
+        ("phase",),
     ),
 )
 

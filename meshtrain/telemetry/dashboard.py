@@ -10,7 +10,7 @@ Panels of what a machine does not tell (GPUs on one without) say that there is n
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.survive.beat import KIND_OF
+from meshtrain.telemetry import prometheus_rules
 from meshtrain.telemetry.catalogue import BY_NAME, METRICS, PREFIX, Metric
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -59,7 +59,6 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _panels() -> Iterator[dict[str, Any]]:
-    """Rows of panels, one below the other."""
     below = 0
     for title, panels in _groups():
         yield {"type": "row", "title": title, "gridPos": {"x": 0, "y": below, "w": 24, "h": 1}, "collapsed": False}
@@ -85,7 +84,6 @@ def _groups() -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def _numbers() -> Iterator[tuple[str, str, str]]:
-    """(title, query, unit) of what is shown as a number."""
     for name in ("step", "loss", "tokens_per_second", "mfu"):
         metric = BY_NAME[name]
         yield name.replace("_", " "), f"{metric.sample} {OF_FIRST}", unit(metric)
@@ -112,15 +110,10 @@ def _over(metric: Metric) -> dict[str, Any]:
 
 
 def _goodput() -> dict[str, Any]:
-    """The share of a process's time that goes into steps."""
-    phases, steps = BY_NAME["phase_seconds"].sample, "|".join(p for p, kind in KIND_OF.items() if kind == "step")
-
-    def rate(which: str) -> str:
-        return f"sum without (phase) (rate({phases}{which}[$__rate_interval]))"
-
-    good = f'{{phase=~"{steps}"}}'
-    query = f"{rate(good)} / {rate('')} {OF_RUN}"
-    meaning = "share of the time in which a process dispatches steps, waits for them and logs them"
+    """The share of a process's time that goes into steps, as the alert rule has it."""
+    steps, seconds = prometheus_rules.goodput("$__rate_interval", "rate")
+    query = f"{steps} / {seconds} {OF_RUN}"
+    meaning = "share of the time, starts left out, in which a process dispatches steps, waits for them and logs them"
     return _panel("timeseries", "goodput", [(query, "{{run}} {{rank}}")], "percentunit", meaning)
 
 

@@ -1,19 +1,118 @@
-"""A page of metrics, /metrics at telemetry.bind and telemetry.endpoint, for Prometheus to read; a process of its own has one of its own.
+"""A page of metrics, /metrics at telemetry.bind and telemetry.endpoint, for Prometheus to read; each process has one of its own.
+
+Each process serves its own values. The first one also serves the step's metrics, which are the same for all, and of each process metric the
+least, the median and the greatest value with the rank of its process: a few hundred series, however many processes there are.
 
 It has no password: it listens on 127.0.0.1 unless telemetry.bind says otherwise. Whatever happens to it, training goes on.
 """
 
 import socket
 import socketserver
+import statistics
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from meshtrain.errors import refusal, say
-from meshtrain.telemetry.board import Board, Row
-from meshtrain.telemetry.catalogue import Source
-from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, Family, render, wants_openmetrics
+from meshtrain.telemetry.catalogue import METRICS, PREFIX, PROCESSES_RANK, Metric, Source
+from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, Labels, MetricFamily, flat, render, wants_openmetrics
+
+Row = Mapping[str, Any]
+FEW = 64  # processes, of which each scrape has the newest
+MOST_SILENT = 3.0  # looks at the samples of a process until it is left out, if there is no new one
+
+
+class Board:
+    """Called as a listener of the hub. `totals`: of the hub. `every`: seconds between two looks at the samples of other processes."""
+
+    def __init__(self, rank: int, host: str, run: str, totals: Mapping[str, float], every: float) -> None:
+        self._rank, self._totals, self._every = rank, totals, every
+        self._info: Labels = (("run", run), ("rank", str(rank)), ("host", host))
+        self._step: dict[str, Any] = {}
+        self._own: Row = {}
+        self._sums: dict[str, dict[Labels, float]] = {}
+        self._all: dict[int, tuple[float, Row]] = {}
+        self._of_all: list[MetricFamily] = []
+        self._next = 0.0  # time to look at all, by time.monotonic
+        self._lock = threading.Lock()
+
+    def __call__(self, row: Row, source: Source) -> None:
+        with self._lock:
+            if source == "step":
+                # What this row does not know, such as the loss of the last evaluation, is what it was.
+                self._step |= row
+                return
+            self._all[row["rank"]] = time.monotonic(), row
+            if row["rank"] == self._rank:
+                self._own = row
+                for metric in counters("process"):
+                    sums = self._sums.setdefault(metric.name, {})
+                    for labels, value in flat(row.get(metric.name), metric.labels):
+                        sums[labels] = sums.get(labels, 0.0) + value
+
+    def tick(self, now: float) -> None:
+        """Looks at many processes beside the scrapes, and as often as they are read: thousands take longer than a scrape may."""
+        if len(self._all) > FEW and time.monotonic() >= self._next:
+            self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._next = now + self._every
+        with self._lock:
+            rows = {rank: row for rank, (at, row) in self._all.items() if at >= now - MOST_SILENT * self._every}
+        self._of_all = list(_over_processes(rows)) if len(rows) > 1 else []
+
+    def families(self) -> Iterator[MetricFamily]:
+        """What is known by now."""
+        if len(self._all) <= FEW:
+            self._look()
+        with self._lock:
+            step, own, totals = dict(self._step), self._own, dict(self._totals)
+            sums = {name: dict(of) for name, of in self._sums.items()}
+            of_all = self._of_all
+        yield MetricFamily(PREFIX + "process", "info", "what this process is", samples=[(self._info, 1)])
+        for metric in METRICS:
+            if metric.source == "step" and self._rank:
+                continue
+            family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
+            if metric.kind == "gauge":
+                value = (own if metric.source == "process" else step).get(metric.name)
+                family.samples = list(flat(value, metric.labels))
+            elif metric.source == "step":
+                family.samples = [((), totals[metric.name])] if metric.name in step else []
+            else:
+                family.samples = list(sums.get(metric.name, {}).items())
+            yield family
+        yield from of_all
+
+
+def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
+    ranks = MetricFamily(
+        PROCESSES_RANK, "gauge", "the process that a value over all processes is of, by metric and over"
+    )
+    for metric in METRICS:
+        if metric.source != "process":
+            continue
+        by_labels: dict[Labels, list[tuple[float, int]]] = {}
+        for rank, row in rows.items():
+            for labels, value in flat(row.get(metric.name), metric.labels):
+                shared = tuple(label for label in labels if label[0] != "device")
+                by_labels.setdefault(shared, []).append((value, rank))
+        family = MetricFamily(metric.over_processes, "gauge", f"over all processes: {metric.meaning}", metric.unit)
+        for labels, values in by_labels.items():
+            for over, pick in (("min", min), ("median", statistics.median_low), ("max", max)):
+                value, rank = pick(values)
+                family.samples.append(((*labels, ("over", over)), value))
+                ranks.samples.append(((("metric", metric.name), *labels, ("over", over)), rank))
+        yield family
+    yield ranks
+
+
+def counters(source: Source) -> list[Metric]:
+    return [metric for metric in METRICS if metric.source == source and metric.kind == "counter"]
+
 
 PATH = "/metrics"
 PATIENCE = 10.0  # seconds that a reader may take over its request
@@ -24,7 +123,7 @@ class _Server(ThreadingHTTPServer):
     # Another program's port is not shared, one that the process before has just left is taken.
     allow_reuse_address = True
 
-    def __init__(self, address: tuple[str, int], families: Callable[[], Iterable[Family]]) -> None:
+    def __init__(self, address: tuple[str, int], families: Callable[[], Iterable[MetricFamily]]) -> None:
         self.families = families
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)

@@ -38,7 +38,7 @@ class Distribution:
 
 
 @dataclass
-class Family:
+class MetricFamily:
     """All series of one metric. `kind`: gauge, counter, info, or histogram, which has distributions instead of samples."""
 
     name: str
@@ -49,7 +49,7 @@ class Family:
     distributions: list[tuple[Labels, Distribution]] = field(default_factory=list)
 
 
-def render(families: Iterable[Family], *, openmetrics: bool) -> str:
+def render(families: Iterable[MetricFamily], *, openmetrics: bool) -> str:
     lines: list[str] = []
     for family in families:
         if not family.samples and not family.distributions:
@@ -70,12 +70,12 @@ def render(families: Iterable[Family], *, openmetrics: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _buckets(name: str, labels: Labels, found: Distribution) -> Iterator[str]:
+def _buckets(name: str, labels: Labels, distribution: Distribution) -> Iterator[str]:
     so_far = 0
-    for bound, count in zip((*found.bounds, math.inf), found.counts, strict=True):
+    for bound, count in zip((*distribution.bounds, math.inf), distribution.counts, strict=True):
         so_far += count
         yield f"{name}_bucket{_braces((*labels, ('le', _number(float(bound)))))} {so_far}"
-    yield f"{name}_sum{_braces(labels)} {_number(found.sum)}"
+    yield f"{name}_sum{_braces(labels)} {_number(distribution.sum)}"
     yield f"{name}_count{_braces(labels)} {so_far}"
 
 
@@ -109,5 +109,5 @@ def flat(value: Any, names: tuple[str, ...], labels: Labels = ()) -> Iterator[tu
 
 
 def wants_openmetrics(accept: str | None) -> bool:
-    """By what a request says it takes; a browser is shown text."""
-    return not accept or "openmetrics" in accept or "text/" not in accept
+    """Whether a request names it: who says nothing, or takes anything, may know the older format alone."""
+    return "application/openmetrics-text" in (accept or "")

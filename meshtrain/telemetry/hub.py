@@ -1,6 +1,6 @@
 """Between the step loop and all that watch it: the loop leaves a row and goes on, a thread hands it to whoever listens.
 
-    loop ── row() ──► a list ──┐
+    loop ── rows ────► a list ─┐
                                ├──► thread, once a second ──► listeners: alerts, trackers, endpoint
     samples ── every 10 s ─────┘
 
@@ -8,6 +8,7 @@ What a listener raises is said once, and from then on it hears no more: what wat
 """
 
 import math
+import socket
 import threading
 import time
 from collections import deque
@@ -16,18 +17,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from meshtrain.config import Config
 from meshtrain.errors import say, short
-from meshtrain.telemetry.catalogue import METRICS, Source
+from meshtrain.run.hooks import Row, RunHook
+from meshtrain.run.processes import gathered
+from meshtrain.survive.heartbeat import Heartbeat
 
-Row = dict[str, Any]
-Listener = Callable[[Row, Source], None]
+if TYPE_CHECKING:
+    from meshtrain.telemetry.catalogue import Source
+
+Listener = Callable[[Row, "Source"], None]
 
 LATEST = 1.0  # seconds after which listeners have a row
 TICK = 5.0  # seconds after which a listener that has a `tick` hears that time has passed
 MOST_WAITING = 10_000  # rows that a listener may be behind
+FIRST = 2.0  # seconds after which the first sample is taken: a short run has one, too
 PATIENCE = 10.0  # seconds that the end of a run waits for what listeners still have to do
 
 
@@ -40,10 +48,10 @@ class _Task:
     due: float  # by time.monotonic
 
 
-class Hub:
-    """Of one process; use it as a context. `row` is the main thread's, listeners are called on a thread of their own.
+class Hub(RunHook):
+    """Of one process; use it as a context. `after_metrics` is the main thread's, listeners are called on a thread of their own.
 
-    `totals`: what the counters among a step's metrics have come to, over all steps.
+    `totals`: what those metrics of a step that `add_up` named have come to, over all steps.
     """
 
     def __init__(self, config: Config, directory: Path) -> None:
@@ -51,7 +59,7 @@ class Hub:
         self._listeners: list[Listener] = []
         self._tasks: list[_Task] = []
         self._ticked = 0.0
-        self.totals = dict.fromkeys((m.name for m in METRICS if m.source == "step" and m.kind == "counter"), 0.0)
+        self.totals: dict[str, float] = {}
         self._rows: deque[Row] = deque(maxlen=MOST_WAITING)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshtrain-telemetry", daemon=True)
@@ -66,6 +74,11 @@ class Hub:
         self._listeners.append(listener)
         self._start()
 
+    def add_up(self, names: Iterable[str]) -> dict[str, float]:
+        """`totals` of such metrics from now on."""
+        self.totals = dict.fromkeys(names, 0.0)
+        return self.totals
+
     def repeat(self, seconds: float, give: Callable[[], Iterable[Row]], first: float | None = None) -> None:
         """The rows that `give` has, every so many seconds, at first after `first`, and once more at the end, go to all listeners."""
         self._tasks.append(_Task(seconds, give, time.monotonic() + (seconds if first is None else first)))
@@ -76,8 +89,8 @@ class Hub:
             self._started = True
             self._thread.start()
 
-    def row(self, row: Row, due: bool = True) -> None:
-        """A row of each step, which stands in metrics.jsonl too if `due`. Returns at once: nothing is written, and no thread is woken."""
+    def after_metrics(self, row: Row, due: bool) -> None:
+        """Returns at once: nothing is written, and no thread is woken."""
         for name in self.totals:
             self.totals[name] += row.get(name, 0.0)
         if due:
@@ -133,7 +146,7 @@ class Hub:
             if tick := getattr(listener, "tick", None):
                 self._call(listener, listener, partial(tick, time.time()))
 
-    def _tell(self, row: Row, source: Source) -> None:
+    def _tell(self, row: Row, source: "Source") -> None:
         for listener in list(self._listeners):
             self._call(listener, listener, partial(listener, row, source))
 
@@ -152,3 +165,54 @@ class Hub:
 
 def _listed(give: Callable[[], Iterable[Row]]) -> list[Row]:
     return list(give())
+
+
+def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.sharding.Mesh) -> Hub:
+    """The hub of this process, with all that the config asks for. All processes must call it.
+
+    Each process samples what it uses and serves its page of metrics; the first one also reads the samples of all, and has alerts and trackers.
+    """
+    telemetry, rank, processes = config.telemetry, jax.process_index(), jax.process_count()
+    hub = Hub(config, directory)
+    if telemetry.every:
+        from meshtrain.telemetry.resources import Resources, open_gpus
+        from meshtrain.telemetry.samples import Others, ResourceSampling, read_every, write_every
+
+        heartbeat.watch_pauses()
+        devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
+        visible = [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]
+        resources = Resources(
+            directory,
+            limit=int(telemetry.memory_limit * 2**30),
+            phases=heartbeat.phases,
+            devices=devices,
+            gpus=open_gpus(visible),
+        )
+        every = write_every(telemetry.every, processes)
+        # Not all at once: by the golden ratio any number of ranks is spread evenly.
+        first = min(FIRST, every) if processes == 1 else rank * 0.618034 % 1 * every
+        hub.repeat(every, ResourceSampling(directory, rank, heartbeat, resources), first)
+        if rank == 0 and processes > 1:
+            hub.repeat(read_every(telemetry.every, processes), Others(directory, processes))
+    if telemetry.endpoint:
+        from meshtrain.telemetry.endpoint import Board, Endpoint, counters
+        from meshtrain.telemetry.samples import read_every
+
+        host = socket.gethostname()
+        # Once, before the first step; what is sampled later goes over files.
+        of_machine = gathered(host)[:rank].count(host)
+        totals = hub.add_up(metric.name for metric in counters("step"))
+        board = Board(rank, host, str(directory), totals, read_every(telemetry.every, processes))
+        endpoint = Endpoint(telemetry.bind, telemetry.endpoint + of_machine, board)
+        if endpoint.url:
+            hub.listen(endpoint)
+    if rank == 0:
+        if telemetry.alerts:
+            from meshtrain.telemetry.alerts import Alerts
+
+            hub.listen(Alerts(config, directory))
+        for name in telemetry.trackers:
+            from meshtrain.telemetry.trackers import Tracked
+
+            hub.listen(Tracked(name, config, directory))
+    return hub

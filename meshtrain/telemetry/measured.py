@@ -1,11 +1,16 @@
-"""What a row of metrics says of time, compiling, memory and utilisation, beside the losses."""
+"""What a row of metrics has on time, compiling, memory and utilisation, beside the losses."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+
+from meshtrain.mesh import platform
+
+if TYPE_CHECKING:
+    from meshtrain.step import Program
 
 # Seconds between two looks at the devices' memory: a device takes microseconds to tell, and steps may be short.
 MEMORY_EVERY = 1.0
@@ -32,47 +37,78 @@ def compiles() -> _Compiles:
 
 
 class Measured:
-    """For the step loop of one process.
+    """Measures the steps of one process.
 
-    `phases`: seconds of the process by phase, see `survive.beat`. `devices`: its own ones. `tokens_at_peak`: see `plan.peak`.
+    `phases`: seconds of the process by phase, see `survive.heartbeat`. `devices`: its own ones. `tokens_at_peak`: tokens a second at the
+    devices' peak rate, None where it is not known. `constant`: what every row says alike.
     """
 
     def __init__(
-        self, phases: Callable[[], Mapping[str, float]], devices: Sequence[jax.Device], tokens_at_peak: float | None
+        self,
+        phases: Callable[[], Mapping[str, float]],
+        devices: Sequence[jax.Device],
+        tokens_at_peak: float | None = None,
+        constant: Mapping[str, float] | None = None,
     ) -> None:
-        self._phases, self._devices, self._peak = phases, devices, tokens_at_peak
+        self._phases, self._devices, self._peak, self._constant = phases, devices, tokens_at_peak, dict(constant or {})
         self._before = dict(phases())
-        self._look = 0.0  # at the devices' memory, by time.monotonic
+        self._clock, self._waited = time.perf_counter(), 0.0
+        self._memory_due = 0.0  # by time.monotonic
         self._compiled = compiles().count, compiles().seconds
 
-    def step(self, tokens_per_second: float) -> dict[str, float]:
-        """Of the step whose metrics have come, to be asked once a step."""
-        before, self._before = self._before, dict(self._phases())
-        spent = {name: self._before[name] - before.get(name, 0.0) for name in ("dispatch", "wait")}
-        found = {"time": time.time(), "dispatch_seconds": spent["dispatch"], "wait_seconds": spent["wait"]}
-        if self._peak is not None:
-            found["mfu"] = tokens_per_second / self._peak
-        return found
+    def restart(self) -> None:
+        """The next step counts from now."""
+        self._clock = time.perf_counter()
 
-    def leave_out(self, phase: str, seconds: float) -> None:
-        """They went by in a phase, and are no part of the step."""
-        self._before[phase] = self._before.get(phase, 0.0) + seconds
+    def leave_out(self, seconds: float) -> None:
+        """They went by beside the step, such as in an evaluation."""
+        self._clock += seconds
+
+    def step(self, tokens: int, waited: float) -> dict[str, float]:
+        """Values of the step whose metrics have come, to be asked once a step. `waited`: seconds for data so far."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        before, self._before = self._before, dict(self._phases())
+        # What was taken for waiting may turn out to be a pause.
+        spent = {name: max(0.0, self._before[name] - before.get(name, 0.0)) for name in ("dispatch", "wait")}
+        values = {"tokens": tokens, "tokens_per_second": tokens / seconds, **self._constant}
+        values |= {"step_seconds": seconds, "data_wait_seconds": waited - self._waited}
+        values |= {"time": time.time(), "dispatch_seconds": spent["dispatch"], "wait_seconds": spent["wait"]}
+        self._waited = waited
+        if self._peak is not None:
+            values["mfu"] = tokens / seconds / self._peak
+        return values
 
     def row(self) -> dict[str, float]:
-        """Since the row before, and as it is now."""
+        """Values since the row before, and as they are now."""
         count, seconds = self._compiled
         self._compiled = now = compiles().count, compiles().seconds
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         if now[0] > count:
-            found = {"compiles": now[0] - count, "compile_seconds": now[1] - seconds}
-        return found | self._memory()
+            values = {"compiles": now[0] - count, "compile_seconds": now[1] - seconds}
+        return values | self._memory()
 
     def _memory(self) -> dict[str, float]:
         """Of the fullest device; left out where none tells it, and of rows that come soon after another."""
-        if (now := time.monotonic()) < self._look:
+        if (now := time.monotonic()) < self._memory_due:
             return {}
-        self._look = now + MEMORY_EVERY
+        self._memory_due = now + MEMORY_EVERY
         # None on CPU devices; others may lack single figures.
         stats = [stats for device in self._devices if (stats := device.memory_stats())]
         names = (("memory_in_use_bytes", "bytes_in_use"), ("memory_peak_bytes", "peak_bytes_in_use"))
-        return {name: max(known) for name, key in names if (known := [one[key] for one in stats if key in one])}
+        return {name: max(known) for name, key in names if (known := [each[key] for each in stats if key in each])}
+
+
+def measured(program: "Program", phases: Callable[[], Mapping[str, float]]) -> Measured:
+    """Measures the steps of a program on this process's devices."""
+    config, devices, on_cpu = program.config, program.mesh.devices, platform(program.mesh) == "cpu"
+    peak, sent = None, {}
+    if not on_cpu:
+        from meshtrain.plan.shapes import tokens_at_peak
+
+        peak = tokens_at_peak(config, devices.flat[0].device_kind, devices.size)
+    if config.parallel.reduce.compression != "none":
+        from meshtrain.plan import gradient_traffic, pipeline
+
+        sent = gradient_traffic.row(config, pipeline.iterations(config, skips=on_cpu))
+    return Measured(phases, program.mesh.local_devices, peak, sent)

@@ -1,18 +1,36 @@
-"""What a person sees while a run goes on: a bar on a terminal, one plain line a logged step elsewhere."""
+"""What a person sees while a run or an evaluation goes on: a bar on a terminal, elsewhere one plain line now and then."""
 
 import contextlib
 import os
 import sys
+import time
 from types import TracebackType
-from typing import Any
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshtrain.errors import refusal, say
+from meshtrain.errors import LINES, printable, refusal, say
+from meshtrain.run.hooks import Row, RunHook
+from meshtrain.units import duration
 
 
-class Reporter:
+class TerminalBar:
+    """A bar for as long as the context is entered; none where there is no terminal."""
+
+    bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.bar:
+            self.bar.stop()
+
+
+class Reporter(TerminalBar, RunHook):
     """Shows rows of metrics; use it as a context. `write` prints a sentence above the bar."""
 
     def __init__(self, steps: int, start: int, quiet: bool = False) -> None:
@@ -22,26 +40,16 @@ class Reporter:
         self.console = Console(
             file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, force_jupyter=False, force_terminal=terminal
         )
-        self.bar: Progress | None = None
         self.seconds: list[float] = []
         if self.console.is_terminal:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
             self.bar = Progress(*columns, console=self.console)
             self.task = self.bar.add_task("compiling", total=steps, completed=start)
 
-    def __enter__(self) -> "Reporter":
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.bar:
-            self.bar.stop()
-
     def write(self, sentence: str) -> None:
         """Prints a sentence; a reader that has gone, or a disk that is full, ends no run: from then on nothing is shown."""
         try:
-            self.console.print(sentence, markup=False)
+            self.console.print(printable(sentence, LINES), markup=False)
             self.console.file.flush()
         except (OSError, ValueError, SystemExit) as error:
             self._lose(error)
@@ -54,8 +62,8 @@ class Reporter:
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self.console.file.fileno())
 
-    def step(self, row: dict[str, Any], show: bool) -> None:
-        """One step's metrics; `show` false only moves the bar."""
+    def after_metrics(self, row: Row, due: bool) -> None:
+        """Shows a step's metrics where they are due, and moves the bar."""
         self.seconds = [*self.seconds[-19:], row["step_seconds"]]
         text = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
         if "rewards_accuracies" in row:
@@ -66,16 +74,30 @@ class Reporter:
             text += f"  accuracy {row['eval_accuracy']:.1%}"
         if self.bar:
             self.bar.update(self.task, completed=row["step"], description=text)
-        elif show:
+        elif due:
             left = sorted(self.seconds)[len(self.seconds) // 2] * (self.steps - row["step"])
-            self.write(f"step {row['step']}/{self.steps}  {text}  {duration(left)} left")
+            self.write(f"step {row['step']}/{self.steps}  {text}  {duration(round(left))} left")
 
 
-def duration(seconds: float) -> str:
-    """3 s, 4 min 5 s, 6 h 7 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+LINES_EVERY = 10.0  # seconds between two lines of an evaluation
+
+
+class EvaluationProgress(TerminalBar):
+    """Shows on stderr how far an evaluation is; called with (done, of how many; None where nobody knows)."""
+
+    def __init__(self, doing: str, what: str, quiet: bool = False) -> None:
+        """scoring answers: `doing` and `what`."""
+        console = Console(stderr=True)
+        self.doing, self.what, self.quiet = doing, what, quiet
+        if console.is_terminal and not quiet:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=console)
+            self.task = self.bar.add_task(f"{doing} {what}", total=None)
+        self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int | None) -> None:
+        if self.bar:
+            self.bar.update(self.task, completed=done, total=total)
+        elif not self.quiet and time.monotonic() - self._said >= LINES_EVERY:
+            say(f"{self.doing}: {done:,} {'' if total is None else f'of {total:,} '}{self.what}")
+            self._said = time.monotonic()

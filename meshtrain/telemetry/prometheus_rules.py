@@ -7,13 +7,13 @@ between `fires` and `clears` is not kept apart.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtrain.survive.beat import HOST, KIND_OF
+from meshtrain.survive.detectors import LEAST, TIMES
+from meshtrain.survive.heartbeat import HOST, KIND_OF, STEPPING
 from meshtrain.telemetry.catalogue import BY_NAME, PREFIX
-from meshtrain.telemetry.signals import STEPPING
 from meshtrain.telemetry.thresholds import ENOUGH, FILLING_FROM, HOUR, LEAST_JUDGED, ROOM, THRESHOLDS, Threshold
 
 RECENT, USUAL = 120.0, 1800.0  # seconds that are held against those before
-STILL = 600.0  # seconds without a token; a rule cannot wait for 10 steps whose length it does not know
+STILL = LEAST * TIMES  # seconds without a token; a rule cannot wait for 10 steps whose length it does not know
 HOST_SHARE = "meshtrain:host_share"  # a recording rule's name
 
 # Phases of a start, which is not held against a run.
@@ -62,7 +62,6 @@ def _alert(threshold: Threshold, span: Span) -> dict[str, Any]:
 
 
 def _name(metric: str) -> str:
-    """A metric's name in a query; KeyError for one that the catalogue does not have."""
     return BY_NAME[metric].sample
 
 
@@ -139,10 +138,14 @@ def _disk_filling(threshold: Threshold, span: Span) -> str:
     return f"({ahead} < 0 and {_name('disk_used_ratio')} > {FILLING_FROM:g}) {FIRST}"
 
 
-def _goodput(threshold: Threshold, span: Span) -> str:
-    window = _window(span, HOUR)
+def goodput(window: str, function: str) -> tuple[str, str]:
+    """Queries for a process's seconds in steps, and for all of its seconds but those of starts."""
     good = "|".join(phase for phase, kind in KIND_OF.items() if kind == "step")
-    steps, whole = _seconds_in(f'=~"{good}"', window, "increase"), _seconds_in(f'!~"{STARTING}"', window, "increase")
+    return _seconds_in(f'=~"{good}"', window, function), _seconds_in(f'!~"{STARTING}"', window, function)
+
+
+def _goodput(threshold: Threshold, span: Span) -> str:
+    steps, whole = goodput(_window(span, HOUR), "increase")
     return f"({steps} / {whole} < {threshold.fires:g} and {whole} > {span(LEAST_JUDGED):g}) {FIRST}"
 
 

@@ -9,13 +9,20 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.errors import refusal, say
 from meshtrain.files import still_names, write_atomically
 from meshtrain.run.directory import RESOURCES
+from meshtrain.run.rows import RowReader
+
+if TYPE_CHECKING:
+    from meshtrain.survive.heartbeat import Heartbeat
+    from meshtrain.telemetry.resources import Resources
 
 Row = dict[str, Any]
 
@@ -24,6 +31,7 @@ READS_PER_SECOND = 20.0  # of the first one, which is a training process too
 MOST_BYTES = 4 * 2**20
 NEWEST_ROWS = 1000  # that thinning leaves as they are
 TAIL = 64 * 1024  # bytes at the end of a file that hold a row
+SKEW = 60.0  # seconds by which clocks of machines may differ
 
 
 def write_every(seconds: float, processes: int) -> float:
@@ -91,27 +99,50 @@ def _names(path: Path, descriptor: int) -> bool:
 
 def finite(row: Mapping[str, Any]) -> Row:
     """Without what is no number: JSON has none of these, and an unknown value is left out."""
-    found: Row = {}
+    known: Row = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
-            found[name] = finite(value)
+            known[name] = finite(value)
         elif not isinstance(value, float) or math.isfinite(value):
-            found[name] = value
-    return found
+            known[name] = value
+    return known
 
 
 def newest(directory: Path, rank: int) -> Row | None:
     """The last whole row of a process; None if there is none."""
-    try:
-        with (directory / RESOURCES / f"{rank}.jsonl").open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            # No part of an object is one.
-            if isinstance(row := json.loads(line), dict):
-                return row
+    with contextlib.suppress(OSError):
+        return next(reversed(list(RowReader(directory / RESOURCES / f"{rank}.jsonl", TAIL).new())), None)
     return None
+
+
+class ResourceSampling:
+    """Takes a sample of this process, and leaves it where all of them are."""
+
+    name = "sampling"
+
+    def __init__(self, directory: Path, rank: int, heartbeat: "Heartbeat", resources: "Resources") -> None:
+        self._rank, self._heartbeat, self._resources = rank, heartbeat, resources
+        self._file, self._host = Samples(directory, rank), socket.gethostname()
+
+    def __call__(self) -> Iterator[Row]:
+        row = {"time": time.time(), "rank": self._rank, "host": self._host, "step": self._heartbeat.step}
+        row |= self._resources.sample()
+        self._file.write(row)
+        yield row
+
+
+class Others:
+    """Newest samples of the other processes, each once, on the first one."""
+
+    name = "reading the samples of other processes"
+
+    def __init__(self, directory: Path, processes: int) -> None:
+        # Earlier processes of the run wrote there too.
+        self._directory, self._told = directory, dict.fromkeys(range(1, processes), time.time() - SKEW)
+
+    def __call__(self) -> Iterator[Row]:
+        for rank, told in self._told.items():
+            row = newest(self._directory, rank)
+            if row is not None and row.get("time", 0.0) > told:
+                self._told[rank] = row["time"]
+                yield row

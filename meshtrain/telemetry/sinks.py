@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from meshtrain.config.telemetry import AlertTarget
 from meshtrain.errors import refusal, say, short
 from meshtrain.run.directory import ALERTS
 from meshtrain.run.rows import MetricsFile
-from meshtrain.telemetry.entries import Entry
 
 LIMIT = {"webhook": 5.0, "command": 10.0}  # seconds of one try
 PAUSES = (1.0, 4.0)  # seconds before the second and third try
@@ -40,18 +40,18 @@ class Sink(Protocol):
     def close(self, deadline: float) -> None: ...
 
 
-def sink(entry: Entry, directory: Path) -> Sink:
-    """The sink of an entry of `telemetry.alerts`."""
-    if entry.kind == "log":
+def sink(target: AlertTarget, directory: Path) -> Sink:
+    """Returns the sink of a target of `telemetry.alerts`."""
+    if target.kind == "log":
         return Log()
-    if entry.kind == "file":
+    if target.kind == "file":
         return File(directory / ALERTS)
-    name = f"{entry.kind}:{entry.target}"
-    if entry.kind == "webhook":
+    name = f"{target.kind}:{target.address}"
+    if target.kind == "webhook":
         # A URL may hold a password or a token: the host is enough to know it by.
-        name = f"webhook to {urlsplit(entry.target).hostname}"
-        return Delivery(name, lambda alert: post(entry.target, alert, directory.name))
-    return Delivery(name, lambda alert: run(shlex.split(entry.target), alert))
+        name = f"webhook to {urlsplit(target.address).hostname}"
+        return Delivery(name, lambda alert: post(target.address, alert, directory.name))
+    return Delivery(name, lambda alert: run(shlex.split(target.address), alert))
 
 
 class Log:

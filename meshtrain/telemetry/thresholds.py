@@ -10,6 +10,7 @@ Beyond means above where `fires` is the greater of the two (or both are the same
 from dataclasses import dataclass
 from typing import Literal
 
+from meshtrain.survive.detectors import LEAST, TIMES
 from meshtrain.survive.stragglers import SLOW
 
 Severity = Literal["critical", "warning"]
@@ -19,7 +20,7 @@ LOSSES, LATEST_LOSSES = 64, 5  # rows that are usual, and newest ones held again
 RATES, LATEST_RATES = 128, 16
 ENOUGH = 32  # rows before which nothing is usual yet
 INTERVALS = 32  # between rows, of which the median is
-LEAST_INTERVAL = 6.0  # seconds that steps count as at least, so that quick ones may rest for a minute
+LEAST_INTERVAL = LEAST / TIMES  # seconds that steps count as at least, so that quick ones may rest for a minute
 UNKNOWN = 1800.0  # seconds without a row while nobody says what the process does: compiling, evaluating and saving may take so long
 SAMPLES = 6  # of a rank's phases
 HOUR = 3600.0
@@ -63,7 +64,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
         "a third of a cluster is worth a message; a minute of it is more than a save or a neighbour's burst",
     ),
     Threshold(
-        "slow_rank", "warning", "score: 1 less the share of its steps by which a rank is longer on its host than the quickest",
+        "slow_rank", "warning", "score: 1 less the share of its steps by which a rank waits less for others than the one that waits most",
         SLOW, 0.85, 30,
         "NVIDIA's resiliency extension calls a rank slow below 0.75; three samples in a row, as the supervisor asks for",
     ),
@@ -82,7 +83,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
     ),
     Threshold(
         "stalled", "critical", "time without a row over the usual time between two, compiling, evaluating and saving left out",
-        10, 1, 0,
+        TIMES, 1, 0,
         "as survive.step_timeout: 10 median steps, and at least a minute",
     ),
     Threshold(

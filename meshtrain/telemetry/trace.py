@@ -23,7 +23,8 @@ from meshtrain.config import Config
 from meshtrain.errors import refusal, say
 from meshtrain.mesh import platform
 from meshtrain.run.directory import TRACES
-from meshtrain.schedule.segments import idle_shares
+from meshtrain.run.hooks import RunHook
+from meshtrain.schedule.phases import idle_fractions
 from meshtrain.schedule.table import Table
 
 EVENTS, MODULE, FACTS = "trace.xplane.pb", "module.hlo.txt", "trace.json"
@@ -44,8 +45,8 @@ class Facts:
     masked: dict[str, float]  # by slot, the share of its executions that the schedule's table leaves idle
 
 
-class Tracer:
-    """Call `before` and `after` around every step. What goes wrong is a sentence and the end of tracing, never of training."""
+class Tracer(RunHook):
+    """Traces the steps that the config names. What goes wrong is a sentence and the end of tracing, never of training."""
 
     def __init__(
         self,
@@ -54,17 +55,17 @@ class Tracer:
         mesh: Mesh,
         table: Table | None,
         phase: Callable[[str], None] = lambda _: None,
+        leave_out: Callable[[float], None] = lambda _: None,
     ) -> None:
-        # `phase` is told what is waited for.
-        self.phase = phase
+        # `phase` hears what is waited for, `leave_out` the seconds that are no part of a step.
+        self.phase, self.leave_out = phase, leave_out
         self.config, self.mesh, self.table, self.directory = config, mesh, table, directory / TRACES
         self.begins = set(config.telemetry.trace_at) if jax.process_index() == 0 else set()
         self.steps: list[int] = []  # of the trace that is being taken
         self._first: int | None = None
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
 
-    def before(self, step: int) -> None:
-        """Ahead of everything that step number `step` (from 1) needs, its batch too."""
+    def before_batch(self, step: int) -> None:
         if self._first is None:
             self._first = step
             # The first step of a process compiles, so the next one is traced in its place.
@@ -74,11 +75,8 @@ class Tracer:
             self._annotation = jax.profiler.StepTraceAnnotation(STEP, step_num=step)
             self._annotation.__enter__()
 
-    def after(self, step: int, program: jax.stages.Compiled, metrics: Any) -> float:
-        """When a step is dispatched; seconds that were no part of it.
-
-        Devices are waited for where a trace begins and ends, so that it has whole steps and nothing of others.
-        """
+    def after_step(self, step: int, compiled: jax.stages.Compiled, metrics: Any) -> None:
+        """Waits for the devices where a trace begins and ends, so that it has whole steps and nothing of others."""
         last = len(self.steps) == self.config.telemetry.trace_steps
         if last or step + 1 in self.begins or (self.steps and platform(self.mesh) == "cpu"):
             self.phase("wait")
@@ -86,12 +84,11 @@ class Tracer:
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
-        if not last:
-            return 0.0
-        self.phase("trace")
-        began = time.perf_counter()
-        self._end(program)
-        return time.perf_counter() - began
+        if last:
+            self.phase("trace")
+            began = time.perf_counter()
+            self._end(compiled)
+            self.leave_out(time.perf_counter() - began)
 
     def close(self) -> None:
         """A trace that the run's end cut short is thrown away."""
@@ -117,7 +114,6 @@ class Tracer:
         return True
 
     def _stop(self) -> bool:
-        """Ends the profiler's session, which writes what it saw."""
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
@@ -157,7 +153,7 @@ class Tracer:
             devices=[device.id for device in devices],
             local=[device.id for device in devices if device.process_index == jax.process_index()],
             processes=jax.process_count(),
-            masked=idle_shares(self.table) if self.table and platform(self.mesh) != "cpu" else {},
+            masked=idle_fractions(self.table) if self.table and platform(self.mesh) != "cpu" else {},
         )
 
     def _give_up(self, what: str, error: Exception) -> None:

@@ -1,13 +1,20 @@
 """The command's words, and its sentences."""
 
+import shutil
+
+import numpy as np
 import pytest
 
 pytest.importorskip("safetensors")
 
 from golden import GOLDEN
+from safetensors.numpy import save_file
 
 import meshtrain as mt
 from meshtrain.adopt.__main__ import main
+from meshtrain.hf.hf_directory import TensorFiles
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def test_inspect_tells_the_section_that_a_config_takes(capsys, tmp_path):
@@ -16,6 +23,56 @@ def test_inspect_tells_the_section_that_a_config_takes(capsys, tmp_path):
     assert "6,208 parameters" in said or "parameters (" in said
     (tmp_path / "x.yaml").write_text(said)
     assert mt.load(tmp_path / "x.yaml").model.qkv_bias is True
+
+
+def _without(model):
+    (model / "model.safetensors.index.json").write_text(
+        (model / "model.safetensors.index.json").read_text().replace("model.norm.weight", "model.other.weight")
+    )
+
+
+def _text(name, text):
+    return lambda model: [
+        (model / file).write_text(given) for file, given in {"tokenizer.json": TOKENIZER, name: text}.items()
+    ]
+
+
+def _tensor(change):
+    def changed(model):
+        files = TensorFiles(model)
+        save_file({name: change(name, files.tensor(name)) for name in files.names}, model / "model.safetensors")
+        (model / "model.safetensors.index.json").unlink()
+
+    return changed
+
+
+TOKENIZER = '{"model": {"vocab": {"a": 0}}}'
+BROKEN = {
+    "shape": (_tensor(lambda name, array: array[:-1] if name == "model.norm.weight" else array), "is [15]; this model's is [16]"),
+    "int8": (_tensor(lambda name, array: array.astype(np.int8) if "norm" in name else array), "is I8; it must be one of"),
+    "nan": (_tensor(lambda name, array: array * np.nan if name == "model.norm.weight" else array), "model.norm.weight in"),
+    "missing": (_without, "but it is not in there"),
+    "other layers": (lambda model: (model / "config.json").write_text(
+        (model / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')), "has no place"),
+    "tokenizer": (_text("tokenizer.json", "{"), "tokenizer.json is no JSON"),
+    "tokenizer list": (_text("tokenizer.json", "[]"), "must hold a JSON object"),
+    "vocabulary": (_text("tokenizer.json", "{}"), "it has no vocabulary"),
+    "tokenizer_config": (_text("tokenizer_config.json", "x"), "tokenizer_config.json is no JSON"),
+    "generation_config": (_text("generation_config.json", "[1"), "generation_config.json is no JSON"),
+    "generation_config alone": (lambda model: (model / "generation_config.json").write_text("[1"), "generation_config.json is no JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("words", [["inspect", "hf"], ["import", "hf", "out"]], ids=" ".join)
+def test_what_is_not_whole_is_neither_called_so_nor_imported(tmp_path, monkeypatch, capsys, kind, words):
+    break_it, says = BROKEN[kind]
+    shutil.copytree(GOLDEN / "llama3", tmp_path / "hf")
+    break_it(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert says in told.err and told.err.count("\n") == 1 and not told.out and not (tmp_path / "out").exists()
 
 
 def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path):

@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 from golden import GOLDEN
 
 import meshtrain as mt
-from meshtrain.adopt.writing import export, live
+from meshtrain.adopt.exporting import export, live_source
 from meshtrain.config import ConfigError, load, to_yaml
 
 
@@ -52,7 +52,7 @@ def test_a_run_begins_with_their_loss_and_goes_on_from_its_own_steps(tmp_path):
     hf = tmp_path / "hf"
     model = {"family": "qwen3", "layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 260}
     program = mt.Program(load({"model": model}))
-    export(program.config, live(program.layout, program.init().params), hf, "float32")
+    export(program.config, live_source(program.layout, program.init().params), hf, "float32")
     given = load(
         config(
             hf,

@@ -2,23 +2,28 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("safetensors")
 
 from golden import GOLDEN
+from safetensors.numpy import save_file
 
 import meshtrain as mt
 from meshtrain.adopt.__main__ import main
-from meshtrain.adopt.files import Files
-from meshtrain.adopt.loading import of_layer
 from meshtrain.checkpoint.__main__ import main as checkpoint
 from meshtrain.config import load
-from meshtrain.config.theirs import CONFIG
+from meshtrain.hf.hf_directory import TensorFiles
+from meshtrain.hf.loading import layer_source
+from meshtrain.hf_families import CONFIG
 from meshtrain.model.weights import weights
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 TOKENIZER = '{"model": {"vocab": {"a": 0, "b": 44}}}'
 
@@ -63,7 +68,7 @@ def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, we
     checkpointer = mt.Checkpointer(config, program, say=[].append)
     state, step = checkpointer.restore_or_init()
     checkpointer.close()
-    read = of_layer(config.model, Files(GOLDEN / "qwen3"))
+    read = layer_source(config.model, TensorFiles(GOLDEN / "qwen3"))
     found = dict(zip((p.name for p in program.layout.flat), jax.tree.leaves(state.params), strict=True))
     for weight in weights(config.model):
         live = np.asarray(found[weight.name])
@@ -85,6 +90,29 @@ def test_what_it_came_with_goes_out_again(out, tmp_path):
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == TOKENIZER
     assert (tmp_path / "hf" / "tokenizer_config.json").exists()
     assert not (tmp_path / "hf" / "hf_config.json").exists()
+
+
+def tensors(directory):
+    """Their dtypes and bytes, by name."""
+    files = TensorFiles(Path(directory))
+    return {name: (files.dtype(name), files.tensor(name).tobytes()) for name in files.names}
+
+
+def test_files_of_any_dtype_come_back_with_the_same_bytes(tmp_path, monkeypatch):
+    """Of bfloat16, and of several; nothing else is made of them until they are trained."""
+    read = TensorFiles(GOLDEN / "gpt2")
+    kinds = {".bias": np.float32, "ln_f": np.float16}
+    shutil.copytree(GOLDEN / "gpt2", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*"))
+    cast = {
+        name: read.tensor(name).astype(next((of for part, of in kinds.items() if part in name), ml_dtypes.bfloat16))
+        for name in read.names
+    }
+    save_file(cast, tmp_path / "hf" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for words in (["export", "hf", "direct"], ["import", "hf", "imported"], ["export", "imported", "again"]):
+        assert main(words) == 0
+    assert tensors("hf") == tensors("direct") == tensors("again")
+    assert {dtype for dtype, _ in tensors("again").values()} == {"BF16", "F16", "F32"}
 
 
 def test_another_family_in_the_config_is_refused(out, tmp_path, capsys):

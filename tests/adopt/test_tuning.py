@@ -8,10 +8,10 @@ pytest.importorskip("safetensors")
 
 from golden import GOLDEN
 
-from meshtrain.adopt import loading
-from meshtrain.adopt.adapters import Adapters
 from meshtrain.config import load
-from meshtrain.config.theirs import section_of
+from meshtrain.hf import loading
+from meshtrain.hf.peft import Adapters
+from meshtrain.hf_families import section_of
 from meshtrain.model.weights import adapters
 from meshtrain.parallel.placement import Placed
 from meshtrain.step import Program

@@ -15,18 +15,16 @@ pytest.importorskip("safetensors")
 from golden import GOLDEN, MESHES
 
 import meshtrain as mt
-from meshtrain.adopt import loading
 from meshtrain.adopt.__main__ import main
-from meshtrain.adopt.files import Files
-from meshtrain.adopt.mapping import Patches
-from meshtrain.adopt.preprocessor import PREPROCESSOR
-from meshtrain.adopt.theirs import config_json, config_of
-from meshtrain.adopt.writing import export, live
+from meshtrain.adopt.exporting import export, live_source
 from meshtrain.config import load
 from meshtrain.config.follow import replaced
-from meshtrain.config.theirs import CONFIG, model_section, read_json
 from meshtrain.data.images.pixels import patches, scaling
 from meshtrain.errors import ConfigError
+from meshtrain.hf import loading
+from meshtrain.hf.hf_directory import PREPROCESSOR, TensorFiles, config_of
+from meshtrain.hf.mapping import mappings
+from meshtrain.hf_families import CONFIG, config_json, model_section, read_json
 from meshtrain.model.weights import weights
 
 THEIRS = GOLDEN / "vit"
@@ -56,15 +54,19 @@ def test_logits_are_those_of_transformers(mesh):
     np.testing.assert_allclose(logits, np.load(THEIRS / "logits.npy"), atol=1e-5)
 
 
+def export_beside_theirs(program, params, out):
+    export(program.config, live_source(program.layout, params), out, "float32", hf_config=read_json(THEIRS / CONFIG))
+
+
 @pytest.mark.parametrize("mesh", ["2x2x2", pytest.param("padded data", marks=pytest.mark.thorough)])
 def test_there_and_back_every_bit_and_name_is_kept(tmp_path, mesh):
-    (program, params), files = adopted(mesh), Files(THEIRS)
-    export(program.config, live(program.layout, params), tmp_path / "out", "float32", theirs=read_json(THEIRS / CONFIG))
-    written = Files(tmp_path / "out")
+    (program, params), files = adopted(mesh), TensorFiles(THEIRS)
+    export_beside_theirs(program, params, tmp_path / "out")
+    written = TensorFiles(tmp_path / "out")
     # the pooler is read by none of their models of classes
     assert sorted(written.names) == sorted(name for name in files.names if "pooler" not in name)
     for name in written.names:
-        np.testing.assert_array_equal(written.whole(name), files.whole(name))
+        np.testing.assert_array_equal(written.tensor(name), files.tensor(name))
     again, before = (read_json(path / CONFIG) for path in (tmp_path / "out", THEIRS))
     ours = {key: again[key] for key in again if key not in ("torch_dtype",)}
     assert ours == {key: before[key] for key in ours}
@@ -75,13 +77,13 @@ def test_a_box_of_the_patches_is_read_as_the_whole_is(monkeypatch):
     """Whatever share of a patch's numbers a device has."""
     model = config_of(THEIRS).model
     weight = next(weight for weight in weights(model) if weight.name == "embedding.patches")
-    row, theirs = Patches(weight.name, "x", size=5), np.arange(20 * 75).reshape(20, 3, 5, 5)
-    ours = row.cut(weight, (slice(0, 75), slice(0, 20)), theirs)
+    mapping, theirs = mappings(model)[weight.name], np.arange(20 * 75).reshape(20, 3, 5, 5)
+    ours = mapping.cut((slice(0, 75), slice(0, 20)), theirs)
     # numbers of a patch lie by row, column, channel
     assert ours[(2 * 5 + 4) * 3 + 1, 7] == theirs[7, 1, 2, 4]
     box = (slice(19, 38), slice(3, 11))
-    np.testing.assert_array_equal(row.cut(weight, box, theirs[row.box(weight, box)]), ours[box])
-    np.testing.assert_array_equal(row.made(weight, ours), theirs)
+    np.testing.assert_array_equal(mapping.cut(box, theirs[mapping.box(box)]), ours[box])
+    np.testing.assert_array_equal(mapping.converted(ours), theirs)
     program, whole = adopted()
     monkeypatch.setattr(loading, "PIECE", 400)
     jax.tree.map(np.testing.assert_array_equal, loading.read(program.layout, THEIRS), whole)
@@ -126,7 +128,7 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path, file, change, says
     copy = Path(shutil.copytree(THEIRS, tmp_path / "model"))
     (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
     with pytest.raises(ConfigError) as error:
-        loading.check(config_of(copy).model, Files(copy))
+        loading.check(config_of(copy).model, TensorFiles(copy))
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
@@ -157,20 +159,20 @@ def test_what_is_said_of_pixels_is_read(tmp_path, given, resize, mean):
 def test_what_their_class_can_hold_is_read_again_as_it_was(keys):
     given = {"family": "vit", "layers": 2, "d_model": 32, "heads": 4, "image_size": 6, "patch_size": 3, "channels": 1}
     model = load({"model": given | keys, "data": {"source": "synthetic"}}).model
-    section = model_section(config_json(model, 5, "float32"), "x")
+    section = model_section(config_json(vars(model), 5, "float32"), "x")
     assert load({"model": section, "data": {"source": "synthetic"}}).model == model
 
 
 def test_the_mean_of_patches_is_none_of_theirs():
     with pytest.raises(ConfigError, match=r"ViTForImageClassification of transformers cannot hold model\.pool mean\.$"):
-        config_json(replaced(config_of(THEIRS), model={"pool": "mean"}).model, 9, "float32")
+        config_json(vars(replaced(config_of(THEIRS), model={"pool": "mean"}).model), 9, "float32")
 
 
 def test_transformers_reads_what_was_exported(tmp_path):
     """Where torch and transformers are (extra parity)."""
     torch, hf = (pytest.importorskip(name) for name in ("torch", "transformers"))
     program, params = adopted()
-    export(program.config, live(program.layout, params), tmp_path / "out", "float32", theirs=read_json(THEIRS / CONFIG))
+    export_beside_theirs(program, params, tmp_path / "out")
     read, told = hf.AutoModelForImageClassification.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )

@@ -38,7 +38,7 @@ def test_ls_lists_steps_with_losses_and_what_is_no_checkpoint(run, capsys):
     code, lines, _ = call(capsys, "ls", run)
     assert code == 0
     assert [line.split()[0] for line in lines] == ["step", "1", "2", "3", "9.damaged"]
-    assert " 0.500000 " in lines[2] and lines[2].split()[-1] == "kB"
+    assert " 0.500000 " in lines[2] and lines[2].split()[-1] == "KiB"
     assert lines[4].endswith("damaged, set aside")
 
 
@@ -47,13 +47,13 @@ def test_show_prints_the_newest_step_and_its_tree(run, capsys):
     assert code == 0 and lines[0] == f"step 3 in {run}/checkpoints/3"
     assert "    blocks" in lines
     gates = [line.split() for line in lines if line.split()[0] == "gate"]
-    assert gates == [["gate", "float32", "[5,", "24,", "50]", "24.0", "kB"]] * 3  # the weight and two moments
+    assert gates == [["gate", "float32", "[5,", "24,", "50]", "23.4", "KiB"]] * 3  # the weight and two moments
     assert any(line.startswith("model: family llama, layers 5") for line in lines)
 
 
 def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
     run = saved(tmp_path / "run", 3, evals={1: 0.5, 2: 0.25, 3: 0.75})
-    assert [line.endswith(" kB  best") for line in call(capsys, "ls", run)[1]] == [False, False, True, False]
+    assert [line.endswith(" KiB  best") for line in call(capsys, "ls", run)[1]] == [False, False, True, False]
     assert call(capsys, "show", run, "--step", "best")[1][0] == f"step 2 in {run}/checkpoints/2"
     for word, named in (("best", "2"), ("newest", "3"), ("1", "1")):
         code, (line,), _ = call(capsys, "verify", run, "--step", word)
@@ -164,7 +164,7 @@ def test_ls_names_each_that_is_not_the_step_of_its_name(odd, capsys):
     assert (code, said) == (0, "")
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     assert {name: found[name] for name in NAMED} == NAMED
-    assert found["2"].endswith("kB")
+    assert found["2"].endswith("KiB")
     assert {name: text for name, text in found.items() if text.startswith("no checkpoint")} == {
         "best": "no checkpoint: it is step 1, renamed",
         "9.damaged": "no checkpoint: damaged, set aside",

@@ -1,5 +1,6 @@
-"""Which checkpoint a run starts from, and every bit of it that may be wrong."""
+"""Where a run starts from, and which checkpoints stay."""
 
+import math
 import os
 import random
 import shutil
@@ -8,8 +9,8 @@ import pytest
 from checkpoint_runs import config, numbered, program, same, saved
 
 from meshtrain.checkpoint import Checkpointer, steps
-from meshtrain.checkpoint.finding import best_step
-from meshtrain.config import ConfigError
+from meshtrain.checkpoint.finding import by_eval_loss, no_best, retained
+from meshtrain.config import CheckpointConfig, ConfigError
 from meshtrain.run.directory import NEWEST
 
 FLIPS = 6  # in each kind of file
@@ -55,9 +56,7 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
             checkpointer = Checkpointer(config(run), program(), say=(said := []).append)
             try:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(
-                        "meshtrain.checkpoint.checkpointer.restore", lambda _, start, say: start.directory.name
-                    )
+                    patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
                     assert checkpointer.restore_or_init() == ("2", 2), damaged
             finally:
                 checkpointer.close()
@@ -175,8 +174,15 @@ def tree(directory):
     return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-@pytest.mark.parametrize("fault", ["missing", "empty", "unmarked", "missing, and only the rows show it"])
-@pytest.mark.parametrize("resume", ["auto", "another run"])
+@pytest.mark.parametrize(
+    ("fault", "resume"),
+    [
+        ("missing", "auto"),
+        ("empty", "another run"),
+        ("unmarked", "auto"),
+        ("missing, and only the rows show it", "another run"),
+    ],
+)
 def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(fault, resume, run, three, tmp_path):
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 9}\n')
     if fault == "unmarked":
@@ -289,23 +295,16 @@ def test_processes_that_read_different_data_are_refused(run, monkeypatch):
         restored(run, {"digest": "aa"})
 
 
-def test_the_best_step_is_the_intact_one_with_the_lowest_eval_loss_and_of_equal_ones_the_earlier(tmp_path):
+def test_steps_are_in_the_order_of_their_eval_losses_and_of_equal_ones_the_earlier_is_first(tmp_path):
     run = saved(tmp_path / "run", 5, evals={2: 1.5, 3: 1.0, 4: 1.0}, keep_best=0)
-    assert best_step(run) == best_step(run / "checkpoints") == 3
-    for step, left in ((3, 4), (4, 2)):
-        flip(run / "checkpoints" / str(step) / "arrays")
-        assert best_step(run) == left
-    flip(run / "checkpoints" / "2" / "arrays")
-    with pytest.raises(ConfigError, match=r"every checkpoint in .* that has an eval loss is damaged; give a step"):
-        best_step(run)
+    for path in (run, run / "checkpoints"):
+        assert [d.name for d in by_eval_loss(path)] == ["3", "4", "2"]
 
 
 def test_where_no_step_has_an_eval_loss_none_is_the_best(run, tmp_path):
-    for place in (run, tmp_path):
-        with pytest.raises(
-            ConfigError, match=r"no checkpoint in .* has an eval loss, so none is the best; give a step"
-        ):
-            best_step(place)
+    assert by_eval_loss(run) == by_eval_loss(tmp_path) == []
+    assert "has an eval loss, so none is the best; give a step" in no_best(run, ())
+    assert "that has an eval loss is damaged; give a step" in no_best(run, [run / "checkpoints" / "3"])
 
 
 def flip(arrays):
@@ -314,3 +313,36 @@ def flip(arrays):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def staying(losses, **keys):
+    return set(retained(losses, CheckpointConfig(**keys)))
+
+
+def test_the_newest_stay_by_step():
+    assert staying({1: None, 10: None, 9: None, 2: None}, keep=2) == {9, 10}
+
+
+def test_fewer_than_keep_all_stay():
+    assert staying({1: None, 2: None}, keep=3) == {1, 2}
+
+
+def test_the_lowest_eval_losses_stay():
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 4.0}
+    assert staying(losses, keep=1, keep_best=1) == {2, 5}
+    assert staying(losses, keep=1, keep_best=2) == {2, 3, 5}
+    assert staying(losses, keep=1, keep_best=0) == {5}
+
+
+def test_an_eval_loss_that_is_no_number_is_never_best():
+    assert staying({1: math.nan, 2: 5.0, 3: None}, keep=1, keep_best=1) == {2, 3}
+
+
+def test_multiples_stay_for_ever():
+    assert staying(dict.fromkeys(range(1, 11)), keep=1, keep_every=4) == {4, 8, 10}
+
+
+@pytest.mark.parametrize("step", [7, 9, 10])
+def test_each_that_stays_has_its_reason(step):
+    reasons = retained({7: 1.0, 8: 2.0, 9: 3.0, 10: 4.0}, CheckpointConfig(keep=1, keep_best=1, keep_every=9))
+    assert reasons[step] == {7: "best by eval loss", 9: "a multiple of 9", 10: "one of the newest 1"}[step]

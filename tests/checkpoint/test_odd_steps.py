@@ -10,7 +10,7 @@ import pytest
 from checkpoint_runs import config, numbered, program, same
 
 from meshtrain.checkpoint import Checkpointer, finding, steps
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config import ConfigError
 
 
@@ -20,7 +20,7 @@ def chosen(directory, **checkpoint):
     checkpointer = Checkpointer(config(directory, checkpoint={"keep": 3, **checkpoint}), program(), say=said.append)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("meshtrain.checkpoint.checkpointer.restore", lambda _, start, say: start.directory.name)
+            patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
             state, step = checkpointer.restore_or_init()
     finally:
         checkpointer.close()
@@ -59,8 +59,8 @@ def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
     checkpointer.wait()
     checkpointer.close()
     assert names(run) == ["2", "3", "4", "4.damaged"]
-    assert finding.problems(root / "4") == [] and Manifest.read(root / "4").step == 4
-    assert finding.problems(root / "4.damaged") == [] and Manifest.read(root / "4.damaged").step == 1
+    assert finding.problems(root / "4") == [] and StepManifest.read(root / "4").step == 4
+    assert finding.problems(root / "4.damaged") == [] and StepManifest.read(root / "4.damaged").step == 1
 
 
 def test_checkpoints_that_are_a_link_to_another_disk_are_as_good_as_a_directory(run):

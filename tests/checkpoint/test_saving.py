@@ -1,16 +1,18 @@
 """Writing in the background: what was saved, when it blocks, and what a failure costs."""
 
 import errno
+import os
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 from checkpoint_runs import config, numbered, program, same, take
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError, arrays, digests, saving, steps
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.manifest import StepManifest
 
 
 def open_run(directory, said=None, **checkpoint):
@@ -176,6 +178,21 @@ def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
 
 
+@pytest.mark.parametrize(("free", "inodes"), [(0, 9), (9, 0)])
+def test_what_is_not_found_since_the_disk_is_full_is_said_so(tmp_path, monkeypatch, free, inodes):
+    def lost(directory, known):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "array_metadatas/process_0")
+
+    monkeypatch.setattr(digests, "write", lost)
+    room = SimpleNamespace(f_bavail=free, f_frsize=1 << 16, f_files=9, f_favail=inodes)
+    monkeypatch.setattr(os, "statvfs", lambda path: room)
+    said = []
+    checkpointer = open_run(tmp_path, said)
+    checkpointer.save(2, numbered(program()), 1.0)
+    checkpointer.close()
+    assert said == ["the checkpoint of step 2 could not be written: no space left on device; there is none before it."]
+
+
 def test_a_failed_save_stops_the_run_if_it_is_to(tmp_path, full_at_step_2):
     checkpointer = open_run(tmp_path, on_failed_save="stop")
     checkpointer.save(1, numbered(program()), 1.0)
@@ -215,7 +232,7 @@ class Unfinished:
 
 @pytest.mark.parametrize("writes_on", [False, True])
 def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(tmp_path, monkeypatch, writes_on):
-    monkeypatch.setattr(saving, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(saving, "POLL_EVERY", 0.05)
     monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent, writes_on=writes_on))
     said = []
     checkpointer = open_run(tmp_path, said)
@@ -268,7 +285,7 @@ def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(nam
     checkpointer.close()
     assert said == [f"{path} stood where a checkpoint belongs; it is set aside as {name}.damaged."]
     assert path.with_name(f"{name}.damaged").lstat().st_ino == before
-    assert Manifest.read(tmp_path / "checkpoints" / "2").step == 2
+    assert StepManifest.read(tmp_path / "checkpoints" / "2").step == 2
 
 
 def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatch):
@@ -299,5 +316,5 @@ def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path)
     checkpointer.save(4, numbered(program()), 1.0)
     checkpointer.close()
     assert sorted(p.name for p in root.iterdir()) == ["1", "3", "4", "9"]
-    assert Manifest.read(tmp_path / "elsewhere").step == 1
+    assert StepManifest.read(tmp_path / "elsewhere").step == 1
     assert said == [f"checkpoint {root}/9 is left alone: it is step 1, renamed."]

@@ -8,11 +8,13 @@ from checkpoint_runs import LAYOUTS
 from training_processes import rows, settings
 
 from meshtrain.checkpoint import digests, steps
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import load
 from meshtrain.run.record import RunRecord
 from meshtrain.train import main
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 ONE, CUBE, *_ = LAYOUTS
 
@@ -117,27 +119,27 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept
     train(tmp_path, 4, 2, **sections, checkpoint={"allow": ["data.source"], "every": 2})
     assert "holds other tokens than it did" in capsys.readouterr().err
-    old, new = (Manifest.read(run / "checkpoints" / str(step)).data for step in (2, 4))
+    old, new = (StepManifest.read(run / "checkpoints" / str(step)).data for step in (2, 4))
     assert new["batches"] == 4 and old["digest"] != new["digest"]
     train(tmp_path, 5, 2, **sections)  # the change is the checkpoint's own by now
     assert "other tokens" not in capsys.readouterr().err
 
 
 def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at_its_end(tmp_path, capsys, monkeypatch):
-    def remove_at_3(self, row):
+    def remove_at_3(self, row, due):
         if row["step"] == 3:
             # The save of step 2 has nothing left to do in the directory.
             assert saved.wait(60)
             shutil.rmtree(tmp_path / "run")
-        write(self, row)
+        write(self, row, due)
 
     def retain_and_say(self):
         retain(self)
         saved.set()
 
-    saved, write, retain = threading.Event(), RunRecord.write, Saver.retain
+    saved, write, retain = threading.Event(), RunRecord.after_metrics, Saver.retain
     monkeypatch.setattr(Saver, "retain", retain_and_say)
-    monkeypatch.setattr(RunRecord, "write", remove_at_3)
+    monkeypatch.setattr(RunRecord, "after_metrics", remove_at_3)
     run = train(tmp_path, 6, 2)
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
     assert load(run / "config.yaml").train.steps == 6

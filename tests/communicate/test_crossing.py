@@ -53,7 +53,7 @@ def test_no_more_is_hidden_than_there_is_and_than_the_backward_has_room_for():
     for gigabits in (400, 0.125):
         planned = plan(curve("islands").config, crossing.at(gigabits))
         hidden = planned.seconds - crossing.overlapped(planned)
-        backward = planned.pieces.layers * planned.pieces.backward.total
+        backward = planned.costs.layers * planned.costs.layer.backward.total
         assert 0 < hidden <= crossing.across(planned) and hidden <= 1.01 * backward
     assert hidden < 0.1 * crossing.across(planned)
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from meshtrain.config import Config, ConfigError, chosen, load, notes, replaced, to_yaml
-from meshtrain.config.check import WORTH_SAYING
+from meshtrain.config.notes import WORTH_SAYING
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 
@@ -207,7 +207,7 @@ def test_an_open_schedule_follows_the_mesh_and_a_named_one_does_not():
     assert replaced(named, mesh={"pipeline": 4}).parallel.schedule == "1f1b"
 
 
-# Forwards and backwards take turns: in each tick one stage goes forward while the other goes backward.
+# Forwards and backwards take turns: in each clock one stage goes forward while the other goes backward.
 ALTERNATE = """# schedule=alternate stages=2 microbatches=4
 stage 0,stage 1
 F0,
@@ -229,7 +229,8 @@ def test_a_table_of_ones_own_that_lockstep_holds_up_is_noted_with_both_costs(tmp
     sections = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 4, "schedule": "~/mine.csv"}}
     (note,) = notes(configuration(**sections))
     here, alone = (
-        simulate(make_table("~/mine.csv", 2, 4), clock=clock).makespan for clock in ("lockstep", "asynchronous")
+        simulate(make_table("~/mine.csv", 2, 4), execution=execution).makespan
+        for execution in ("lockstep", "asynchronous")
     )
     assert f"~/mine.csv takes {here / alone:.2f} times as long here" in note and here > 1.25 * alone
     assert f"({here:.4g} against {alone:.4g} forwards of a stage)" in note
@@ -242,5 +243,5 @@ def test_no_schedule_of_our_own_is_held_up_so_much():
     for name in SCHEDULES:
         for stages, microbatches in ((4, 2), (8, 8), (16, 16), (16, 24)):
             table = make_table(name, stages, microbatches, legal_chunks(name) or 4)
-            here, alone = (simulate(table, clock=clock).makespan for clock in ("lockstep", "asynchronous"))
+            here, alone = (simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous"))
             assert here < WORTH_SAYING * alone, (name, stages, microbatches)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from meshtrain.checkpoint.compatible import check_keys, compare
+from meshtrain.checkpoint.restoring import check_keys, compare
 from meshtrain.config import Config, ConfigError, load, replaced, resolve, to_yaml
 from meshtrain.config.follow import differences, nested, put, value_of
 from meshtrain.config.key import Resume, key, keys, known

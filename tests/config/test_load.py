@@ -1,6 +1,7 @@
 """YAML is read by the declared types, strictly, and comes back out as it went in."""
 
 import dataclasses
+import functools
 import re
 import typing
 from pathlib import Path
@@ -72,10 +73,8 @@ def test_null_stands_for_what_follows_from_other_keys(read):
     assert (model.kv_heads, model.head_dim, model.d_ff, model.tied_head) == (6, 16, 256, False)
     model = read("model: {family: gpt2, d_model: 96, heads: 6}\ntrain: {sequence_length: 40}").model
     assert (model.d_ff, model.tied_head, model.max_positions) == (384, True, 40)
-    config = read(
-        "parallel: {zero_stage: 2, zero_hold: null, microbatches: 2, schedule: v_1f1b}\ndata: {rows_multiple: ~}"
-    )
-    assert (config.parallel.zero_hold, config.parallel.virtual_stages, config.data.rows_multiple) == (True, 2, 16)
+    config = read("parallel: {virtual_stages: 1, microbatches: 2, schedule: v_1f1b}\ndata: {rows_multiple: ~}")
+    assert (config.parallel.virtual_stages, config.data.rows_multiple) == (2, 16)
 
 
 def test_lists_are_tuples_of_the_declared_type(read):
@@ -140,6 +139,13 @@ def test_overrides_of_another_shape_are_told_how_they_are_written(overrides):
     assert str(refused.value) == shown
 
 
+@pytest.mark.parametrize("source", [3, b"config.yaml", [{"run": {}}]], ids=repr)
+def test_what_is_no_config_at_all_is_told_what_may_be(source):
+    with pytest.raises(ConfigError) as refused:
+        load(source)
+    assert str(refused.value) == f"the config is {source!r}; it may be a file, nested dicts, a config or None."
+
+
 def test_paths_and_numpys_numbers_may_be_given_from_python():
     sections = {
         "model": {"layers": 4},
@@ -187,7 +193,9 @@ def test_every_key_is_documented():
         assert len(key.doc) > 10, path
 
 
-@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_config_that_ships_is_legal(path):
     assert load(path).run.directory == f"runs/{path.stem}"
 
@@ -215,3 +223,21 @@ def test_errors_name_file_and_line(read, tmp_path):
 def test_given_values_are_named_without_a_line():
     with pytest.raises(ConfigError, match=r"^the given values: there is no key model\.layer; did you mean layers\?$"):
         load({"model": {"layer": 3}})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lora": {"alpha": {1, 2}}}, r"hold {1, 2}; they may be texts"),
+        ({"run": {"directory": b"x"}}, r"hold b'x'; they may be texts"),
+        ({b"run": 1}, r"hold b'run'; they may be texts"),
+        ({"run": functools.reduce(lambda inner, _: {"a": inner}, range(20), {})}, "nested more than 8 deep"),
+        ({"run": functools.reduce(lambda inner, _: {"a": inner}, range(3000), {})}, "nested more than 8 deep"),
+        ({"train": {"steps": 10**5000}}, "train.steps is '0x.*; it must be a whole number, at least 1"),
+    ],
+    ids=["set", "bytes", "key", "20 deep", "3000 deep", "5000 digits"],
+)
+def test_what_no_config_holds_is_one_sentence(values, said):
+    with pytest.raises(ConfigError, match=f"^the given values.*{said}") as error:
+        load(values)
+    assert "\n" not in str(error.value)

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.config import ConfigError, load
-from meshtrain.config.check import notes
+from meshtrain.config.notes import notes
 
 BATCH = ["train.global_batch_size=8"]
 

@@ -1,8 +1,9 @@
-"""The section `telemetry`: what contradicts itself is refused."""
+"""The section `telemetry`: what contradicts itself is refused, and where alerts may go."""
 
 import pytest
 
 from meshtrain.config import ConfigError, load
+from meshtrain.config.telemetry import AlertTarget, alert_target
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,46 @@ def test_what_cannot_be_is_refused_in_a_sentence(given, sentence):
 def test_trackers_are_those_that_there_are():
     with pytest.raises(ConfigError, match="one of tensorboard, wandb, mlflow; did you mean tensorboard"):
         load("configs/quickstart.yaml", ["telemetry.trackers=[tensorbord]"])
+
+
+@pytest.mark.parametrize(
+    "entry, found",
+    [
+        ("log", AlertTarget("log")),
+        ("file", AlertTarget("file")),
+        ("webhook:https://hooks.example.org/T0/B1?x=1", AlertTarget("webhook", "https://hooks.example.org/T0/B1?x=1")),
+        ("webhook:http://127.0.0.1:9093/alert", AlertTarget("webhook", "http://127.0.0.1:9093/alert")),
+        ("command:mail -s 'a run' me@example.org", AlertTarget("command", "mail -s 'a run' me@example.org")),
+    ],
+)
+def test_a_legal_target_is_taken_apart(entry, found):
+    assert alert_target(entry) == found
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ("logs", "did you mean log?"),
+        ("webhok:https://x.org", "did you mean webhook?"),
+        ("https://x.org/hook", "legal are log, file, webhook:URL and command:WORDS"),
+        ("", "legal are"),
+        ("log:now", "write log alone"),
+        ("webhook", "an address such as"),
+        ("webhook:", "an address such as"),
+        ("webhook:file:///etc/passwd", "an address such as"),
+        ("webhook:https://", "an address such as"),
+        ("webhook:https://x.org:99999/", "an address such as"),
+        ("webhook:https://x.org:0/", "an address such as"),
+        ("webhook:https://[::1/", "an address such as"),
+        ("webhook:https://x.org/a b", "an address such as"),
+        ("command:", "a command is missing"),
+        ("command:   ", "a command is missing"),
+        ("command:mail 'me", "is not closed"),
+    ],
+)
+def test_an_illegal_target_is_refused_in_a_sentence_that_has_it(entry, said):
+    with pytest.raises(ConfigError) as refused:
+        alert_target(entry)
+    sentence = str(refused.value)
+    assert said in sentence and sentence.startswith("telemetry.alerts has ") and sentence.endswith((".", "?"))
+    assert "\n" not in sentence and repr(entry) in sentence

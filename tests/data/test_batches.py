@@ -9,7 +9,7 @@ from data_configs import config, write_random_shards
 from meshtrain.config import Config
 from meshtrain.data import TextBatches, open_data
 from meshtrain.data.shards import PADDING
-from meshtrain.data.stretches import in_rows
+from meshtrain.data.token_rows import in_rows
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 from data_configs import config
 
 from meshtrain.config import ConfigError
-from meshtrain.data import cache, open_data
+from meshtrain.data import cache as user_cache
+from meshtrain.data import open_data
 from meshtrain.data.cache import cache_directory
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +91,7 @@ def test_preparing_text_is_logged_with_how_far_it_is(
 ) -> None:
     # Two units of 4 MiB.
     (tmp_path / "text.jsonl").write_text(f'{{"text": "{"." * 100}"}}\n' * 50_000)
-    monkeypatch.setattr(cache, "SILENCE", 0)
+    monkeypatch.setattr(user_cache, "SILENCE", 0)
     with caplog.at_level(logging.INFO, "meshtrain"):
         for _ in range(2):
             open_data(config(tmp_path / "text.jsonl", validation=0.0))
@@ -162,7 +163,7 @@ def test_a_user_without_a_home_hears_of_the_cache(text: Path, monkeypatch: pytes
     [
         ("~nobody-of-that-name/text", "there is no such file or directory"),
         ("x" * 1000, r"x…x{60} cannot be read: file name too long"),
-        ("/dev/null", "/dev/null is neither a file nor a directory but a device"),
+        ("/dev/null", "/dev/null is neither a file nor a directory; write the text"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_reported_in_a_sentence(source: str, said: str) -> None:

@@ -13,12 +13,12 @@ import pytest
 from meshtrain.config import Config, ConfigError, load
 from meshtrain.data import TextBatches, documents, in_epochs, open_data
 from meshtrain.data.__main__ import main
-from meshtrain.data.inputs import find
+from meshtrain.data.input_files import find
 from meshtrain.data.prepare import prepare
 from meshtrain.data.shards import LEARNED
 from meshtrain.data.show import draw
 from meshtrain.data.tokenizer import load_tokenizer
-from meshtrain.data.unit import Options
+from meshtrain.data.unit import PrepareOptions
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 from meshtrain.train import train as train_run
@@ -104,6 +104,35 @@ def test_an_epoch_has_each_conversation_once_and_learns_its_answers(source: str,
     assert examples(train) == sorted(whole(n) for n in range(COUNT))
 
 
+@pytest.mark.parametrize("count", [2, 20, 240])
+@pytest.mark.parametrize("kind", ["chat", "pairs"])
+def test_few_conversations_can_be_learned_and_evaluated_as_the_readme_does(
+    kind: str, count: int, folder: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": f"{n}", "chosen": f"C{n}", "rejected": f"R{n}"} if kind == "pairs" else {"messages": [say("user", f"{n}"), say("assistant", f"A{n}")]}
+        for n in range(count)
+    ]  # fmt: skip
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"format": kind, "validation": 0.01, "source": str(tmp_path / "few.jsonl")}
+    asked = config(folder, "", length=512, batch=128, data=data, eval={"every": 50, "patience": 3})
+    splits = open_data(asked)
+    assert splits[1] is not None and len(splits[1].one_pass(8)) == 1 and splits[0].batches_per_epoch == 1
+    prompts: list[list[str]] = []
+    for split in splits:
+        text = " ".join(split.tokenizer.decode(row["tokens"]) for row in epoch(split))  # type: ignore[arg-type, attr-defined]
+        prompts.append([f"{n}" for n in range(count) if f"u{n}." in text])
+    assert prompts[1] and prompts[0] and sorted(prompts[0] + prompts[1]) == sorted(f"{n}" for n in range(count))
+    again = open_data(asked)
+    assert [split.digest for split in again if split] == [split.digest for split in splits if split]
+
+
+def test_the_only_conversation_is_learned(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": [say("user", "a"), say("assistant", "b")]}))
+    train, held_out = open_data(config(folder, "", data={"source": str(tmp_path / "one.jsonl"), "validation": 0.01}))
+    assert train.batches_per_epoch == 1 and held_out is None
+
+
 def test_conversations_of_parquet_are_those_of_json_lines(folder: Path, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
@@ -175,7 +204,7 @@ def test_shards_are_the_same_from_any_number_of_workers_and_notice_another_mask(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "LEAST_UNIT", 500)
-    options = Options(validation=0.0, contents="chat", template=str(folder / "template.jinja"))
+    options = PrepareOptions(validation=0.0, contents="chat", template=str(folder / "template.jinja"))
     files = find([str(folder / "chats.jsonl")]).files
     made = [prepare(files, tmp_path / name, options, workers) for name, workers in (("one", 1), ("two", 2))]
     assert made[0] == made[1] and made[0].contents == "chat"
@@ -191,7 +220,7 @@ def test_shards_are_the_same_from_any_number_of_workers_and_notice_another_mask(
 
 
 def test_shards_of_something_else_are_refused(folder: Path, tmp_path: Path) -> None:
-    options = Options(validation=0.0, contents="chat", template=str(folder / "template.jinja"))
+    options = PrepareOptions(validation=0.0, contents="chat", template=str(folder / "template.jinja"))
     prepare(find([str(folder / "chats.jsonl")]).files, tmp_path / "shards", options)
     (tmp_path / "other.jinja").write_text(TEMPLATE + " ")
     data = {"source": str(tmp_path / "shards"), "validation": None}
@@ -302,5 +331,5 @@ def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(
     for no_color, shown in (("", "u\\x1b[2J\x1b[1;32ma\x1b[0m\n"), ("1", "u\\x1b[2J[[a]]\n")):
         monkeypatch.setenv("NO_COLOR", no_color)
         screen = Terminal()
-        draw(("x#0", tokens), load_tokenizer("byte"), None, screen)
+        draw("x#0", tokens, load_tokenizer("byte"), None, screen)
         assert screen.getvalue() == shown + "x#0: 6 tokens, 1 learned\n"

@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain.data import documents
 from meshtrain.data.documents import Document, Part, read, units
-from meshtrain.data.inputs import File, find
+from meshtrain.data.input_files import InputFile, find
 
 
 def read_file(path: Path, field: str = "text") -> list[Document]:
@@ -68,6 +68,7 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path: Pa
         ("a.JSONL", b"{broken", "not JSON"),
         ("a.txt", b"words" + bytes(1), "not text"),
         ("a.txt", "words".encode("utf-16-le"), "not text"),
+        ("a.pdf", b"%PDF-1.4\n1 0 obj\n<< >>\nendobj\n", "not text"),
         ("a.TXT.GZ", b"not gzip", "unreadable"),
     ],
 )
@@ -217,7 +218,7 @@ def test_json_lines_cut_anywhere_give_each_line_to_exactly_one_part(tmp_path: Pa
 def test_units_cover_every_byte_once_and_only_json_lines_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "LEAST_UNIT", 100)
     sizes = {"a.txt": 30, "b.txt": 80, "c.jsonl": 950, "d.txt": 500, "e.txt.gz": 90, "f.jsonl.gz": 300, "g.txt": 0}
-    files = [File(name, name, size, 0) for name, size in sizes.items()]
+    files = [InputFile(name, name, size, 0) for name, size in sizes.items()]
     found = units(files)
     for file in files:
         spans = [(part.begin, part.end) for unit in found for part in unit if part.file == file]

@@ -12,12 +12,13 @@ from data_configs import config
 from meshtrain.config import Config, ConfigError, DataConfig, load
 from meshtrain.data import open_data
 from meshtrain.data.cache import open_files
-from meshtrain.data.inputs import find
+from meshtrain.data.input_files import find
 from meshtrain.data.manifest import read_manifest
-from meshtrain.data.opened import Source
 from meshtrain.data.prepare import prepare
-from meshtrain.data.tokenizer import Tokenizer, train_bpe
-from meshtrain.data.unit import Options
+from meshtrain.data.source import Source
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.tokenizer_file import train_bpe
+from meshtrain.data.unit import PrepareOptions
 from meshtrain.registry import Registry
 from meshtrain.sources import SOURCES, SourceKind
 
@@ -32,7 +33,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prepared(text: Path, bpe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("prepared") / "shards"
-    prepare(find([str(text)]).files, directory, Options(tokenizer=str(bpe), validation=0.1))
+    prepare(find([str(text)]).files, directory, PrepareOptions(tokenizer=str(bpe), validation=0.1))
     return directory
 
 
@@ -101,12 +102,12 @@ def test_a_line_of_the_log_says_what_an_epoch_is(batching: str, text: Path) -> N
     assert train.describe() == f"{says}, {1 - labels / places:.1%} padding"
 
 
-def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [{}, {"validation": 0.0}])
+def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(share: dict, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("words " * 1000)
-    assert open_data(config(tmp_path / "one.txt"))[1] is None
-    asked = load(
-        {"data": {"source": str(tmp_path / "one.txt")}, "train": {"sequence_length": 64}, "eval": {"every": 5}}
-    )
+    assert open_data(config(tmp_path / "one.txt", **share))[1] is None
+    data = {"source": str(tmp_path / "one.txt"), **share}
+    asked = load({"data": data, "train": {"sequence_length": 64}, "eval": {"every": 5}})
     with pytest.raises(ConfigError) as refused:
         open_data(asked)
     said = str(refused.value)
@@ -118,15 +119,32 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
     open_data(load(asked, [f"data.validation_source={tmp_path / 'one.txt'}"]))
 
 
-def test_too_little_held_out_text_is_told_with_the_ways_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
+def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text: Path, batching: str) -> None:
+    _, held_out = open_data(config(text, validation=0.3, batch=5, batching=batching))
+    assert held_out is not None and held_out.one_pass(2) == range(2)
+    everything = held_out.one_pass(1000)
+    assert len(everything) == held_out.batches_per_epoch
+    many, rows = 0, []
+    for batch in map(held_out.batch, everything):
+        many += int((batch["weights"] > 0).sum())
+        rows += [row.tobytes() for row in batch["tokens"][batch["weights"].any(1)]]
+    source: Any = held_out.batches
+    corpus = source.rows.corpus if batching in ("window", "packed") else source.corpus
+    assert many == corpus.labels and len(set(rows)) == len(rows)
+    assert held_out.fewer(1000) == [
+        f"{len(everything)} batches are all that are held out, fewer than eval.batches 1000"
+    ]
+    assert not held_out.fewer(len(everything))
+
+
+def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("words " * 1000)
     (tmp_path / "short.txt").write_text("words")
     given = {"source": str(tmp_path / "train.txt"), "validation": 0.0, "validation_source": str(tmp_path / "short.txt")}
-    asked = load({"data": given, "train": {"sequence_length": 64}, "eval": {"every": 5}})
-    with pytest.raises(ConfigError) as refused:
-        open_data(asked)
-    said = str(refused.value)
-    assert "short.txt holds 6 tokens, fewer than train.sequence_length 64; give more text as data.v" in said, said
+    _, held_out = open_data(load({"data": given, "train": {"sequence_length": 64}, "eval": {"every": 5}}))
+    assert held_out is not None and held_out.batch(0)["weights"].sum() == 6 and held_out.one_pass(8) == range(1)
+    assert held_out.fewer(8) == ["1 batch is all that is held out, fewer than eval.batches 8"]
 
 
 def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling() -> None:
@@ -142,8 +160,10 @@ def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text: Pa
         open_data(load({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
 
 
-def test_shards_of_another_tokenizer_are_refused_with_the_right_one(prepared: Path) -> None:
+def test_shards_of_another_tokenizer_or_share_are_refused_with_the_right_one(prepared: Path, bpe: Path) -> None:
     assert f"set data.tokenizer to {prepared}/tokenizer.json" in refusal(str(prepared))
+    said = refusal(str(prepared), tokenizer=str(bpe), validation=0.2)
+    assert "data.validation is 0.2, but the shards" in said and "prepared with 0.1" in said
 
 
 def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared: Path, tmp_path: Path) -> None:
@@ -156,18 +176,26 @@ def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared: 
     open_data(config(copy, tokenizer=tokenizer, verify=False))
 
 
-def test_another_held_out_share_than_the_shards_have_is_refused(prepared: Path, bpe: Path) -> None:
-    said = refusal(str(prepared), tokenizer=str(bpe), validation=0.2)
-    assert "data.validation is 0.2, but the shards" in said and "prepared with 0.1" in said
+def test_text_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"é": 0}, "merges": []}}', encoding="utf-8"
+    )
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text("hello world")
+    said = refusal(str(tmp_path / "text"), length=8, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert "documents for train, but of none of them" in said and "knows anything" in said
 
 
-def test_too_little_text_is_reported_with_how_much_there_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
+def test_text_that_fills_no_batch_is_one_that_is_padded(tmp_path: Path, batching: str) -> None:
     (tmp_path / "short.txt").write_text("x" * 99)
     source = str(tmp_path / "short.txt")
-    assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(source, length=101)
-    assert "fills no batch of train.global_batch_size 8" in refusal(source, length=50)
-    for batching in ("packed", "grouped", "budget"):
-        assert "data.last: pad" in refusal(source, length=50, batching=batching)
+    train, _ = open_data(config(source, length=50, batching=batching))
+    assert train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 100
+    assert "it fills no batch of train.global_batch_size 8, so that one is padded" in train.describe()
+    if batching == "window":
+        assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(source, length=101)
 
 
 def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(text: Path, tmp_path: Path) -> None:
@@ -206,7 +234,7 @@ def test_a_preparation_that_was_not_finished_is_reported(text: Path, tmp_path: P
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(find([str(text)]).files, tmp_path / "shards", Options(), 1, stop)
+        prepare(find([str(text)]).files, tmp_path / "shards", PrepareOptions(), 1, stop)
     assert "was not finished; run the same `python -m meshtrain.data prepare` again" in refusal(
         str(tmp_path / "shards")
     )
@@ -256,7 +284,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Registry[SourceKind]:
 
 def test_a_kind_of_source_with_documents_is_one_entry(sources: Registry[SourceKind], other_text: Path) -> None:
     def open_mine(data: DataConfig, tokenizer: Tokenizer) -> Source:
-        return open_files(find([str(other_text)]), "mine", Options(data.tokenizer, 0.2), tokenizer, data)
+        return open_files(find([str(other_text)]), "mine", PrepareOptions(data.tokenizer, 0.2), tokenizer, data)
 
     assert "but there is no such file or directory" in refusal("mine")
     sources.register(SourceKind("mine", documents=open_mine))

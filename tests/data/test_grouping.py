@@ -9,7 +9,7 @@ from data_configs import config
 
 from meshtrain.data import open_data
 from meshtrain.data.grouping import budget_rows, choose_lengths, make_groups
-from meshtrain.data.pieces import Pieces
+from meshtrain.data.pieces import DocumentPieces
 
 
 def padded(counts: np.ndarray, lengths: tuple[int, ...]) -> int:
@@ -45,7 +45,7 @@ def test_a_budget_gives_more_rows_to_shorter_lengths_and_is_never_exceeded() -> 
 @pytest.mark.parametrize("pad", [False, True])
 def test_groups_fill_all_their_batches_but_the_last(pad: bool) -> None:
     counts = np.array([0, 5, 0, 9, 1, 30, 2, 0, 11])
-    pieces = Pieces(np.cumsum(counts), np.zeros(counts.sum(), np.uint64))
+    pieces = DocumentPieces(np.cumsum(counts), np.zeros(counts.sum(), np.uint64))
     groups = make_groups(pieces, (2, 4, 6, 8), (4, 4, 4, 4), pad)
     at = 0
     for group in groups:
@@ -58,7 +58,7 @@ def test_groups_fill_all_their_batches_but_the_last(pad: bool) -> None:
     assert groups[-1].batches == (4 if pad else 3)
 
 
-def random_batches_padding(train_pieces: Pieces, size: int, seed: int) -> float:
+def random_batches_padding(train_pieces: DocumentPieces, size: int, seed: int) -> float:
     """The share of padding when batches are drawn at random and padded to their longest."""
     lengths = train_pieces.lengths(np.random.default_rng(seed).permutation(len(train_pieces.first)))
     batches = lengths[: len(lengths) // size * size].reshape(-1, size)

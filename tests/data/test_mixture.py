@@ -71,11 +71,35 @@ def test_every_batching_can_be_mixed(text: Path, other_text: Path, batching: str
     assert abs(labels / 200 / train.tokens_per_batch - 1) < 0.1
 
 
-def test_a_source_too_small_for_one_batch_is_reported(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
+def test_an_evaluation_ends_before_a_source_comes_round(text: Path, other_text: Path, batching: str) -> None:
+    """The one with few held-out rows has most of the weight."""
+    _, held_out = open_data(mixture(other_text, text, (20.0, 1.0), batching=batching, validation=0.3, batch=2))
+    assert held_out is not None
+    once, epoch = held_out.one_pass(1000), held_out.batches_per_epoch
+
+    def rows(numbers: range) -> list[bytes]:
+        batches = map(held_out.batch, numbers)
+        return [row.tobytes() for batch in batches for row in batch["tokens"][batch["weights"].any(1)]]
+
+    assert 1 < len(once) < epoch and len(set(rows(once))) == len(rows(once))
+    further = range(len(once) + 1)
+    assert len(set(rows(further))) < len(rows(further)) and held_out.one_pass(2) == range(2)
+    said = (
+        f"evaluations read {len(once)} batches, fewer than eval.batches 1000: then a source of the mixture comes round"
+    )
+    assert held_out.fewer(1000) == [said] and not held_out.fewer(2)
+
+
+def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_is_padded(
+    text: Path, tmp_path: Path
+) -> None:
     (tmp_path / "tiny.txt").write_text("tiny")
-    for batching in ("window", "grouped", "budget"):
-        with pytest.raises(ConfigError, match=r"fewer than train\.sequence_length|fills no batch"):
-            open_data(mixture(text, tmp_path / "tiny.txt", batching=batching, validation=0.0))
+    with pytest.raises(ConfigError, match=r"fewer than train\.sequence_length"):
+        open_data(mixture(text, tmp_path / "tiny.txt", validation=0.0))
+    for batching in ("grouped", "budget"):
+        train, _ = open_data(mixture(text, tmp_path / "tiny.txt", batching=batching, validation=0.0))
+        assert "it fills no batch of train.global_batch_size" in train.describe()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mounts import exit_code_of, may_mount, mount, own_mounts
 
 from meshtrain.config import ConfigError
 from meshtrain.data import open_data, pieces
-from meshtrain.data.pieces import Pieces, open_pieces
+from meshtrain.data.pieces import DocumentPieces, open_pieces
 from meshtrain.data.shards import Corpus
 from meshtrain.files import temporary_beside
 
@@ -43,7 +43,7 @@ def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(
 def test_the_table_does_not_depend_on_how_many_documents_are_taken_at_once(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def table(at_once: int) -> Pieces:
+    def table(at_once: int) -> DocumentPieces:
         monkeypatch.setattr(pieces, "DOCUMENTS_AT_ONCE", at_once)
         return open_pieces(corpus, 64, tmp_path / str(at_once))
 

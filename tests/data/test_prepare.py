@@ -17,19 +17,20 @@ import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.data import documents
-from meshtrain.data.inputs import find
-from meshtrain.data.manifest import SPLITS, Manifest
+from meshtrain.data.input_files import find
+from meshtrain.data.manifest import SPLITS, ShardManifest
 from meshtrain.data.prepare import prepare, refusal_at
 from meshtrain.data.shards import open_corpus
-from meshtrain.data.tokenizer import ByteTokenizer, train_bpe
-from meshtrain.data.unit import Options, cut, held_out
+from meshtrain.data.tokenizer import ByteTokenizer
+from meshtrain.data.tokenizer_file import train_bpe
+from meshtrain.data.unit import PrepareOptions, cut, held_out
 from meshtrain.files import temporary_beside
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(source: Path, output: Path, workers: int = 1, **options: Any) -> Manifest:
-    return prepare(find([str(source)]).files, output, Options(**options), workers)
+def run(source: Path, output: Path, workers: int = 1, **options: Any) -> ShardManifest:
+    return prepare(find([str(source)]).files, output, PrepareOptions(**options), workers)
 
 
 def same(one: Path, other: Path) -> bool:
@@ -38,7 +39,7 @@ def same(one: Path, other: Path) -> bool:
     return filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
-def texts(directory: Path, manifest: Manifest, split: str) -> list[str]:
+def texts(directory: Path, manifest: ShardManifest, split: str) -> list[str]:
     """The documents as they can be read back."""
     corpus, found = open_corpus(directory, manifest, split, verify=True), []
     for file, offsets in zip(corpus.tokens, corpus.offsets, strict=True):
@@ -105,12 +106,12 @@ def test_an_interrupted_run_goes_on_where_it_was(text: Path, tmp_path: Path, sma
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(find([str(text)]).files, tmp_path / "out", Options(), 1, stop)
+        prepare(find([str(text)]).files, tmp_path / "out", PrepareOptions(), 1, stop)
     assert not (tmp_path / "out" / "manifest.json").exists()
     kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.tokens")}
     assert len(kept) == 2
     again: list[int] = []
-    prepare(find([str(text)]).files, tmp_path / "out", Options(), 1, lambda at, total: again.append(at))
+    prepare(find([str(text)]).files, tmp_path / "out", PrepareOptions(), 1, lambda at, total: again.append(at))
     assert again[0] == done[-1] > 0
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
     assert same(tmp_path / "whole", tmp_path / "out")
@@ -246,8 +247,8 @@ def test_bad_documents_are_refused_by_choice(
         ("a.txt", b"", "the input holds no document: 1 skipped: 1 empty; the first, a.txt, is empty."),
         (
             "a.zip",
-            b"PK\3\4 words",
-            "the input holds no document: 1 skipped: 1 not text; the first, a.zip, is not text but a zip archive.",
+            b"PK\3\4\0words",
+            "the input holds no document: 1 skipped: 1 not text; the first, a.zip, is not text in UTF-8 but binary data (a NUL at byte 4).",
         ),
         ("a.jsonl", b"\n\n", "the input holds no document."),
     ],

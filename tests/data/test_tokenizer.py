@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 
 from meshtrain.config import ConfigError
-from meshtrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from meshtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from meshtrain.data.tokenizer_file import train_bpe
 
 SAMPLE = "naïve mesh — 日本語\n\tdef f(x): return x\n"
 

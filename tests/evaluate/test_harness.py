@@ -18,9 +18,11 @@ pytest.importorskip("safetensors")
 from experiments.evaluate.harness import NAMES, ROLLING, TASKS, ByHand
 from experiments.evaluate.tiny import LENGTH, tiny
 from meshtrain.config import ConfigError
-from meshtrain.evaluate.harness import Harness, model_class
-from meshtrain.evaluate.tasks import run_tasks
+from meshtrain.evaluate import harness as harness_module
+from meshtrain.evaluate.harness import Harness, model_class, run_tasks
 from meshtrain.generate.opened import open_model
+from meshtrain.generate.request import Piece
+from meshtrain.telemetry.progress import EvaluationProgress
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +32,7 @@ def made(request, tmp_path_factory):
     """A directory, the harness on it, and its requests answered by the plainest means; llama begins a text with BOS, gpt2 does not."""
     directory = tiny(tmp_path_factory.mktemp("tiny"), request.param)
     opened = open_model(directory, slots=3)
-    yield directory, Harness(opened, rows=3), ByHand(directory)
-    opened.template.close()
+    return directory, Harness(opened, rows=3), ByHand(directory)
 
 
 def asked(*args):
@@ -118,6 +119,22 @@ def test_generated_text_is_greedy_and_ends_before_what_it_must_end_at(made):
     assert harness.generate_until([]) == []
     with pytest.raises(ConfigError, match="asks for answers of 64 tokens, but the model takes 64 with its prompt"):
         harness.generate_until(asked(("a", {"max_gen_toks": 64})))
+
+
+def test_answers_are_counted_as_they_end(made, monkeypatch):
+    class Scripted:
+        def __init__(self, *_, **__):
+            self.step = self.close = lambda: False
+
+        def submit(self, request, receive):
+            for piece in (Piece("a"), Piece("a"), Piece("b", finish="stop")):
+                receive(piece)
+
+    counted = []
+    monkeypatch.setattr(harness_module, "Engine", Scripted)
+    monkeypatch.setattr(EvaluationProgress, "__call__", lambda self, *count: counted.append(count))
+    assert made[1].generate_until(asked(("One", {"max_gen_toks": 5}), ("Two", {"max_gen_toks": 5}))) == ["aab", "aab"]
+    assert counted == [(1, 2), (2, 2)]
 
 
 def test_a_conversation_is_written_by_the_models_own_template(made):

@@ -9,9 +9,10 @@ from short_runs import canonical_numbers, place
 
 import meshtrain as mt
 from meshtrain.config import ConfigError
-from meshtrain.data.inputs import find
+from meshtrain.data.documents import documents
+from meshtrain.data.input_files import find
 from meshtrain.data.tokenizer import ByteTokenizer
-from meshtrain.evaluate.perplexity import Counts, Reading, begin_of, documents, perplexity
+from meshtrain.evaluate.perplexity import Counts, RowOptions, begin_of, perplexity, rows_of
 from meshtrain.evaluate.scoring import Scorer
 
 TEXTS = {"a.txt": "Läufe über die Brücke, und zurück. " * 3, "b.md": "x", "c.txt": "\n \n"}
@@ -37,8 +38,8 @@ def text(tmp_path):
 
 
 def measured(model, paths, length=32, stride=16, rows=4):
-    reading = Reading(ByteTokenizer(), begin_of(ByteTokenizer()), length, stride)
-    return perplexity(Scorer(model, rows), reading, documents(find(paths), "text"))
+    options = RowOptions(ByteTokenizer(), begin_of(ByteTokenizer()), length, stride)
+    return perplexity(Scorer(model, rows), options, documents(find(paths).files, "text"))
 
 
 def by_hand(model, text: str, length: int, stride: int) -> float:
@@ -113,3 +114,38 @@ def test_text_that_the_vocabulary_cannot_hold_is_a_sentence(tmp_path):
 def test_more_than_a_number_can_hold_is_infinite():
     counts = Counts(nats=1e6, tokens=10, words=1, bytes=10)
     assert counts.perplexity == counts.word_perplexity == math.inf
+
+
+CASES = [
+    (n, length, stride)
+    for n in (1, 2, 7, 8, 9, 30, 31)
+    for length in (1, 5, 8)
+    for stride in (1, 3, 5, 8)
+    if stride <= length
+]
+
+
+@pytest.mark.parametrize(("n", "length", "stride"), CASES)
+def test_each_token_is_scored_once_with_the_context_that_there_is(n, length, stride):
+    tokens = np.arange(100, 100 + n)
+    whole = [7, *tokens]
+    scored, rows = [], list(rows_of(tokens, 7, length, stride))
+    for row in rows:
+        at = len(scored) + 1
+        # what stands before what is scored is what stands there in the document
+        assert row.tokens.tolist() == whole[at - row.begin : at + row.scored]
+        assert len(row.tokens) - 1 <= length and row.tokens.dtype == np.int32
+        assert row.begin >= min(at, length - stride + 1)
+        scored += row.tokens[row.begin :].tolist()
+    assert scored == tokens.tolist()
+    assert n <= length or len(rows[-1].tokens) - 1 == length
+    assert len(rows) == 1 + max(0, -(-(n - length) // stride))
+
+
+def test_a_document_without_a_token_has_no_row():
+    assert list(rows_of(np.array([], np.int64), 7, 8, 4)) == []
+
+
+def test_the_drawing_is_what_is_made():
+    rows = [(row.tokens.tolist(), row.scored) for row in rows_of(np.arange(10), -1, 5, 2)]
+    assert rows == [([-1, 0, 1, 2, 3, 4], 5), ([1, 2, 3, 4, 5, 6], 2), ([3, 4, 5, 6, 7, 8], 2), ([4, 5, 6, 7, 8, 9], 1)]

@@ -8,7 +8,7 @@ from golden import GOLDEN
 import meshtrain as mt
 from meshtrain.config import ConfigError
 from meshtrain.evaluate import scoring
-from meshtrain.evaluate.scoring import Row, Scorer
+from meshtrain.evaluate.scoring import Scorer, TokenRow
 
 RANDOM = np.random.default_rng(3)
 
@@ -18,12 +18,12 @@ def model(family="llama3", **mesh):
     return mt.read_model(GOLDEN / family, mesh=mt.make_mesh(config))
 
 
-def rows(vocabulary: int, lengths=(40, 3, 2, 17, 18, 33, 9)) -> list[Row]:
+def rows(vocabulary: int, lengths=(40, 3, 2, 17, 18, 33, 9)) -> list[TokenRow]:
     made = [RANDOM.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
-    return [Row(tokens, 1 + k * 5 % (len(tokens) - 1)) for k, tokens in enumerate(made)]
+    return [TokenRow(tokens, 1 + k * 5 % (len(tokens) - 1)) for k, tokens in enumerate(made)]
 
 
-def by_hand(read, row: Row) -> tuple[np.ndarray, np.ndarray]:
+def by_hand(read, row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
     """From the whole logits of the row alone, in float64."""
     logits = np.asarray(read(row.tokens[None, :-1])[0, row.begin - 1 :], np.float64)
     wanted = row.tokens[row.begin :]
@@ -74,7 +74,7 @@ def test_scores_are_the_same_on_any_mesh(some, right, mesh):
 @pytest.mark.thorough
 def test_logits_cut_into_pieces_give_the_same(one, some, right, monkeypatch):
     monkeypatch.setattr(scoring, "LOGITS", 4 * one.config.model.vocab_size * 8 * 3)
-    assert scoring._pieces(64, 4 * one.config.model.vocab_size * 8) == 32
+    assert scoring._chunks(64, 4 * one.config.model.vocab_size * 8) == 32
     same(Scorer(one, 8)(some), right)
 
 
@@ -99,25 +99,25 @@ def test_rows_come_back_in_the_order_given_and_progress_is_told(one, some):
 def test_of_equal_logits_the_first_is_the_greedy_one(one):
     """As jax.numpy.argmax has it; here all logits are zero."""
     zero = mt.reader.Model(one.program, jax.tree.map(lambda x: x * 0, one.params), 0, one.directory)
-    (found,) = Scorer(zero, 1)([Row(np.array([5, 0, 1], np.int32))])
+    (found,) = Scorer(zero, 1)([TokenRow(np.array([5, 0, 1], np.int32))])
     assert found.greedy.tolist() == [True, False]
     np.testing.assert_allclose(found.logprobs, -np.log(one.config.model.vocab_size), rtol=1e-6)
 
 
 def test_what_cannot_be_scored_is_a_sentence(one):
     with pytest.raises(ConfigError, match=r"the token 1000, but the model's are 0 to \d+; it is of another tokenizer"):
-        Scorer(one)([Row(np.array([1, 1000]))])
+        Scorer(one)([TokenRow(np.array([1, 1000]))])
     gpt2 = model("gpt2")
     longest = gpt2.config.model.max_positions
     with pytest.raises(
         ConfigError, match=f"{longest + 1} positions are asked for, but the model has learned {longest}"
     ):
-        Scorer(gpt2)([Row(np.zeros(longest + 2, np.int32))])
-    (full,) = Scorer(gpt2)([Row(np.zeros(longest + 1, np.int32))])
+        Scorer(gpt2)([TokenRow(np.zeros(longest + 2, np.int32))])
+    (full,) = Scorer(gpt2)([TokenRow(np.zeros(longest + 1, np.int32))])
     assert len(full.logprobs) == longest
 
 
 def test_a_model_that_gives_no_number_is_a_sentence(one):
     broken = mt.reader.Model(one.program, jax.tree.map(lambda x: x * np.nan, one.params), 0, one.directory)
     with pytest.raises(ConfigError, match=r"gives no numbers \(NaN\) for the text"):
-        Scorer(broken)([Row(np.array([1, 2], np.int32))])
+        Scorer(broken)([TokenRow(np.array([1, 2], np.int32))])

@@ -10,8 +10,9 @@ import pytest
 from fake_decoding import FakeDecoding, continuation, fake_opened, faked, saying
 
 from meshtrain.errors import ConfigError
-from meshtrain.generate.engine import Busy, Closed, Engine
-from meshtrain.generate.request import Request, Sampling
+from meshtrain.generate.compiling import COMMON
+from meshtrain.generate.engine import Engine
+from meshtrain.generate.request import Busy, Closed, Request, Sampling
 
 
 class Heard:
@@ -368,3 +369,78 @@ def test_nothing_grows_over_thousands_of_requests():
     before = work(200)
     assert work(2000) <= before + 50
     assert engine.status.requests == 2200 and not engine._unread and engine.status.busy == 0
+
+
+def test_a_request_whose_program_is_not_compiled_waits_for_it_alone():
+    go, left = threading.Event(), []
+
+    def compiles(name):
+        left.append((name, threading.current_thread().name))
+        if name == ("prefill", 32):
+            assert go.wait(20), "nobody lets it on"
+
+    engine, heards = engine_of(slots=3, length=600, compiles=compiles), [Heard() for _ in range(3)]
+    long, beside, later = asked(b"l" * 20, 3), asked(most=40), asked(b"x" * 16, 3)
+    with engine:
+        threading.Thread(target=engine.warm, args=(0.0,), daemon=True).start()
+        until(lambda: ("prefill", 32) in [name for name, _ in left])
+        for request, heard in zip((long, beside, later), heards, strict=True):
+            engine.submit(request, heard)
+        assert heards[1].over.wait(20) and heards[2].over.wait(20), "the others go on"
+        assert (
+            not heards[0].pieces and engine.status.compiling and (engine.status.waiting, engine.status.busy) == (1, 0)
+        )
+        turns = engine.status.last_step
+        time.sleep(0.05)
+        assert engine.status.last_step == turns, "who waits for a program keeps nobody busy"
+        go.set()
+        assert heards[0].over.wait(20) and not engine.status.compiling
+        assert list(heards[0].text.encode()) == continuation(b"l" * 20, 3)
+        until(lambda: not engine.warming)
+    assert [name for name, _ in left] == engine._decoding.names, "in their order, each once"
+    assert {thread for _, thread in left} == {"meshtrain compiler"}
+
+
+def test_the_commonest_programs_are_waited_for_and_what_a_request_needs_comes_before_the_others():
+    go, compiled = threading.Semaphore(0), []
+
+    def compiles(name):
+        assert go.acquire(timeout=20)
+        compiled.append(name)
+
+    engine, left, heard = engine_of(length=5000, compiles=compiles), [], Heard()
+    with engine:
+        warming = threading.Thread(target=lambda: left.append(engine.warm(0.0)), daemon=True)
+        warming.start()
+        go.release(COMMON - 1)
+        until(lambda: len(compiled) == COMMON - 1)
+        assert not left
+        engine.submit(asked(b"l" * 3000, 3), heard)
+        go.release(2)
+        assert heard.over.wait(20)
+        warming.join(20)
+        assert compiled[-1] == ("prefill", 4096) and left[0] >= len(engine._decoding.names) - COMMON - 1
+        go.release(20)
+
+
+def test_a_program_that_cannot_be_compiled_ahead_is_tried_again_by_who_needs_it(caplog):
+    failed = []
+
+    def compiles(name):
+        if name == ("prefill", 32) and not failed:
+            failed.append(name)
+            raise RuntimeError("no memory")
+
+    engine, heard = engine_of(compiles=compiles), Heard()
+    with engine:
+        assert engine.warm(20.0) == 0 and not engine.warming, "nothing is compiled while it answers"
+        engine.submit(asked(b"l" * 20, 3), heard)
+        assert heard.over.wait(20) and heard.finish == "length"
+    assert "a program cannot be compiled ahead (no memory)" in caplog.text
+
+
+def until(true, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it has not come to be"
+        time.sleep(0.005)

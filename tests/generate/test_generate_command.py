@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import SPECIAL, hugging_face
@@ -18,9 +20,11 @@ from tiny_models import SPECIAL, hugging_face
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
 
-from meshtrain.generate import asking
+from meshtrain.config import ConfigError
+from meshtrain.generate import command
 from meshtrain.generate.__main__ import main
 from meshtrain.generate.engine import Engine
+from meshtrain.generate.request import Sampling
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +71,17 @@ def test_the_same_seed_gives_the_same_which_is_not_the_likeliest(here, capsys):
     assert said("tiny --prompt hello --tokens 20 --seed 3 --temperature 1", capsys)[1] == out
     # the likeliest, where nothing says otherwise
     assert said("tiny --prompt hello --tokens 20", capsys)[1] != out
+
+
+def test_how_tokens_are_chosen_is_the_models_own_where_nothing_is_asked():
+    def how(usual, **asked):
+        options = dict.fromkeys(("temperature", "top_k", "top_p", "seed")) | asked
+        return command.sampling(Namespace(**options), usual)
+
+    usual = Sampling(0.6, 20, 0.9)
+    assert how(usual) == usual and how(usual, seed=4) == Sampling(0.6, 20, 0.9, 4)
+    assert how(usual, temperature=0.0).temperature == 0 and how(usual, top_k=5, top_p=1.0) == Sampling(0.6, 5)
+    assert how(Sampling()) == Sampling() and how(Sampling(), seed=4) == Sampling(1.0, seed=4)
 
 
 @pytest.mark.thorough
@@ -164,7 +179,7 @@ def test_an_answer_that_ends_with_an_error_is_exit_code_1(here, capsys, monkeypa
     def fail(self, state, likeliest):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(asking.Engine, "__init__", _with(Engine.__init__, fail))
+    monkeypatch.setattr(command.Engine, "__init__", _with(Engine.__init__, fail))
     code, _, err = said("tiny --prompt hello --tokens 4", capsys)
     assert code == 1 and "the device's program failed: out of memory." in err and "Traceback" not in err
 
@@ -274,3 +289,13 @@ def test_an_interrupt_ends_prompts(models):
     with endless(models) as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 75
+
+
+@pytest.mark.parametrize(
+    ("length", "says"),
+    [(4, "--length is 4, of the 8 positions"), (8, "was made for 8 positions; --length N"), (16, "--length is 16.")],
+)
+def test_a_prompt_that_leaves_no_position_is_told_how_many_there_are(length, says):
+    model = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(family="llama")))
+    with pytest.raises(ConfigError, match=says):
+        command.check_fits(SimpleNamespace(longest=8, model=model), 20, length)

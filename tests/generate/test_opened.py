@@ -1,8 +1,9 @@
-"""Every kind of directory that holds a model is opened with its tokenizer, its ends and its template; what cannot be is refused in a sentence."""
+"""Every kind of directory that holds a model is opened with its tokenizer, ends and template, on the mesh that is asked for or that fits; what cannot be is refused in a sentence."""
 
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,12 +11,20 @@ from checkpoint_runs import build_for, config, numbered
 from golden import GOLDEN
 from tiny_models import SPECIAL, hugging_face
 
+import meshtrain as mt
+from meshtrain.config import MeshConfig
+from meshtrain.generate.opened import choose_mesh, memory_needs
+from meshtrain.generate.programs import Decoding
+from meshtrain.mesh import part_bytes
+from meshtrain.reader import read_config, read_model
+
 pytest.importorskip("safetensors")
 
 from meshtrain.adopt.__main__ import main as adopt
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.errors import ConfigError
-from meshtrain.generate.opened import open_model
+from meshtrain.generate.opened import _sampling, open_model
+from meshtrain.generate.request import Sampling
 
 END, EOS = SPECIAL.index("<|end|>"), SPECIAL.index("</s>")
 
@@ -48,6 +57,35 @@ def test_a_hugging_face_directory_has_its_tokenizer_its_ends_and_its_template(th
     assert opened.ends == {EOS, END} and opened.template is not None
     assert (opened.longest, opened.length) == (64, 64)
     assert opened.marked.encode(["<|end|>"])[0].tolist() == [END] != opened.tokenizer.encode(["<|end|>"])[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected", "said"),
+    [
+        ({"eos_token_id": 3, "transformers_version": "5"}, None, ""),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, 0, 0.9), "says: temperature 0.6, top_p 0.9."),
+        ({"do_sample": True}, Sampling(1.0), "says: temperature 1."),
+        ({"temperature": 0.7, "top_k": 20, "top_p": None}, Sampling(0.7, 20), "says: temperature 0.7, top_k 20."),
+        ({"do_sample": False, "temperature": 0.6}, Sampling(), ""),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0.0}, None, ""),
+        (
+            {"do_sample": True, "repetition_penalty": 1.05, "min_p": 0.1}, Sampling(1.0),
+            "generation_config.json asks for repetition_penalty, min_p, which is not built here and left out.",
+        ),
+    ],
+)  # fmt: skip
+def test_how_tokens_are_drawn_is_as_the_models_makers_have_it(generation, expected, said):
+    sampling, asks = _sampling(generation)
+    assert sampling == expected and (said in " ".join(asks) if said else not asks)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("top_p", True), ("top_k", 2.5), ("top_k", -1), ("top_p", 10**400)]
+)  # fmt: skip
+def test_what_is_no_way_to_draw_tokens_is_refused(copied, name, value):
+    (copied / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
+    with pytest.raises(ConfigError, match=rf"^generation_config\.json: {name} is "):
+        open_model(copied)
 
 
 @pytest.mark.thorough
@@ -123,3 +161,70 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "is a tokenizer.model, but no tokenizer.json" in refused(copied)
     (copied / "tokenizer.model").unlink()
     assert "has weights but no tokenizer.json" in refused(copied)
+
+
+SIZES = {"layers": 4, "d_model": 96, "heads": 6, "kv_heads": 6, "d_ff": 250, "vocab_size": 1001}
+CONFIG = mt.load({"model": SIZES, "precision": {"compute": "bfloat16"}})
+
+
+def accelerators(count: int, memory: int) -> list:
+    stats = {"bytes_limit": memory}
+    return [SimpleNamespace(platform="cuda", memory_stats=lambda: stats)] * count
+
+
+@pytest.mark.parametrize(("count", "tensor"), [(1, 1), (4, 2), (8, 3), (8, 6)])
+def test_it_is_the_smallest_tensor_that_divides_the_heads_and_fits(count, tensor):
+    on = mt.load({"model": SIZES, "precision": {"compute": "bfloat16"}, "mesh": {"tensor": tensor}})
+    fits = memory_needs(on, 8, 512).all
+    assert choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits)) == MeshConfig(tensor=tensor)
+    if tensor == 1:
+        with pytest.raises(ConfigError, match=r"has 0\.0; give fewer slots, shorter ones, or more devices"):
+            choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits - 1))
+
+
+def test_on_a_cpu_it_is_one_device_whatever_it_needs():
+    assert choose_mesh(CONFIG, None, 10**6, 10**6, jax.devices()) == MeshConfig()
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 4}, *(pytest.param(m, marks=pytest.mark.thorough) for m in ({}, {"data": 2, "tensor": 2}))]
+)
+def test_what_is_said_to_be_needed_is_what_is_held(mesh):
+    config = mt.load({"model": {**SIZES, "heads": 8, "kv_heads": 2}, "mesh": mesh, "parallel": {"zero_stage": 0}})
+    program = mt.Program(config, masters=False)
+    params = jax.jit(program.layout.init, out_shardings=jax.tree.map(lambda x: x.sharding, program.layout.masters))
+    run = Decoding(mt.reader.Model(program, params(jax.random.key(0)), 0, GOLDEN), 4, 24)
+    found = memory_needs(config, 4, 24)
+    assert found.weights == sum(map(part_bytes, jax.tree.leaves(run.weights)))
+    assert found.cache == sum(map(part_bytes, jax.tree.leaves(run.empty().cache)))
+
+
+def test_a_mesh_that_is_asked_for_is_taken():
+    assert choose_mesh(CONFIG, " tensor=2, data=4", 8, 512) == MeshConfig(data=4, tensor=2)
+    assert choose_mesh(CONFIG, "data=1", 3, 512) == MeshConfig()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("tensor=4", "mesh.tensor 4 does not divide model.heads 6; legal are 1, 2, 3, 6"),
+        ("data=3", "data=3 does not divide 8 slots; legal are 1, 2, 4, 8"),
+        ("pipeline=2", "without stages"),
+        ("tenser=2", "did you mean tensor"),
+        ("tensor=2,tensor=2", "has tensor twice"),
+        ("tensor", "mesh tensor is ''; it must be a whole number"),
+        ("tensor=0", "mesh tensor is '0'"),
+        ("tensor=²", "mesh tensor is '²'"),
+        ("tensor=" + 5000 * "9", "it must be a whole number"),
+        ("", "has an axis ''; legal are data and tensor"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_with_what_can(asked, said):
+    with pytest.raises(ConfigError) as raised:
+        choose_mesh(CONFIG, asked, 8, 512)
+    assert said in str(raised.value) and len(str(raised.value)) < 300
+
+
+def test_the_config_that_a_mesh_is_chosen_for_is_that_of_the_model_read():
+    config = read_config(GOLDEN / "qwen3", precision="bfloat16")
+    assert config == read_model(GOLDEN / "qwen3", precision="bfloat16").config

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from shared_programs import shared_program
 
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, load
@@ -54,7 +55,8 @@ def program(layout: str = "one device") -> Program:
 
 
 def build_for(settings: Config) -> Program:
-    return Program(settings, make_mesh(settings))
+    """Traced and compiled once for all runs of the same model on the same mesh."""
+    return shared_program(settings)
 
 
 def numbered(built: Program, seed: int = 0) -> State:

@@ -13,7 +13,7 @@ from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce.feedback import Kept
+from meshtrain.parallel.reduce.feedback import FeedbackState
 from meshtrain.parallel.zero import Zero
 
 # nothing divides; the norms go uncompressed
@@ -22,7 +22,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Closing:
-    """`Zero.close` of a config, compiled once; gradients are float32 [*mesh, *on a device], by the weight's name."""
+    """`Zero.reduce_grads` of a config, compiled once; gradients are float32 [*mesh, *on a device], by the weight's name."""
 
     def __init__(self, mesh: Mapping[str, int], reduce: Mapping[str, Any], **parallel: Any) -> None:
         self.config = load(
@@ -40,8 +40,8 @@ class Closing:
         of_device, of_kept = PartitionSpec(*self.mesh.axis_names), self.zero.feedback.specs
         lead = (0,) * len(self.mesh.axis_names)
 
-        def close(gradients: Any, kept: Kept, scale: jax.Array) -> tuple[Any, ...]:
-            return tuple(self.zero.close(jax.tree.map(lambda g: g[lead], gradients), kept, scale))
+        def close(gradients: Any, kept: FeedbackState, scale: jax.Array) -> tuple[Any, ...]:
+            return tuple(self.zero.reduce_grads(jax.tree.map(lambda g: g[lead], gradients), kept, scale))
 
         specs = (self.layout.shards, of_kept, PartitionSpec())
         self.step = jax.jit(
@@ -50,7 +50,7 @@ class Closing:
         begin = jax.jit(
             self.zero.feedback.init, out_shardings=jax.tree.map(lambda x: x.sharding, self.zero.feedback.shapes)
         )
-        self.kept: Kept = begin(jax.random.key(0))
+        self.kept: FeedbackState = begin(jax.random.key(0))
         self.sent: Arrays = {name: np.zeros(weight.whole, np.float64) for name, weight in self.weights.items()}
 
     def draw(self, random: np.random.Generator) -> Arrays:

@@ -15,15 +15,15 @@ def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
     return {(i, cell[i], j, cell[j]) for i, j in combinations(range(len(cell)), 2)}
 
 
-def covering(cells: Sequence[Cell], beside: Sequence[Cell] = ()) -> list[Cell]:
-    """Some of `cells` in which, with those `beside` them, every pair of levels meets that meets in any of them.
+def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any], set[Any]] = pairs) -> list[Any]:
+    """Some of `cells` in which, with those `beside` them, everything meets that meets in any of them: `of` a cell, its pairs of levels.
 
     Greedy, the same on every machine.
     """
     cells = random.Random(0).sample(cells, len(cells))  # so that levels which no pair asks for any more still vary
-    number = {pair: bit for bit, pair in enumerate(sorted(set().union(*map(pairs, cells)), key=repr))}
-    masks = [sum(1 << number[pair] for pair in pairs(cell)) for cell in cells]
-    met = set().union(*map(pairs, beside))
+    number = {pair: bit for bit, pair in enumerate(sorted(set().union(*map(of, cells)), key=repr))}
+    masks = [sum(1 << number[pair] for pair in of(cell)) for cell in cells]
+    met = set().union(*map(of, beside))
     missing, chosen = sum(1 << bit for pair, bit in number.items() if pair not in met), []
     while missing:
         best = max(range(len(cells)), key=lambda i: (masks[i] & missing).bit_count())

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from meshtrain.config import Config, load
-from meshtrain.data.manifest import Manifest
-from meshtrain.data.shards import ShardWriter
+from meshtrain.data.manifest import ShardManifest
 from meshtrain.data.tokenizer import load_tokenizer
+from meshtrain.data.unit import ShardWriter
 
 
 def config(source: Path | str, *, length: int = 64, batch: int = 8, seed: int = 0, **data: Any) -> Config:
@@ -30,5 +30,5 @@ def write_random_shards(directory: Path, shards: int, documents: int, mean: int)
         written.append(shard)
     digest = load_tokenizer("byte").digest
     parts = {"train": tuple(written), "validation": ()}
-    manifest = Manifest("byte", digest, 257, 256, "uint16", 0.0, parts, {})
+    manifest = ShardManifest("byte", digest, 257, 256, "uint16", 0.0, parts, {})
     (directory / "manifest.json").write_text(manifest.to_json())

@@ -4,10 +4,12 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+MODULES = sorted((ROOT / "meshtrain").rglob("*.py"))
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # What is typed: to the end of the code, else to where the sentence around it goes on.
 IN_CODE = re.compile(r"`((?:python(?: -m)?|pip|srun) \w[^`]*)`")
@@ -21,12 +23,15 @@ def fenced(text: str) -> list[tuple[str, str]]:
     return FENCED.findall(text)
 
 
-def docstrings() -> Iterator[tuple[Path, str, str]]:
+@cache
+def docstrings() -> list[tuple[Path, str, str]]:
     """Every docstring of the package: its file, the name that it belongs to (of a module: none) and its text."""
-    for path in sorted((ROOT / "meshtrain").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-                yield path, getattr(node, "name", ""), text
+    return [
+        (path, getattr(node, "name", ""), text)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node))
+    ]
 
 
 def commands() -> dict[str, list[str]]:

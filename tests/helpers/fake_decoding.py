@@ -65,6 +65,25 @@ class FakeDecoding:
     vocabulary: int = 257
     fails: Callable[[str], None] = lambda what: None
     calls: list[tuple] = field(default_factory=list)
+    compiles: Callable[[tuple], None] = lambda name: None
+    done: set[tuple] = field(default_factory=set)
+
+    @property
+    def names(self) -> list[tuple]:
+        buckets = [16 << k for k in range(self.length.bit_length()) if 16 << k < 2 * self.length]
+        return [("decode", False), ("decode", True), *(("prefill", bucket) for bucket in buckets)]
+
+    def compile(self, name: tuple) -> None:
+        if name not in self.done:
+            self.compiles(name)
+            self.done.add(name)
+
+    def is_compiled(self, name: tuple) -> bool:
+        return name in self.done
+
+    @property
+    def compiled(self) -> int:
+        return len(self.done)
 
     def bucket(self, tokens: int) -> int:
         return max(16, 1 << (tokens - 1).bit_length())
@@ -74,6 +93,7 @@ class FakeDecoding:
         return State([()] * self.slots, [Sampling()] * self.slots)
 
     def prefill(self, state: State, slot: int, tokens: np.ndarray, sampling: Sampling) -> tuple[State, Picked]:
+        self.compile(("prefill", self.bucket(len(tokens))))
         self.fails("prefill")
         self.calls.append(("prefill", slot))
         new = self._taken(state)
@@ -83,6 +103,7 @@ class FakeDecoding:
         return new, self._picked(np.array([token]), ("read", "prefill", slot), likeliest=True, alone=True)
 
     def decode(self, state: State, likeliest: bool = False) -> tuple[State, Picked]:
+        self.compile(("decode", likeliest))
         self.fails("decode")
         self.calls.append(("decode",))
         new = self._taken(state)

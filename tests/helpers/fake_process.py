@@ -4,7 +4,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import resource
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ FORKED.set_forkserver_preload(["meshtrain.serve.app", "meshtrain.serve.listening
 
 
 class FakeProcess:
-    """`step`: seconds that a step of decoding takes; `loading`: until the model is there; `connections`: that the process may have, about."""
+    """`step`: seconds that a step of decoding takes; `loading`: until the model is there."""
 
     def __init__(
         self,
@@ -27,11 +26,9 @@ class FakeProcess:
         notice: float = 0.5,
         drain: float = 20.0,
         loading: float = 0.0,
-        connections: int = 0,
-        keep_alive: int = 75,
     ) -> None:
         self.port = free_port()
-        settings = step, notice, drain, loading, connections, keep_alive
+        settings = step, notice, drain, loading
         self.process = FORKED.Process(target=_serve, args=(self.port, *settings), daemon=True)
         self.process.start()
         self.until(lambda: self.health()["status"] == ("loading" if loading else "ready"), 60)
@@ -116,17 +113,12 @@ def fake_process(**settings: float) -> Iterator[FakeProcess]:
         server.end()
 
 
-def _serve(
-    port: int, step: float, notice: float, drain: float, loading: float, connections: int, keep_alive: int
-) -> None:
+def _serve(port: int, step: float, notice: float, drain: float, loading: float) -> None:
     from fake_serving import fake
 
     from meshtrain.serve import listening
     from meshtrain.serve.app import application
 
-    listening.KEEP_ALIVE = keep_alive
-    if connections:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (connections, connections))
     with fake(slots=SLOTS, length=LENGTH, waiting=QUEUE) as made:
         made.pace.seconds = step
         service, served = made.service, made.service.served

@@ -20,8 +20,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.serve.app import application
 from meshtrain.serve.listening import Server, listening, url
-from meshtrain.serve.served import Served
-from meshtrain.serve.service import Service
+from meshtrain.serve.service import ServedModel, Service
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Pace:
 class Template:
     """As prompts.Conversations: role and text of each message, and a `>`."""
 
-    found = SimpleNamespace(name="fake", text="{{ messages }}{{ tools }}")
+    source = SimpleNamespace(name="fake", text="{{ messages }}{{ tools }}")
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +119,7 @@ def fake(
     calls: deque[tuple] = deque(maxlen=0)
     engine = Engine(opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace, calls=calls))
     service = Service("fake", waiting, **settings)
-    service.served = Served("fake", engine.start())
+    service.served = ServedModel("fake", engine.start())
     try:
         yield Fake(service, engine, pace, TestClient(application(service), raise_server_exceptions=False))
     finally:

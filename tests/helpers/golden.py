@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from meshtrain.adopt.files import Files
 from meshtrain.config import load
-from meshtrain.config.theirs import CONFIG, model_section, read_json
+from meshtrain.hf.hf_directory import TensorFiles
+from meshtrain.hf_families import CONFIG, model_section, read_json
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
@@ -29,4 +29,4 @@ def adopted(directory: Path, mesh: str = "one"):
             "train": {"global_batch_size": 8, "sequence_length": 48},
         }
     )
-    return Program(config, make_mesh(config)), Files(directory)
+    return Program(config, make_mesh(config)), TensorFiles(directory)

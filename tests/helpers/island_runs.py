@@ -62,3 +62,25 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def largest_difference(a: Any, b: Any) -> float:
     return max(float(np.abs(x - y).max()) for x, y in zip(numbers(a), numbers(b), strict=True) if x.size)
+
+
+def copies_differ(tree) -> list[str]:
+    """The leaves of which devices that must have the same part have other bits."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        parts: dict[str, set[bytes]] = {}
+        for shard in leaf.addressable_shards:
+            parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        if any(len(of_part) > 1 for of_part in parts.values()):
+            found.append(jax.tree_util.keystr(path))
+    return found
+
+
+def spoiled(tree, island: int):
+    """Returns a tree of [islands, ...] arrays with a NaN in the largest leaf of one island."""
+    leaves, structure = jax.tree.flatten(tree)
+    at = max(range(len(leaves)), key=lambda i: leaves[i].size)
+    values = np.array(leaves[at])
+    values[(island, *[0] * (values.ndim - 1))] = np.nan
+    leaves[at] = jax.device_put(values, leaves[at].sharding)
+    return jax.tree.unflatten(structure, leaves)

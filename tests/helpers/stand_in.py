@@ -151,6 +151,11 @@ for name in ("join", "restore", "compile"):
 await_others(0)
 step = start = int(saved.read_text()) if saved.exists() else 0
 if rank == 0:
+    lock = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        fail("lock", "the run's lock is held", 72)
     kept = rows.read_text().splitlines()[:step] if rows.exists() else []
     assert len(kept) == step, f"{len(kept)} rows for {step} steps"
     rows.with_suffix(".new").write_text("".join(line + "\n" for line in kept))

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshtrain.survive.beat import VARIABLE, Supervised
+from meshtrain.survive.heartbeat import VARIABLE
+from meshtrain.survive.supervised import Supervised
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["meshtrain.train"])

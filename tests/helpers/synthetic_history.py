@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.survive.history import History, together
-from meshtrain.survive.records import Node, Plan, decode
+from meshtrain.survive.records import Node, RestartPlan, decode
 
 FREE = ("grow", "preempted")  # kinds of re-forming that are no faults
 FAULTS = ("signal", "node", "hang", "error", "memory", *FREE)
@@ -193,7 +193,9 @@ def told(
     records: dict[str, dict[str, Any]] | None = None,
 ) -> History:
     """The history of what is in the files."""
-    decided = [decode(Plan, json.dumps({"leader": "n0", "kind": "", "reason": ""} | plan).encode()) for plan in plans]
+    decided = [
+        decode(RestartPlan, json.dumps({"leader": "n0", "kind": "", "reason": ""} | plan).encode()) for plan in plans
+    ]
     nodes = {
         name: decode(Node, json.dumps({"name": name} | record).encode()) for name, record in (records or {}).items()
     }

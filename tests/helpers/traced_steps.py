@@ -21,7 +21,7 @@ def traced(
     config = load({"telemetry": {"trace_at": [2], "trace_steps": STEPS}})
     tracer = Tracer(config, directory, mesh, table)
     for k in range(1, STEPS + 2):
-        tracer.before(k)
-        tracer.after(k, program, step())
+        tracer.before_batch(k)
+        tracer.after_step(k, program, step())
     tracer.close()
     return directory / "traces" / "2"

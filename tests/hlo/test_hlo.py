@@ -1,12 +1,15 @@
 """What HLO says is read rightly: hand-written programs in all of XLA's spellings, and real arrays."""
 
+import re
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain import hlo
-from meshtrain.hlo import Collective, Module, collectives, live_bytes, short_path
+from meshtrain.hlo import Collective, CompiledCollectives, Module, collectives, live_bytes, short_path
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +258,21 @@ def test_a_path_is_told_without_the_machines_folders():
     assert short_path(hlo.__file__) == "meshtrain/hlo/__init__.py"
     assert short_path("/tmp/ipykernel_12/345.py") == short_path("<stdin>") == "cell"
     assert short_path("/home/me/mine.py") == "mine.py"
+
+
+@dataclass
+class Sent:
+    kind: str
+    axes: tuple[str, ...]
+    loops: tuple[int | None, ...]
+
+    @property
+    def axis(self) -> str:
+        return "+".join(self.axes)
+
+
+def test_collectives_are_counted_in_a_line_the_most_frequent_first():
+    found = [Sent("all-gather", ("data",), (2, 3)), Sent("all-reduce", ("tensor",), (4, 2)), Sent("all-reduce", ("tensor",), ()), Sent("all-reduce", (), (9,))]  # fmt: skip
+    assert CompiledCollectives(found).in_a_line == "9 all-reduce over tensor, 6 all-gather over data"
+    many = CompiledCollectives(Sent(f"kind-{n}", ("data", "tensor", "pipeline"), ()) for n in range(40)).in_a_line
+    assert len(many) <= 410 and re.fullmatch(r"(1 kind-\d+ over data\+tensor\+pipeline, )+\.\.\.", many)

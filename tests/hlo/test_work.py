@@ -209,16 +209,16 @@ def test_attention_of_cudnn_has_its_products_and_a_causal_mask_halves_them(targe
 
 
 def test_a_message_travels_under_what_stands_between_its_start_and_its_done():
-    up, down = Work(Module(PRODUCTS)).transfers("collective-permute")
+    up, down = Work(Module(PRODUCTS)).issued("collective-permute")
     assert (up.op.name, up.body, up.bytes, up.loops, up.flops) == ("up", "tick", 6000, (7,), 5 * ONE)
     assert (down.op.name, down.flops) == ("down", 0), "a fill is no product"
-    assert not list(Work(Module(PRODUCTS)).transfers("all-gather"))
+    assert not list(Work(Module(PRODUCTS)).issued("all-gather"))
 
 
 def test_a_message_that_is_waited_for_at_once_travels_under_nothing():
     started = "(bf16[100,30]{1,0}, bf16[100,30]{1,0}) collective-permute-start"
     text = PRODUCTS.replace(started, "bf16[100,30]{1,0} collective-permute").replace("collective-permute-done", "copy")
-    assert [(m.bytes, m.flops) for m in Work(Module(text)).transfers("collective-permute")] == [(6000, 0), (6000, 0)]
+    assert [(m.bytes, m.flops) for m in Work(Module(text)).issued("collective-permute")] == [(6000, 0), (6000, 0)]
 
 
 def test_a_compiled_loop_over_slots_moves_slots_not_the_ring():

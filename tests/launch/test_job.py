@@ -9,7 +9,9 @@ from meshtrain.errors import ConfigError
 from meshtrain.launch import job
 
 
-def _job(tmp_path, nodes: int, overrides: tuple[str, ...] = (), cluster=None, no_flags=False, **sections) -> job.Job:
+def _job(
+    tmp_path, nodes: int, overrides: tuple[str, ...] = (), cluster=None, no_flags=False, **sections
+) -> job.LaunchJob:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"mesh": {"data": 4, "tensor": 2}, **sections}))
     options = argparse.Namespace(config=str(path), set=list(overrides), cluster=cluster, no_flags=no_flags)

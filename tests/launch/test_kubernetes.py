@@ -1,6 +1,8 @@
 """Manifests against the models that Kubeflow makes of the API servers' own schemas (the package kubeflow-trainer-api), and what they say."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -9,6 +11,7 @@ from kubeflow_trainer_api import models
 from meshtrain.launch.__main__ import main
 
 KINDS = {
+    "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
     "JobSet": models.JobsetV1alpha2JobSet,
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
@@ -36,8 +39,12 @@ def manifests(config, capsys):
     return printed
 
 
-@pytest.mark.parametrize("way, kinds", [("jobset", ["JobSet"]), ("trainjob", ["TrainingRuntime", "TrainJob"])])
-@pytest.mark.parametrize("more", [(), ("--gpus-per-node", "0"), ("--cpus-per-node", "96", "--mount", "/a b")])
+@pytest.mark.parametrize(
+    "way, kinds", [("jobset", ["ConfigMap", "JobSet"]), ("trainjob", ["ConfigMap", "TrainingRuntime", "TrainJob"])]
+)
+@pytest.mark.parametrize(
+    "more", [(), ("--gpus-per-node", "0"), ("--cpus-per-node", "96", "--mount", "/a b", "--memory-per-node", "1Ti")]
+)
 def test_every_field_is_one_of_the_api(manifests, way, kinds, more):
     documents = manifests(way, *more)
     assert [document["kind"] for document in documents] == kinds
@@ -47,7 +54,7 @@ def test_every_field_is_one_of_the_api(manifests, way, kinds, more):
 
 
 def _job(documents: list[dict]) -> dict:
-    spec = documents[0]["spec"]
+    spec = next(document["spec"] for document in documents if document["kind"] in ("JobSet", "TrainingRuntime"))
     (replicated,) = spec.get("template", {"spec": spec})["spec"]["replicatedJobs"]
     assert replicated["name"] == "node" and replicated["replicas"] == 1
     return replicated["template"]
@@ -92,12 +99,12 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("way", ["jobset", "trainjob"])
-def test_each_pod_is_told_its_name_and_an_address_that_the_others_resolve(manifests, config, way):
+def test_each_pod_is_told_its_name_and_an_address_that_the_others_resolve(manifests, way):
     odd = "data.source=$(JOB_COMPLETION_INDEX) $$ $x"
     (container,) = _job(manifests(way, "--set", odd))["spec"]["template"]["spec"]["containers"]
     words = [_expanded(word, {"JOB_COMPLETION_INDEX": "3"}) for word in container["command"]]
     assert words == [
-        "python", "-m", "meshtrain.survive", "--config", str(config), "--set", odd, "--set", "survive.wanted=4",
+        "python", "-m", "meshtrain.survive", "--config", "/etc/meshtrain/config.yaml", "--set", odd, "--set", "survive.wanted=4",
         "--node", "n3", "--address", "the-run-s-node-0-3.the-run-s",
     ]  # fmt: skip
     assert container["workingDir"] == "/work"
@@ -105,7 +112,7 @@ def test_each_pod_is_told_its_name_and_an_address_that_the_others_resolve(manife
 
 
 def test_the_trainjob_names_its_runtime(manifests):
-    runtime, trained = manifests("trainjob")
+    _, runtime, trained = manifests("trainjob")
     assert trained["spec"]["runtimeRef"] == {
         "apiGroup": "trainer.kubeflow.org",
         "kind": runtime["kind"],
@@ -113,3 +120,71 @@ def test_the_trainjob_names_its_runtime(manifests):
     }
     assert _job([runtime])["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert {trained["metadata"]["namespace"], runtime["metadata"]["namespace"]} == {"team-a"}
+
+
+def _pod(documents: list[dict]) -> dict:
+    return _job(documents)["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("way", ["jobset", "trainjob"])
+def test_the_config_goes_along(manifests, config, way):
+    documents = manifests(way)
+    pod, shipped = _pod(documents), documents[0]
+    (volume,) = [volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume]
+    assert shipped["metadata"] == {"name": volume, "namespace": "team-a"}
+    assert shipped["data"] == {"config.yaml": config.read_text()}
+    (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "config"]
+    assert mount == {"name": "config", "mountPath": "/etc/meshtrain", "readOnly": True}
+
+
+@pytest.mark.parametrize(
+    "more, requests, limits",
+    [
+        ((), {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "2"}, {"nvidia.com/gpu": "2"}),
+        (("--gpus-per-node", "0"), {"cpu": "1", "memory": "4Gi"}, None),
+        (
+            ("--cpus-per-node", "96", "--memory-per-node", "1Ti"),
+            {"cpu": "96", "memory": "1Ti", "nvidia.com/gpu": "2"},
+            {"memory": "1Ti", "nvidia.com/gpu": "2"},
+        ),
+    ],
+)
+def test_what_a_node_asks_for(manifests, more, requests, limits):
+    pod = _pod(manifests("jobset", "--shared-memory", "64Gi", *more))
+    resources = pod["containers"][0]["resources"]
+    assert (resources["requests"], resources.get("limits")) == (requests, limits)
+    assert {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in pod["volumes"]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("version", ["1.31", "1.33"])
+@pytest.mark.parametrize("way", ["jobset", "trainjob"])
+def test_by_the_schemas_of_the_api_server(manifests, way, version):
+    """The Job that a JobSet makes, and the ConfigMap; those of a JobSet and a TrainJob are above."""
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (0.1 GB)")
+    documents = manifests(way, "--memory-per-node", "512Gi")
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": documents[0]["metadata"],
+        "spec": _job(documents)["spec"],
+    }
+    for document in (documents[0], job):
+        validator.validate(document, version, strict=True)
+    job["spec"]["template"]["spec"]["containers"][0]["resource"] = {}
+    with pytest.raises(validator.ValidationError):
+        validator.validate(job, version, strict=True)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("way", ["jobset", "trainjob"])
+def test_kubectl_reads_it(config, tmp_path, capsys, way):
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    assert main([way, "--config", str(config), *OPTIONS]) == 0
+    (tmp_path / "m.yaml").write_text(capsys.readouterr().out)
+    # The one command that asks no server.
+    words = ["kubectl", "label", "--local", "-f", str(tmp_path / "m.yaml"), "a=b", "-o", "name"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    names = ended.stdout.split()
+    assert len(names) == {"jobset": 2, "trainjob": 3}[way] and names[0] == "configmap/the-run-s-config", ended.stderr

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from itertools import permutations
 
 import pytest
 
-from meshtrain.launch.__main__ import WAYS, main
+from meshtrain.launch import outcome
+from meshtrain.launch.__main__ import LAUNCHERS, main
 
 NEEDED = {
     "slurm": [],
@@ -77,9 +79,29 @@ def test_wrong_usage_is_one_sentence(words, sentence, capsys):
 def test_the_help_has_every_way():
     words = [sys.executable, "-m", "meshtrain.launch", "--help"]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert all(way.meaning in said for way in WAYS.values())
+    assert all(launcher.meaning in said for launcher in LAUNCHERS.values())
 
 
 def test_no_jax_is_loaded():
-    code = "import sys, meshtrain.launch.__main__, meshtrain.launch.on_ray, meshtrain.launch.outcome; sys.exit('jax' in sys.modules)"
+    code = "import sys, meshtrain.launch.__main__, meshtrain.launch.on_ray, meshtrain.survive.agreed; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "codes, whole",
+    [
+        ([0, 0], 0),
+        ([0, -9], 0),  # killed, and the others went on to the end
+        ([0, 137, 75], 0),
+        ([3, 3, -9], 3),
+        ([75, 3, 2], 3),
+        ([2, 75, 75], 2),  # or it would be started again for ever
+        ([75, 75, -9], 75),
+        ([1, 75], 75),
+        ([1, 137, -15], 1),
+        ([255], 1),
+        ([], 1),
+    ],
+)
+def test_one_code_of_many(codes, whole):
+    assert {outcome(order) for order in permutations(codes)} == {whole}

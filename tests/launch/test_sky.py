@@ -9,7 +9,7 @@ import pytest
 import yaml
 from supervisors import PATIENCE, Supervisors
 
-from meshtrain.launch import sky
+from meshtrain.launch import job
 from meshtrain.launch.__main__ import main
 
 
@@ -38,7 +38,7 @@ def test_a_node_ends_with_its_supervisors_code(task, supervisors, config, tmp_pa
 
 
 def test_a_killed_supervisor_is_started_again_and_the_others_hear_of_no_error(task, supervisors, monkeypatch):
-    monkeypatch.setattr(sky, "PAUSE", 0)
+    monkeypatch.setattr(job, "PAUSE", 0)
     supervisors.does("n0", kill=9, out="began\n")
     ended = task("--set", "survive.restarts=2")
     assert _run(ended, 0) == 137
@@ -61,7 +61,11 @@ def test_the_fields(task):
         "use_spot": True,
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]},
     }
-    assert "accelerators" not in task("--gpus-per-node", "0")["resources"]
+    assert "setup" not in printed and "workdir" not in printed
+    bare = task("--gpus-per-node", "0")
+    assert "accelerators" not in bare["resources"]
+    assert bare["workdir"] == "." and bare["setup"].endswith(" -m pip install --quiet '.'\n")
+    assert task()["setup"].endswith(" -m pip install --quiet '.[cuda12]'\n")
 
 
 def test_devices_without_an_accelerators_name_are_refused(config, capsys):
@@ -81,3 +85,6 @@ def test_skypilots_own_schema(task, more):
         jsonschema.validate(part, schema)
         # Where it takes any field, it takes those that it names.
         assert set(part) <= set(schema["properties"])
+    # Their loader takes any key of job_recovery.
+    known = next(of["properties"] for of in schema["properties"]["job_recovery"]["anyOf"] if "properties" in of)
+    assert set(printed["resources"]["job_recovery"]) <= set(known)

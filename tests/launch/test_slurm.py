@@ -2,14 +2,17 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from supervisors import Supervisors
 
+from meshtrain.launch import job, slurm
 from meshtrain.launch.__main__ import main
-from meshtrain.survive.records import Plan, encode
+from meshtrain.survive.records import RestartPlan, encode
 
 # srun runs the first node's task, then ends with the code that it is told, as the highest of several would be.
 PROGRAMS = {
@@ -22,7 +25,7 @@ PROGRAMS = {
 
 
 def _plan(number: int, state: str, code: int) -> bytes:
-    return encode(Plan(number, 1, state, leader="n0", wall=0.0, kind="start", reason="", code=code))
+    return encode(RestartPlan(number, 1, state, leader="n0", wall=0.0, kind="start", reason="", code=code))
 
 
 @pytest.fixture
@@ -61,12 +64,11 @@ def sbatch(script: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("code, requeued", [(0, ""), (1, ""), (2, ""), (3, ""), (75, "requeue 42\n")])
-def test_only_a_stopped_run_goes_back_into_the_queue(sbatch, config, code, requeued):
+def test_only_a_stopped_run_goes_back_into_the_queue(sbatch, code, requeued):
     ended, words, told = sbatch(code)
     assert (ended, told) == (code, requeued)
     assert words == [
-        "--label", "--kill-on-bad-exit=0", "--no-kill", "--cpus-per-task=32", "python", "-m", "meshtrain.survive",
-        "--config", str(config), "--set", "data.source=my 'text'/", "--set", "survive.wanted=4",
+        "--label", "--kill-on-bad-exit=0", "--no-kill", "--export=ALL", "--cpus-per-task=32", "bash", "-c", "node"
     ]  # fmt: skip
 
 
@@ -108,8 +110,123 @@ def test_without_cores_the_node_is_taken_whole(config, capsys):
     assert "#SBATCH --exclusive\n" in text and "--cpu-bind=none" in text and "gpus" not in text
 
 
+SITE = """\
+#!/bin/bash
+#SBATCH -p gpu-of-the-site
+#SBATCH --output=logs/%j.out --comment="my run"
+module load cuda/12.4
+source ~/venv/bin/activate
+"""
+
+
+def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
+    (tmp_path / "site.sh").write_text(SITE)
+    words = [
+        "slurm",
+        "--config",
+        str(config),
+        "--template",
+        str(tmp_path / "site.sh"),
+        "--partition",
+        "ours",
+        "--qos",
+        "high",
+    ]
+    more = ["--account", "a1", "--constraint", "h100&ib", "--mail-user", "a@b.org", "--directory", "/shared/my project"]
+    assert main([*words, *more]) == 0
+    text = capsys.readouterr().out
+    head, _, rest = text.partition("# One supervisor a node")
+    assert "ours" not in head and "the-run-s-%j.out" not in head
+    for line in ("-p gpu-of-the-site", '--output=logs/%j.out --comment="my run"', "--qos=high", "--account=a1"):
+        assert head.count(f"#SBATCH {line}\n") == 1
+    for line in (
+        "--constraint='h100&ib'",
+        "--mail-user=a@b.org",
+        "--mail-type=END,FAIL,REQUEUE",
+        "--chdir='/shared/my project'",
+    ):
+        assert head.count(f"#SBATCH {line}\n") == 1
+    assert text.count("#!/bin/bash") == 1
+    assert "module load cuda/12.4\nsource ~/venv/bin/activate\n" in rest.partition("srun")[0]
+
+
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("#SBATCH --ntasks-per-node=8", "line 2: --ntasks-per-node is meshtrain's own"),
+        (
+            "#SBATCH -p gpu -N 4",
+            "line 2: -N is meshtrain's own, for one supervisor a node; give --nodes to this command.",
+        ),
+        ("#SBATCH -c8", "give --cpus-per-node"),
+    ],
+)
+def test_a_site_does_not_change_how_many_supervisors_there_are(config, tmp_path, capsys, line, sentence):
+    (tmp_path / "site.sh").write_text(f"#!/bin/bash\n{line}\n")
+    assert main(["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_template_that_is_not_there(config, tmp_path, capsys):
+    assert main(["slurm", "--config", str(config), "--template", str(tmp_path / "none.sh")]) == 2
+    assert "none.sh cannot be read: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def node(supervisors: Supervisors, tmp_path, config, capsys, monkeypatch):
+    """Runs what srun starts on a node; its exit code, and what Slurm was told."""
+    monkeypatch.setattr(job, "PAUSE", 0)
+    monkeypatch.setattr(slurm, "PATIENCE", 1)
+    words = ["slurm", "--config", str(config), "--nodes", "2", "--python", str(supervisors.python)]
+    # A stand-in asks for the node's name, which on a host is the host's.
+    assert main([*words, "--set", "survive.restarts=2"]) == 0
+    text = capsys.readouterr().out.replace("survive.wanted=2 ||", "survive.wanted=2 --node n0 ||")
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >>"{tmp_path}/told"\n')
+        (tmp_path / name).chmod(0o755)
+    functions = text[text.index("ended=") : text.index("before=")]
+
+    def run(number: int, srun: str) -> tuple[int, str]:
+        given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": str(number), "SLURM_JOB_ID": "42"}
+        address, port = srun.split(":")
+        given |= {"SLURM_SRUN_COMM_HOST": address, "SLURM_SRUN_COMM_PORT": port}
+        with open(tmp_path / "errors", "w") as errors:
+            words = ["bash", "-c", f"{functions}\nnode"]
+            ended = subprocess.run(words, env=os.environ | given, cwd=tmp_path, stderr=errors, timeout=60)
+        told = tmp_path / "told"
+        return ended.returncode, told.read_text() if told.exists() else ""
+
+    return run
+
+
+NOBODY = "127.0.0.1:9"
+
+
+def test_a_killed_supervisor_is_started_again_on_its_node(node, supervisors, tmp_path):
+    supervisors.does("n0", kill=9)
+    assert node(0, NOBODY) == (137, "")
+    assert (tmp_path / "errors").read_text().count("it is started again") == 2
+
+
+@pytest.mark.parametrize(
+    "code, told", [(0, "scancel 42\n"), (3, "scancel 42\n"), (75, "scontrol requeue 42\n"), (1, ""), (2, "")]
+)
+def test_the_other_nodes_end_the_job_when_the_first_one_is_lost(node, supervisors, code, told):
+    supervisors.does("n0", exit=code)
+    assert node(1, NOBODY) == (code, told)
+
+
+def test_while_srun_is_there_it_ends_the_job(node, supervisors, tmp_path):
+    supervisors.does("n0", exit=0)
+    with socket.create_server(("127.0.0.1", 0)) as srun:
+        assert node(1, f"127.0.0.1:{srun.getsockname()[1]}") == (0, "")
+    # The first node has ended: nobody asks srun.
+    (tmp_path / ".meshtrain-42-0").touch()
+    assert node(1, NOBODY) == (0, "")
+
+
 def test_shellcheck_finds_nothing(script):
     checker = Path(sys.executable).with_name("shellcheck")
-    # SC2016: a file's name holds a dollar sign here, and is not to be expanded.
-    words = [str(checker) if checker.exists() else "shellcheck", "--exclude=SC2016", str(script)]
+    # SC2016: a file's name holds a dollar sign here, and is not to be expanded. SC2329, SC2317: a function is run by name, by srun.
+    words = [str(checker) if checker.exists() else "shellcheck", "--exclude=SC2016,SC2317,SC2329", str(script)]
     subprocess.run(words, check=True)

@@ -14,7 +14,8 @@ from covering import thorough_but
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.compat import describe_gpu, residuals
+from meshtrain.compat import residuals
+from meshtrain.compat_kernels import describe_gpu
 from meshtrain.model import attention, fused
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
@@ -43,6 +44,19 @@ def full(
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)), v)
 
 
+def graded(run, cotangent, *given):
+    """Output and gradients of `run`."""
+    out, vjp = jax.vjp(run, *given)
+    return out, *vjp(cotangent)
+
+
+def assert_same(run, other, cotangent, *given) -> None:
+    """Both compute the same output and gradients."""
+    found, right = (jax.jit(partial(graded, f))(cotangent, *given) for f in (run, other))
+    for i, (x, y) in enumerate(zip(found, right, strict=True)):
+        np.testing.assert_allclose(x, y, atol=3e-5 if i else 3e-6)
+
+
 def numbers(length: int, heads: int, groups: int, width: int = 8) -> tuple[jax.Array, ...]:
     shapes = [(2, length, h, width) for h in (heads, groups, groups, heads)]
     random = np.random.default_rng(length)
@@ -64,8 +78,8 @@ SQUARES = [
     (BLOCKS * BLOCK + 3, 2, 1, 0),
     (BLOCKS * BLOCK + 3, 2, 1, 2 * BLOCK + 1),
 ]
-# Packed or not by turns; the longest compile for seconds.
-NOW_SQUARES = {(*square, i % 2 == 1) for i, square in enumerate(SQUARES[:-2])}
+# The shortest; grouped and packed; a window of one block; a query over; several blocks with all of it.
+NOW_SQUARES = {(*SQUARES[i], i % 2 == 1) for i in (0, 1, 5, 6, 9)}
 
 
 @pytest.mark.parametrize(
@@ -79,11 +93,7 @@ def test_output_and_gradients_are_those_of_the_full_square(case):
     def blockwise(q, k, v):
         return attend(q, k, v, None if segments is None else jnp.asarray(segments), Collectives(), window=window)
 
-    out, vjp = jax.vjp(jax.jit(blockwise), q, k, v)
-    right, right_vjp = jax.vjp(lambda q, k, v: full(q, k, v, segments, window), q, k, v)
-    np.testing.assert_allclose(out, right, atol=3e-6)
-    for g, r in zip(vjp(cotangent), right_vjp(cotangent), strict=True):
-        np.testing.assert_allclose(g, r, atol=3e-5)
+    assert_same(blockwise, lambda q, k, v: full(q, k, v, segments, window), cotangent, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_output_and_gradients_are_those_of_the_full_square(case):
     [
         pytest.param(1, False, {}, marks=pytest.mark.thorough),
         pytest.param(17, False, {}, marks=pytest.mark.thorough),
-        (BLOCK + 69, False, {}),  # a class token and 14 x 14 patches
+        pytest.param(BLOCK + 69, False, {}, marks=pytest.mark.thorough),  # a class token and 14 x 14 patches
         (2 * BLOCK + 5, True, {"scale": 0.7, "cap": 1.5}),
     ],
 )
@@ -102,11 +112,7 @@ def test_both_ways_every_query_sees_every_key(length, packed, how):
     def blockwise(q, k, v):
         return attend(q, k, v, None if segments is None else jnp.asarray(segments), Collectives(), causal=False, **how)
 
-    out, vjp = jax.vjp(jax.jit(blockwise), q, k, v)
-    right, right_vjp = jax.vjp(lambda q, k, v: full(q, k, v, segments, causal=False, **how), q, k, v)
-    np.testing.assert_allclose(out, right, atol=3e-6)
-    for g, r in zip(vjp(cotangent), right_vjp(cotangent), strict=True):
-        np.testing.assert_allclose(g, r, atol=3e-5)
+    assert_same(blockwise, lambda q, k, v: full(q, k, v, segments, causal=False, **how), cotangent, q, k, v)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -121,21 +127,17 @@ def test_scores_are_scaled_and_capped_and_the_device_says_whether_the_window_cou
     q, k, v, cotangent = numbers(2 * BLOCK + 5, 4, 2)
     how, window = {"scale": 0.7, "cap": 1.5}, 0 if local is False else 50
 
-    def blockwise(local, q, k, v):
-        return attend(q, k, v, None, Collectives(), window=50, local=local, **how)
+    def blockwise(q, k, v):
+        sees = None if local is None else jnp.full((), local)
+        return attend(q, k, v, None, Collectives(), window=50, local=sees, **how)
 
-    run = partial(jax.jit(blockwise), None if local is None else jnp.asarray(local))
-    out, vjp = jax.vjp(run, q, k, v)
-    right, right_vjp = jax.vjp(lambda q, k, v: full(q, k, v, None, window, **how), q, k, v)
-    np.testing.assert_allclose(out, right, atol=3e-6)
-    for g, r in zip(vjp(cotangent), right_vjp(cotangent), strict=True):
-        np.testing.assert_allclose(g, r, atol=3e-5)
+    assert_same(blockwise, lambda q, k, v: full(q, k, v, None, window, **how), cotangent, q, k, v)
 
 
 @pytest.mark.thorough
 def test_no_query_sees_a_later_key():
     q, k, v, _ = numbers(BLOCK + 9, 2, 1)
-    gradient = jax.grad(lambda v, at: attend(q, k, v, None, Collectives())[:, at].sum())
+    gradient = jax.jit(jax.grad(lambda v, at: attend(q, k, v, None, Collectives())[:, at].sum()))
     for at in (0, BLOCK - 1, BLOCK, BLOCK + 5):
         seen = np.abs(gradient(v, at)).sum((0, 2, 3)) > 0
         assert seen.tolist() == [s <= at for s in range(BLOCK + 9)]
@@ -143,7 +145,7 @@ def test_no_query_sees_a_later_key():
 
 def test_no_query_sees_further_back_than_the_window():
     q, k, v, _ = numbers(BLOCK + 9, 2, 1)
-    gradient = jax.grad(lambda v, at: attend(q, k, v, None, Collectives(), window=20)[:, at].sum())
+    gradient = jax.jit(jax.grad(lambda v, at: attend(q, k, v, None, Collectives(), window=20)[:, at].sum()))
     for at in (0, 19, 20, BLOCK, BLOCK + 5):
         seen = np.abs(gradient(v, at)).sum((0, 2, 3)) > 0
         assert seen.tolist() == [at - 20 < s <= at for s in range(BLOCK + 9)]
@@ -170,20 +172,20 @@ def test_probabilities_are_kept_for_the_backward_pass_under_no_remat_policy():
     q, k, v, _ = numbers(BLOCK, 2, 1)
     run = lambda q, k, v: attend(q, k, v, None, Collectives())  # noqa: E731
     for layer in (run, jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable)):
-        kept = jax.tree.leaves(jax.vjp(layer, q, k, v)[1])
+        kept = jax.tree.leaves(jax.eval_shape(lambda *given, layer=layer: jax.vjp(layer, *given)[1], q, k, v))
         assert kept and not any(a.shape[-2:] == (BLOCK, BLOCK) for a in kept)
 
 
 def test_bfloat16_keeps_its_dtype_and_softmax_its_precision():
     q, k, v, _ = numbers(BLOCK + 3, 4, 2)
-    out = attend(*(a.astype(jnp.bfloat16) for a in (q, k, v)), None, Collectives())
+    out = jax.jit(lambda *given: attend(*given, None, Collectives()))(*(a.astype(jnp.bfloat16) for a in (q, k, v)))
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out.astype(jnp.float32), full(q, k, v, None), atol=0.1)
+    np.testing.assert_allclose(out.astype(jnp.float32), jax.jit(partial(full, segments=None))(q, k, v), atol=0.1)
 
 
 def test_scores_of_float16_do_not_overflow():
     q, k, v, _ = (100 * a for a in numbers(16, 2, 2))
-    out = attend(*(a.astype(jnp.float16) for a in (q, k, v)), None, Collectives())
+    out = jax.jit(lambda *given: attend(*given, None, Collectives()))(*(a.astype(jnp.float16) for a in (q, k, v)))
     assert jnp.isfinite(out).all()
 
 
@@ -263,18 +265,14 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
     [
         pytest.param("gpu", 131, 4, 2, 24, "float32", 3, 0.0, 0, marks=pytest.mark.thorough),
         pytest.param("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3, 0, marks=pytest.mark.thorough),
-        ("gpu", 64, 6, 2, 16, "float32", 40, 0.3, 0),
-        pytest.param("gpu", 259, 4, 2, 16, "float32", 0, 0.0, 100, marks=pytest.mark.thorough),
+        pytest.param("gpu", 64, 6, 2, 16, "float32", 40, 0.3, 0, marks=pytest.mark.thorough),
         ("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65),
         pytest.param("tpu", 128, 4, 2, 64, "float32", 3, 0.0, 0, marks=pytest.mark.thorough),
-        pytest.param("tpu", 256, 2, 2, 64, "float32", 0, 0.0, 0, marks=pytest.mark.thorough),
-        ("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130),
+        pytest.param("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130, marks=pytest.mark.thorough),
         ("gpu", 100, 2, 2, 16, "float32", 0, 0.0, {"window": 40, "cap": 1.5, "scale": 0.7, "local": True}),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"window": 130, "cap": 1.5, "scale": 0.2, "local": False}),
-        pytest.param("gpu", 197, 2, 2, 16, "float32", 0, 0.0, {"causal": False}, marks=pytest.mark.thorough),
         ("gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}),
-        pytest.param("tpu", 256, 4, 2, 64, "float32", 0, 0.0, {"causal": False}, marks=pytest.mark.thorough),
-        ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}),
+        pytest.param("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}, marks=pytest.mark.thorough),
     ],
 )
 def test_kernels_of_accelerators_compute_what_blocks_do(
@@ -308,11 +306,6 @@ def on_accelerator(platform, drops, **how):
         return linear(attention.attend(q, k, v, segments, collectives, dropout, **how), weight)
 
     return run, (q, k, v, jnp.ones((256, 256), jnp.bfloat16))
-
-
-def graded(run, cotangent, *given):
-    out, vjp = jax.vjp(run, *given)
-    return out, *vjp(cotangent)
 
 
 @pytest.fixture

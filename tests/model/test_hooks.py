@@ -19,7 +19,7 @@ from meshtrain.config import Config, ConfigError, load
 from meshtrain.model import hooks
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.hooks import Hooks, Parts
+from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.layers import Block
 from meshtrain.model.loss import Mixed
 from meshtrain.parallel.tensor import MeshCollectives
@@ -218,7 +218,7 @@ def test_a_replaced_loss_is_asked_for_both_labels_of_what_is_mixed():
     logits = jnp.asarray(random.standard_normal((3, 2, config.model.vocab_size)), jnp.float32)
     labels, other = (jnp.asarray(random.integers(0, config.model.vocab_size, (3, 2))) for _ in range(2))
     mixed = Mixed(other, jnp.asarray(random.random((3, 2)), jnp.float32))
-    own, built_in = (Parts(config, Collectives(), hooks).loss for hooks in (Hooks(loss=nll), Hooks()))
+    own, built_in = (ModelParts(config, Collectives(), hooks).loss for hooks in (Hooks(loss=nll), Hooks()))
     found, right = (jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).sum())(logits) for loss in (own, built_in))  # fmt: skip
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
     assert not np.allclose(own(logits, labels, mixed), own(logits, labels))
@@ -315,7 +315,7 @@ RIGHT = (nll, with_z_loss, capped_loss, focal, in_bfloat16, with_lax, made_for_i
 @pytest.mark.parametrize("loss", RIGHT, ids=lambda hook: hook.__name__)
 def test_a_loss_that_is_right_on_shares_of_the_vocabulary_is_not_refused(loss, vocab):
     config = configuration((2, 2, 2), model={**MODEL, "vocab_size": 259}, parallel={"vocab": vocab})
-    hooks.Parts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))
+    hooks.ModelParts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))
 
 
 def softmax_of_the_share(logits, labels, vocabulary):
@@ -357,10 +357,10 @@ def test_a_loss_that_counts_the_padding_of_the_vocabulary_in_is_refused_where_th
     with pytest.raises(ConfigError, match=r"padding_counted_in .* leave out the ids from 259 on"):
         mt.Program(configuration((1, 2, 1), model={**MODEL, "vocab_size": 259}), loss=padding_counted_in)
     config = configuration((1, 2, 1), model={**MODEL, "vocab_size": 256})
-    hooks.Parts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=padding_counted_in))
+    hooks.ModelParts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=padding_counted_in))
 
 
 def test_a_loss_is_not_tried_on_a_mesh_that_does_not_split_the_vocabulary():
     config = configuration((2, 1, 2), parallel={"vocab": "edge"})
     loss = lambda logits, labels, vocabulary: pytest.fail("it was called")  # noqa: E731
-    hooks.Parts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))
+    hooks.ModelParts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))

@@ -11,11 +11,11 @@ import time
 import pytest
 from rich.console import Console
 
-from meshtrain.monitor.__main__ import main
-from meshtrain.monitor.lag import lagging
-from meshtrain.monitor.screen import line, screen
-from meshtrain.monitor.watched import Watched
+from meshtrain.monitor import watched
+from meshtrain.monitor.__main__ import line, main, screen
+from meshtrain.monitor.watched import WatchedRun, lagging
 from meshtrain.run.lock import RunLock
+from meshtrain.survive.records import Node, encode
 
 ROW = {"loss": 2.5, "tokens": 64, "tokens_per_second": 128.0, "step_seconds": 0.5, "data_wait_seconds": 0.01}
 
@@ -48,7 +48,7 @@ def shown(looks, width=80, height=40):
 
 
 def test_a_run_that_is_not_there_yet_is_told_so_and_found_when_it_comes(tmp_path):
-    watched = Watched(tmp_path / "mine")
+    watched = WatchedRun(tmp_path / "mine")
     assert "there is no run here yet" in shown([watched.look()]) and "yet" in line(watched.look())
     (tmp_path / "mine").mkdir()
     assert "yet" in line(watched.look())
@@ -58,7 +58,7 @@ def test_a_run_that_is_not_there_yet_is_told_so_and_found_when_it_comes(tmp_path
 
 
 def test_only_new_rows_are_read_and_steps_taken_again_stand_once(run):
-    watched = Watched(run)
+    watched = WatchedRun(run)
     write(run, *range(1, 8))
     assert watched.look().columns.known("step").tolist() == list(range(1, 8))
     write(run, 5, 6, loss=9.0)
@@ -67,7 +67,7 @@ def test_only_new_rows_are_read_and_steps_taken_again_stand_once(run):
 
 
 def test_a_row_that_is_half_written_waits(run):
-    watched = Watched(run)
+    watched = WatchedRun(run)
     write(run, 1, 2)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
@@ -79,11 +79,11 @@ def test_the_state_of_a_run_is_told(run):
     assert watched_state(run) == "stopped"
     lock = RunLock(run)
     try:
-        look = Watched(run).look()
+        look = WatchedRun(run).look()
         assert look.summary.state == "going on" and look.left == pytest.approx(25.0)
         assert "25 s left" in line(look) and "25 s left" in shown([look])
         os.utime(run / "metrics.jsonl", (1, 1))
-        stalled = Watched(run).look()
+        stalled = WatchedRun(run).look()
         assert stalled.summary.state == "stalled" and "may hang" in shown([stalled])
     finally:
         lock.release()
@@ -91,20 +91,29 @@ def test_the_state_of_a_run_is_told(run):
     assert watched_state(run) == "done"
 
 
+@pytest.mark.parametrize(("ago", "state"), [(0, "going on"), (watched.FRESH + 60, "stopped")])
+def test_between_two_generations_a_supervised_run_goes_on(run, ago, state):
+    write(run, 1, 2, 3)
+    nodes = run / "survive" / "nodes"
+    nodes.mkdir(parents=True)
+    (nodes / "n0.json").write_bytes(encode(Node("n0", wall=time.time() - ago, state="idle")))
+    assert watched_state(run) == state
+
+
 def watched_state(run):
-    return Watched(run).look().summary.state
+    return WatchedRun(run).look().summary.state
 
 
 def test_a_run_from_before_telemetry_has_all_but_what_it_does_not_say(run):
     with (run / "metrics.jsonl").open("w") as file:
         file.write(json.dumps({"step": 1, "loss": 2.0}) + "\n")
-    told = shown([Watched(run).look()])
+    told = shown([WatchedRun(run).look()])
     assert "loss 2.0000" in told and "tokens/s" not in told and "memory" not in told
 
 
 def test_alerts_that_fire_are_told_until_they_clear(run):
     write(run, 1, 2)
-    watched = Watched(run)
+    watched = WatchedRun(run)
     alert = {"rule": "spike", "state": "firing", "sentence": "the loss jumped", "step": 2, "time": 1.0}
     with (run / "alerts.jsonl").open("a") as file:
         file.write(json.dumps(alert) + "\n")
@@ -120,13 +129,11 @@ def test_phases_and_processes_that_lag_are_told(run):
         sample(run, 0, time_, data=0.2, dispatch=0.1, wait=9.0)
         sample(run, 1, time_, data=0.2, dispatch=0.1, wait=9.0)
         sample(run, 2, time_, data=4.0, dispatch=0.1, wait=5.0)
-    assert "phases" not in shown([Watched(run).look()])  # nobody is at work
+    assert "phases" not in shown([WatchedRun(run).look()])  # nobody is at work
     lock = RunLock(run)
-    told = shown([Watched(run).look()], 120)
+    told = shown([WatchedRun(run).look()], 120)
     lock.release()
-    assert (
-        "phases: wait 97%" in told and "rank 2 on n2 lags: 4.1 s of 9.1 s on its own host, another only 0.3 s" in told
-    )
+    assert "phases: wait 97%" in told and "rank 2 on n2 is slow: 45% of its steps' time it waits for no other" in told
     assert "rank 1" not in told
 
 
@@ -156,20 +163,20 @@ def test_samples_that_are_no_samples_are_passed_over():
 def test_no_line_is_wider_than_the_terminal(run, width):
     write(run, *range(1, 100), eval_loss=2.0, memory_in_use_bytes=1e9, mfu=0.5)
     (run / "alerts.jsonl").write_text(json.dumps({"rule": "r", "state": "firing", "sentence": "x" * 300}) + "\n")
-    told = shown([Watched(run).look()] * 2, width)
+    told = shown([WatchedRun(run).look()] * 2, width)
     assert max(map(len, told.splitlines())) <= width and "mine" in told
 
 
 def test_many_runs_have_a_line_each(run):
     write(run, 1, 2)
-    told = shown([Watched(run).look()] * 12, 100, height=10).splitlines()
+    told = shown([WatchedRun(run).look()] * 12, 100, height=10).splitlines()
     assert len(told) == 10 and told[0].startswith("mine: stopped  step 2/100") and told[-1] == "and 3 more"
 
 
 def test_the_loss_that_is_shown_is_the_newest(run):
     write(run, *range(1, 50))
     write(run, 50, loss=1.25)
-    assert "loss 1.2500" in line(Watched(run).look()) and "loss 1.2500" in shown([Watched(run).look()])
+    assert "loss 1.2500" in line(WatchedRun(run).look()) and "loss 1.2500" in shown([WatchedRun(run).look()])
 
 
 def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_down(run):
@@ -180,7 +187,7 @@ def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_d
         # More than are kept.
         write(run, *range(2, 2000))
         write(run, 2000, eval_loss=2.0)
-        watched = Watched(run)
+        watched = WatchedRun(run)
         told = shown([watched.look()])
         assert "eval 2.0000  lowest 1.5000, step 1\n" in told and "ends after 3 more without a lower eval loss" in told
         write(run, 2001, eval_loss=1.75)
@@ -194,7 +201,7 @@ def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_d
 def test_the_speed_that_is_shown_is_that_of_now(run):
     write(run, *range(1, 201))
     write(run, *range(201, 261), step_seconds=2.0, tokens_per_second=32.0)
-    assert "32 tokens/s  2 s a step" in line(Watched(run).look())
+    assert "32 tokens/s  2 s a step" in line(WatchedRun(run).look())
 
 
 def test_once_shows_and_ends(run, capsys):

@@ -16,7 +16,7 @@ from short_runs import canonical_numbers, place, token_batches
 from meshtrain.config import Config, load, replaced
 from meshtrain.hlo import collectives
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.forward import Forward
+from meshtrain.parallel.parallelize import LocalStep
 from meshtrain.parallel.placement import buckets
 from meshtrain.step import Program
 
@@ -42,7 +42,7 @@ def config_of(cell: str) -> Config:
 def program_of(config: Config, overlaps: bool) -> Program:
     program = Program(config, make_mesh(config))
     if overlaps:  # as `Forward` finds it where devices are not CPUs
-        program.local.forward = Forward(program.layout, program.local.zero, "accelerator")
+        program.local = LocalStep(program.layout, "accelerator", program.hooks)
     return program
 
 
@@ -61,6 +61,24 @@ def test_gradients_closed_on_the_way_are_those_closed_at_the_end(cell):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), seen, right)
 
 
+@pytest.mark.parametrize(
+    ("stage", "pipeline"), [(1, 1), *(pytest.param(2, stages, marks=pytest.mark.thorough) for stages in (1, 2))]
+)
+def test_bfloat16_sums_are_the_gradients_to_bfloat16(stage, pipeline):
+    parallel = {"microbatches": 4, "zero_stage": stage, "schedule": "1f1b"}
+    config, found = config_of("three microbatches"), []
+    config = replaced(config, mesh={"data": 2, "pipeline": pipeline}, parallel=parallel)
+    tokens, labels = token_batches(config, 1)[0]
+    for sums in ("float32", "bfloat16"):
+        program = program_of(replaced(config, precision={"gradient_sums": sums}), overlaps=True)
+        batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+        live = place(program.layout, canonical_numbers(program.layout))
+        found.append(jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1))[1])
+    off = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)), *found)
+    # 8 bits, rounded three times: nothing is lost that a float32 does not hold, and nothing but sums is rounded
+    assert all(0 < error < 3 * 2**-8 for error in jax.tree.leaves(off)), off
+
+
 def test_as_many_bytes_are_scattered_in_a_piece_for_each_bucket_and_each_matrix():
     config = config_of("three microbatches")
     pieces, sent = [], []
@@ -75,9 +93,9 @@ def test_as_many_bytes_are_scattered_in_a_piece_for_each_bucket_and_each_matrix(
 
 def test_a_compression_with_a_memory_has_one_reduction_a_step():
     config = replaced(config_of("three microbatches"), parallel={"reduce": {"compression": "int8"}})
-    assert Program(config, make_mesh(config)).local.zero.closes_early
+    assert Program(config, make_mesh(config)).local.zero.overlaps_reduce_scatter
     config = replaced(config, parallel={"reduce": {"compression": "powersgd"}})
-    assert not Program(config, make_mesh(config)).local.zero.closes_early
+    assert not Program(config, make_mesh(config)).local.zero.overlaps_reduce_scatter
 
 
 @pytest.mark.parametrize("layers", [1, 3, 8, 32, 61, 126])

@@ -40,22 +40,50 @@ print(Program(config, make_mesh(config, described_devices("h100", 8))).lower().c
 """
 
 
-def test_all_gradients_but_the_first_buckets_and_the_vocabularys_travel_under_matrix_products():
-    given = {
-        "model": {"layers": 16, "d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 8192},
-        "mesh": {"data": 4, "tensor": 2},
-        "parallel": {"remat": "none", "sequence_parallel": True},
-        "precision": {"compute": "bfloat16"},
-        "train": {"global_batch_size": 4, "sequence_length": 4096},
-    }
+def sent_over_data(given):
+    """(config, what is sent over data by kind) of the program of a config for 8 H100s."""
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     command = [sys.executable, "-c", COMPILE, json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     config, cluster = load(given), named("h100", 8)
     found = timed(Module(done.stdout), make_mesh(config, jax.devices()[:8]), config, cluster)
-    scattered = found.sent["data", "reduce-scatter"]
+    return config, {kind: sent for (axis, kind), sent in found.sent.items() if axis == "data"}
+
+
+MODEL = {"layers": 16, "d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 8192}
+
+
+def test_all_gradients_but_the_first_buckets_and_the_vocabularys_travel_under_matrix_products():
+    given = {
+        "model": MODEL,
+        "mesh": {"data": 4, "tensor": 2},
+        "parallel": {"remat": "none", "sequence_parallel": True},
+        "precision": {"compute": "bfloat16"},
+        "train": {"global_batch_size": 4, "sequence_length": 4096},
+    }
+    config, sent = sent_over_data(given)
+    scattered = sent["reduce-scatter"]
     assert scattered.bytes == pytest.approx(4 * parameters(config.model) / 2, rel=0.01)
     vocabulary = 2 * 4 * 8192 * 4096 / 2
     first = (scattered.bytes - vocabulary) / 8
     assert scattered.under == pytest.approx(scattered.bytes - vocabulary - first, rel=0.02)
+
+
+def test_what_zero_3_sends_at_the_layers_travels_under_matrix_products_but_for_what_the_first_of_them_reads():
+    given = {
+        "model": MODEL,
+        "mesh": {"data": 8},
+        "parallel": {"remat": "selective", "zero_stage": 3},
+        "precision": {"compute": "bfloat16"},
+        "train": {"global_batch_size": 8, "sequence_length": 4096},
+    }
+    config, sent = sent_over_data(given)
+    gathered, scattered = sent["all-gather"], sent["reduce-scatter"]
+    outer, size = 2 * 8192 * 4096, parameters(config.model)
+    assert gathered.bytes == pytest.approx(2 * (2 * (size - outer) + outer), rel=0.02)
+    assert scattered.bytes == pytest.approx(4 * size, rel=0.02)
+    # bytes: projections into attention, in the backward the largest weight
+    first = 2 * 16 * (3 * 4096 * 4096 + 4096 * 8192)
+    assert gathered.under >= gathered.bytes - 2 * outer - first
+    assert scattered.under >= scattered.bytes - 4 * (outer + (size - outer) / 16)  # nothing hides the last layer

@@ -9,6 +9,8 @@ from short_runs import canonical_numbers, place, train
 
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
+from meshtrain.model.weights import weights
+from meshtrain.parallel import placement
 from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed, notes
 
@@ -97,6 +99,15 @@ def test_zero_splits_the_longest_dimension_that_data_divides():
     found = leaves(layout((4, 1, 1), family="llama", model={"d_model": 48, "d_ff": 100}))
     assert found["blocks.mlp.up"].zero_dim == 2 and found["blocks.mlp.down"].zero_dim == 1
     assert found["blocks.attention.q"].zero_dim == 1 and found["head.norm.scale"].zero_dim == 0
+
+
+def test_a_weight_that_is_split_along_the_axis_of_tokens_is_neither_summed_nor_sharded_over_it():
+    up = next(weight for weight in weights(configuration((4, 2, 1)).model) if weight.name == "blocks.mlp.up")
+    mesh = configuration((4, 2, 1)).mesh
+    along, over = (placement.place(up, {"mlp": (axis,)}, mesh, 5, zero=True) for axis in ("tensor", "data"))
+    assert (along.zero_axes, along.zero_dim, along.shard_over[2]) == (("data",), 1, ("tensor",))
+    assert (over.zero_axes, over.zero_dim, over.shard_over[2]) == ((), None, ("data",))
+    assert over.on_rank() == over.on_device()
 
 
 def test_leaf_that_data_does_not_divide_is_padded_where_it_costs_least():

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 import reference
+from covering import thorough_but
 from short_runs import canonical_numbers, place, token_batches
 
 from meshtrain.config import load
-from meshtrain.parallel.forward import Forward
+from meshtrain.parallel.parallelize import LocalStep
 from meshtrain.step import Program
 
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any], str]] = {
@@ -20,7 +21,10 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+NOW = ("data, ZeRO-3", "V, as on an accelerator")
+
+
+@pytest.mark.parametrize("name", thorough_but(LAYOUTS, NOW.__contains__))
 def test_logits_are_the_references_on_every_layout(name):
     mesh, parallel, family = LAYOUTS[name]
     config = load(
@@ -33,7 +37,7 @@ def test_logits_are_the_references_on_every_layout(name):
     )  # fmt: skip
     program = Program(config)
     if "accelerator" in name:
-        program.local.forward = Forward(program.layout, program.local.zero, "accelerator")
+        program.local = LocalStep(program.layout, "accelerator", program.hooks)
     weights, tokens = canonical_numbers(program.layout), token_batches(config, 1)[0][0]
     found = program.logits(place(program.layout, weights), tokens)
     assert (found.shape, found.dtype) == ((8, 16, 257), np.float32)

@@ -41,9 +41,9 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        stage = Stage(program.local.forward, 1, program.local.zero.open(masters), batches, None)
+        stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batches, None)
         zero = jnp.int32(0)
-        _, vjp, _ = stage._traced(stage._layer(zero), zero, stage.zeros())
+        vjp = stage._trace(stage._layer(zero), zero, stage.zeros()).vjp
         shapes.extend(r.shape for r in residuals(vjp))
         return jnp.zeros(())
 

@@ -56,7 +56,7 @@ def held_in_step(program: Program) -> dict[str, int]:
     rows = PartitionSpec("data")
 
     def pieces(masters: Any, batch: Any) -> tuple[Any, Any]:
-        opened = program.local.zero.open(masters)
+        opened = program.local.zero.gather_params(masters)
         batches, tokens = program.local.microbatches(batch)
         _, gradients = accumulate.accumulate(program.local.forward, opened, batches, None, 1 / tokens + zeros)
         read = opened.constant if jax.tree.leaves(opened.constant) else opened.differentiated
@@ -130,7 +130,7 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
     )(padded)  # fmt: skip
     np.testing.assert_array_equal(whole, np.broadcast_to(x, (8, *shape)))
     parts = np.random.default_rng(1).standard_normal((8, *shape)).astype(np.float32)
-    scatter = Reduction(config).scattered
+    scatter = Reduction(config).reduce_scatter
     summed = jax.shard_map(
         lambda g: scatter(leaf, g[0]).shard, mesh=mesh, in_specs=STACKED, out_specs=shard_spec(leaf)
     )(parts)  # fmt: skip
@@ -141,12 +141,12 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
 @pytest.mark.parametrize(
     ("stage", "hold", "microbatches", "pipeline", "gathers", "scatters"),
     [
-        (1, None, 4, 1, False, False),
-        (2, None, 1, 1, False, True),
-        (2, None, 4, 1, False, False),  # held, since its traffic would grow with the microbatches
-        (2, None, 1, 2, False, False),
-        (2, False, 4, 1, False, True),
-        (3, None, 4, 2, True, True),  # stage 3 was asked for to save memory
+        (1, False, 4, 1, False, False),
+        (2, False, 1, 1, False, True),
+        (2, False, 4, 1, False, True),  # stage 2 was asked for to save memory
+        (2, False, 1, 2, False, True),
+        (2, True, 4, 1, False, False),
+        (3, False, 4, 2, True, True),
         (3, True, 4, 1, False, False),
     ],
 )

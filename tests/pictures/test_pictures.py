@@ -15,9 +15,10 @@ import yaml
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import meshtrain as mt
-from meshtrain.hlo import Collective, Collectives, Line
-from meshtrain.pictures import arrays
-from meshtrain.pictures.picture import Picture
+from meshtrain.draw import picture
+from meshtrain.draw.picture import Picture
+from meshtrain.hlo import Collective, CompiledCollectives, HloLine
+from meshtrain.pictures import devices as drawn_devices
 
 TINY = {
     "model": {"layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 259},
@@ -73,7 +74,7 @@ def test_a_mesh_shows_each_device_once_where_it_is(program):
 
 
 def test_every_device_of_a_mesh_has_a_colour_of_its_own():
-    from meshtrain.pictures.mesh import colours
+    from meshtrain.pictures.devices import colours
 
     for *shape, islands in (
         (2, 2, 2, 1),
@@ -87,6 +88,8 @@ def test_every_device_of_a_mesh_has_a_colour_of_its_own():
         sizes = dict(zip(("data", "tensor", "pipeline"), shape, strict=True)) | {"islands": islands}
         found = colours(mt.make_mesh(mt.load({"mesh": sizes})))
         assert len(set(found.values())) == 8, sizes
+        if sizes["data"] > 1:  # from the first rank's, which is pale, to the last one's
+            assert {"32%", "82%"} <= {colour.split(",")[1] for colour in found.values()}, sizes
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +115,7 @@ def test_a_mesh_of_islands_shows_them_one_below_the_other(islands):
 
 
 def test_what_lies_on_islands_is_drawn_in_the_colours_of_their_devices(islands):
-    from meshtrain.pictures.mesh import colours
+    from meshtrain.pictures.devices import colours
 
     leaf = max(jax.tree.leaves(islands.layout.masters), key=lambda x: x.size)
     drawing = drawings(shown(islands.layout).html)[1]
@@ -164,7 +167,7 @@ def test_an_array_cut_along_more_dimensions_than_there_are_on_paper_is_told_in_w
     devices = np.array(jax.devices()).reshape(2, 2, 2, 1)
     mesh = Mesh(devices, ("a", "b", "c", "d"))
     wide = jax.device_put(jnp.zeros((2, 2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c", "d")))
-    assert arrays.drawing(wide), "three of the four are cut"
+    assert drawn_devices.drawing(wide), "three of the four are cut"
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
     assert "0: a, 1: b, 2: c" in repr(
         mt.show(jax.device_put(jnp.zeros((2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c"))))
@@ -194,7 +197,7 @@ def test_an_axis_of_one_device_splits_nothing():
 def test_a_state_is_a_table_of_its_arrays_and_their_bytes_on_a_device(program):
     text = shown(mt.show(program.init())).text
     assert len(text.splitlines()) == len(jax.tree.leaves(program.state_shapes)) + 1
-    from meshtrain.plan.report import size
+    from meshtrain.units import size
 
     assert text.splitlines()[-1] == f"{size(program.state_bytes)} a device"
 
@@ -209,21 +212,21 @@ def test_a_program_shows_its_mesh_its_schedule_and_what_is_replaced(program):
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)])
-def test_a_table_shows_every_op_once_in_its_tick_and_stage(name, chunks):
+def test_a_table_shows_every_op_once_in_its_clock_and_stage(name, chunks):
     table = mt.schedule.make_table(name, 2, 4, chunks)
     picture = shown(table)
     (drawing,) = drawings(picture.html)
     words = [e.text for e in drawing.iter() if e.tag.endswith("text")]
     assert Counter(w for w in words if re.fullmatch(r"[FBIW]\d+(\.\d+)?", w or "")) == Counter(
-        word for tick in range(table.ticks) for stage in range(2) for word in table.cell_text(tick, stage).split()
+        word for clock in range(table.clocks) for stage in range(2) for word in table.cell_text(clock, stage).split()
     )
-    _, ticks, *rows, verdict = picture.text.splitlines()
-    assert ticks.split() == ["tick", *map(str, range(table.ticks))] and verdict.startswith("legal")
-    starts = [match.start() for match in re.finditer(r"\S+", ticks)][1:]
+    _, clocks, *rows, verdict = picture.text.splitlines()
+    assert clocks.split() == ["clock", *map(str, range(table.clocks))] and verdict.startswith("legal")
+    starts = [match.start() for match in re.finditer(r"\S+", clocks)][1:]
     for stage, row in enumerate(rows):
         ends = [*starts[1:], None]
         assert [row[a:b].strip() for a, b in zip(starts, ends, strict=True)] == [
-            table.cell_text(tick, stage) for tick in range(table.ticks)
+            table.cell_text(clock, stage) for clock in range(table.clocks)
         ]
 
 
@@ -237,7 +240,7 @@ def test_an_illegal_table_is_drawn_with_what_is_wrong_with_it():
 
 def test_what_is_too_large_to_draw_is_told_in_words():
     large = mt.schedule.make_table("1f1b", 16, 512)
-    assert not drawings(shown(large).html) and "542 ticks" in shown(large).text
+    assert not drawings(shown(large).html) and "542 clocks" in shown(large).text
 
 
 def test_a_timeline_is_its_gantt_chart():
@@ -274,19 +277,19 @@ def test_a_plan_shows_the_pictures_of_its_page(program):
 
 
 def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
-    line = Line("/x/site-packages/p/a.py", 5, "F.f")
+    line = HloLine("/x/site-packages/p/a.py", 5, "F.f")
     one = dict(ranks=2, dtype="f32", loops=(), conditionals=(), source="jit(s)/psum", lines=(line,))
     reduce = Collective("all-reduce", ("data",), bytes=2048, **one)
     gather = Collective(
         "all-gather", ("tensor",), bytes=4096, **(one | {"source": "jit(s)/transpose(jvp())/x", "loops": (3,)})
     )
     alone = Collective("all-reduce", (), bytes=8, **(one | {"ranks": 1}))
-    picture = shown(Collectives([reduce, alone, reduce, gather]))
+    picture = shown(CompiledCollectives([reduce, alone, reduce, gather]))
     _, first, second, end = picture.text.splitlines()
     assert first.split() == ["tensor", "all-gather,", "backward", "f32", "4", "KiB", "3", "6", "KiB", "p/a.py:5", "F.f"]
     assert second.split() == ["data", "all-reduce", "f32", "2", "KiB", "2", "4", "KiB", "p/a.py:5", "F.f"]
     assert end == "a device sends in a step: tensor 6 KiB, data 4 KiB"
-    assert shown(Collectives([])).text.endswith("a device sends in a step: nothing")
+    assert shown(CompiledCollectives([])).text.endswith("a device sends in a step: nothing")
 
 
 def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_ours(program):
@@ -294,9 +297,9 @@ def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_
     assert {axis for c in found for axis in c.axes} == {"data", "tensor", "pipeline"}
     assert all(c.where for c in found)
     sends = {c.lines[0].function for c in found if c.kind == "collective-permute"}
-    assert sends == {"_Step.send"}
-    # as many messages of activations as the table has ticks, whether or not a stage has something to say
-    assert {c.times for c in found if c.kind == "collective-permute"} == {program.layout.table.ticks}
+    assert sends == {"Execution.send"}
+    # as many messages of activations as the table has clocks, whether or not a stage has something to say
+    assert {c.times for c in found if c.kind == "collective-permute"} == {program.layout.table.clocks}
     assert any(c.backward for c in found) and not all(c.backward for c in found)
 
 
@@ -309,6 +312,10 @@ def test_what_has_no_picture_is_refused_in_a_sentence(thing):
 def test_a_mesh_of_other_axes_is_refused_in_a_sentence():
     with pytest.raises(mt.ConfigError, match="the mesh has axes x; make one"):
         mt.show(Mesh(np.array(jax.devices()), ("x",)))
+
+
+def test_words_in_a_picture_are_escaped():
+    assert all("a&lt;b" in drawn("a<b") for drawn in (picture.title, picture.faint, picture.code))
 
 
 def test_a_schedule_is_drawn_without_loading_jax():

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.config import load, replaced, to_yaml
-from meshtrain.plan import advice, named, plan
+from meshtrain.plan import advice, memory, named, pipeline, plan
 
 
 @pytest.mark.thorough
@@ -19,6 +19,27 @@ def test_to_keep_less_of_what_is_named_is_advised_in_settings_that_a_run_takes(l
     assert {"parallel.remat_keep=[]", "parallel.remat_keep=[mlp_hidden]"} <= values
     for change in found:
         assert plan(load(path, list(change.settings)), over.cluster).bytes == change.nbytes
+
+
+def test_where_logits_do_not_fit_a_loss_by_chunks_is_advised(llama_8b):
+    config = llama_8b(
+        {"tensor": 8},
+        {"global_batch_size": 1, "sequence_length": 65536},
+        microbatches=1,
+        remat="full",
+        sequence_parallel=True,
+    )
+    whole = plan(replaced(config, train={"loss_chunk": 65536}), named("h100", 8))
+    found = dict(advice._neighbours(whole.config, whole.cluster))
+    chunked = plan(found[("train.loss_chunk=2048",)], whole.cluster)
+    logits = [
+        sum(i.nbytes for i in memory.passing(c, pipeline.facts(c))["loss"] if "logits" in i.name)
+        for c in (whole.config, chunked.config)
+    ]
+    # float32, and their cotangent
+    assert logits == [6 * 65536 * 16032, 6 * 2048 * 16032] and chunked.bytes < 0.9 * whole.bytes
+    assert whole.seconds < chunked.seconds < 1.03 * whole.seconds
+    assert ("train.loss_chunk=2048",) not in dict(advice._neighbours(chunked.config, whole.cluster))
 
 
 def test_the_best_schedule_is_the_first_advice(llama_8b):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain.cluster.cluster import DIRECTORY
 from meshtrain.config import load
 from meshtrain.plan import axes, load_cluster, named, plan
-from meshtrain.plan.cluster.cluster import DIRECTORY
 
 FILE = Path(__file__).parents[2] / "configs/llama3_8b.yaml"
 MESH = ["mesh.data=8", "mesh.tensor=4", "mesh.pipeline=2"]
@@ -23,7 +23,7 @@ def planned(order=None):
 
 
 def test_each_axis_says_how_far_apart_its_neighbours_are_and_which_levels_it_crosses():
-    found = {one.axis: one for one in axes.lying(planned())}
+    found = {one.axis: one for one in axes.axes_on_links(planned())}
     assert list(found)[:3] == ["pipeline", "data", "tensor"]
     assert [(found[a].size, found[a].apart) for a in ("pipeline", "data", "tensor")] == [(2, 32), (8, 4), (4, 1)]
     assert found["tensor"].levels == (("node", 4),)
@@ -34,10 +34,12 @@ def test_each_axis_says_how_far_apart_its_neighbours_are_and_which_levels_it_cro
 def test_bytes_and_seconds_of_an_axis_are_those_of_its_collectives():
     """As counted by the traffic table, whatever the order: an order moves no byte."""
     own, wrong = planned(), planned(order=WRONG)
-    for one, other in zip(sorted(axes.lying(own), key=str), sorted(axes.lying(wrong), key=str), strict=True):
-        assert one.sent == other.sent == sum(flow.sent for flow in own.flows if flow.axis == one.axis)
-    slower = {one.axis: one.seconds for one in axes.lying(wrong)}
-    assert slower["tensor"] > 2 * {one.axis: one.seconds for one in axes.lying(own)}["tensor"]
+    for one, other in zip(
+        sorted(axes.axes_on_links(own), key=str), sorted(axes.axes_on_links(wrong), key=str), strict=True
+    ):
+        assert one.sent == other.sent == sum(transfer.sent for transfer in own.transfers if transfer.axis == one.axis)
+    slower = {one.axis: one.seconds for one in axes.axes_on_links(wrong)}
+    assert slower["tensor"] > 2 * {one.axis: one.seconds for one in axes.axes_on_links(own)}["tensor"]
 
 
 def test_the_usual_order_is_within_a_hundredth_of_the_best():

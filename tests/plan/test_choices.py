@@ -12,7 +12,7 @@ from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations, named, plan
 from meshtrain.plan.choices import ends_empty, remats, schedules, with_empty_ends
 from meshtrain.plan.search import MARGIN, candidates, search
-from meshtrain.plan.seconds import pieces_of
+from meshtrain.plan.seconds import layer_cost
 
 
 def model(family: str = "llama", layers: int = 14, **parallel):
@@ -40,8 +40,8 @@ def test_no_way_to_recompute_is_beaten_in_both_bytes_and_seconds(family, mesh):
         check(way)
     costs = []
     for way in ways:
-        pieces = pieces_of(way, cluster)
-        seconds = pieces.backward.total + pieces.backward_sends + pieces.forward_copies + pieces.backward_copies
+        layer = layer_cost(way, cluster)
+        seconds = layer.backward.total + layer.backward_sends + layer.forward_copies + layer.backward_copies
         costs.append((activations.kept(way, way.parallel.remat), seconds))
     # from what keeps most, and takes least time, on
     assert costs == sorted(costs, key=lambda cost: -cost[0])
@@ -55,7 +55,7 @@ def test_selective_is_by_far_the_cheapest_third():
     config, cluster = model(mesh={"tensor": 4}, parallel={"sequence_parallel": True}), named("h100", 8)
     none, selective, full = (put(config, parallel={"remat": remat}) for remat in ("none", "selective", "full"))
     kept = [activations.kept(c, c.parallel.remat) for c in (none, selective, full)]
-    again = [pieces_of(c, cluster).again.total / pieces_of(c, cluster).forward.total for c in (selective, full)]
+    again = [layer_cost(c, cluster).recompute.total / layer_cost(c, cluster).forward.total for c in (selective, full)]
     assert kept[1] < 0.72 * kept[0] and again[0] < 0.15 * again[1]
     assert any(set(SELECTIVE) <= set(put(config, parallel=way).parallel.names_kept) for way in remats(config, cluster))
 

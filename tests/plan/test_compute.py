@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain.config import load
 from meshtrain.plan import ACCELERATORS, compute
-from meshtrain.plan.compute import OURS, Practice
+from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 
 H100 = ACCELERATORS["h100"]
 RATE = H100.bandwidth * 1e9 * H100.efficiency.memory
@@ -28,50 +28,52 @@ def config(microbatches=4, family="llama", **parallel):
 BLOCK = 4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512
 
 
-def moved(given, practice=OURS):
-    return compute.weight_passes(given, H100, practice).memory * RATE
+def moved(given, profile=DEFAULT_PROFILE):
+    return compute.weight_passes(given, H100, profile).memory * RATE
 
 
 def test_gradients_of_several_microbatches_are_added_up():
     assert moved(config(1)) == 0
     assert moved(config(4)) == pytest.approx(10 * BLOCK)
-    assert moved(config(4), Practice(sum_bytes=0)) == 0
+    assert moved(config(4), FrameworkProfile(sum_bytes=0)) == 0
 
 
 def test_what_is_gathered_is_copied_where_the_framework_does_so():
     sharded = config(4, zero_stage=3, zero_hold=False)
     assert moved(sharded) == moved(config(4))
-    assert moved(sharded, Practice(copy_bytes=14)) - moved(sharded) == pytest.approx(14 * BLOCK)
-    assert moved(config(4), Practice(copy_bytes=14)) == moved(config(4))
+    assert moved(sharded, FrameworkProfile(copy_bytes=14)) - moved(sharded) == pytest.approx(14 * BLOCK)
+    assert moved(config(4), FrameworkProfile(copy_bytes=14)) == moved(config(4))
 
 
-def layer(family, practice):
-    return compute.layer(config(family=family).model, H100, "bfloat16", 2, 256, 1, False, practice)
+def layer(family, profile):
+    return compute.layer(config(family=family).model, H100, "bfloat16", 2, 256, 1, False, profile)
 
 
 def test_without_a_compiler_a_llama_s_norms_rotations_and_gates_are_many_kernels_and_gpt_2_s_one_each():
-    eager = dataclasses.replace(OURS, fused=False)
-    assert layer("llama", eager).forward.memory > 1.8 * layer("llama", OURS).forward.memory
-    assert layer("gpt2", eager).forward.memory == layer("gpt2", OURS).forward.memory
+    eager = dataclasses.replace(DEFAULT_PROFILE, fused=False)
+    assert layer("llama", eager).forward.memory > 1.8 * layer("llama", DEFAULT_PROFILE).forward.memory
+    assert layer("gpt2", eager).forward.memory == layer("gpt2", DEFAULT_PROFILE).forward.memory
 
 
 def test_attention_without_a_kernel_reads_and_writes_its_scores():
     """32 bytes a score over forward and backward, which counts as three forwards."""
-    written = layer("llama", dataclasses.replace(OURS, kernel=None))
+    written = layer("llama", dataclasses.replace(DEFAULT_PROFILE, kernel=None))
     scores = 2 * 8 * 256**2
     assert written.attention.memory * RATE == pytest.approx(scores * 32 / 3)
-    assert layer("llama", OURS).attention.memory == 0
+    assert layer("llama", DEFAULT_PROFILE).attention.memory == 0
 
 
 def test_recomputing_attention_alone_recomputes_its_passes_over_scores_too():
-    practice = dataclasses.replace(OURS, kernel=None, recomputes="attention")
-    made = layer("llama", practice)
-    assert compute.recomputed(config(), made, practice) == made.attention
+    profile = dataclasses.replace(DEFAULT_PROFILE, kernel=None, recomputes="attention")
+    made = layer("llama", profile)
+    assert compute.recomputed(config(), made, profile) == made.attention
 
 
 def test_passes_over_the_logits_are_counted():
     def head(passes):
         model = config().model
-        return compute.head(model, H100, "bfloat16", 512, 1, dataclasses.replace(OURS, loss_passes=passes)).memory
+        return compute.head(
+            model, H100, "bfloat16", 512, 1, dataclasses.replace(DEFAULT_PROFILE, loss_passes=passes)
+        ).memory
 
     assert (head(13) - head(3)) * RATE == pytest.approx(10 * 4 * 512 * 1024)

@@ -6,7 +6,7 @@ import math
 
 import jax
 import pytest
-from counted import before_or_after_the_ticks
+from counted import before_or_after_the_clocks
 
 from meshtrain.config import ConfigError, load
 from meshtrain.mesh import make_mesh
@@ -14,7 +14,7 @@ from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
 from meshtrain.plan import ACCELERATORS, activations, compute, memory, named, plan, shapes, traffic
 from meshtrain.plan.compiled import compile_step
-from meshtrain.plan.compute import OURS
+from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.step import Program
 
 
@@ -74,7 +74,7 @@ def test_model_flops_are_those_that_xla_counts(pool):
 def test_attention_both_ways_computes_twice_what_causal_attention_does():
     """The half that a causal kernel leaves out; on short sequences less than twice, since its loops are longer."""
     long, short = (
-        [compute.attention(ACCELERATORS["h100"], "bfloat16", 64, length, length**2, OURS, causal).attention for causal in (True, False)]
+        [compute.attention(ACCELERATORS["h100"], "bfloat16", 64, length, length**2, DEFAULT_PROFILE, causal).attention for causal in (True, False)]
         for length in (1 << 20, 197)
     )  # fmt: skip
     assert long[1] / long[0] == pytest.approx(2, rel=1e-3) and 1 < short[1] / short[0] < 1.6
@@ -112,9 +112,9 @@ def test_traffic_is_that_of_the_compiled_step(case):
     config = CASES[case]
     planned = plan(config, named("cpu", config.mesh.devices))
     compiled = compile_step(config, "cpu")
-    ticks = [c for c in compiled.collectives if not before_or_after_the_ticks(c["source"])]
-    sent = dataclasses.replace(compiled, collectives=ticks).sent()
-    for axis, nbytes in traffic.by_axis(planned.flows).items():
+    clocks = [c for c in compiled.collectives if not before_or_after_the_clocks(c["source"])]
+    sent = dataclasses.replace(compiled, collectives=clocks).sent()
+    for axis, nbytes in traffic.by_axis(planned.transfers).items():
         if nbytes > 4096:
             assert nbytes == pytest.approx(sent[axis], rel=0.01), axis
 

@@ -15,9 +15,9 @@ class Checker(HTMLParser):
         self.open, self.fetched = [], []
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "link"):
             self.open.append(tag)
-        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("#")]
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith(("#", "data:"))]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag

@@ -41,18 +41,18 @@ def test_json_has_the_promised_fields(config, capsys):
     assert set(found["pipeline"]) == {"bubble_fraction", "peak_in_flight", "ticks"}
     assert found["pipeline"]["ticks"] == 6 and found["pipeline"]["peak_in_flight"] == 3
     assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1
-    assert sum(flow["times"] for flow in found["traffic"] if flow["kind"] == "permute") > 0
+    assert sum(transfer["times"] for transfer in found["traffic"] if transfer["kind"] == "permute") > 0
     assert {"checkpoint_copy_seconds", "checkpoint_write_seconds", "seconds_lost_by_a_failure"} <= set(found["faults"])
 
 
 def test_the_way_that_a_collective_is_run_is_named(config, capsys):
     """An accelerator's few bytes by LL, its many by Simple; a machine of fake devices has none of NCCL's names."""
     keys = ["--set", "model.d_model=4096", "--set", "train.sequence_length=4096", "--cluster", "h100"]
-    ways = {flow["algorithm"] for flow in planned(capsys, "--config", config, "--json", *keys)["traffic"]}
+    ways = {transfer["algorithm"] for transfer in planned(capsys, "--config", config, "--json", *keys)["traffic"]}
     assert {"ring LL", "ring Simple", "direct"} <= ways
     assert main(["--config", str(config), *keys]) == 0
     assert "ring LL" in capsys.readouterr().out
-    faked = {flow["algorithm"] for flow in planned(capsys, "--config", config, "--json")["traffic"]}
+    faked = {transfer["algorithm"] for transfer in planned(capsys, "--config", config, "--json")["traffic"]}
     assert faked and not any("LL" in way for way in faked)
 
 
@@ -168,7 +168,7 @@ def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypat
     caught = capsys.readouterr()
     assert caught.out == "" and caught.err.count("\n") == 1 and caught.err.startswith("meshtrain: ")
     assert "parallel.schedule cannot run: mine.csv: " in caught.err
-    assert "tick 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err and caught.err.endswith(".\n")
+    assert "clock 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err and caught.err.endswith(".\n")
 
 
 def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
@@ -350,3 +350,19 @@ def test_the_table_is_written_as_a_start_for_ones_own(schedule, chunks, config, 
 def test_an_open_schedule_is_said(config, capsys):
     assert main(["--config", str(config), "--set", "parallel.schedule=auto"]) == 0
     assert "note: schedule: auto -> interleaved, 2 virtual stages" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_training_would_refuse_here_is_noted(capsys):
+    settings = [
+        "--set",
+        "data.source=/no/such/text",
+        "--set",
+        "data.tokenizer=/no/such.json",
+        "--set",
+        "run.fake_devices=2",
+    ]
+    assert main(["--config", "configs/quickstart.yaml", *settings]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "data.source /no/such/text is not on this machine" in said
+    assert "data.tokenizer /no/such.json is not on this machine" in said
+    assert "run.fake_devices 2 is less than the 8 devices of the mesh" in said

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config import ConfigError, check, load, replaced
-from meshtrain.config.rows import sequences
+from meshtrain.config.follow import microbatch_rows
 from meshtrain.plan import named, plan
 from meshtrain.plan.choices import meshes
 from meshtrain.plan.report import settings
@@ -46,7 +46,7 @@ def test_a_search_keeps_the_islands_of_the_config_where_they_divide_data(small):
         check(candidate.config)
         planned = plan(candidate.config, named("h100", 8))
         if candidate.config.mesh.islands > 1 and candidate.config.parallel.zero_stage:
-            assert any(flow.axis == "island" for flow in planned.flows)
+            assert any(transfer.axis == "island" for transfer in planned.transfers)
 
 
 def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
@@ -60,7 +60,7 @@ def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
         near = candidate.config
         check(near)
         assert (
-            sequences(near) <= sequences(config) == 4
+            microbatch_rows(near) <= microbatch_rows(config) == 4
             and near.parallel.vocab == "edge"
             and not near.parallel.sequence_parallel
         )

@@ -2,11 +2,11 @@ import dataclasses
 
 import pytest
 
+from meshtrain.cluster.accelerators import Efficiency
 from meshtrain.config import load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
-from meshtrain.plan import ACCELERATORS, compute, named, plan, seconds, shapes, ticks
-from meshtrain.plan.cluster.accelerators import Efficiency
+from meshtrain.plan import ACCELERATORS, compute, named, pipeline, plan, report, seconds, shapes
 from meshtrain.step import Program
 
 NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
@@ -17,6 +17,11 @@ def test_the_parts_of_a_step_sum_to_it_and_the_bubble_is_the_simulators(llama_8b
     assert sum(seconds for _, seconds in found.time.parts()) == pytest.approx(found.seconds)
     assert all(seconds >= 0 for _, seconds in found.time.parts())
     assert found.time.bubble / found.timeline.makespan == pytest.approx(found.bubble_fraction, rel=0.05)
+
+
+def test_the_shares_of_a_steps_parts_that_are_printed_sum_to_all_of_it(llama_8b):
+    *shares, total = report._time(plan(llama_8b(), named("h100", 16))).columns[2].cells
+    assert sum(float(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=1) and total == "100%"
 
 
 def test_model_flops_are_those_of_palm_and_megatron(llama_8b):
@@ -55,7 +60,7 @@ def test_what_is_computed_again_is_what_xla_compiles_again(family):
     none = made()[1]
     for kept in [(), *((name,) for name in NAMES), NAMES]:
         config, flops = made(remat="names", remat_keep=kept)
-        planned = seconds.pieces_of(config, cluster).again.matmul * cluster.accelerator.flops("float32")
+        planned = seconds.layer_cost(config, cluster).recompute.matmul * cluster.accelerator.flops("float32")
         # besides the products some thousandths of the step's: norms and the like
         assert planned == pytest.approx(flops - none, rel=0.05, abs=0.003 * none), kept
 
@@ -159,7 +164,7 @@ def test_a_pipeline_of_dpo_goes_forward_once_more_and_a_search_counts_it(schedul
     assert 0.25 < found.time.reference / before.seconds < 0.5
     assert found.seconds == pytest.approx(before.seconds + found.time.reference, rel=0.01)
     assert 0 < found.bytes - before.bytes < 0.01 * before.bytes
-    fast = [ticks.quick(plan.config, ticks.facts(plan.config), plan.pieces) for plan in (before, found)]
+    fast = [pipeline.quick(plan.config, pipeline.facts(plan.config), plan.costs) for plan in (before, found)]
     assert fast[1] - fast[0] == pytest.approx(found.time.reference, rel=1e-6)
 
 
@@ -167,12 +172,29 @@ def test_gradients_travel_under_the_backward_but_for_the_first_bucket_and_the_vo
     cluster = named("h100", 64)
     config = llama_8b({"data": 8, "tensor": 8}, microbatches=2)
     found, whole = plan(config, cluster), seconds.data_seconds(config, cluster)
-    hidden = seconds.hidden_seconds(config, cluster, found.pieces)
+    hidden = seconds.hidden_seconds(config, cluster, found.costs)
     assert found.time.data == pytest.approx(whole - hidden)
-    block, outer = shapes.trained(config).block.whole, shapes.trained(config).outer.whole
+    block, outer = shapes.trained(config).block.full, shapes.trained(config).outer.full
     reduced = whole * 2 / 3  # float32, where what is gathered is bfloat16
     assert hidden == pytest.approx(reduced * 28 * block / (32 * block + outer), rel=0.02)
     # a backward that takes no time hides nothing, and one that has to be sent whole neither
-    idle = dataclasses.replace(found.pieces, backward=compute.Seconds(), backward_sends=0.0)
+    idle = dataclasses.replace(
+        found.costs, layer=dataclasses.replace(found.costs.layer, backward=compute.Seconds(), backward_sends=0.0)
+    )
     kept = replaced(config, parallel={"reduce": {"compression": "powersgd"}})
-    assert seconds.hidden_seconds(config, cluster, idle) == 0 == seconds.hidden_seconds(kept, cluster, found.pieces)
+    assert seconds.hidden_seconds(config, cluster, idle) == 0 == seconds.hidden_seconds(kept, cluster, found.costs)
+
+
+def test_what_travels_at_the_layers_hides_under_them_but_for_what_their_first_products_read(llama_8b):
+    cluster = named("h100", 64)
+    config = llama_8b({"data": 64}, {"global_batch_size": 128}, microbatches=2, zero_stage=3)
+    found, sent = plan(config, cluster), shapes.resident(config)
+    layers, outer = 2 * 32, 2 * sent.outer.full
+    # bytes: bfloat16 gathered, twice at a layer and once outside; float32 scattered
+    whole = layers * sent.block.full * (2 * 2 + 4) + outer * (2 + 4)
+    waited = layers * (sent.first.full + sent.block.largest) * 2 + outer * (2 + 4)
+    assert sent.first.full == 4096 * (4096 + 2 * 1024) and sent.block.largest == 4096 * 14336
+    share = found.time.data / seconds.data_seconds(config, cluster)
+    assert waited / whole < share < 1.15 * waited / whole  # smaller messages take longer a byte
+    idle = dataclasses.replace(found.costs.layer, forward=compute.Seconds(), backward=compute.Seconds())
+    assert seconds.hidden_seconds(config, cluster, dataclasses.replace(found.costs, layer=idle)) == 0

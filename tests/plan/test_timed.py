@@ -2,10 +2,10 @@
 
 import pytest
 
+from meshtrain.cluster import algorithms
 from meshtrain.config import load
 from meshtrain.hlo.module import Module
 from meshtrain.plan import named
-from meshtrain.plan.cluster import algorithms
 from meshtrain.plan.compute import product
 from meshtrain.plan.timed import timed
 

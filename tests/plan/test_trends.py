@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, best
 from meshtrain.config import load, replaced
 from meshtrain.plan import named, plan, scaling, traffic
-from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, best
 from meshtrain.plan.failures import faults
 from meshtrain.plan.memory import by_kind
 
@@ -65,7 +65,7 @@ def test_the_bubble_falls_with_the_microbatches(model, cluster):
 def test_chunks_make_the_bubble_smaller_and_the_messages_more(model, cluster):
     one, two = (on(made(model, (1, 1, 4), 32, 512, 8, schedule=s, virtual_stages=v), cluster) for s, v in (("1f1b", 1), ("interleaved", 2)))  # fmt: skip
     assert two.bubble_fraction < one.bubble_fraction
-    assert traffic.by_axis(two.flows)["pipeline"] > traffic.by_axis(one.flows)["pipeline"]
+    assert traffic.by_axis(two.transfers)["pipeline"] > traffic.by_axis(one.transfers)["pipeline"]
 
 
 @pytest.mark.parametrize("cluster", ["a100-80", "h100"])
@@ -144,7 +144,7 @@ def test_zero_3_sends_half_as_much_again_as_zero_1(model, cluster):
     """ZeRO, section 7: 3 Psi for 2. Of one microbatch; the vocabulary is gathered once for the head's two passes."""
     config = made(model, (16, 1, 1), 16, 512, 1, zero_stage=1)
     config = replaced(config, precision={"reduce": "bfloat16"})
-    one, three = (traffic.by_axis(on(replaced(config, parallel={"zero_stage": z}), cluster).flows)["data"] for z in (1, 3))  # fmt: skip
+    one, three = (traffic.by_axis(on(replaced(config, parallel={"zero_stage": z}), cluster).transfers)["data"] for z in (1, 3))  # fmt: skip
     assert 1.4 < three / one < 1.51
 
 
@@ -154,7 +154,7 @@ def test_sequence_parallelism_keeps_less(model, cluster):
     assert by_kind(split.memory)["activations"] < by_kind(plain.memory)["activations"]
     assert by_kind(split.memory)["parameters"] == by_kind(plain.memory)["parameters"]
     # an all-reduce is a gather and a scatter, and what was gathered is gathered once more for the backward
-    assert traffic.by_axis(plain.flows)["tensor"] < traffic.by_axis(split.flows)["tensor"] < 1.6 * traffic.by_axis(plain.flows)["tensor"]  # fmt: skip
+    assert traffic.by_axis(plain.transfers)["tensor"] < traffic.by_axis(split.transfers)["tensor"] < 1.6 * traffic.by_axis(plain.transfers)["tensor"]  # fmt: skip
 
 
 @everywhere

@@ -6,8 +6,8 @@ import yaml
 from probed import PAIR_SIZES, devices, pairs, probe
 
 from meshtrain.config import ConfigError, MeshConfig
-from meshtrain.plan import load_cluster, named
-from meshtrain.probe import describe
+from meshtrain.plan import ACCELERATORS, load_cluster, named
+from meshtrain.probe import describe, judge, report
 from meshtrain.probe.figures import Pairs
 
 CUBE = MeshConfig(data=2, tensor=2, pipeline=2)
@@ -29,6 +29,21 @@ def test_what_is_written_the_planner_reads_with_a_level_for_each_kind_of_link(tm
     assert (rail.devices, rail.latency, rail.bandwidth) == pytest.approx((64, 1.1e-5, 42.4), rel=0.01)
     assert cluster.axis("tensor", measured.mesh).bytes_per_second == pytest.approx(3e11)
     assert cluster.accelerator.flops("bfloat16") == pytest.approx(4e14)
+
+
+def test_a_device_that_the_planner_knows_keeps_its_data_sheet_and_what_was_fitted(tmp_path):
+    measured = replace(probe(devices=devices(8)), kind="h100")
+    device, sheet = loaded(measured, tmp_path / "mine.yaml").accelerator, ACCELERATORS["h100"]
+    fitted = ("attention", "exposed", "half_size")
+    assert [getattr(device.efficiency, n) for n in fitted] == [getattr(sheet.efficiency, n) for n in fitted]
+    assert device.flops("bfloat16") == sheet.flops("bfloat16") and device.memory_rate == pytest.approx(2.5e12, rel=0.01)
+    assert judge.device_scores(load_cluster(tmp_path / "mine.yaml"), measured)["bfloat16"] == pytest.approx(1, rel=0.01)
+    assert device.usable_bytes == pytest.approx(80 * 2**30, rel=0.01)
+
+
+def test_a_device_that_the_planner_does_not_know_is_told():
+    assert "no data sheet of some-gpu" in report.to_text(probe(devices=devices(8)))
+    assert "data sheet" not in report.to_text(replace(probe(devices=devices(8)), kind="h100"))
 
 
 def test_levels_that_differ_stay_apart_in_a_machine(tmp_path):
@@ -70,6 +85,11 @@ def test_figures_beyond_what_the_planner_takes_are_its_bounds(tmp_path):
 def test_one_device_has_no_links(tmp_path):
     written = describe.to_yaml(probe(MeshConfig(), {}, devices=devices(1)))
     assert yaml.safe_load(written)["links"] == {}
+
+
+def test_devices_are_told_one_by_one_where_there_are_several():
+    one, two = (report.to_text(probe(MeshConfig(data=n), {}, devices=devices(n))) for n in (1, 2))
+    assert "device alone" not in one and "device alone" in two
 
 
 @pytest.mark.parametrize("parts", [{"pairs": pairs(8)}, {"devices": devices(8), "links": {}}])

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from probed import collective, devices, pairs, probe
 
+from meshtrain.cluster.algorithms import ALL_REDUCE, KINDS, best
 from meshtrain.config import MeshConfig
-from meshtrain.plan import named
-from meshtrain.plan.cluster import programs
-from meshtrain.plan.cluster.algorithms import ALL_REDUCE, KINDS, best
+from meshtrain.plan import named, programs
 from meshtrain.plan.compute import product
 from meshtrain.probe import judge, report
 

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, KINDS, PERMUTE, REDUCE_SCATTER
 from meshtrain.config import MeshConfig, load
 from meshtrain.hlo import collectives as collectives_of
 from meshtrain.mesh import make_mesh
-from meshtrain.plan.cluster.algorithms import ALL_GATHER, ALL_REDUCE, KINDS, PERMUTE, REDUCE_SCATTER
 from meshtrain.probe import clock, devices, judge, links, measure
-from meshtrain.probe.conventions import XLA, bus_factor
+from meshtrain.probe.figures import XLA, bus_factor
 
 SIZES, PAIR_SIZES = (2**10, 2**12), (2**10, 2**18)
 
@@ -38,6 +38,14 @@ def test_in_a_permute_every_device_of_the_axis_sends_to_the_next(mesh):
     manual = jax.shard_map(step, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
     # Places in the mesh: data, then pipeline.
     assert jax.jit(manual)(jax.numpy.arange(4.0)).tolist() == [1, 0, 3, 2]
+
+
+def test_all_of_data_is_measured_too_where_its_islands_have_several_devices():
+    def groups(**sizes):
+        return links.groups_of(make_mesh(load({"mesh": sizes}), jax.devices()[:4]))
+
+    assert groups(data=4, islands=2) == ["island", "data", "island+data"]
+    assert groups(data=4, islands=4) == ["island"] and groups(data=4) == ["data"]
 
 
 def test_pairs_are_all_of_a_few_and_of_many_those_at_powers_of_two():

@@ -1,13 +1,15 @@
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 from probed import SIZES, collective, devices, pairs, probe
 
+import meshtrain as mt
+from meshtrain.cluster.algorithms import ALL_REDUCE
 from meshtrain.config import MeshConfig
 from meshtrain.plan import named
-from meshtrain.plan.cluster.algorithms import ALL_REDUCE
-from meshtrain.probe.page import page
+from meshtrain.probe.page import drawing, page
 
 MESH = MeshConfig(data=8, islands=2)
 
@@ -46,10 +48,10 @@ def test_algorithms_stand_side_by_side_with_their_bandwidth_as_bars():
     written = page(measured())
     assert "8 × some-gpu, data 8 × tensor 1 × pipeline 1, 2 islands" in written
     assert "Over island+data, 8 devices" in written
-    widths = [int(width) for width in re.findall(r'style="width:(\d+)px"', written)]
+    widths = [int(width) for width in re.findall(r'style="width:(\d+)px', written)]
     assert widths[0] == 2 * widths[1]
-    rows = re.findall(r"<tr[^>]*><td>(.*?)</td>(.*?)</tr>", written)
-    assert [name for name, _ in rows] == ["all-reduce", "ring"]
+    rows = re.findall(r"<tr><td>(.*?)</td>(.*?)</tr>", written.split("From device to device")[0])
+    assert [name for name, _ in rows] == ["<b>all-reduce</b>", "ring"]
     assert all(cells.count("<td") == 4 + len(SIZES) for _, cells in rows)
 
 
@@ -58,3 +60,20 @@ def test_what_is_slow_stands_at_the_top_and_pairs_are_drawn_with_figures():
     assert "No device and no link is slower than its like." in good
     assert "The link from device 2" in bad.split("<h2>")[0]
     assert good.count("<rect") == 8 * 7 and "Latency in" not in good.split("From device to device")[0]
+
+
+def test_a_slow_link_has_a_colour_of_its_own_and_says_how_slow():
+    found = pairs(8)
+    found.seconds[:, 2, 6] *= 2
+    drawn = drawing(probe(pairs=found))
+    ElementTree.fromstring(drawn)
+    colours = re.findall(r'<rect [^>]*fill="([^"]+)"', drawn)
+    assert len(colours) == 8 * 7
+    assert sorted(map(colours.count, set(colours))) == [1, 55]
+    assert "device 2 (tensor 2) to device 6 (tensor 6): 4.97 GB/s, 20.8 µs, 0.50 of its like" in drawn
+
+
+def test_a_probe_shows_itself():
+    shown = mt.show(probe(pairs=pairs(8)))
+    assert "%3Csvg" in shown.html and "latency in µs, from row to column" in shown.text
+    assert mt.show(probe()).text == repr(probe())

@@ -8,9 +8,9 @@ import pytest
 from free_port import free_port
 from probed import devices, pairs, probe
 
+from meshtrain.cluster.algorithms import KINDS
 from meshtrain.config import ConfigError, MeshConfig
 from meshtrain.plan import load_cluster, named
-from meshtrain.plan.cluster.algorithms import KINDS
 from meshtrain.probe import __main__ as command
 from meshtrain.probe.devices import ELEMENTS, SIDES
 

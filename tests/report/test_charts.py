@@ -1,12 +1,12 @@
 import re
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from meshtrain.plan import report
-from meshtrain.report.charts import HEIGHT, Curve, _ticks, binned, chart, smoothed
-from meshtrain.report.curves import OF_PROCESSES, OF_STEPS
+from meshtrain import units
+from meshtrain.report.charts import HEIGHT, OF_PROCESSES, OF_STEPS, Curve, _curves, _ticks, binned, chart, smoothed
 from meshtrain.telemetry.catalogue import BY_NAME
 
 
@@ -64,7 +64,7 @@ def test_ticks_are_few_round_and_hold_the_range(low, high):
 def test_ticks_of_bytes_are_round_in_their_unit():
     for high in (700, 5e6, 975e6, 1.05e9, 1.4e9, 60e9, 3e12):
         for tick in _ticks(0, high, 2):
-            assert re.fullmatch(r"-?\d+(\.5|\.25|\.75)? \w+", report.size(tick)), report.size(tick)
+            assert re.fullmatch(r"-?\d+(\.5|\.25|\.75)? \w+", units.size(tick)), units.size(tick)
 
 
 def test_names_are_escaped():
@@ -106,7 +106,8 @@ def test_the_lowest_of_the_dots_has_a_ring_though_not_every_dot_is_drawn():
     assert float(x) == pytest.approx(52 + 340 * 777 / 999, abs=0.1) and picture.count("<circle") < 130
 
 
-def test_marks_are_drawn_where_they_belong_and_none_outside():
-    picture = drawn(np.arange(101.0), marks=[(0, "zero"), (50, "half<"), (200, "far")])
-    assert re.findall(r'd="M([\d.]+) 8V148"', picture) == ["222.0"]
-    assert "half&lt;" in picture and "zero" not in picture and "far" not in picture
+@pytest.mark.parametrize(("steps", "names"), [(1000, ["training", "smoothed"]), (3, ["training"])])
+def test_many_values_have_a_smoothed_curve_too(steps, names):
+    run = SimpleNamespace(steps={"step": np.arange(steps), "loss": np.ones(steps)})
+    spec = SimpleNamespace(metric="loss", smooth=True, dots=None)
+    assert [curve.name for curve in _curves(spec, run, "red", "blue")] == names

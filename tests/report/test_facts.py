@@ -5,6 +5,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from experiments.watch.page import write_run
 from meshtrain.config import ConfigError, load
 from meshtrain.plan.shapes import model_flops
 from meshtrain.report.facts import gather
+from meshtrain.report.measured import MemoryUse
 from meshtrain.report.summary import settings, summarise
-from meshtrain.report.text import ladder, render
+from meshtrain.report.text import _memory, ladder, render
 from meshtrain.run.lock import RunLock
 
 OLD = {
@@ -77,15 +79,9 @@ def test_a_row_that_was_cut_off_is_a_note_and_one_that_is_being_written_is_none(
     assert summary.step == 7 and "no row" not in text
 
 
-def test_a_config_of_a_later_version_is_taken_as_far_as_it_is_known(run):
-    (run / "config.yaml").write_text("train: {steps: 10, dreams: 3}\nsorcery: {on: true}\nrun: {fake_devices: 8}\n")
-    write(run, OLD)
-    facts = gather(run)
-    assert facts.config.train.steps == 10 and facts.plan is not None
-    assert any("another version" in note for note in facts.notes)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1, 2]", b"a: {b: [", b"train: {steps: many}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[1, 2]", b"a: {b: [", b"train: {steps: many}", b"sorcery: {on: true}"]
+)
 def test_a_config_that_is_none_costs_the_plan_and_no_more(run, content):
     (run / "config.yaml").write_bytes(content)
     write(run, OLD)
@@ -139,7 +135,7 @@ def test_a_run_that_eval_patience_ended_is_done(run, patience, state):
 )
 def test_held_out_text_that_is_learned_no_longer_is_a_remark(run, evals, said):
     write(run, *(OLD | {"step": k, "eval_loss": loss} for k, loss in enumerate(evals, 1)))
-    sentence = "the loss of held-out text was lowest after step 2, 1.5, and is 1.8, 3 evaluations later: "
+    sentence = "the loss of validation text was lowest after step 2, 1.5, and is 1.8, 3 evaluations later: "
     assert any(reason.sentence.startswith(sentence) for reason in told(run)[0].reasons) is said
 
 
@@ -272,6 +268,12 @@ def test_the_devices_are_told_from_what_they_reach(tmp_path):
         assert gather(tmp_path).plan.cluster.accelerator.name == name
     facts = gather(tmp_path, "b200")
     assert facts.plan.cluster.accelerator.name == "b200"
+
+
+def test_memory_is_told_with_its_limit_where_there_is_one():
+    uses = [MemoryUse("a device", 6 * 2**30, 8 * 2**30), MemoryUse("the host", 2**30, None)]
+    written = _memory(SimpleNamespace(plan=None), SimpleNamespace(held=uses))
+    assert [line.split()[2:] for line in written.splitlines()[1:]] == [["6", "GiB", "of", "8", "GiB"], ["1", "GiB"]]
 
 
 def test_devices_that_nothing_tells_of_are_said_to_be_unknown(tmp_path):

@@ -1,11 +1,10 @@
 import json
 import math
-import os
 
 import numpy as np
 import pytest
 
-from meshtrain.report.rows import LONGEST, Columns, Follower, read
+from meshtrain.report.rows import Columns, read
 
 
 def lines(*rows):
@@ -52,52 +51,6 @@ def test_values_that_are_no_numbers_are_unknown(path):
 def test_a_loss_that_was_not_finite_is_counted(path):
     path.write_bytes(lines({"step": 1, "loss": None, "not_finite": ["loss"]}, {"step": 2, "not_finite": [3, {}]}))
     assert read(path)[0].not_finite == {"loss": 1}
-
-
-def test_a_row_that_is_half_written_waits_for_its_end(path):
-    path.write_bytes(lines({"step": 1}) + b'{"step": 2, "lo')
-    follower = Follower(path)
-    assert [row["step"] for row in follower.new()] == [1] and list(follower.new()) == []
-    with path.open("ab") as file:
-        file.write(b'ss": 2.5}\n')
-    assert list(follower.new()) == [{"step": 2, "loss": 2.5}] and follower.torn == 0
-
-
-def test_a_file_that_took_the_place_of_another_is_read_from_its_begin(path):
-    path.write_bytes(lines({"step": 1}, {"step": 2}))
-    follower = Follower(path)
-    list(follower.new())
-    os.replace(path, path.with_suffix(".old"))
-    assert list(follower.new()) == []
-    path.write_bytes(lines({"step": 1, "loss": 9.0}))
-    assert list(follower.new()) == [{"step": 1, "loss": 9.0}]
-    path.write_bytes(b"")
-    assert list(follower.new()) == []
-    path.write_bytes(lines({"step": 3, "loss": 1.0}, {"step": 4}))
-    assert [row["step"] for row in follower.new()] == [3, 4]
-    path.write_bytes(lines({"step": 5}))
-    assert [row["step"] for row in follower.new()] == [5]
-
-
-def test_who_asks_for_the_end_gets_whole_rows_of_it(path):
-    path.write_bytes(lines(*({"step": k} for k in range(1000))))
-    follower = Follower(path, last=200)
-    found = [row["step"] for row in follower.new()]
-    assert follower.torn == 0
-    assert 5 < len(found) < 20 and found[-1] == 999 and found == sorted(found)
-    assert len(list(Follower(path, last=1 << 20).new())) == 1000
-
-
-def test_a_line_without_end_costs_no_memory_and_is_no_row(path):
-    path.write_bytes(b"x" * (3 * LONGEST) + b"\n" + lines({"step": 1}))
-    follower = Follower(path)
-    assert list(follower.new()) == [{"step": 1}] and follower.torn == 1
-
-
-def test_what_is_no_file_has_no_rows(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "missing", "."):
-        assert list(Follower(tmp_path / name).new()) == []
 
 
 def test_names_without_end_are_not_all_kept():

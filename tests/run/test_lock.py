@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from meshtrain.config import ConfigError
-from meshtrain.run.lock import RunLock, in_use
+from meshtrain.run.lock import RunLock, holder, in_use
 
 HOLD = """
 import fcntl, sys
@@ -101,4 +101,12 @@ def test_who_only_asks_learns_of_a_run_and_takes_nothing(tmp_path):
     lock = RunLock(tmp_path)
     assert in_use(tmp_path) is True
     assert subprocess.run([sys.executable, "-c", ASK, tmp_path / ".lock"]).returncode == 1  # it is still held
+    lock.release()
+
+
+def test_who_asks_for_the_holder_of_its_own_lock_keeps_it(tmp_path):
+    assert holder(tmp_path) == ""
+    lock = RunLock(tmp_path)
+    assert holder(tmp_path) == "this process"
+    assert subprocess.run([sys.executable, "-c", ASK, tmp_path / ".lock"]).returncode == 1
     lock.release()

@@ -1,6 +1,78 @@
-"""What processes tell one another takes few programs: JAX compiles one for each size of it."""
+"""What the runtime throws, in a sentence."""
 
-from meshtrain.run.processes import room
+import jax
+import pytest
+
+from meshtrain.errors import ConfigError
+from meshtrain.run.lock import RunInUse
+from meshtrain.run.processes import PortTaken, RunFailure, SickDevice, explained, kind_of, room
+from meshtrain.survive.heartbeat import CODES
+
+
+@pytest.fixture
+def of_several(monkeypatch):
+    """This process, as one of several."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError(
+            "UNKNOWN: Gloo all-reduce failed: [external/gloo/pair.cc:538] Read error [127.0.0.1]:7071: Connection reset by peer"
+        ),
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:39064"),
+        jax.errors.JaxRuntimeError("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited"),
+        jax.errors.JaxRuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
+    ],
+)
+def test_a_process_that_is_gone_is_reported_with_the_step_to_go_on_from(error, of_several):
+    failure = explained(error, 40)
+    assert isinstance(failure, RunFailure)
+    assert str(failure).startswith(f"another process of this run died or cannot be reached: {error}; ")
+    assert str(failure).endswith("run again to go on from step 40.")
+
+
+def test_without_a_checkpoint_there_is_only_the_start(of_several):
+    assert str(explained(ValueError("Gloo failed"), None)).endswith("run again to go on from the start.")
+
+
+def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
+    error = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nStack: ..."
+    )
+    sentence = str(explained(error, None))
+    assert "too little memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.; " in sentence
+    assert "meshtrain.plan" in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("said already")]
+)
+def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
+    assert explained(error, None) is error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FloatingPointError("the loss is nan"), "numbers"),
+        (SickDevice("wrong bits", [1]), "sick"),
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: connection reset"), "peer"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "memory"),
+        (MemoryError(), "memory"),
+        (RunInUse("in use"), "lock"),
+        (PortTaken("in use"), "port"),
+        (ConfigError("wrong"), "config"),
+        (RunFailure("no directory"), "error"),
+        (ValueError("a mistake of ours"), "error"),
+    ],
+)
+def test_a_supervisor_is_told_of_what_kind_a_failure_was(error, kind, of_several):
+    assert kind_of(explained(error, None)) == kind in CODES
+
+
+# What processes tell one another takes few programs: JAX compiles one for each size of it.
 
 
 def test_values_of_all_sizes_have_room_in_few():

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from meshtrain.config import load
-from meshtrain.run.failures import RunFailure
 from meshtrain.run.lock import RunLock
+from meshtrain.run.processes import RunFailure
 from meshtrain.run.record import RunRecord
 
 
@@ -22,7 +22,7 @@ def record(directory):
     config = load({"run": {"directory": str(directory)}})
     lock = RunLock(directory)
     record = RunRecord(directory, config, 0, lock)
-    record.write({"step": 1})
+    record.after_metrics({"step": 1}, due=True)
     yield record
     record.close()
     lock.release()
@@ -38,8 +38,8 @@ def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(fault
         shutil.rmtree(directory)
     else:
         directory.rename(directory.with_name("away"))
-    record.write({"step": 2})
-    record.write({"step": 3})
+    record.after_metrics({"step": 2}, due=True)
+    record.after_metrics({"step": 3}, due=True)
     assert steps(directory) == [1, 2, 3] and load(directory / "config.yaml").run.directory == str(directory)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -55,7 +55,7 @@ def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(fault
 def test_a_file_that_goes_away_is_made_again(name, directory, record, capsys):
     before = (directory / name).read_text()
     (directory / name).unlink()
-    record.write({"step": 2})
+    record.after_metrics({"step": 2}, due=True)
     assert (directory / name).read_text().startswith(before)
     assert (
         capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
     with pytest.raises(
         RunFailure, match="no longer has its directory to itself: process 7 on elsewhere has begun another"
     ):
-        record.write({"step": 2})
+        record.after_metrics({"step": 2}, due=True)
     record.close()
     assert [path.name for path in directory.iterdir()] == [".lock"]
 
@@ -79,14 +79,14 @@ def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
 def test_a_directory_that_cannot_be_made_again_is_reported_and_its_rows_wait(directory, record, capsys):
     shutil.rmtree(directory)
     directory.write_text("a file in its place")
-    record.write({"step": 2})
+    record.after_metrics({"step": 2}, due=True)
     assert "and cannot be made again yet: file exists" in capsys.readouterr().err
     assert not record.is_written()
     directory.unlink()
-    record.write({"step": 3})
+    record.after_metrics({"step": 3}, due=True)
     assert record.is_written() and steps(directory) == [1, 2, 3]
 
 
 def test_a_row_that_is_written_says_nothing(directory, record, capsys):
-    record.write({"step": 2})
+    record.after_metrics({"step": 2}, due=True)
     assert capsys.readouterr().err == "" and steps(directory) == [1, 2]

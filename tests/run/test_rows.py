@@ -1,11 +1,12 @@
 """metrics.jsonl holds what was measured, line by line, whatever becomes of the disk and of the file."""
 
 import json
+import os
 import shutil
 
 import pytest
 
-from meshtrain.run.rows import MetricsFile, trim_metrics
+from meshtrain.run.rows import LONGEST, MetricsFile, RowReader, trim_metrics
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def write(path, steps, tail=b""):
     path.write_bytes(b"".join(json.dumps({"step": s, "loss": 1.0}).encode() + b"\n" for s in steps) + tail)
 
 
-def read(path):
+def steps(path):
     return [json.loads(line)["step"] for line in path.read_bytes().splitlines()]
 
 
@@ -35,7 +36,7 @@ def test_a_row_is_on_disk_before_the_next_one_is_written(path):
     file = MetricsFile(path)
     for step in (1, 2):
         file.write({"step": step})
-        assert len(read(path)) == step
+        assert len(steps(path)) == step
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_are_named(path):
@@ -56,7 +57,7 @@ def test_rows_are_appended_to_those_of_the_run_before(path):
         file = MetricsFile(path)
         file.write({"step": step})
         file.close()
-    assert read(path) == [1, 2]
+    assert steps(path) == [1, 2]
 
 
 class Full:
@@ -77,7 +78,7 @@ def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, 
     assert file.refused is not None
     file.write({"step": 3})
     file.close()
-    assert file.refused is None and read(path) == [1, 2, 3]
+    assert file.refused is None and steps(path) == [1, 2, 3]
 
 
 def test_rows_that_never_found_room_are_reported(path, monkeypatch, capsys):
@@ -105,10 +106,10 @@ def test_a_file_that_is_removed_is_written_again_with_all_of_its_rows(what, tmp_
         shutil.rmtree(path.parent)
     assert not file.is_there()
     file.write({"step": 3})
-    assert file.is_there() and read(path) == [1, 2, 3]
+    assert file.is_there() and steps(path) == [1, 2, 3]
     file.write({"step": 4})
     file.close()
-    assert read(path) == [1, 2, 3, 4]
+    assert steps(path) == [1, 2, 3, 4]
 
 
 def test_a_file_in_its_place_is_set_aside(path):
@@ -118,7 +119,7 @@ def test_a_file_in_its_place_is_set_aside(path):
     path.write_text("somebody's\n")
     file.write({"step": 2})
     file.close()
-    assert read(path) == [1, 2]
+    assert steps(path) == [1, 2]
     assert (path.parent / "earlier-1" / "metrics.jsonl").read_text() == "somebody's\n"
 
 
@@ -129,7 +130,7 @@ def test_rows_that_somebody_cuts_off_are_reported_once(path, capsys):
     for step in (2, 3):
         file.write({"step": step})
     file.close()
-    assert read(path) == [2, 3]
+    assert steps(path) == [2, 3]
     assert capsys.readouterr().err == f"meshtrain: 12 bytes of rows were cut off {path} while the run goes on.\n"
 
 
@@ -139,13 +140,13 @@ def test_rows_that_somebody_cuts_off_are_reported_once(path, capsys):
 def test_rows_after_the_step_are_dropped(path):
     write(path, range(1, 9))
     trim_metrics(path, 5)
-    assert read(path) == [1, 2, 3, 4, 5]
+    assert steps(path) == [1, 2, 3, 4, 5]
 
 
 def test_a_step_that_stands_there_twice_is_kept_once(path):
     write(path, [1, 2, 3, 1, 2])
     trim_metrics(path, 5)
-    assert read(path) == [1, 2, 3]
+    assert steps(path) == [1, 2, 3]
 
 
 def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
@@ -159,7 +160,7 @@ def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
     ):
         write(path, [1, 2], tail)
         trim_metrics(path, 9)
-        assert read(path) == [1, 2]
+        assert steps(path) == [1, 2]
         assert path.read_bytes().endswith(b"\n")
 
 
@@ -179,16 +180,69 @@ def test_what_a_full_disk_does_not_let_trim_stays_whole(path, monkeypatch):
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         trim_metrics(path, 1)
-    assert read(path) == [1, 2, 3] and list(path.parent.iterdir()) == [path]
+    assert steps(path) == [1, 2, 3] and list(path.parent.iterdir()) == [path]
 
 
 def test_a_link_to_the_rows_is_followed(path, tmp_path):
     write(tmp_path / "elsewhere", [1, 2, 3])
     path.symlink_to("elsewhere")
     trim_metrics(path, 1)
-    assert path.is_symlink() and read(tmp_path / "elsewhere") == [1]
+    assert path.is_symlink() and steps(tmp_path / "elsewhere") == [1]
 
 
 def test_no_file_is_no_error(path):
     trim_metrics(path, 0)
     assert not path.exists()
+
+
+# --- reading
+
+
+def lines(*rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def test_a_row_that_is_half_written_waits_for_its_end(path):
+    path.write_bytes(lines({"step": 1}) + b'{"step": 2, "lo')
+    reader = RowReader(path)
+    assert [row["step"] for row in reader.new()] == [1] and list(reader.new()) == []
+    with path.open("ab") as file:
+        file.write(b'ss": 2.5}\n')
+    assert list(reader.new()) == [{"step": 2, "loss": 2.5}] and reader.torn == 0
+
+
+def test_a_file_that_took_the_place_of_another_is_read_from_its_begin(path):
+    path.write_bytes(lines({"step": 1}, {"step": 2}))
+    reader = RowReader(path)
+    list(reader.new())
+    os.replace(path, path.with_suffix(".old"))
+    assert list(reader.new()) == []
+    path.write_bytes(lines({"step": 1, "loss": 9.0}))
+    assert list(reader.new()) == [{"step": 1, "loss": 9.0}]
+    path.write_bytes(b"")
+    assert list(reader.new()) == []
+    path.write_bytes(lines({"step": 3, "loss": 1.0}, {"step": 4}))
+    assert [row["step"] for row in reader.new()] == [3, 4]
+    path.write_bytes(lines({"step": 5}))
+    assert [row["step"] for row in reader.new()] == [5]
+
+
+def test_who_asks_for_the_end_gets_whole_rows_of_it(path):
+    path.write_bytes(lines(*({"step": k} for k in range(1000))))
+    reader = RowReader(path, last=200)
+    found = [row["step"] for row in reader.new()]
+    assert reader.torn == 0
+    assert 5 < len(found) < 20 and found[-1] == 999 and found == sorted(found)
+    assert len(list(RowReader(path, last=1 << 20).new())) == 1000
+
+
+def test_a_line_without_end_costs_no_memory_and_is_no_row(path):
+    path.write_bytes(b"x" * (3 * LONGEST) + b"\n" + lines({"step": 1}))
+    reader = RowReader(path)
+    assert list(reader.new()) == [{"step": 1}] and reader.torn == 1
+
+
+def test_what_is_no_file_has_no_rows(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "missing", "."):
+        assert list(RowReader(tmp_path / name).new()) == []

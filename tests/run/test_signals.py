@@ -1,6 +1,8 @@
 import os
 import pty
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -26,6 +28,54 @@ def test_before_the_first_step_a_signal_ends_what_is_under_way(number):
         with pytest.raises(Stopped, match=f"{number.name}: stopped before the first step; nothing is lost"):
             os.kill(os.getpid(), number)
         assert stop.requested
+
+
+COMPILES = """
+import hashlib, os, signal, sys, threading, time
+from meshtrain.run import early
+from meshtrain.run.signals import StopSignals
+import meshtrain.run.signals as signals
+early.hear()
+signals.PATIENCE = 0.05
+def ask():
+    began = time.process_time()
+    while time.process_time() - began < 0.1:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+with StopSignals() as stop:
+    exec(sys.argv[1])
+    threading.Thread(target=ask).start()
+    # As a compiler does: without the interpreter's lock, and deaf to signals.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "rounds", "said", "code"),
+    [
+        ("", 10**9, "SIGTERM: stopped before the first step; nothing is lost, run again to go on.\n", 75),
+        pytest.param(
+            "stop.finish_steps()", 3 * 10**6, "SIGTERM: heard; waits for what is compiled or computed.\n", 0,
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)  # fmt: skip
+def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(before, rounds, said, code):
+    command = [sys.executable, "-c", COMPILES, before, str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, done.stderr
+
+
+def test_a_request_that_was_met_does_not_end_what_the_process_does_afterwards():
+    program = (
+        "import os, signal, time; from meshtrain.run import early; import meshtrain.run.signals as signals\n"
+        "early.hear(); signals.PATIENCE = 0.2\n"
+        "try:\n"
+        "    with signals.StopSignals(): os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        "except early.Stopped: time.sleep(0.6)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_signal_that_is_held_is_met_at_the_end():

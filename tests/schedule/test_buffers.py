@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
+from replayed import replay
 
-from meshtrain.schedule.buffers import Depths, allocate, depths
+from meshtrain.schedule.buffers import Depths, allocate, depths, executed
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.phases import ops_per_clock, phases
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import B, F, W
-from meshtrain.schedule.validate import replay
 
 
 def tables(schedule):
@@ -29,8 +30,8 @@ def test_each_buffer_is_exactly_as_deep_as_the_most_entries_any_stage_holds(sche
 def test_entries_held_are_those_that_the_simulator_has_in_flight(schedule):
     for table in tables(schedule):
         held = replay(table, allocate(table))["stash"]
-        for clock in ("asynchronous", "lockstep"):
-            timeline = simulate(table, Durations(1.0, 0.7, 1.3, message=0.4, head=0.5), clock)
+        for execution in ("asynchronous", "lockstep"):
+            timeline = simulate(table, Durations(1.0, 0.7, 1.3, message=0.4, head=0.5), execution)
             assert timeline.peak_in_flight.tolist() == held
             assert [timeline.in_flight(stage)[1].max() for stage in range(table.stages)] == held
 
@@ -108,3 +109,79 @@ def test_what_i_leaves_for_w_waits_until_stage_0_is_there():
     table = make_table("zb_h1", p, 12)
     assert replay(table, allocate(table))["cot"] == [s + 1 for s in range(p)]
     assert (table.when()[W] - table.when()[B]).tolist() == [[s] * 12 for s in range(p)]
+
+
+# --- as the executor takes it
+
+
+def executed_tables(schedule):
+    for p, m in ((2, 1), (3, 2), (3, 8), (4, 4), (4, 13), (6, 12), (5, 3)):
+        yield make_table(schedule, p, m, legal_chunks(schedule) or 3)
+
+
+def held_clocks(table, buffers):
+    """Of each stage and place of the stash and of what I leaves: the (first, last) clocks of what is held, as the table has them."""
+    when, found = table.when(), {"stash": [], "left": []}
+    for op in table.ops():
+        virtual, at = table.virtual(op.stage, op.chunk), (op.clock, op.stage)
+        if op.slot == F:
+            last = when[W if table.split else B, virtual, op.microbatch]
+            found["stash"].append((op.stage, buffers.f_stash[at], op.clock, last))
+        if op.slot == B and table.split:
+            found["left"].append((op.stage, buffers.b_cot[at], op.clock, when[W, virtual, op.microbatch]))
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_an_idle_slot_leaves_goes_where_nothing_is_held(schedule):
+    for table in executed_tables(schedule):
+        work = ops_per_clock(phases(table))
+        buffers = executed(table, work)
+        of = {"stash": (F, 0, buffers.f_stash, buffers.depths.stash), "left": (B, 2, buffers.b_cot, buffers.depths.cot)}
+        for name, entries in held_clocks(table, buffers).items():
+            slot, done, places, depth = of[name]
+            if not entries:
+                continue
+            for clock, stage in np.argwhere((table.cells[:, :, slot, 0] < 0) & work[:, done, None]).tolist():
+                place = places[clock, stage]
+                assert place < depth
+                # What is read in this clock is read after F and before B write.
+                wrong = [e for e in entries if e[:2] == (stage, place) and e[2] < clock <= e[3]]
+                assert not wrong, (name, clock, stage, wrong)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_there_is_one_more_place_only_where_all_are_held_when_a_stage_is_idle(schedule):
+    for table in executed_tables(schedule):
+        exact, buffers = allocate(table).depths, executed(table, ops_per_clock(phases(table))).depths
+        everything = table.microbatches * table.chunks
+        assert buffers.stash - exact.stash in ((0, 1) if exact.stash == everything else (0,))
+        assert buffers._replace(stash=0, cot=0) == exact._replace(stash=0, cot=0)
+        assert executed(table).depths == exact
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_embeddings_come_one_forward_early_and_leave_one_backward_late(schedule):
+    for table in executed_tables(schedule):
+        buffers, when = executed(table), table.when()
+        clocks = {s: sorted({op.clock for op in table.ops() if op.slot == s}) for s in (F, B)}
+        for m in range(table.microbatches):
+            enters = clocks[F].index(when[F, 0, m])
+            assert (buffers.enters_first if enters == 0 else buffers.entering[clocks[F][enters - 1]]) == m
+            leaves = clocks[B].index(when[B, 0, m]) + 1
+            assert (buffers.leaves_last if leaves == len(clocks[B]) else buffers.leaving[clocks[B][leaves]]) == m
+        assert (buffers.entering >= 0).sum() == (buffers.leaving >= 0).sum() == table.microbatches - 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_cotangent_arrives_with_the_next_backward(schedule):
+    for table in executed_tables(schedule):
+        sent, late = allocate(table).arrivals, executed(table).arrivals
+        backward = np.flatnonzero((table.cells[:, :, B, 0] >= 0).any(axis=1))
+        for before, after in zip(sent, late, strict=True):
+            if before.slot == F:
+                assert (before.active == after.active).all() and (before.place == after.place).all()
+            else:
+                assert (after.active[backward[1:]] == before.active[backward[:-1]]).all()
+                assert (after.place[backward[1:]] == before.place[backward[:-1]]).all()
+                assert after.active.sum() == before.active.sum()

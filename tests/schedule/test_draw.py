@@ -5,14 +5,14 @@ import pytest
 
 from meshtrain.schedule.draw import figures, gantt_svg, gantt_text
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import CLOCKS, Durations, simulate
+from meshtrain.schedule.simulate import EXECUTIONS, Durations, simulate
 from meshtrain.schedule.table import Table
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def timeline(schedule="1f1b", p=3, m=5, clock="lockstep", **durations):
-    return simulate(make_table(schedule, p, m, legal_chunks(schedule) or 2), Durations(**durations), clock)
+def timeline(schedule="1f1b", p=3, m=5, execution="lockstep", **durations):
+    return simulate(make_table(schedule, p, m, legal_chunks(schedule) or 2), Durations(**durations), execution)
 
 
 def cells(svg: str) -> dict[tuple[int, float, float], ElementTree.Element]:
@@ -21,7 +21,7 @@ def cells(svg: str) -> dict[tuple[int, float, float], ElementTree.Element]:
     for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
         title, rectangle = group.find(f"{SVG}title"), group.find(f"{SVG}rect")
         if title is not None and rectangle is not None:
-            ((stage, start, end),) = re.findall(r"stage (\d+), tick \d+: (\S+) to (\S+)", title.text or "")
+            ((stage, start, end),) = re.findall(r"stage (\d+), clock \d+: (\S+) to (\S+)", title.text or "")
             found[int(stage), float(start), float(end)] = rectangle
     return found
 
@@ -30,10 +30,10 @@ def texts(svg: str) -> list[str]:
     return [text.text or "" for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_picture_has_a_cell_for_all_that_takes_time_where_and_as_long_as_it_does(schedule, clock):
-    line = timeline(schedule, clock=clock, head=0.5, optimizer=2.0, message=0.25)
+def test_the_picture_has_a_cell_for_all_that_takes_time_where_and_as_long_as_it_does(schedule, execution):
+    line = timeline(schedule, execution=execution, head=0.5, optimizer=2.0, message=0.25)
     found = cells(gantt_svg(line))
     assert len(found) == len(line.kind)
     scale = _number(found[0, 0.0, line.end[0]], "width") / line.end[0]
@@ -77,7 +77,7 @@ def test_the_picture_tells_the_figures_and_names_the_stages():
     ):
         assert word in words
     assert "critical path" not in words
-    assert "critical path" in gantt_svg(timeline("zb_h1", clock="asynchronous"))
+    assert "critical path" in gantt_svg(timeline("zb_h1", execution="asynchronous"))
 
 
 def test_the_curve_reaches_the_peak_and_ends_at_zero():
@@ -108,11 +108,11 @@ def test_the_text_is_the_schedule_as_one_would_draw_it():
     ]
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("m, width", [(1, 60), (6, 80), (64, 100), (64, 200)])
-def test_the_text_is_as_wide_as_asked(schedule, clock, m, width):
-    line = timeline(schedule, p=12, m=m, clock=clock, head=0.3, head_spread=True, optimizer=1.0, message=0.1)
+def test_the_text_is_as_wide_as_asked(schedule, execution, m, width):
+    line = timeline(schedule, p=12, m=m, execution=execution, head=0.3, head_spread=True, optimizer=1.0, message=0.1)
     drawn = gantt_text(line, width).splitlines()
     assert [len(row) for row in drawn[:13]] == [width] * 13
     assert [row.split()[1] for row in drawn[:12]] == [str(stage) for stage in range(12)]
@@ -126,5 +126,5 @@ def test_where_the_text_is_too_narrow_the_middle_is_left_out():
 
 def test_figures_are_in_the_singular_for_one():
     first, _, last = figures(simulate(make_table("1f1b", 1, 1), Durations()))
-    assert first == "1f1b: 1 stage, 1 microbatch, 1 chunk a stage, lockstep clock"
+    assert first == "1f1b: 1 stage, 1 microbatch, 1 chunk a stage, lockstep execution"
     assert last == "peak in flight 1 entry kept for the backward, on stage 0"

@@ -3,7 +3,8 @@ import pytest
 
 from meshtrain.errors import ConfigError
 from meshtrain.schedule.buffers import allocate
-from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks, facts_of, legal_chunks, make_table
+from meshtrain.schedule.facts import facts_of
+from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import B, F, IllegalTable, W
 from meshtrain.schedule.validate import validate
@@ -27,7 +28,7 @@ def test_every_schedule_is_legal_for_any_number_of_microbatches_and_chunks(sched
             validate(table)
 
 
-def test_1f1b_does_forward_s_ticks_after_the_first_stage_and_backward_in_mirror_image():
+def test_1f1b_does_forward_s_clocks_after_the_first_stage_and_backward_in_mirror_image():
     stages, microbatches = 4, 9
     when = make_table("1f1b", stages, microbatches).when()
     for s in range(stages):
@@ -36,7 +37,7 @@ def test_1f1b_does_forward_s_ticks_after_the_first_stage_and_backward_in_mirror_
             assert when[B, s, m] == m + 2 * (stages - 1) - s
 
 
-def test_the_last_stage_turns_a_microbatch_around_in_one_tick():
+def test_the_last_stage_turns_a_microbatch_around_in_one_clock():
     for schedule, chunks in (("1f1b", 1), ("interleaved", 3), ("zb_interleaved", 2), ("v_1f1b", 2)):
         when = make_table(schedule, 4, 8, chunks).when()
         assert (when[F, -1] == when[B, -1]).all(), schedule
@@ -86,13 +87,13 @@ def test_only_gpipe_and_looped_bfs_need_memory_that_grows_with_the_microbatches(
 
 @pytest.mark.parametrize("schedule", LOOPED)
 @pytest.mark.parametrize("p, m, v", [(4, 4, 2), (4, 5, 3), (4, 7, 2), (3, 13, 4), (1, 3, 2), (5, 2, 1)])
-def test_forward_and_backward_take_the_fewest_ticks_possible(schedule, p, m, v):
+def test_forward_and_backward_take_the_fewest_clocks_possible(schedule, p, m, v):
     when = make_table(schedule, p, m, v).when()
     assert len(np.unique(when[F])) == len(np.unique(when[B])) == m * v + p - 1
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
-def test_all_stages_do_w_in_the_same_ticks(schedule):
+def test_all_stages_do_w_in_the_same_clocks(schedule):
     p, m, v = 4, 10, legal_chunks(schedule) or 3
     table = make_table(schedule, p, m, v)
     assert len(np.unique(table.when()[W])) == m * v
@@ -163,7 +164,7 @@ def test_an_illegal_csv_file_is_refused(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(make_table("1f1b", 2, 2).to_csv().replace("F1,F0 B0\nB0,", "F1 B0,F0 B0\n,"))
     with pytest.raises(
-        IllegalTable, match=r"mine.csv: schedule 1f1b: tick 1 \(CSV row 4\), stage 0, cell 'F1 B0': B0 is too"
+        IllegalTable, match=r"mine.csv: schedule 1f1b: clock 1 \(CSV row 4\), stage 0, cell 'F1 B0': B0 is too"
     ):
         make_table(str(path), 2, 2)
 
@@ -204,8 +205,8 @@ def test_chosen_chunks_cost_neither_time_nor_memory_in_lockstep(stages):
 @pytest.mark.parametrize(
     "schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_interleaved", 4)]
 )
-def test_no_table_has_fewer_ticks_with_a_forward_or_a_backward(schedule, chunks, stages):
-    """The last stage cannot begin before tick p - 1, the last microbatch not before tick m - 1."""
+def test_no_table_has_fewer_clocks_with_a_forward_or_a_backward(schedule, chunks, stages):
+    """The last stage cannot begin before clock p - 1, the last microbatch not before clock m - 1."""
     for microbatches in range(1, 3 * stages):
         least = max(microbatches * chunks + stages - 1, stages * chunks + microbatches - 1)
         used = (make_table(schedule, stages, microbatches, chunks).cells[..., 0] >= 0).any(axis=1)

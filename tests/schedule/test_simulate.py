@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import CLOCKS, HEAD, OPTIMIZER, Durations, simulate
+from meshtrain.schedule.simulate import EXECUTIONS, HEAD, OPTIMIZER, Durations, simulate
 from meshtrain.schedule.table import B, F, W
 
 EXACT = 1e-9
@@ -23,23 +23,23 @@ def test_where_nothing_is_said_every_slot_takes_one():
     assert simulate(table).makespan == simulate(table, Durations()).makespan == 3 * 3 + 3
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", range(15))
-def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards(schedule, clock, seed):
+def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards(schedule, execution, seed):
     _, table, (f, i, w) = drawn(seed, schedule)
-    timeline = simulate(table, Durations(f, i, w), clock)
+    timeline = simulate(table, Durations(f, i, w), execution)
     assert timeline.idle == pytest.approx((table.stages - 1) * (f + i + w), abs=EXACT)
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs"])
 @pytest.mark.parametrize("seed", range(15))
-def test_chunks_divide_the_idle_time(schedule, clock, seed):
+def test_chunks_divide_the_idle_time(schedule, execution, seed):
     rng, table, (f, i, w) = drawn(seed, schedule)
     p, v = table.stages, table.chunks
     table = make_table(schedule, p, p + rng.randint(0, 2 * p), v)
-    timeline = simulate(table, Durations(f / v, i / v, w / v), clock)
+    timeline = simulate(table, Durations(f / v, i / v, w / v), execution)
     assert timeline.idle == pytest.approx((p - 1) * (f + i + w) / v, abs=EXACT)
 
 
@@ -79,8 +79,8 @@ def test_what_happens_can_happen(schedule, seed):
         f * np.array([rng.uniform(0.5, 2) for _ in range(k)]), i, w * np.array([rng.uniform(0.5, 2) for _ in range(k)]),
         message=rng.uniform(0, 2), head=rng.choice([0.0, 1.7]), head_spread=rng.random() < 0.5, optimizer=2.5,
     )  # fmt: skip
-    for clock in CLOCKS:
-        timeline = simulate(table, durations, clock)
+    for execution in EXECUTIONS:
+        timeline = simulate(table, durations, execution)
         for stage in range(table.stages):  # one thing at a time, in the table's order
             mine = timeline.stage == stage
             assert (timeline.start[mine][1:] >= timeline.end[mine][:-1] - EXACT).all()
@@ -111,7 +111,7 @@ def test_what_happens_can_happen(schedule, seed):
 def test_on_their_own_stages_are_never_slower_than_in_lockstep(schedule, seed):
     rng, table, (f, i, w) = drawn(seed, schedule)
     durations = Durations(f, i, w, message=rng.choice([0.0, 0.5, 2.0]))
-    alone, lockstep = (simulate(table, durations, clock) for clock in CLOCKS)
+    alone, lockstep = (simulate(table, durations, execution) for execution in EXECUTIONS)
     assert alone.makespan <= lockstep.makespan + EXACT
 
 
@@ -126,7 +126,7 @@ def test_a_message_as_long_as_half_of_forward_and_backward_is_hidden_but_on_the_
 def test_in_lockstep_an_activation_travels_during_b_and_a_cotangent_during_the_next_f():
     table = make_table("1f1b", 2, 10)
     plain = simulate(table, Durations(1, 1, 1)).makespan
-    # F-only and B-only ticks have nothing to hide a message behind: one each, and what is longer than an F in the rest.
+    # F-only and B-only clocks have nothing to hide a message behind: one each, and what is longer than an F in the rest.
     assert simulate(table, Durations(1, 1, 1, message=1.0)).makespan == pytest.approx(plain + 2)
     assert simulate(table, Durations(1, 1, 1, message=1.5)).makespan == pytest.approx(plain + 2 * 1.5 + 9 * 0.5)
 
@@ -134,15 +134,15 @@ def test_in_lockstep_an_activation_travels_during_b_and_a_cotangent_during_the_n
 def test_with_one_stage_nothing_waits():
     for schedule in SCHEDULES:
         table = make_table(schedule, 1, 5, legal_chunks(schedule) or 2)
-        for clock in CLOCKS:
+        for execution in EXECUTIONS:
             durations = Durations(message=9.0, head=1.0, optimizer=1.0)
-            assert simulate(table, durations, clock).idle == pytest.approx(0.0)
+            assert simulate(table, durations, execution).idle == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
-def test_the_head_on_the_last_stage_keeps_all_others_waiting(clock):
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_the_head_on_the_last_stage_keeps_all_others_waiting(execution):
     p, m, head = 4, 12, 2.0
-    timeline = simulate(make_table("1f1b", p, m), Durations(head=head), clock)
+    timeline = simulate(make_table("1f1b", p, m), Durations(head=head), execution)
     expected = (p - 1) * 3.0 + m * head
     assert timeline.idle == pytest.approx([expected] * (p - 1) + [expected - m * head])
 
@@ -167,10 +167,10 @@ def test_the_longest_stage_sets_the_pace_when_stages_run_on_their_own():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("clock", CLOCKS)
-def test_the_critical_path_is_the_makespan_without_gaps(schedule, clock):
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_the_critical_path_is_the_makespan_without_gaps(schedule, execution):
     table = make_table(schedule, 4, 7, legal_chunks(schedule) or 2)
-    timeline = simulate(table, Durations(1.0, 0.7, 0.4, head=0.3, optimizer=2.0), clock)
+    timeline = simulate(table, Durations(1.0, 0.7, 0.4, head=0.3, optimizer=2.0), execution)
     path = timeline.critical_path()
     assert timeline.start[path[0]] == 0 and timeline.kind[path[-1]] == OPTIMIZER
     assert timeline.start[path[1:]] == pytest.approx(timeline.end[path[:-1]])
@@ -212,8 +212,8 @@ def test_no_schedule_named_idles_less_in_lockstep_than_zb_interleaved():
     assert idle["zb_h1"] == pytest.approx(v * idle["zb_interleaved"])
 
 
-def test_another_clock_is_refused():
-    with pytest.raises(ValueError, match="clock 'wall' is not one of asynchronous, lockstep"):
+def test_another_execution_is_refused():
+    with pytest.raises(ValueError, match="execution 'wall' is not one of asynchronous, lockstep"):
         simulate(make_table("1f1b", 1, 1), Durations(), "wall")
 
 

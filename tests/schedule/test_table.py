@@ -89,7 +89,7 @@ def test_cells_cannot_be_changed():
 def test_ops_come_in_an_order_in_which_they_can_be_done():
     ops = list(make_table("1f1b", 2, 2).ops())
     assert ops[:4] == [Op(0, 0, F, 0, 0), Op(1, 0, F, 1, 0), Op(1, 1, F, 0, 0), Op(1, 1, B, 0, 0)]
-    assert [(op.tick, op.slot, op.stage) for op in ops] == sorted((op.tick, op.slot, op.stage) for op in ops)
+    assert [(op.clock, op.slot, op.stage) for op in ops] == sorted((op.clock, op.slot, op.stage) for op in ops)
     assert len(ops) == 8
 
 
@@ -125,11 +125,15 @@ def test_a_table_without_split_has_no_w():
         ("F1,F0 B0", "F1", "row 4: 1 columns, and there must be 2"),
         ("F1,F0 B0", "F1,,F0 B0", "row 4: 3 columns, and there must be 2"),
         ("stage 0,stage 1", "stage 0", "row 2: there must be 2 comma-separated stage names"),
-        ("stage 0,stage 1\nF0,", "F0,", "row 2: must be the stages' names, as in 'stage 0,stage 1', and 'F0,' is work"),
+        (
+            "stage 0,stage 1\nF0,",
+            "F0,",
+            "row 2: must be the stages' names, as in 'stage 0,stage 1', and 'F0,' holds ops",
+        ),
         (
             "stage 0,stage 1",
             "F0 B0,F1",
-            "row 2: must be the stages' names, as in 'stage 0,stage 1', and 'F0 B0,F1' is work",
+            "row 2: must be the stages' names, as in 'stage 0,stage 1', and 'F0 B0,F1' holds ops",
         ),
         ("F0 B0", "F" + "9" * 5000, "row 4, column 2 .stage 1.: 'F999.*…999.*' must be one of the letters"),
         ("F0 B0", "F" + "9" * 17, "row 4, column 2 .stage 1.: 'F99999999999999999': microbatches are 0 to 1"),
@@ -145,7 +149,7 @@ def test_a_table_without_split_has_no_w():
         (
             "microbatches=2",
             "microbatches=9000",
-            "4 rows after the first two, one a tick; for .* legal are 9000 to 36000",
+            "4 rows after the first two, one a clock; for .* legal are 9000 to 36000",
         ),
         ("F0 B0", "x" * 200_000, " ?is not CSV: field larger"),
         ("stages=2", "stages=two", "row 1: stages is 'two', and must be a whole number, at least 1"),
@@ -180,7 +184,7 @@ def test_the_stages_may_have_any_names_that_are_no_work(names):
 
 
 def test_the_missing_names_of_a_single_stage_are_named():
-    with pytest.raises(IllegalTable, match="row 2: must be the stages' names, as in 'stage 0', and 'F0 B0' is work"):
+    with pytest.raises(IllegalTable, match="row 2: must be the stages' names, as in 'stage 0', and 'F0 B0' holds ops"):
         parse_csv("# stages=1 microbatches=1\nF0 B0\n")
 
 
@@ -278,7 +282,7 @@ def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path):
     [
         ({"stages": 0}, "stages is 0"),
         ({"placement": "w"}, "placement is 'w', and must be one of loop, v"),
-        ({"stages": 3}, r"cells have shape .1, 2, 3, 2., and must have .ticks, 3, 3, 2."),
+        ({"stages": 3}, r"cells have shape .1, 2, 3, 2., and must have .clocks, 3, 3, 2."),
         ({"name": "two words"}, "name must be one word"),
     ],
 )

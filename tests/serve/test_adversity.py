@@ -3,7 +3,6 @@
 Whatever comes, it is answered with a 4xx or a closed door, and the next request as if nothing had been.
 """
 
-import contextlib
 import re
 import signal
 import socket
@@ -125,22 +124,6 @@ def test_a_head_that_crawls_keeps_nobody_waiting(server):
             connection.close()
 
 
-def test_heads_that_crawl_for_ever_leave_room_for_others():
-    with fake_process(connections=60, keep_alive=2) as server:
-        crawling = [server.connect() for _ in range(100)]
-        try:
-            end = time.monotonic() + 10
-            while server.health()["status"] != "ready":
-                for connection in crawling:
-                    with contextlib.suppress(ConnectionError):
-                        connection.sendall(b"y")
-                assert time.monotonic() < end, "they have taken every connection"
-                time.sleep(0.5)
-        finally:
-            for connection in crawling:
-                connection.close()
-
-
 def test_a_client_that_closes_its_half_frees_the_slot_or_is_answered(server):
     with server.connect() as connection:
         connection.sendall(post(asked(100, stream=True)))
@@ -208,12 +191,6 @@ def test_a_process_that_was_stopped_goes_on_where_it_was(server):
         assert said.count(b"data: [DONE]") == 1 and b'"finish_reason":"length"' in said
 
 
-def test_a_signal_while_it_loads_ends_it():
-    with fake_process(loading=60) as server:
-        server.signal(signal.SIGTERM)
-        assert server.exit_code() == 0
-
-
 def test_sigterm_lets_streams_end_and_takes_requests_until_balancers_know():
     with fake_process(step=0.05, notice=1.0) as server:
         with server.connect() as stream, server.connect() as late:
@@ -238,16 +215,6 @@ def test_who_comes_after_the_notice_finds_no_connection():
         with pytest.raises(ConnectionRefusedError):
             server.connect()
         assert rest(stream).count(b"data: [DONE]") == 1
-        assert server.exit_code() == 0
-
-
-def test_a_stream_that_outlasts_the_end_is_told():
-    with fake_process(step=0.2, notice=0.2, drain=1.0) as server, server.connect() as stream:
-        stream.sendall(post(asked(200, stream=True)))
-        assert stream.recv(100)
-        server.signal(signal.SIGTERM)
-        said = rest(stream)
-        assert b'"error"' in said and said.count(b"data: [DONE]") == 1 and said.endswith(b"0\r\n\r\n")
         assert server.exit_code() == 0
 
 

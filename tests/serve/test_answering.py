@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: nothing is lost, nobody waits, and many pieces wake once."""
+"""From the engine's thread to the event loop nothing is lost and nobody waits."""
 
 import asyncio
 import threading

@@ -112,7 +112,7 @@ def test_a_model_without_a_template_takes_no_conversation_and_one_without_tools_
         assert server.chat().json()["error"]["code"] == "no_chat_template"
         assert server.completion().status_code == 200
     with fake() as server:
-        server.engine.opened.template.found = type("found", (), {"text": "{{ messages }}"})
+        server.engine.opened.template.source = type("source", (), {"text": "{{ messages }}"})
         refused = server.chat(tools=[{"type": "function"}])
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
 
@@ -215,3 +215,28 @@ def test_eight_at_once_get_what_each_gets_alone():
         alone = [server.completion(prompt=prompt, temperature=0).json()["choices"] for prompt in prompts]
         answers = [server.later(prompt=prompt, temperature=0) for prompt in prompts]
         assert [answer().json()["choices"] for answer in answers] == alone
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200), ("localhost", 200), ("LocalHost.:80", 200), ("[::1]:8000", 200), ("10.0.0.7", 200), ("Here.example:8000", 200),
+        ("evil.example", 421), ("evil.example:8000", 421), ("127.0.0.1.evil.example", 421), ("here.example.evil.example", 421),
+    ],
+)  # fmt: skip
+def test_without_a_key_only_its_own_names_are_answered(host, status):
+    with fake(hosts=frozenset({"here.example"})) as server:
+        for ask in (
+            server.client.get("/v1/models", headers={"Host": host}),
+            server.client.post("/v1/completions", json={"model": "fake", "prompt": "a"}, headers={"Host": host}),
+        ):
+            assert ask.status_code == status
+        if status == 421:
+            assert ask.json()["error"]["code"] == "unknown_host" and "evil.example" in ask.json()["error"]["message"]
+        assert server.client.get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_behind_a_key_any_name_is_answered():
+    with fake(key="s3cret") as server:
+        headers = {"Host": "any.example", "Authorization": "Bearer s3cret"}
+        assert server.client.get("/v1/models", headers=headers).status_code == 200

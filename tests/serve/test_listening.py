@@ -1,4 +1,4 @@
-"""The port, and how a server ends: it says so, finishes what runs, and closes."""
+"""The port, and how a server ends, whatever its device does: it says so, finishes what runs, and closes."""
 
 import json
 import signal
@@ -7,12 +7,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from argparse import Namespace
 
+import jax
 import pytest
 from fake_serving import fake, on_a_port, until
+from starlette.testclient import TestClient
+from tiny_models import hugging_face
 
 from meshtrain.config import ConfigError
-from meshtrain.serve.listening import is_loopback, listening, url
+from meshtrain.serve.app import application
+from meshtrain.serve.listening import closed, is_loopback, listening, served_model, url
+from meshtrain.serve.service import Service
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 40, "temperature": 0}
 
@@ -48,6 +54,12 @@ def test_a_port_that_is_taken_is_a_sentence():
         assert url(taken) == f"http://127.0.0.1:{port}" and is_loopback(taken)
         with pytest.raises(ConfigError, match=rf"^127\.0\.0\.1:{port} cannot be listened on: address already in use; "):
             listening("127.0.0.1", port)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system knows no such timeout")
+def test_a_client_that_takes_nothing_is_given_up_after_so_many_seconds():
+    with listening("127.0.0.1", 0, stalled=7) as found:
+        assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "x" * 300, "\udcff"])
@@ -128,6 +140,22 @@ def test_what_is_no_http_is_nobodys_error(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_request_with_two_lengths_is_refused_and_nothing_behind_it_is_read():
+    with fake() as made, on_a_port(made.service) as (address, _):
+        port = int(address.rpartition(":")[2])
+        head = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        behind = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+        for path in ("/v1/completions", "/health"):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall((head.format(path) + behind).encode())
+                client.settimeout(10)
+                answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+            assert (
+                answer.startswith("HTTP/1.1 400") and answer.count("HTTP/1.1") == 1 and '"code":"two_lengths"' in answer
+            )
+        assert get(address)[0] == 200
+
+
 @pytest.mark.thorough
 def test_a_client_that_reads_nothing_is_given_up_and_holds_nothing_for_ever():
     # enough that no buffer between here and there takes it
@@ -145,3 +173,68 @@ def test_a_client_that_reads_nothing_is_given_up_and_holds_nothing_for_ever():
             until(lambda: not made.service.running, 60)
             assert time.monotonic() - began < 60 and made.service.counted.requests["/v1/completions", 499] == 1
         until(lambda: not server.server_state.connections)
+
+
+def test_an_engine_that_works_is_closed_and_what_it_had_ends():
+    with fake() as server:
+        server.pace.seconds = 0.005
+        answer = server.later(max_tokens=60)
+        server.until(lambda status: status.busy == 1)
+        assert closed(server.service.served)
+        assert answer().status_code == 503 and answer().json()["error"]["code"] == "cancelled"
+
+
+def test_a_device_that_stands_still_keeps_no_server_from_ending():
+    with fake() as server:
+        server.pace.hold()
+        answer = server.later()
+        server.until(lambda status: status.busy == 1)
+        began = time.monotonic()
+        assert not closed(server.service.served, 0.1) and time.monotonic() - began < 5
+        server.pace.go()
+        assert answer().status_code in (200, 503)
+
+
+@pytest.fixture
+def compilations():
+    """Grows by one with each program that XLA compiles."""
+    found: list[str] = []
+
+    def heard(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
+@pytest.mark.thorough
+def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(tmp_path, compilations):
+    options = Namespace(
+        path=hugging_face(tmp_path / "tiny"), name=None, mesh=None, precision=None, step="newest", adapter=None, slots=2, length=40, queue=4
+    )  # fmt: skip
+    service = Service("tiny", 4, served=served_model(options))
+    assert (compiled := len(compilations)) >= 5
+    client = TestClient(application(service))
+    try:
+        for prompt, more in (
+            (3, {}),
+            (20, {}),
+            (35, {}),
+            (4, {"logprobs": 2}),
+            (5, {"temperature": 0}),
+            (6, {"n": 2, "stream": True}),
+        ):
+            body = {"model": "tiny", "prompt": [7] * prompt, "max_tokens": 3, "ignore_eos": True, **more}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        for more in (
+            {},
+            {"logprobs": True, "top_logprobs": 3},
+            {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3},
+        ):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, **more}
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+    finally:
+        service.served.close()
+    assert len(compilations) == compiled

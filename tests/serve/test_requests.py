@@ -6,21 +6,22 @@ from meshtrain.generate.request import Sampling
 from meshtrain.serve.fields import Fields
 from meshtrain.serve.requests import Asked, chat, completion
 
+USUAL = Sampling(1.0)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completed(**fields) -> Asked:
-    return completion(Fields({"model": "m", "prompt": "a", **fields}, "the body"), 8)
+    return completion(Fields({"model": "m", "prompt": "a", **fields}, "the body"), 8, USUAL)
 
 
 def chatted(**fields) -> Asked:
-    return chat(Fields({"model": "m", "messages": HELLO, **fields}, "the body"), 8)
+    return chat(Fields({"model": "m", "messages": HELLO, **fields}, "the body"), 8, USUAL)
 
 
 def test_what_is_left_out_is_as_openai_has_it():
     asked = completed()
     assert (asked.prompts, asked.n, asked.most, asked.logprobs, asked.stop) == (("a",), 1, 16, None, ())
-    assert (asked.stream, asked.usage, asked.repeatable, asked.ignore_ends) == (False, False, False, False)
+    assert (asked.stream, asked.usage, asked.ignore_ends) == (False, False, False)
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (1.0, 1.0, 0)
     assert chatted().most is None and chatted().logprobs is None and chatted().tools is None
 
@@ -35,12 +36,24 @@ def test_null_is_as_good_as_left_out():
 @pytest.mark.parametrize(("seed", "expected"), [(0, 0), (7, 7), (2**32 + 3, 3), (-1, 2**32 - 1), (-(2**63), 0)])
 def test_any_seed_of_64_bits_is_one_of_the_generators(seed, expected):
     asked = completed(seed=seed, temperature=0.5, top_p=0.9, top_k=4)
-    assert asked.sampling == Sampling(0.5, 4, 0.9, expected) and asked.repeatable
+    assert asked.sampling == Sampling(0.5, 4, 0.9, expected)
+
+
+def test_what_a_request_leaves_out_is_as_the_models_makers_have_it():
+    usual = Sampling(0.6, 20, 0.9)
+
+    def how(**fields):
+        found = completion(Fields({"model": "m", "prompt": "a", "seed": 3, **fields}, "the body"), 8, usual).sampling
+        return found.temperature, found.top_k, found.top_p
+
+    assert how() == how(temperature=None) == (0.6, 20, 0.9)
+    assert how(temperature=1.5, top_p=1) == (1.5, 20, 1.0) and how(top_k=0) == (0.6, 0, 0.9)
+    assert how(temperature=0) == (0, 0, 1.0)
 
 
 def test_at_temperature_0_nothing_else_decides():
     asked = completed(temperature=0, seed=3, top_p=0.5, top_k=9)
-    assert asked.sampling == Sampling() == completed(temperature=0.0).sampling and asked.repeatable
+    assert asked.sampling == Sampling() == completed(temperature=0.0).sampling
 
 
 @pytest.mark.parametrize(

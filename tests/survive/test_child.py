@@ -1,13 +1,16 @@
 """A training process that does what it should not: deaf to SIGTERM, with children of its own, with too much to say."""
 
+import fcntl
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from meshtrain.survive.child import MOST_SHOWN, Child
+from meshtrain.survive.child import MOST_SHOWN, TrainingProcess, _sweep, kill_left_behind
+from meshtrain.survive.records import Node, Rank
 from tests.helpers.nodes import until
 
 BEGIN = """
@@ -24,8 +27,10 @@ def fault(text):
 def child(tmp_path):
     started = []
 
-    def start(script: str) -> Child:
-        started.append(Child([sys.executable, "-ISc", BEGIN + script], dict(os.environ), tmp_path, 3, 0, 60.0))
+    def start(script: str) -> TrainingProcess:
+        started.append(
+            TrainingProcess([sys.executable, "-ISc", BEGIN + script], dict(os.environ), tmp_path, 3, 0, 60.0)
+        )
         return started[-1]
 
     yield start
@@ -35,7 +40,42 @@ def child(tmp_path):
         one.close()
 
 
-def end_of(child: Child):
+def test_what_killed_supervisors_have_left_in_memory_is_removed_and_nothing_else(tmp_path):
+    for name in ("meshtrain-left", "meshtrain-held", "meshtrain-new", "others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lease").touch()
+        if name != "meshtrain-new":
+            os.utime(tmp_path / name / "lease", (0, 0))
+    (tmp_path / "meshtrain-theirs").write_text("a file")
+    with open(tmp_path / "meshtrain-held" / "lease") as lease:
+        fcntl.flock(lease, fcntl.LOCK_EX)
+        _sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "meshtrain-held", "meshtrain-new", "meshtrain-theirs", "others",
+    }  # fmt: skip
+
+
+def test_a_lease_is_held_as_long_as_its_supervisor_lives(child):
+    with open(child("time.sleep(60)").local / "lease") as lease, pytest.raises(BlockingIOError):
+        fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_process_of_a_silent_node_is_ended_if_it_is_the_one_of_its_record(child, tmp_path):
+    one = child("os.kill(os.getpid(), signal.SIGSTOP)")
+    until(lambda: one.look().proc == "T", "its stop")
+    left = Node("n1", generation=3, rank=one.rank)
+    assert not kill_left_behind(replace(left, generation=4), tmp_path.parent), "a later one has its number"
+    assert not kill_left_behind(replace(left, rank=Rank(1, one.process.pid)), tmp_path.parent)
+    assert not kill_left_behind(left, tmp_path), "of another run"
+    assert not kill_left_behind(replace(left, rank=Rank(0, os.getpid())), tmp_path.parent), "no training process"
+    assert not kill_left_behind(replace(left, rank=None), tmp_path.parent)
+    assert one.ended() is None
+    assert kill_left_behind(left, tmp_path.parent)
+    assert end_of(one).exit == -9
+    assert not kill_left_behind(left, tmp_path.parent)
+
+
+def end_of(child: TrainingProcess):
     until(lambda: child.process.poll() is not None, "its end")
     return child.ended()
 
@@ -171,7 +211,7 @@ def test_what_cannot_be_started_leaves_nothing(tmp_path):
     before, descriptors = set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))
     for command, files in ((["/no/such/program"], tmp_path), ([sys.executable], tmp_path / "missing")):
         with pytest.raises(OSError):
-            Child(command, {}, files, 1, 0, 60.0)
+            TrainingProcess(command, {}, files, 1, 0, 60.0)
     assert set(Path("/dev/shm").iterdir()) == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -180,7 +220,7 @@ def test_it_dies_with_its_supervisor_even_if_that_went_first(tmp_path, monkeypat
     """The moment between fork and the kernel's promise: played by a parent of another number."""
     real = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: real + 1)
-    one = Child([sys.executable, "-ISc", "import time; time.sleep(1000)"], {}, tmp_path, 1, 0, 60.0)
+    one = TrainingProcess([sys.executable, "-ISc", "import time; time.sleep(1000)"], {}, tmp_path, 1, 0, 60.0)
     monkeypatch.undo()
     assert one.process.wait() == 1
     one.close()

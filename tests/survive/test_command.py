@@ -1,6 +1,7 @@
 """python -m meshtrain.survive and its words, as people mistype them: one sentence, exit code 2, nothing is made."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config import load
-from meshtrain.survive.__main__ import _set_flags, main
-from meshtrain.survive.inject import KINDS, parse
-from meshtrain.survive.records import Plan
+from meshtrain.config.inject import KINDS, parse
+from meshtrain.survive.__main__ import _set_flags, _warn_if_unreachable, main
+from meshtrain.survive.records import RestartPlan
 from meshtrain.survive.store import Store
 
 CONFIG = """
@@ -34,7 +35,7 @@ def run(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "runs" / "mine"
     path.mkdir(parents=True)
-    plan = Plan(
+    plan = RestartPlan(
         1, 1, "running", "n0", 1.0, "start", "", members=["n0", "n1"], incarnations=["a", "b"], coordinator="h:1"
     )
     assert Store(path, "n0").propose(plan)
@@ -51,6 +52,15 @@ def refused(capsys, *words: str) -> str:
     assert (code, out) == (2, ""), err
     assert err.startswith("meshtrain: ") and err.endswith((".\n", "?\n")) and err.count("\n") == 1, err
     return err
+
+
+@pytest.mark.parametrize(("address", "said"), [("127.0.1.1", 1), ("10.0.0.7", 0)])
+def test_a_host_whose_name_is_its_own_alone_is_told(monkeypatch, capsys, address, said):
+    monkeypatch.setattr(socket, "gethostname", lambda: "h7")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+    monkeypatch.setattr(Path, "glob", lambda *_: [])
+    _warn_if_unreachable()
+    assert capsys.readouterr().err.count("the name of this host, h7, is 127.0.1.1 here") == said
 
 
 @pytest.mark.parametrize(

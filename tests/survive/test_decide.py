@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from meshtrain.survive.causes import ORDER
-from meshtrain.survive.decide import DAY, QUARANTINE, STEADY, Options, decide
-from meshtrain.survive.records import End, Node, Plan, Rank
+from meshtrain.survive.decide import DAY, LOCKED, QUARANTINE, STEADY, SupervisorOptions, decide
+from meshtrain.survive.detectors import ORDER
+from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan
 
 NAMES = ["n0", "n1", "n2", "n3"]
-OPTIONS = Options(used=lambda n: n if n else None, wanted=4, least=2, step_timeout=8.0, node_timeout=6.0)
+OPTIONS = SupervisorOptions(used=lambda n: n if n else None, wanted=4, least=2, step_timeout=8.0, node_timeout=6.0)
 NOW = 1e9
 
 
@@ -28,10 +28,10 @@ def node(number: int, **what) -> Node:
 
 def ended(number: int, exit: int, kind: str, **what) -> Node:
     words = {"sentence": f"ended with {exit}", "step": what.pop("step", 10), "ranks": what.pop("ranks", [])}
-    return node(number, state="ended", end=End(exit, kind, **words), **{"ended_for": 100.0} | what)
+    return node(number, state="ended", end=ProcessEnd(exit, kind, **words), **{"ended_for": 100.0} | what)
 
 
-def plan(state: str = "running", **what) -> Plan:
+def plan(state: str = "running", **what) -> RestartPlan:
     given = {
         "number": 2,
         "generation": 1,
@@ -41,19 +41,44 @@ def plan(state: str = "running", **what) -> Plan:
         "reason": "the run begins",
         "age": 100.0,
     }
-    return Plan(state=state, **given | {"members": NAMES, "incarnations": [f"i{k}" for k in range(4)]} | what)
+    return RestartPlan(state=state, **given | {"members": NAMES, "incarnations": [f"i{k}" for k in range(4)]} | what)
 
 
-def fault(kind: str, *blamed: str, step: int = 10, wall: float = NOW - 60) -> Plan:
+def fault(kind: str, *blamed: str, step: int = 10, wall: float = NOW - 60) -> RestartPlan:
     """A plan of the past: a generation that formed because of a fault."""
     return plan("forming", kind=kind, blamed=list(blamed), step=step, wall=wall)
 
 
-def decided(*changed: Node, of: Plan | None = None, history: list[Plan] | None = None, options: Options = OPTIONS):
+def decided(
+    *changed: Node,
+    of: RestartPlan | None = None,
+    history: list[RestartPlan] | None = None,
+    options: SupervisorOptions = OPTIONS,
+):
     nodes = {n.name: n for n in [node(k) for k in range(4)]} | {n.name: n for n in changed}
     return decide(
         NOW, sorted(nodes.values(), key=lambda n: n.name), plan() if of is None else of, history or [], options
     )
+
+
+def test_nodes_that_differ_are_refused_when_a_run_begins_and_left_out_when_it_goes_on():
+    stranger = node(3, state="idle", acked=1, differs="node n3 does not fit node n0: jax is 2 on n3 and 1 on n0")
+    others = [node(k, state="idle", acked=1) for k in range(3)]
+    start = plan("forming", kind="start", age=1.0)
+    found = decided(stranger, *others, of=start)
+    assert (found.verdict, found.code, found.kind) == ("over", 2, "refused")
+    assert "jax is 2 on n3" in found.reason
+    assert decided(stranger, *others, of=plan("forming", kind="lost", age=1.0)).members == ("n0", "n1", "n2")
+    for age in (1.0, OPTIONS.join_timeout):
+        found = decided(
+            stranger, *others, of=plan("forming", kind="lost", age=age), options=dataclasses.replace(OPTIONS, least=4)
+        )
+        assert (
+            found.verdict in ("wait", "over") and "4 are needed; node n3 does not fit node n0: jax is 2" in found.reason
+        )
+    three = plan(members=NAMES[:3], incarnations=["i0", "i1", "i2"])
+    assert decided(node(3, state="idle"), of=three).verdict == "stop"
+    assert decided(stranger, of=three).verdict == "go on"
 
 
 def test_a_healthy_generation_goes_on():
@@ -185,7 +210,7 @@ def test_restarts_are_counted_for_a_day():
 
 
 def test_a_first_generation_that_cannot_begin_is_not_tried_again_unless_it_was_killed():
-    def first(exit: int, kind: str, history: list[Plan]) -> tuple[str, int]:
+    def first(exit: int, kind: str, history: list[RestartPlan]) -> tuple[str, int]:
         others = [node(k, step=0, phase="init") for k in (0, 2, 3)]
         found = decided(ended(1, exit, kind, step=0, start=None), *others, history=history)
         return found.verdict, found.code
@@ -222,13 +247,24 @@ def test_a_node_is_quarantined_at_its_second_strike_and_a_sick_one_at_the_first(
     )
     assert third.quarantined == {"n3": NOW + 2 * QUARANTINE}
     assert decided(ended(1, 71, "sick", ranks=[2])).quarantined == {"n2": NOW + QUARANTINE}
-    assert decided(ended(0, 73, "lock"), history=[fault("lock")]).quarantined == {}
+    assert not decided(ended(0, 73, "lock"), history=[fault("lock")]).quarantined
+
+
+def test_the_lock_of_a_run_is_tried_again_soon_and_for_nothing_but_not_without_end():
+    locked, others = ended(0, 72, "lock", step=10), [fault("signal", "n1", step=9)]
+    found = decided(locked, history=[*others, *[fault("lock", step=10)] * 30])
+    assert (found.verdict, found.delay, found.quarantined) == ("form", LOCKED, None)
+    # Neither a restart nor a step towards a loop.
+    assert decided(ended(3, -9, "signal", step=12), history=[fault("lock", step=10)] * 30).delay == 0.0
+    found = decided(locked, history=[*others, *[fault("lock", step=10)] * 61])
+    assert (found.verdict, found.code) == ("over", 75) and "run again to go on" in found.reason
+    assert decided(locked, history=[fault("lock", step=3)] * 61).verdict == "form"
 
 
 # --- forming
 
 
-def forming(*, kind: str = "signal", age: float = 1.0, **what) -> Plan:
+def forming(*, kind: str = "signal", age: float = 1.0, **what) -> RestartPlan:
     return plan("forming", generation=2, kind=kind, age=age, **what)
 
 
@@ -238,6 +274,15 @@ def idle(number: int, acked: int = 2, **what) -> Node:
 
 def four(**what) -> list[Node]:
     return [idle(k, **what) for k in range(4)]
+
+
+def test_a_generation_begins_when_nobody_has_the_lock_of_the_run():
+    held = dataclasses.replace(OPTIONS, holder="process 7 on h9", join_timeout=300.0)
+    found = decided(*four(), of=forming(age=299.0), options=held)
+    assert (found.verdict, found.reason) == ("wait", "for process 7 on h9, which has the run's lock")
+    found = decided(*four(), of=forming(age=300.0), options=held)
+    assert (found.verdict, found.kind, found.code) == ("over", "lock", 75) and "run again to go on" in found.reason
+    assert decided(*four(), of=forming(age=300.0)).verdict == "run"
 
 
 def test_a_generation_forms_only_once_no_live_node_has_a_process_of_the_one_before():

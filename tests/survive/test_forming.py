@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from meshtrain.config import Config, ConfigError, SurviveConfig, check, load, resolve, to_yaml
-from meshtrain.config.follow import put
+from meshtrain.config.follow import microbatch_rows, padded_batch_size, put
 from meshtrain.config.mesh import MeshConfig
-from meshtrain.config.rows import filled_rows, sequences
 from meshtrain.plan import named, plan
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
 from meshtrain.survive import forming
@@ -52,7 +51,7 @@ def test_one_node_of_128_costs_8_nodes_and_hardly_any_rows(cut, rows, says):
     config = run_of({"data": 16, "tensor": 8, "pipeline": 8}, 1024, 128, parallel={"microbatches": cut})
     found = on(config, 127)
     assert (found.nodes, found.sentence) == (120, says)
-    assert (found.config.mesh.devices, filled_rows(found.config)) == (960, rows)
+    assert (found.config.mesh.devices, padded_batch_size(found.config)) == (960, rows)
     assert found.config.train.uneven_batch == "pad" and found.config.train.global_batch_size == 1024
 
 
@@ -73,12 +72,7 @@ def shapes(count: int) -> Iterator[tuple[Config, int, int]]:
             continue
         chosen = put(
             base,
-            mesh={
-                "data": data,
-                "tensor": tensor,
-                "pipeline": stages,
-                "islands": islands,
-            },
+            mesh={"data": data, "tensor": tensor, "pipeline": stages, "islands": islands},
             parallel={"microbatches": cut, "schedule": name, "zero_stage": draw.randint(0, 3)},
             train={"global_batch_size": batch, "uneven_batch": "pad" if pads else "refuse"},
             data={"batching": batching},
@@ -105,12 +99,12 @@ def most_ranks(before: MeshConfig, devices: int, rows: int) -> tuple[int, int]:
 @pytest.mark.thorough
 def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
     shrunk = grown = 0
-    for config, nodes, each in shapes(5000):
+    for config, nodes, each in shapes(1500):
         found = on(config, nodes)
         mesh, before, most = found.config.mesh, config.mesh, min(nodes, config.survive.most)
         assert (mesh.tensor, mesh.pipeline) == (before.tensor, before.pipeline)
         assert mesh.devices <= found.nodes * each <= most * each and mesh.devices > (found.nodes - 1) * each
-        assert sequences(found.config) <= sequences(config)
+        assert microbatch_rows(found.config) <= microbatch_rows(config)
         if mesh == before:
             assert found.config == apart_from_survive(config)
             continue
@@ -122,7 +116,7 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
         )
         assert dataclasses.replace(back, train=config.train) == apart_from_survive(config)
         shrunk, grown = shrunk + (mesh.data < before.data), grown + (mesh.data > before.data)
-    assert shrunk > 2000 and grown > 200
+    assert shrunk > 500 and grown > 40
 
 
 # Islands of nodes with fast links: equally large, so each loses what the smallest lost, or one of them goes.
@@ -219,7 +213,7 @@ def test_a_schedule_from_outside_gets_a_number_of_microbatches_that_it_takes(req
     def in_fours(stages: int, count: int, chunks: int):
         if count % 4:
             raise ConfigError("it takes microbatches in fours.")
-        return SCHEDULES["gpipe"].ticks(stages, count, chunks)
+        return SCHEDULES["gpipe"].clocks(stages, count, chunks)
 
     SCHEDULES.register(Schedule("fours", in_fours))
     request.addfinalizer(lambda: SCHEDULES.forget("fours"))

@@ -5,15 +5,17 @@ import time
 import jax
 import numpy as np
 import pytest
+from island_runs import program
 from short_runs import canonical_numbers, place
 from supervised import supervised
 
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
-from meshtrain.run.failures import SickDevice
-from meshtrain.survive.beat import Beat
+from meshtrain.parallel.offload import HOST
+from meshtrain.run.processes import SickDevice
 from meshtrain.survive.health import Health, checksum, differing
+from meshtrain.survive.heartbeat import Heartbeat
 from meshtrain.survive.injector import _changed_at
 
 NAMES = ["embedding", "norm"]
@@ -34,7 +36,7 @@ def healthy(tmp_path, **mesh):
     model = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
     config = load({"model": model, "mesh": mesh, "parallel": {"zero_stage": 0}})
     layout = Layout(config, make_mesh(config))
-    beat = Beat()
+    beat = Heartbeat()
     beat.supervised = supervised(tmp_path)
     params = place(layout, canonical_numbers(layout))
     return Health(layout.mesh, params, beat), params, beat
@@ -55,9 +57,39 @@ def test_a_bit_that_flips_in_what_several_devices_hold_is_found(tmp_path, mesh, 
     health, params, _ = healthy(tmp_path, **mesh)
     health.check_copies(params)
     copies = lambda leaf: leaf.sharding.is_fully_replicated  # noqa: E731
-    with pytest.raises(SickDevice, match=r"^rank 0 holds other bits of \[") as found:
+    with pytest.raises(SickDevice, match=r"^rank 0 holds other bits of \w+\.") as found:
         health.check_copies(flipped(params, bit, copies))
     assert found.value.ranks == [0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mesh", "sections"),
+    [
+        ({"data": 2, "islands": 2, "tensor": 2}, {"sync": {"every": 2}}),
+        ({"data": 2}, {"lora": {"rank": 2}, "precision": {"compute": "bfloat16"}}),
+        ({"data": 2}, {"parallel": {"offload_optimizer": True}, "precision": {"compute": "float16"}}),
+    ],
+)
+def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
+    built = program(mesh, **sections)
+    state = built.init()
+    health = Health(built.mesh, built.state_shapes, Heartbeat())
+    health.check_copies(state)
+    groups = [groups for groups, _ in health._copied.values()]
+    for number, leaf in enumerate(leaves := jax.tree.leaves(state)):
+        if number not in health._copied:
+            alone = len({str(shard.index) for shard in leaf.addressable_shards}) == built.mesh.size
+            assert alone or leaf.sharding.memory_kind == HOST
+            continue
+        shards = [shard.data for shard in leaf.addressable_shards]
+        shards[-1] = shards[-1] + 1
+        other = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        with pytest.raises(SickDevice, match="bits of "):
+            health.check_copies(
+                jax.tree.unflatten(jax.tree.structure(state), [*leaves[:number], other, *leaves[number + 1 :]])
+            )
+    assert groups
 
 
 def test_what_one_device_holds_alone_cannot_be_compared(tmp_path):
@@ -114,10 +146,9 @@ def wrong_at(product: jax.Array, device: int) -> jax.Array:
     return jax.device_put(found, product.sharding)
 
 
-def test_without_a_supervisor_nothing_is_looked_at(tmp_path):
+def test_without_a_supervisor_nothing_is_multiplied(tmp_path):
     health, params, beat = healthy(tmp_path, tensor=2)
     beat.supervised = None
-    health.check_copies(flipped(params, 3, lambda leaf: leaf.sharding.is_fully_replicated))
     health.check_product(params)
     assert beat.matmul is None
 
@@ -126,3 +157,10 @@ def test_without_a_supervisor_nothing_is_looked_at(tmp_path):
 def test_a_checksum_is_the_sum_of_all_bits(size):
     x = np.random.default_rng(size).standard_normal(size, np.float32)
     assert int(jax.jit(checksum)(x)) == int(x.view(np.uint32).sum(dtype=np.uint32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+def test_numbers_of_any_size_have_a_checksum(dtype):
+    x = jax.numpy.arange(300).astype(dtype)
+    bits = np.asarray(x).view(f"uint{8 * x.dtype.itemsize}")
+    assert int(jax.jit(checksum)(x)) == int(bits.sum(dtype=np.uint32))

@@ -3,9 +3,9 @@
 import dataclasses
 
 from meshtrain.survive.leader import cleared
-from meshtrain.survive.records import Node, Plan, Rank
+from meshtrain.survive.records import Node, Rank, RestartPlan
 
-PLAN = Plan(3, 2, "running", "n0", 1.0, "numbers", "", members=["n1", "n0"], incarnations=["b", "a"], step=12)
+PLAN = RestartPlan(3, 2, "running", "n0", 1.0, "numbers", "", members=["n1", "n0"], incarnations=["b", "a"], step=12)
 
 
 def nodes(*steps: int, generation: int = 2) -> list[Node]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from meshtrain.survive.records import End, Node, Plan, Rank, decode, encode
+from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, decode, encode
 
 NODE = Node(
     "n0",
@@ -24,7 +24,7 @@ NODE = Node(
     False,
     Rank(1, 8, "S", 0.5, 0.1, step=4, pace=0.2),
 )
-PLAN = Plan(
+PLAN = RestartPlan(
     4, 2, "running", "n0", 1e9, "start", "it begins", "run", ["n0", "n1"], ["a", "b"], "h:1", {"data": 2}, 1,
     quarantined={"n2": 5},
 )  # fmt: skip
@@ -32,8 +32,8 @@ PLAN = Plan(
 
 def test_what_is_written_is_read():
     assert decode(Node, encode(NODE, 4096)) == NODE
-    assert decode(Plan, encode(PLAN)) == PLAN
-    ended = dataclasses.replace(NODE, rank=None, end=End(-9, "signal", "was ended", 4, [1, 2]))
+    assert decode(RestartPlan, encode(PLAN)) == PLAN
+    ended = dataclasses.replace(NODE, rank=None, end=ProcessEnd(-9, "signal", "was ended", 4, [1, 2]))
     assert decode(Node, encode(ended, 4096)) == ended
 
 
@@ -68,7 +68,7 @@ def test_fields_of_a_later_version_are_left_out():
     "text", [b"", b"null", b"3", b'"n0"', b"[" * 100_000, b'{"name":' * 5000, b"\xff", b"1" * 5000]
 )
 def test_what_is_no_record_is_none(text):
-    assert decode(Node, text) is None and decode(Plan, text) is None
+    assert decode(Node, text) is None and decode(RestartPlan, text) is None
 
 
 def test_whatever_is_said_fits_and_is_read():
@@ -78,7 +78,7 @@ def test_whatever_is_said_fits_and_is_read():
             text = letter * length
             rank = Rank(1, 2, stack=text, collectives=text, phase=text, matmul={"seconds": 1.0, "bits": 0})
             ranks = [dice.randrange(60_000) for _ in range(length)]
-            node = Node("n" * 64, "a" * 32, text, text, 1, text, rank=rank, end=End(71, "sick", text, 5, ranks))
+            node = Node("n" * 64, "a" * 32, text, text, 1, text, rank=rank, end=ProcessEnd(71, "sick", text, 5, ranks))
             written = encode(node, 4096)
             found = decode(Node, written)
             assert len(written) == 4096 and found is not None and found.end is not None

@@ -12,10 +12,10 @@ from synthetic_history import Synthetic, spoilt, told
 from meshtrain.config import ConfigError
 from meshtrain.survive import picture, stats, status
 from meshtrain.survive.history import read
-from meshtrain.survive.ledger import ledger
-from meshtrain.survive.life import dominant, line, lives
+from meshtrain.survive.ledger import dominant, ledger, lives
 from meshtrain.survive.records import encode
-from meshtrain.survive.reliability import by_interval, by_kind, by_node, mean_bounds, reliability, weibull_shape
+from meshtrain.survive.reliability import by_kind, by_node, mean_bounds, reliability
+from meshtrain.survive.stats import timeline
 from meshtrain.survive.store import config_of
 
 
@@ -87,7 +87,6 @@ def test_goodput_is_that_of_dalys_formula_where_faults_come_by_chance():
         assert said.expected == pytest.approx(times.goodput, abs=0.03)
     # rarer faults, rarer saves: sqrt(2 * 2 s * 1000 s) are 63 steps of a second
     assert said.advised == pytest.approx(63, rel=0.2)
-    assert said.shape == pytest.approx(1.0, abs=3 * said.shape_error)
 
 
 def test_starts_and_stops_in_good_order_are_no_failures_and_are_left_out_of_what_the_formula_expects():
@@ -124,28 +123,13 @@ def test_bounds_of_the_mean_time_between_failures_are_garwoods():
     assert held >= 0.94 * 400
 
 
-@pytest.mark.parametrize("shape", [0.6, 1.0, 2.5])
-def test_the_shape_of_times_between_failures_is_found_again(shape):
-    dice = random.Random(4)
-    gaps = [dice.weibullvariate(500.0, shape) for _ in range(4000)]
-    assert weibull_shape(gaps) == pytest.approx(shape, rel=0.05)
-
-
-def test_a_shape_of_equal_times_is_none():
-    assert weibull_shape([5.0] * 6) is None
-    assert weibull_shape([0.0] * 6) is None
-
-
-def test_failures_are_counted_by_kind_by_node_and_by_interval():
+def test_failures_are_counted_by_kind_and_by_node():
     made = Synthetic(random.Random(2), nodes=3, faults=20).play()
     found = told(made.lines, made.plans)
     times = ledger(found)
     said = reliability(found, times)
     assert dict(by_kind(said.failures)) == dict(made.kinds)
     assert sum(n for _, n in by_node(said.failures)) == sum(made.kinds.values())
-    intervals = by_interval(said.failures, times)
-    assert sum(n for _, _, n in intervals) == sum(made.kinds.values())
-    assert len(intervals) <= 12 and intervals[-1][1] == times.wall
     assert all(f.noticed == pytest.approx(60.0, abs=1e-3) for f in said.failures if f.kind == "hang" and f.noticed)
 
 
@@ -211,6 +195,12 @@ def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, fau
     assert len(drawing) < 3e6
 
 
+def test_a_legend_begins_a_line_where_it_would_be_too_wide(tmp_path):
+    times = ledger(read(run(tmp_path)))
+    (wide, low), (narrow, high) = picture._legend(times, 10_000), picture._legend(times, 100)
+    assert low == 18 and high == 18 * len(narrow) and len(wide) == len(narrow) > 1
+
+
 def test_what_a_node_calls_itself_is_text_in_the_picture(tmp_path):
     at = run(tmp_path)
     plan = sorted((at / "survive" / "plans").iterdir())[-1]
@@ -223,7 +213,7 @@ def test_the_line_for_a_terminal_is_as_wide_as_asked_and_marks_every_fault():
     made = Synthetic(random.Random(5), nodes=2, faults=5).play()
     found = told(made.lines, made.plans)
     times = ledger(found)
-    letters, faults, legend = line(found, times, 300)
+    letters, faults, legend = timeline(found, times, 300)
     assert len(letters) == 300
     assert len(faults.replace(" ", "")) == sum(made.kinds.values())
     assert letters.count("x") / 300 == pytest.approx(times.seconds["lost"] / times.wall, abs=0.05)

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import time
 
 import pytest
@@ -20,7 +21,7 @@ NODE = {
     "end": None,
 }
 RANK = {
-    "number": 1, "pid": 5, "proc": "S", "phase_age": 0.4, "alive_age": 0.1, "step": 120, "phase": "wait", "pace": 1.25, "host": 0.25, "wait": 1.0,
+    "number": 1, "pid": 5, "proc": "S", "phase_age": 0.4, "alive_age": 0.1, "step": 120, "phase": "wait", "pace": 1.25, "phases": {"data": 25.0, "wait": 75.0},
     "saved": 110, "start": 100,
 }  # fmt: skip
 PLAN = {
@@ -61,9 +62,9 @@ def test_status_says_what_goes_on(going):
         "generation 3 running: rank 2 was killed\nmesh data 2 x tensor 4 x pipeline 1, 8 microbatches\n"
     )
     assert "leader n0; coordinator machine:1234; spare n3" in text
-    assert "n2 is left out for another 59:58 min" in text
-    assert row(text, "n1").split("  ")[0] == "n1" and "120" in row(text, "n1") and "wait for 0.4 s" in row(text, "n1")
-    assert "1.25 s" in row(text, "n1") and "0.25 s" in row(text, "n1")
+    assert "n2 is left out for another 59 min 58 s" in text
+    assert row(text, "n1").split("  ")[0] == "n1" and "120" in row(text, "n1") and "wait for 400 ms" in row(text, "n1")
+    assert "1.25 s" in row(text, "n1") and " 25% " in row(text, "n1")
     assert "00:16:38  generation 3 forming: rank 2 was killed (blamed: n2)" in text
 
 
@@ -74,7 +75,9 @@ def test_who_writes_lives_and_who_does_not_is_told_of_with_its_last_word(going):
 
     text = status.show(going, watch=0.1, sleep=goes_on)
     assert row(text, "n1").endswith("  now")
-    assert "none in 0.1" in row(text, "n0") and row(text, "n0").endswith("the last says 1970-01-01 00:16:42 UTC")
+    assert re.search(r"none in \d+ ms", row(text, "n0")) and row(text, "n0").endswith(
+        "the last says 1970-01-01 00:16:42 UTC"
+    )
 
 
 def test_watching_ends_once_all_have_written(going):
@@ -134,16 +137,14 @@ def test_what_is_cut_or_strange_is_left_out_and_counted(going):
     found = read(going)
     assert [event.name for event in found.events] == ["join", "of a version to come"]
     assert set(found.records) == {"n0", "n3"}
-    # 7 lines, a record, a plan, a link
-    assert found.torn == 10
-    assert "10 torn lines were left out" in status.show(going, watch=0.0)
+    # 6 lines (a last one without an end may still be written), a record, a plan, a link
+    assert found.torn == 9
+    assert "9 torn lines were left out" in status.show(going, watch=0.0)
 
 
 def test_words_of_a_record_cannot_move_the_cursor(going):
     write(
-        going / "survive",
-        "n1",
-        NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": "\x1b[2J"}},
+        going / "survive", "n1", NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": "\x1b[2J"}}
     )
     text = status.show(going, watch=0.0)
     assert "\x1b" not in text and "\\x1b[2J\\nfake" in text

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from meshtrain.errors import ConfigError
-from meshtrain.survive.records import Node, Plan, decode
+from meshtrain.survive.records import Node, RestartPlan, decode
 from meshtrain.survive.store import RECORD, Store
 
 
-def plan(number: int, **what) -> Plan:
+def plan(number: int, **what) -> RestartPlan:
     given = {"generation": 1, "state": "forming", "leader": "n0", "wall": 1.0, "kind": "start", "reason": "it begins"}
-    return Plan(number, **given | what)
+    return RestartPlan(number, **given | what)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_its_own_record_is_not_written_into_something_else(store, what):
     with pytest.raises(OSError):
         store.publish(Node("n0"))
     place(store.root / "events.n0.jsonl", what)
-    store.say("join")
+    store.log("join")
 
 
 def test_a_run_that_has_taken_the_directorys_name_gets_neither_record_nor_plan(tmp_path):
@@ -176,7 +176,7 @@ def test_a_run_may_be_a_link_and_what_is_made_is_private(tmp_path):
     store = Store(tmp_path / "latest", "n0")
     store.generation(1)
     store.publish(Node("n0"))
-    store.say("join")
+    store.log("join")
     for path in (tmp_path / "run" / "survive", *(tmp_path / "run" / "survive").rglob("*")):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
@@ -190,12 +190,12 @@ def test_events_that_a_disk_refuses_are_written_later(store, monkeypatch):
         return write(descriptor, text[:30])  # some of it
 
     monkeypatch.setattr(os, "write", full)
-    store.say("join", pid=1)
+    store.log("join", pid=1)
     refused[0] = False
     for k in range(20):
-        store.say("more", k=k)
+        store.log("more", k=k)
     monkeypatch.undo()
-    store.say("last")
+    store.log("last")
     lines = [json.loads(line) for line in (store.root / "events.n0.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["join", *["more"] * 20, "last"]
 

@@ -7,6 +7,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -53,6 +55,47 @@ def test_a_supervisor_that_was_frozen_takes_part_again(server, tmp_path):
         assert [node.end() for node in started] == [0, 0], nodes.told()
         assert nodes.faults() == [("lost", ["n0"]), ("grow", [])]
         nodes.check(120)
+
+
+def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2, steps=120) as nodes:
+        started = nodes.start("n0", "n1", **STEADY)
+        nodes.until_step(5)
+        started[0].kill(signal.SIGSTOP)
+        nodes.do(0, "frozen")
+        assert nodes.until_plan("running", 2)["members"] == ["n1"]
+        until(lambda: len(nodes.living()) <= 3, "the end of the frozen process")
+        started[0].kill(signal.SIGCONT)
+        assert nodes.until_plan("running", 3)["members"] == ["n0", "n1"]
+        assert [node.end() for node in started] == [0, 0], nodes.told()
+        assert nodes.faults() == [("lost", ["n0"]), ("grow", [])]
+        assert "the process of n0, which is silent, is ended" in started[1].said
+        nodes.check(120)
+
+
+@pytest.mark.thorough
+def test_a_rank_frozen_in_a_save_is_named(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:
+        nodes.run.mkdir()
+        nodes.do(0, "frozen", ".save")
+        started = nodes.start("n0", "n1")
+        assert [node.end() for node in started] == [0, 0], nodes.told()
+        assert nodes.faults() == [("frozen", ["n0"])], nodes.told()
+        nodes.check(60)
+
+
+def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=1, steps=10) as nodes:
+        nodes.run.mkdir()
+        holds = f"import fcntl; f = open({str(nodes.run / '.lock')!r}, 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+        command = [sys.executable, "-c", holds]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+            (node,) = nodes.start("n0")
+            until(lambda: "another process, which has the run's lock" in node.said, "a word")
+            holder.communicate(b"\n")
+        assert node.end() == 0, nodes.told()
+        assert nodes.faults() == []
 
 
 @pytest.mark.parametrize(
@@ -348,3 +391,28 @@ def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp
         until(done, "the end", nodes.told)
         assert {one.code for one in nodes.nodes.values()} <= {0, -signal.SIGKILL}, nodes.told()
         nodes.check(200)
+
+
+def test_nodes_with_different_configs_are_refused_before_anything_is_trained(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2) as nodes:
+        n0, n1 = nodes.start("n0")[0], nodes.start("n1", set=["optimizer.learning_rate=0.02"])[0]
+        assert [n0.end(), n1.end()] == [2, 2], nodes.told()
+        key = "optimizer.learning_rate is 0.02 on n1 and 0.001 on n0"
+        for node in (n0, n1):
+            assert "node n1 (" in node.said and ") does not fit node n0 (" in node.said and key in node.said
+            assert node.said.count("give all nodes of a run the same config") == 1 and "Traceback" not in node.said
+        assert not nodes.events("started") and not nodes.living()
+
+
+@pytest.mark.thorough
+def test_a_node_with_another_config_that_comes_to_a_run_is_refused_alone(server, tmp_path):
+    with Nodes(server, tmp_path, nodes=2, steps=400, node_timeout=10, step_timeout=60) as nodes:
+        n1, n2 = nodes.start("n1", "n2")
+        nodes.until_step(5)
+        # Of the lowest name: it would lead.
+        (n0,) = nodes.start("n0", set=["optimizer.learning_rate=0.02"], **STEADY)
+        assert n0.end() == 2, nodes.told()
+        assert "node n0 (" in n0.said and "give all nodes of a run the same config" in n0.said
+        assert "n0" not in {plan["leader"] for plan in nodes.plans()}
+        assert [n1.end(), n2.end()] == [0, 0], nodes.told()
+        nodes.check(400)

@@ -1,8 +1,10 @@
 """Several processes train as one does, and end in a way that tells what happened, when one of them is hurt."""
 
 import json
+import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -14,11 +16,16 @@ from training_processes import rows, settings
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.run.lock import RunLock
 from meshtrain.survive.child import ABORTED
+from meshtrain.survive.stragglers import judge
 from meshtrain.train import main
 
 pytestmark = pytest.mark.thorough
 
-MESHES = {"3x1x1": {"data": 3}, "2x2x2": {"data": 2, "tensor": 2, "pipeline": 2}, "4x2x1": {"data": 4, "tensor": 2}}
+MESHES = {
+    "3x1x1": {"data": 3},
+    "2x2x2": {"data": 2, "tensor": 2, "pipeline": 2},
+    "4x2x1": {"data": 4, "tensor": 2, "islands": 2},
+}
 STEPS, EVERY = 6, 2
 
 
@@ -89,7 +96,7 @@ def test_patience_ends_all_processes_after_the_same_step(tmp_path):
     assert committed_in(tmp_path / "run" / "checkpoints") == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("mesh", "processes"), [("2x2x2", 2), ("2x2x2", 4), ("4x2x1", 2), ("4x2x1", 4), ("3x1x1", 3)])
+@pytest.mark.parametrize(("mesh", "processes"), [("2x2x2", 4), ("4x2x1", 2), ("3x1x1", 3)])
 def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, mesh, processes):
     ranks = start(tmp_path, processes, mesh)
     assert codes(ranks) == [0] * processes, [rank.output.read_text() for rank in ranks]
@@ -169,3 +176,31 @@ def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(
     read = batches(tmp_path / "whole" / "run")
     assert {step: read[step] for step in range(saved + 1, STEPS + 1)} == batches(tmp_path / "hurt" / "run")
     assert len({row for batch in read.values() for row in batch.values()}) == 8 * STEPS
+
+
+def test_a_rank_that_is_stopped_most_of_the_time_is_the_slow_one_and_of_two_alike_none_is(tmp_path):
+    ranks = start(tmp_path, 2, "4x2x1", steps=10**6, checkpoint={"every": 10**6})
+    try:
+        for rank in ranks:
+            rank.until(lambda rank=rank: rank.beat.get("step", 0) >= 5)
+
+        def over_a_while(pid: int | None = None) -> dict[int, dict[str, float]]:
+            """Seconds by phase of either, while the process `pid` is stopped for 0.4 of each 0.5 s."""
+            before = [rank.beat["phases"] for rank in ranks]
+            deadline = time.monotonic() + 8
+            while time.monotonic() < deadline:
+                for number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
+                    if pid is not None:
+                        os.kill(pid, number)
+                    time.sleep(seconds)
+            after = [rank.beat["phases"] for rank in ranks]
+            return {k: {p: b[p] - a[p] for p in b} for k, (a, b) in enumerate(zip(before, after, strict=True))}
+
+        alike = over_a_while()
+        assert not any(pace.is_slow for pace in judge(alike).values()), alike
+        stopped = over_a_while(ranks[1].process.pid)
+        paces = judge(stopped)
+        assert paces[1].is_slow and not paces[0].is_slow and paces[1].phase == "stopped", (alike, stopped)
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -13,7 +13,7 @@ import pytest
 from mounts import may_mount, mount, own_mounts
 from training_processes import Trainer, rows, settings
 
-from meshtrain.data.synthetic import SyntheticRows
+from meshtrain.data.token_rows import SyntheticRows
 
 STEPS = 1500
 LEAST = 0.012  # seconds of a step, so that on the fastest machine too the run is longer than the disk is full

@@ -7,8 +7,7 @@ import urllib.request
 
 import pytest
 
-from meshtrain.telemetry.board import Board
-from meshtrain.telemetry.endpoint import Endpoint
+from meshtrain.telemetry.endpoint import Board, Endpoint
 
 parser = pytest.importorskip("prometheus_client.openmetrics.parser")
 
@@ -40,7 +39,7 @@ def served(rank=0, processes=0, totals=None):
     return Endpoint("127.0.0.1", 0, board)
 
 
-def fetched(url, accept=None):
+def fetched(url, accept="application/openmetrics-text"):
     request = urllib.request.Request(url, headers={"Accept": accept} if accept else {})
     with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
@@ -110,14 +109,14 @@ def summed_up(endpoint):
 def test_a_process_that_fell_silent_is_left_out(monkeypatch):
     endpoint, began, found = served(processes=3), time.monotonic(), []
     for seconds in (5, 25, 100):
-        monkeypatch.setattr("meshtrain.telemetry.board.time.monotonic", lambda at=began + seconds: at)
+        monkeypatch.setattr("meshtrain.telemetry.endpoint.time.monotonic", lambda at=began + seconds: at)
         found.append(summed_up(endpoint))
     endpoint.close()
     assert found == [True, True, False]
 
 
 def test_many_processes_are_summed_up_beside_the_scrapes(monkeypatch):
-    monkeypatch.setattr("meshtrain.telemetry.board.FEW", 2)
+    monkeypatch.setattr("meshtrain.telemetry.endpoint.FEW", 2)
     endpoint = served(processes=3)
     before = summed_up(endpoint)
     endpoint.tick(0.0)

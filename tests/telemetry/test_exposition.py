@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from meshtrain.telemetry.exposition import Distribution, Family, flat, render, wants_openmetrics
+from meshtrain.telemetry.exposition import Distribution, MetricFamily, flat, render, wants_openmetrics
 
 openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
 plain = pytest.importorskip("prometheus_client.parser")
 
 FAMILIES = [
-    Family("mt_process", "info", "what it is", samples=[((("run", 'a "b"\\c\nd'), ("rank", "0")), 1)]),
-    Family("mt_loss", "gauge", 'a loss\nof "two" lines\\', samples=[((), 2.25)]),
-    Family("mt_odd", "gauge", "x", samples=[((("k", str(k)),), v) for k, v in enumerate([math.nan, math.inf, -math.inf, 1e-300, 7])]),
-    Family("mt_spent_seconds", "counter", "x", "seconds", [((("phase", "wait"),), 12.5), ((("phase", "log"),), 0.1)]),
-    Family("mt_empty", "gauge", "no series, so it is not named"),
+    MetricFamily("mt_process", "info", "what it is", samples=[((("run", 'a "b"\\c\nd'), ("rank", "0")), 1)]),
+    MetricFamily("mt_loss", "gauge", 'a loss\nof "two" lines\\', samples=[((), 2.25)]),
+    MetricFamily("mt_odd", "gauge", "x", samples=[((("k", str(k)),), v) for k, v in enumerate([math.nan, math.inf, -math.inf, 1e-300, 7])]),
+    MetricFamily("mt_spent_seconds", "counter", "x", "seconds", [((("phase", "wait"),), 12.5), ((("phase", "log"),), 0.1)]),
+    MetricFamily("mt_empty", "gauge", "no series, so it is not named"),
 ]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_a_histogram_counts_what_is_at_most_each_bound(parser):
     seconds = Distribution((0.5, 2.0))
     for value in (0.1, 0.5, 0.6, 2.0, 7.0):
         seconds.add(value)
-    family = Family("mt_took_seconds", "histogram", "x", "seconds", distributions=[((("route", "a"),), seconds)])
+    family = MetricFamily("mt_took_seconds", "histogram", "x", "seconds", distributions=[((("route", "a"),), seconds)])
     found = read(parser, render([family], openmetrics=parser is openmetrics))
     route = ("route", "a")
     assert found == {
@@ -79,7 +79,7 @@ def test_a_row_becomes_a_series_for_each_label():
 @pytest.mark.parametrize(
     ("accept", "expected"),
     [
-        (None, True), ("*/*", True), ("text/html,*/*;q=0.8", False), ("text/plain", False),
+        (None, False), ("", False), ("*/*", False), ("application/*", False), ("text/html,*/*;q=0.8", False), ("text/plain", False),
         ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", True),
     ],
 )  # fmt: skip

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 from fake_nvml import Nvml, NVMLError
 
-from meshtrain.telemetry import gpu
 from meshtrain.telemetry.catalogue import BY_NAME
-from meshtrain.telemetry.gpu import Gpus
+from meshtrain.telemetry.resources import Gpus, open_gpus
 
 ABSURD = 9223372036854775794
 
@@ -66,6 +65,6 @@ def test_without_a_driver_or_a_gpu_there_is_nothing(monkeypatch):
             raise NVMLError("Driver/library not found")
 
     monkeypatch.setitem(sys.modules, "pynvml", NoDriver())
-    assert gpu.opened([0]) is None
+    assert open_gpus([0]) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # cannot be imported
-    assert gpu.opened([0]) is None and gpu.opened([]) is None
+    assert open_gpus([0]) is None and open_gpus([]) is None

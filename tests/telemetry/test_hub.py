@@ -22,7 +22,7 @@ def test_every_row_reaches_every_listener_in_order_before_the_end(tmp_path):
         hub.listen(Listener())
         hub.listen(lambda row, source: also.append(row["step"]))
         for step in range(100):
-            hub.row({"step": step})
+            hub.after_metrics({"step": step}, due=True)
     assert heard == [(step, "step") for step in range(100)]
     assert also == list(range(100)) and closed == [100]
 
@@ -41,7 +41,7 @@ def test_a_listener_that_raises_is_said_once_and_hears_no_more(tmp_path, capsys)
         hub.listen(Broken())
         hub.listen(lambda row, source: heard.append(row["step"]))
         for step in range(3):
-            hub.row({"step": step})
+            hub.after_metrics({"step": step}, due=True)
     assert len(calls) == 1 and heard == [0, 1, 2]
     assert capsys.readouterr().err == (
         "meshtrain: the tracker is left out of watching the run from here on: no\\nroute\n"
@@ -53,7 +53,7 @@ def test_the_end_of_a_run_waits_only_so_long_for_a_listener_that_hangs(tmp_path,
     hanging = threading.Event()
     with Hub(Config(), tmp_path) as hub:
         hub.listen(lambda row, source: hanging.wait())
-        hub.row({"step": 1})
+        hub.after_metrics({"step": 1}, due=True)
         began = time.perf_counter()
     assert time.perf_counter() - began < 5
     hanging.set()
@@ -71,7 +71,7 @@ def test_a_listener_that_is_far_behind_is_said_once_and_keeps_the_newest_rows(tm
     with Hub(Config(), tmp_path) as hub:
         hub.listen(slow)
         for step in range(100):
-            hub.row({"step": step})
+            hub.after_metrics({"step": step}, due=True)
         held.set()
     assert heard[-10:] == list(range(90, 100)) and len(heard) <= 11
     assert capsys.readouterr().err.count("what watches the run is 10 rows behind") == 1
@@ -93,9 +93,10 @@ def test_samples_come_at_their_time_and_once_more_at_the_end_and_counters_add_up
     with Hub(Config(), tmp_path) as hub:
         hub.listen(Listener())
         hub.repeat(1000.0, lambda: [{"k": next(samples)}], first=0.0)
+        hub.add_up(["tokens"])
         assert taken.wait(10)
-        hub.row({"k": "not due", "tokens": 5}, due=False)
-        hub.row({"k": "due", "tokens": 7})
+        hub.after_metrics({"k": "not due", "tokens": 5}, due=False)
+        hub.after_metrics({"k": "due", "tokens": 7}, due=True)
     assert heard == [(0, "process"), ("due", "step"), (1, "process")]
     assert hub.totals["tokens"] == 12 and len(ticks) == 1 and abs(ticks[0] - time.time()) < 100
 

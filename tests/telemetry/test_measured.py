@@ -20,22 +20,27 @@ def test_seconds_are_those_since_the_step_before():
     spent = {"dispatch": 1.0, "wait": 10.0, "log": 5.0}
     of = measured(lambda: dict(spent))
     spent |= {"dispatch": 1.25, "wait": 12.0}
-    first = of.step(100.0)
+    first = of.step(100, 0.0)
     assert (first["dispatch_seconds"], first["wait_seconds"]) == (0.25, 2.0)
     spent |= {"dispatch": 1.5}
-    second = of.step(100.0)
+    second = of.step(100, 0.0)
     assert (second["dispatch_seconds"], second["wait_seconds"]) == (0.25, 0.0)
     assert second["time"] >= first["time"] > 1.7e9
 
 
-def test_what_was_no_part_of_the_step_is_left_out_of_its_seconds():
-    spent = {"dispatch": 1.0, "wait": 10.0}
-    of = measured(lambda: dict(spent))
-    spent |= {"wait": 15.0}
-    of.leave_out("wait", 4.0)
-    assert of.step(100.0)["wait_seconds"] == 1.0
-    spent |= {"wait": 16.0}
-    assert of.step(100.0)["wait_seconds"] == 1.0
+def test_what_was_no_part_of_the_step_is_left_out_of_its_seconds(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    of = measured()
+    now = 105.0
+    of.leave_out(3.0)
+    first = of.step(100, 0.5)
+    assert (first["step_seconds"], first["tokens_per_second"], first["data_wait_seconds"]) == (2.0, 50.0, 0.5)
+    now = 125.0
+    of.restart()
+    now = 126.0
+    second = of.step(100, 0.75)
+    assert (second["step_seconds"], second["data_wait_seconds"]) == (1.0, 0.25)
 
 
 def test_a_program_that_is_compiled_stands_in_the_next_row_alone():
@@ -49,8 +54,9 @@ def test_a_program_that_is_compiled_stands_in_the_next_row_alone():
 
 
 def test_utilisation_is_left_out_where_the_peak_is_not_known():
-    assert "mfu" not in measured().step(100.0)
-    assert measured(peak=400.0).step(100.0)["mfu"] == pytest.approx(0.25)
+    assert "mfu" not in measured().step(100, 0.0)
+    values = measured(peak=400.0).step(100, 0.0)
+    assert values["mfu"] == pytest.approx(values["tokens_per_second"] / 400.0)
 
 
 def test_memory_is_that_of_the_fullest_device_and_left_out_where_no_device_tells_it():
@@ -64,4 +70,4 @@ def test_memory_is_that_of_the_fullest_device_and_left_out_where_no_device_tells
 def test_every_name_stands_in_the_catalogue():
     of = measured(devices=[Device({"bytes_in_use": 5, "peak_bytes_in_use": 9})], peak=1.0)
     jax.jit(lambda x: x * 3.0 + 0.456).lower(1.0).compile()
-    assert {*of.step(1.0), *of.row()} - {"time"} <= BY_NAME.keys()
+    assert {*of.step(1, 0.0), *of.row()} - {"time"} <= BY_NAME.keys()

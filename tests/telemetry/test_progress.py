@@ -2,36 +2,32 @@
 
 import errno
 import io
+import subprocess
+import sys
 
 import pytest
 
-from meshtrain.telemetry.progress import Reporter, duration
+from meshtrain.errors import say
+from meshtrain.telemetry.progress import Reporter
 
 ROW = {"step": 2, "loss": 2.5, "tokens_per_second": 1234.5, "step_seconds": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(3.4, "3 s"), (59.6, "1 min 0 s"), (245, "4 min 5 s"), (3600 * 6 + 7 * 60, "6 h 7 min")]
-)
-def test_durations_read_as_one_says_them(seconds, text):
-    assert duration(seconds) == text
-
-
 def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_and_time_left(capsys):
     with Reporter(10, 0) as report:
-        report.step(ROW, show=True)
-        report.step(ROW | {"step": 3}, show=False)
+        report.after_metrics(ROW, due=True)
+        report.after_metrics(ROW | {"step": 3}, due=False)
     assert capsys.readouterr().out == "step 2/10  loss 2.5000  1,234 tokens/s  16 s left\n"
 
 
 def test_an_evaluation_is_shown_with_its_step(capsys):
-    Reporter(10, 0).step(ROW | {"eval_loss": 2.75}, show=True)
+    Reporter(10, 0).after_metrics(ROW | {"eval_loss": 2.75}, due=True)
     assert "eval loss 2.7500" in capsys.readouterr().out
 
 
 def test_other_processes_of_a_run_say_nothing(capsys):
     with Reporter(10, 0, quiet=True) as report:
-        report.step(ROW, show=True)
+        report.after_metrics(ROW, due=True)
         report.write("a sentence")
     assert capsys.readouterr().out == ""
 
@@ -45,6 +41,24 @@ def test_a_standard_output_that_takes_nothing_is_reported_once_and_training_goes
     report = Reporter(10, 0)
     report.console.file = Refuses()
     for step in (1, 2, 3):
-        report.step(ROW | {"step": step}, show=True)
+        report.after_metrics(ROW | {"step": step}, due=True)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("meshtrain: standard output cannot be written: ")
+
+
+def test_standard_output_and_standard_error_on_a_full_disk_end_no_training():
+    code = (
+        "from meshtrain.telemetry.progress import Reporter\n"
+        "report = Reporter(10, 0)\n"
+        f"for step in range(3): report.after_metrics({ROW} | {{'step': step}}, due=True)\n"
+        "import os; os._exit(7)"
+    )
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=False).returncode == 7
+
+
+def test_what_turns_letters_round_is_escaped(capsys):
+    Reporter(10, 0).write("a\u202egnp.exe: 3 batches")
+    say("b\u2066\x1b[2J, and\na second line")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("a\\u202egnp.exe: 3 batches\n", "meshtrain: b\\u2066\\x1b[2J, and\na second line\n")

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from cgroup_files import V2, memory_v2
+from cgroup_files import memory_v2
 from fake_nvml import Nvml
 
 from meshtrain.telemetry import resources
 from meshtrain.telemetry.catalogue import BY_NAME
-from meshtrain.telemetry.gpu import Gpus
-from meshtrain.telemetry.resources import Resources
+from meshtrain.telemetry.resources import Gpus, Resources
 
 
 def machine(root, **files):
@@ -53,7 +52,6 @@ def test_pressure_is_a_share_and_left_out_where_the_kernel_keeps_none(tmp_path):
 def test_the_limit_is_the_cgroups_and_ones_own_wins(tmp_path):
     files = {name.replace("/", "__"): text for name, text in memory_v2("job/", "4000", 3500, 500).items()}
     files |= {
-        "proc__self__mountinfo": V2,
         "proc__self__cgroup": "0::/job\n",
         "sys__fs__cgroup__job__cpu.max": "100000 200000\n",
     }

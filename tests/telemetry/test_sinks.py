@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from meshtrain.config.telemetry import alert_target
 from meshtrain.run.directory import ALERTS
-from meshtrain.telemetry.entries import check
 from meshtrain.telemetry.sinks import MOST_WAITING, Delivery, Undelivered, post, run, sink
 
 ALERT = {"time": 1.0, "step": 3, "rule": "loss_spike", "state": "firing", "severity": "warning", "value": 7.5, "limit": 6, "sentence": "up."}  # fmt: skip
@@ -54,7 +54,7 @@ def soon(seconds=5.0):
 
 def test_a_webhook_gets_the_alert_with_the_run_and_a_text(tmp_path):
     with receiver([200]) as (url, got):
-        to = sink(check(f"webhook:{url}"), tmp_path / "mine")
+        to = sink(alert_target(f"webhook:{url}"), tmp_path / "mine")
         to.send(ALERT)
         to.close(soon())
     assert got == [ALERT | {"run": "mine", "text": "mine: firing, loss_spike: up."}]
@@ -120,7 +120,7 @@ def test_what_arrives_again_may_fail_again_and_is_said_again(capsys):
 
 
 def test_a_webhook_is_named_without_what_may_be_secret(capsys):
-    to = sink(check("webhook:http://user:password@127.0.0.1:1/token"), __import__("pathlib").Path("run"))
+    to = sink(alert_target("webhook:http://user:password@127.0.0.1:1/token"), __import__("pathlib").Path("run"))
     to.send(ALERT)
     to.close(soon(0.3))
     said = capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_a_webhook_is_named_without_what_may_be_secret(capsys):
 
 def test_a_command_finds_the_alert_on_its_standard_input(tmp_path):
     program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    to = sink(check(f'command:{sys.executable} -c "{program}" {tmp_path}/got'), tmp_path)
+    to = sink(alert_target(f'command:{sys.executable} -c "{program}" {tmp_path}/got'), tmp_path)
     to.send(ALERT)
     to.close(soon(20))
     assert json.loads((tmp_path / "got").read_text()) == ALERT
@@ -154,7 +154,7 @@ def test_a_command_that_reads_nothing_is_no_failure():
 
 
 def test_the_file_has_a_line_an_alert(tmp_path):
-    to = sink(check("file"), tmp_path)
+    to = sink(alert_target("file"), tmp_path)
     to.send(ALERT)
     to.send(ALERT | {"state": "resolved"})
     to.close(soon())
@@ -165,7 +165,7 @@ def test_the_file_has_a_line_an_alert(tmp_path):
 
 
 def test_the_log_says_what_begins_and_what_is_over(tmp_path, capsys):
-    to = sink(check("log"), tmp_path)
+    to = sink(alert_target("log"), tmp_path)
     to.send(ALERT)
     to.send(ALERT | {"state": "resolved"})
     assert capsys.readouterr().err == "meshtrain: alert (loss_spike): up.\nmeshtrain: over (loss_spike): up.\n"

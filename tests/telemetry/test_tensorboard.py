@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from meshtrain.telemetry.tensorboard import EventFile, masked_crc
+from meshtrain.telemetry.trackers import EventFile, masked_crc
 
 ROWS = [
     (1, {"loss": 5.62396, "time": 1795361828.7236662, "tokens": 2048}),

@@ -27,7 +27,7 @@ def tracked(directory, name, rows=ROWS):
         hub.listen(Tracked(name, Config(), directory))
         for row in rows:
             file.write(row)
-            hub.row(row)
+            hub.after_metrics(row, due=True)
     file.close()
     written = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return {(row["step"], name): value for row in written for name, value in row.items() if name != "step"}

@@ -1,4 +1,4 @@
-"""What follows from several of their keys together, as keys of ours: each function takes its facts and puts what they come to."""
+"""Keys of ours that follow from several of theirs together: each function takes its facts and puts what they come to."""
 
 import json
 import math
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshtrain.adopt.configs.merging import Facts, contradiction
-from meshtrain.adopt.configs.rows import refusal
+from meshtrain.adopt.configs.key_rows import FactValue, KeyFacts, contradiction
 from meshtrain.errors import ConfigError, short
 
+MEDIA = ("images", "videos", "audios")
 INFO = "dataset_info.json"  # in their dataset_dir: what file a dataset's name stands for
 # The columns that a record has by its format, which need no translation here.
 COLUMNS = {
@@ -18,10 +18,12 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def follow(facts: Facts, devices: int | None, steps: int | None, near: Path) -> None:
+def follow(facts: KeyFacts, devices: int | None, steps: int | None, near: Path) -> None:
     """Puts all that follows. `near`: a directory to look for their files in, and in those above it."""
+    _refuse_what_does_not_train(facts)
     _mesh(facts, devices)
     _precision(facts)
+    _optimizer(facts)
     _steps(facts, steps)
     _checkpoints(facts)
     _tuning(facts)
@@ -33,7 +35,43 @@ def follow(facts: Facts, devices: int | None, steps: int | None, near: Path) -> 
         facts.put("telemetry.trackers", sorted({*trackers, *(facts.get("telemetry.trackers") or [])}))
 
 
-def _mesh(facts: Facts, devices: int | None) -> None:
+def _refuse_what_does_not_train(facts: KeyFacts) -> None:
+    """Theirs trains where do_train says so alone."""
+    for key in ("do_predict", "do_eval"):
+        given = facts.keys.get(key)
+        if given is not None and given.value is True and "do_train" not in facts.keys:
+            raise given.refused("without do_train this file does not train")
+
+
+def _optimizer(facts: KeyFacts) -> None:
+    """One key, beta1, is Adam's first and the momentum of others; and DeepSpeed's schedules and optimizers have values of their own."""
+    name = facts.get("optimizer.name")
+    usual = {"sgd": 0.0, "muon": 0.95}.get(name)
+    if usual is None:
+        facts.drop("momentum", "sgd and muon alone have a momentum")
+    else:
+        momentum = facts.take("momentum")
+        facts.drop("optimizer.beta1", f"beta1 is the momentum of {name} here")
+        facts.put("optimizer.beta1", usual if momentum is None else momentum)
+    llama_factory = facts.get("stage") is not None
+    if not llama_factory and any(key.startswith("optimizer.") for key in facts.keys):
+        for path, value in (("beta1", 0.9), ("beta2", 0.99 if name == "lion" else 0.999)):
+            facts.values.setdefault(f"optimizer.{path}", FactValue(value))
+    elif not llama_factory:
+        facts.notes.append("no file has an optimizer, which its script then makes: set the section optimizer.")
+    peak, schedule = facts.take("usual peak"), facts.keys.get("scheduler.type")
+    if peak and schedule and "scheduler.params.warmup_max_lr" not in facts.keys:
+        facts.drop("optimizer.learning_rate", f"{schedule.text} rises to {peak:g} unless warmup_max_lr is given")
+        facts.put("optimizer.learning_rate", peak)
+    rises = facts.get("warm-up steps") or facts.get("warm-up share")
+    if schedule and rises and "scheduler.params.warmup_type" not in facts.keys:
+        facts.differs.append((schedule, "the warm-up is linear here, theirs logarithmic unless warmup_type is linear"))
+    if not llama_factory and not any(key.startswith("scheduler.") for key in facts.keys):
+        facts.put("optimizer.schedule", "constant")
+        facts.notes.append("no file has a scheduler, so the rate is constant here; the script may have set one.")
+
+
+def _mesh(facts: KeyFacts, devices: int | None) -> None:
     """Their devices are data ranks, but for DeepSpeed's AutoTP; accumulation is in microbatches here.
 
     train_batch_size = rows a device x accumulation x data ranks; two of them say the third (DeepSpeed, docs/_pages/config-json.md).
@@ -41,19 +79,19 @@ def _mesh(facts: Facts, devices: int | None) -> None:
     tensor = facts.get("mesh.tensor") or 1
     if devices is not None and devices % tensor:
         raise ConfigError(
-            f"--devices {devices} does not divide into {_said(facts, 'mesh.tensor')}; give a multiple of it."
+            f"--devices {devices} does not divide into {facts.source('mesh.tensor')}; give a multiple of it."
         )
     ranks = None if devices is None else devices // tensor
     total, rows, pieces = (facts.stated(path) for path in ("rows a step", "rows a device", "accumulation"))
     for path in ("rows a step", "rows a device", "accumulation"):
         given = facts.given(path)
         if given is not None and facts.get(path) < 1:
-            raise refusal(given, "it must be at least 1")
+            raise given.refused("it must be at least 1")
     if ranks is None and total and rows and pieces and total % (rows * pieces) == 0:
         ranks = total // (rows * pieces)
     elif ranks is None:
         ranks = 1
-        facts.said.append("--devices is not given, and the files do not tell: this is for one device.")
+        facts.notes.append("--devices is not given, and the files do not tell: this is for one device.")
     if total:
         if rows is None:
             pieces = pieces or 1
@@ -72,27 +110,21 @@ def _mesh(facts: Facts, devices: int | None) -> None:
     facts.put("train.global_batch_size", rows * pieces * ranks)
 
 
-def _quotient(facts: Facts, total: int, parts: int, ranks: int) -> int:
+def _quotient(facts: KeyFacts, total: int, parts: int, ranks: int) -> int:
     if total % parts:
         raise _uneven(facts, ranks)
     return total // parts
 
 
-def _uneven(facts: Facts, ranks: int) -> ConfigError:
-    """Batch sizes that do not multiply."""
+def _uneven(facts: KeyFacts, ranks: int) -> ConfigError:
     stated = [path for path in ("rows a device", "accumulation") if facts.given(path)]
     product = math.prod(facts.get(path) for path in stated) * ranks
-    parts = " x ".join([*(_said(facts, path) for path in stated), f"{ranks} data rank{'s' * (ranks > 1)}"])
+    parts = " x ".join([*(facts.source(path) for path in stated), f"{ranks} data rank{'s' * (ranks > 1)}"])
     whole = f", but {parts} is {product}" if len(stated) == 2 else f" is no multiple of {parts}, {product}"
-    return ConfigError(f"{_said(facts, 'rows a step')}{whole}; let them agree.")
+    return ConfigError(f"{facts.source('rows a step')}{whole}; let them agree.")
 
 
-def _said(facts: Facts, path: str) -> str:
-    given = facts.given(path)
-    return f"{given.text} ({given.where})" if given else path
-
-
-def _precision(facts: Facts) -> None:
+def _precision(facts: KeyFacts) -> None:
     said = [given for name in ("fp16", "bf16", "pure bf16") if facts.get(name) and (given := facts.given(name))]
     half = facts.take("fp16")
     chosen = "bfloat16" if facts.take("bf16") or facts.get("pure bf16") else "float16" if half else "float32"
@@ -105,10 +137,10 @@ def _precision(facts: Facts) -> None:
             facts.drop(f"precision.{key}", "it counts with float16 alone")
 
 
-def _steps(facts: Facts, steps: int | None) -> None:
+def _steps(facts: KeyFacts, steps: int | None) -> None:
     """max_steps counts before epochs; a share of the steps becomes a number where that of the steps is known."""
     if facts.get("train.steps"):
-        facts.drop("train.epochs", f"{_said(facts, 'train.steps')} counts")
+        facts.drop("train.epochs", f"{facts.source('train.steps')} counts")
         steps = facts.get("train.steps")
     rate, final = facts.get("optimizer.learning_rate"), facts.take("final rate")
     if final is not None and rate:
@@ -120,11 +152,11 @@ def _steps(facts: Facts, steps: int | None) -> None:
             facts.drop(path, "the schedule constant has no warm-up")
         warmup = 0
     elif warmup:
-        facts.drop("warm-up share", f"{_said(facts, 'warm-up steps')} counts")
+        facts.drop("warm-up share", f"{facts.source('warm-up steps')} counts")
     elif share and steps:
         warmup = math.ceil(share * steps)
     elif share and given:
-        facts.said.append(
+        facts.notes.append(
             f"{given.text} ({given.where}) is a share of steps that follow from the data: set optimizer.warmup_steps, or give --steps."
         )
     if warmup is None:
@@ -134,26 +166,26 @@ def _steps(facts: Facts, steps: int | None) -> None:
         facts.put("optimizer.warmup_steps", warmup)
 
 
-def _checkpoints(facts: Facts) -> None:
+def _checkpoints(facts: KeyFacts) -> None:
     by = facts.get("saved by")
     if by == "no":
-        facts.drop("checkpoint.every", f"{_said(facts, 'saved by')}")
+        facts.drop("checkpoint.every", f"{facts.source('saved by')}")
     elif by in ("epoch", "best"):
-        facts.said.append(
-            f"{_said(facts, 'saved by')}: checkpoint.every counts steps, set it; at the end one is written."
+        facts.notes.append(
+            f"{facts.source('saved by')}: checkpoint.every counts steps, set it; at the end one is written."
         )
-        facts.drop("checkpoint.every", f"{_said(facts, 'saved by')}")
-    elif facts.get("tuned") and "checkpoint.every" not in facts.found:
+        facts.drop("checkpoint.every", f"{facts.source('saved by')}")
+    elif facts.get("tuned") and "checkpoint.every" not in facts.values:
         facts.put("checkpoint.every", 500)
     facts.take("saved by")
 
 
-def _tuning(facts: Facts) -> None:
+def _tuning(facts: KeyFacts) -> None:
     tuned = facts.take("tuned")
     if facts.get("train.objective") == "dpo" and tuned == "full":
         stage = facts.given("train.objective")
         assert stage, "the default is sft"
-        raise refusal(stage, "the reference is the model without its adapters here, so finetuning_type must be lora")
+        raise stage.refused("the reference is the model without its adapters here, so finetuning_type must be lora")
     if tuned != "lora":
         for key in ("rank", "alpha", "targets", "dropout", "rslora"):
             facts.drop(f"lora.{key}", f"finetuning_type is {tuned}")
@@ -169,25 +201,36 @@ def _tuning(facts: Facts) -> None:
                 "train.trainable names weights over all layers."
             )
         facts.put("train.trainable", [*names, *(more or [])])
+        if (given := facts.given("frozen but")) and "freeze_trainable_layers" not in facts.keys:
+            facts.differs.append(
+                (
+                    given,
+                    "these are trained in all layers here, in theirs in the last 2 unless freeze_trainable_layers says more",
+                )
+            )
         facts.take("frozen but"), facts.take("frozen but also")
     for path in ("frozen but", "frozen but also"):
         facts.drop(path, f"finetuning_type is {tuned}")
 
 
-def _model(facts: Facts) -> None:
+def _model(facts: KeyFacts) -> None:
     name = facts.take("model")
     if name is None:
         return
     facts.put("model.weights", name)
     facts.put("data.tokenizer", f"{name.rstrip('/')}/tokenizer.json")
     if not Path(name).expanduser().is_dir():
-        facts.said.append(f"model.weights {short(name)} is no directory here: download it, and say where it is.")
+        facts.notes.append(f"model.weights {short(name)} is no directory here: download it, and say where it is.")
 
 
-def _data(facts: Facts, near: Path) -> None:
+def _data(facts: KeyFacts, near: Path) -> None:
     stage = facts.take("stage")
     packing, given = facts.get("packing"), facts.given("packing")
     facts.take("packing")
+    if not facts.take("neat") and packing and given and stage == "sft":
+        facts.differs.append(
+            (given, "examples that are packed together do not see each other here, as with neat_packing")
+        )
     if stage == "sft":
         # Unpacked a row is one example, as theirs is, so that batches and epochs keep their meaning.
         facts.put("data.batching", "packed" if packing else "grouped")
@@ -211,30 +254,30 @@ def _data(facts: Facts, near: Path) -> None:
     if held:
         facts.put("data.validation_source", find(held[0]))
         if len(held) > 1:
-            facts.said.append(
+            facts.notes.append(
                 f"data.validation_source is one source: of the eval_dataset's, {', '.join(held[1:])} are left out."
             )
 
 
-def _by_size(facts: Facts, paths: list[str]) -> list[float]:
+def _by_size(facts: KeyFacts, paths: list[str]) -> list[float]:
     """Each source in full, as their `concat` has it: shares by the bytes, of which there are about so many a token."""
     if all(Path(path).expanduser().is_file() for path in paths):
         return [float(Path(path).expanduser().stat().st_size) for path in paths]
-    facts.said.append(
+    facts.notes.append(
         "data.weights are even, since not all sources are here: by their sizes each would be read in full once."
     )
     return [1.0] * len(paths)
 
 
-def _finder(facts: Facts, directory: str, near: Path) -> Callable[[str], str]:
+def _finder(facts: KeyFacts, directory: str, near: Path) -> Callable[[str], str]:
     """A function of a dataset's name: its file, as the directory's dataset_info.json says."""
-    folder = found_near(directory, near)
+    folder = path_near(directory, near)
     listed: dict[str, Any] = {}
     if folder is not None and (folder / INFO).is_file():
         try:
             listed = json.loads((folder / INFO).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            facts.said.append(f"{short(folder / INFO)} cannot be read.")
+            facts.notes.append(f"{short(folder / INFO)} cannot be read.")
 
     def find(name: str) -> str:
         entry = listed.get(name) if isinstance(listed, dict) else None
@@ -242,13 +285,18 @@ def _finder(facts: Facts, directory: str, near: Path) -> Callable[[str], str]:
             return name
         if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
             path = f"{directory}/{name}.json"
-            facts.said.append(
+            facts.notes.append(
                 f"dataset {short(name)}: which file it is does not stand in {directory}/{INFO} here: {short(path)} is a guess."
             )
             return path
+        pictures = [column for column in entry.get("columns") or {} if column in MEDIA]
+        if pictures:
+            raise ConfigError(
+                f"dataset {short(name)} has {', '.join(pictures)} beside its text, which are not read here; take one of text alone."
+            )
         columns = [column for column in (entry.get("columns") or {}).values() if column not in COLUMNS]
         if columns:
-            facts.said.append(
+            facts.notes.append(
                 f"dataset {short(name)}: its columns {short(', '.join(map(str, columns)))} are to be renamed."
             )
         return str((folder or Path(directory)) / entry["file_name"])
@@ -256,33 +304,33 @@ def _finder(facts: Facts, directory: str, near: Path) -> Callable[[str], str]:
     return find
 
 
-def found_near(name: str, near: Path) -> Path | None:
+def path_near(name: str, near: Path) -> Path | None:
     """A file or directory as it is named from here, or from one of the directories above their file."""
     tried = [Path(name).expanduser(), *(folder / name for folder in (near, *near.parents))]
     return next((path for path in tried if path.exists()), None)
 
 
-def _evaluation(facts: Facts) -> None:
+def _evaluation(facts: KeyFacts) -> None:
     by, every = facts.get("evaluated by"), facts.get("eval steps")
     held = facts.get("data.validation") or facts.get("data.validation_source")
     if by == "steps":
         facts.put("eval.every", every or facts.get("log.every") or 500)
         facts.take("eval steps")
     elif by == "epoch":
-        facts.said.append(f"{_said(facts, 'evaluated by')}: eval.every counts steps, set it.")
-    why = f"{_said(facts, 'evaluated by')}" if by else "eval_strategy is not given, so nothing was evaluated"
+        facts.notes.append(f"{facts.source('evaluated by')}: eval.every counts steps, set it.")
+    why = f"{facts.source('evaluated by')}" if by else "eval_strategy is not given, so nothing was evaluated"
     facts.drop("eval steps", why)
     facts.take("evaluated by")
     if not facts.get("eval.every"):
         facts.drop("eval.patience", why)
-    if facts.get("train.sequence_length") and not held and "data.validation" not in facts.found:
+    if facts.get("train.sequence_length") and not held and "data.validation" not in facts.values:
         _hold_out(facts)
 
 
-def _hold_out(facts: Facts) -> None:
+def _hold_out(facts: KeyFacts) -> None:
     """Without val_size and eval_dataset all is trained; evaluating then takes our own share."""
     if facts.get("eval.every"):
-        facts.said.append(
+        facts.notes.append(
             "neither val_size nor eval_dataset says what is evaluated: data.validation is left at its own share."
         )
     else:

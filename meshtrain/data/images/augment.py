@@ -1,4 +1,14 @@
-"""What is done to one image in training: crop or fit, flip, policy, shift, in this order.
+"""Augments images in training: crop or fit, flip, policy, shift, in this order; then mixup or cutmix with another image.
+
+    mixup     lam a + (1 - lam) b                     ┌────────┐
+    cutmix    b in a box of a, here of a quarter:     │ a  ┌──┐│     mix, the share of a's class: lam, or what of the area
+              sides sqrt(1 - lam), clipped at edges   │    │ b││     is a's once the box is clipped
+                                                      │    └──┘│
+                                                      └────────┘
+lam is drawn from Beta(alpha, alpha), for each row anew (mixup: Zhang et al. 2018, section 2; cutmix: Yun et al. 2019, section 3).
+
+The other image is that of the row beside it in the batch: 0 with 1, 2 with 3; the last of an odd number with the one before. The order of
+an epoch is random already, so it is any image; and whoever reads a row nearly always reads the one beside it too.
 
 Everything is drawn from the stream of the image's row, so that it is the same wherever and whenever that row is read.
 """
@@ -30,7 +40,14 @@ def augmented(pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generat
     if images.flip and draw.random() < images.flip:
         pixels = pixels[:, ::-1]
     if images.policy != "none":
-        pixels = _by_policy(pixels, images, draw)
+        image = as_image(np.ascontiguousarray(pixels))
+        # Pillow is there now.
+        from meshtrain.data.images.policies import autoaugment, randaugment
+
+        if images.policy == "autoaugment":
+            pixels = as_pixels(autoaugment(image, draw))
+        else:
+            pixels = as_pixels(randaugment(image, draw, images.operations, images.magnitude))
     if images.shift:
         down, right = (int(draw.random() * (2 * images.shift + 1)) - images.shift for _ in range(2))
         pixels = shifted(pixels, down, right)
@@ -62,11 +79,30 @@ def shifted(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
     return moved
 
 
-def _by_policy(pixels: np.ndarray, images: ImagesConfig, draw: Generator) -> np.ndarray:
-    image = as_image(np.ascontiguousarray(pixels))
-    # Pillow is there now.
-    from meshtrain.data.images.policies import autoaugment, randaugment
+def mixes(images: ImagesConfig) -> bool:
+    """Whether batches have a second class at all."""
+    return bool(images.mixed and (images.mixup or images.cutmix))
 
-    if images.policy == "autoaugment":
-        return as_pixels(autoaugment(image, draw))
-    return as_pixels(randaugment(image, draw, images.operations, images.magnitude))
+
+def partners(rows: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """The rows [N] that those of batches of `count` [N] rows are mixed with; a row alone with itself."""
+    other = rows ^ 1
+    return np.where(other < count, other, np.maximum(rows - 1, 0))
+
+
+def mix(first: np.ndarray, second: np.ndarray, images: ImagesConfig, draw: Generator) -> float:
+    """Mixes an image [S, S, C] with another, in place; returns the share that is left of its class."""
+    mixed, cuts = draw.random() < images.mixed, draw.random() < images.switch
+    if not mixed:
+        return 1.0
+    if images.cutmix and (cuts or not images.mixup):
+        size = len(first)
+        side = round(size * math.sqrt(1 - draw.beta(images.cutmix, images.cutmix)))
+        top, left = (int(draw.random() * size) - side // 2 for _ in range(2))
+        rows, columns = (slice(max(at, 0), min(at + side, size)) for at in (top, left))
+        first[rows, columns] = second[rows, columns]
+        return 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / size**2
+    share = draw.beta(images.mixup, images.mixup)
+    first *= np.float32(share)
+    first += np.float32(1 - share) * second
+    return share

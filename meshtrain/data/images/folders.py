@@ -5,69 +5,91 @@
            dog/1.jpg                                   validation/cat/3.png      (val/ will do)
 
 A class is the name of its folder, in the order of names. Without a validation folder a share of the images is held out, by name.
+
+An epoch is the same on every process only if all agree on which files are images, so each is decoded once before the first step. An
+index of them is kept in the user's cache, which is read the next time if names, sizes and dates of the files are the same:
+
+    CACHE/images/NAME-HASH/index.json     a digest for each file, or what is wrong with it
+    CACHE/images/NAME-HASH/skipped.log    the files that are no images, a line each
 """
 
 import hashlib
+import io
+import json
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.data.images.index import indexed, known_as, read
-from meshtrain.data.images.pillow import pillow
-from meshtrain.data.images.source import HELD_OUT, ImageSource
-from meshtrain.data.inputs import File, find
+from meshtrain.data.cache import cache_directory, logged_progress
+from meshtrain.data.images.image_sources import VALIDATION, ImageSource
+from meshtrain.data.images.pixels import as_pixels, pillow
+from meshtrain.data.input_files import InputFile, find
+from meshtrain.data.prepare import refusal_at
 from meshtrain.data.unit import encoded, held_out
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.files import locked, write_atomically
 
-TRAIN, VALIDATION = "train", ("validation", "val")
+TRAIN, VALIDATIONS = "train", ("validation", "val")
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 NAMED = 5  # classes and files in a sentence
+INDEX, SKIPPED = "index.json", "skipped.log"
+RULES = "2"  # raised when other files are taken for images than before, so that no old index is used
+ORIENTATION = 0x0112  # of Exif: 1 is upright
 log = logging.getLogger(__name__)
 
 
-class Files:
-    """Images in files, each decoded when it is wanted."""
+class ImageFiles:
+    """Images in files, each decoded when it is needed."""
 
     def __init__(self, paths: Sequence[str], labels: np.ndarray, channels: int) -> None:
         self.paths, self.labels, self.channels = paths, labels, channels
 
     def pixels(self, index: int) -> np.ndarray:
-        return read(self.paths[index], self.channels)
+        path = self.paths[index]
+        try:
+            return decoded(Path(path).read_bytes(), self.channels)
+        # See `problem_of`.
+        except Exception as error:
+            raise ConfigError(
+                f"the image {short(path)} could be read when the data was opened, and cannot be now ({short(error)})."
+            ) from None
 
 
 def open_folder(path: Path, config: Config) -> ImageSource:
-    """ConfigError for a folder without classes, a class without images, and images that are none where data.bad_documents refuses."""
+    """Opens a folder; ConfigError for one without classes, a class without images, and damaged images where data.bad_documents refuses."""
     pillow("reading images")
     if config.model.channels not in (1, 3):
         raise ConfigError(
             f"model.channels is {config.model.channels}, but images of files have 1 (grey) or 3 (red, green, blue)."
         )
-    held, train = _layout(path)
-    if held is not None and config.data.validation is not None:
+    validation, train = _layout(path)
+    if validation is not None and config.data.validation is not None:
         raise ConfigError(
-            f"data.validation is {config.data.validation}, but {short(path)} has a folder {held} of its own; leave the key out."
+            f"data.validation is {config.data.validation}, but {short(path)} has a folder {validation} of its own; leave the key out."
         )
-    found = find([str(path)], _is_image, what="images")
-    if found.left_out:
-        log.warning("%s: left out: %s", path, found.describe_left_out())
-    # Names begin with the folder's own.
-    placed = [(file, file.name.split("/")[1:]) for file in found.files]
-    kept = _whole([file for file, _ in placed], path, config.data.bad_documents)
+    inputs = find([str(path)], lambda name: name.lower().endswith(ENDINGS), what="images")
+    if inputs.left_out:
+        log.warning("%s: left out: %s", path, inputs.describe_left_out())
+    digests = _digests(inputs.files, path, config.data.bad_documents)
     classes = _folders(path / train)
     number = {name: label for label, name in enumerate(classes)}
-    share = HELD_OUT if config.data.validation is None else config.data.validation
+    share = VALIDATION if config.data.validation is None else config.data.validation
     paths: list[str] = []
     labels: list[int] = []
     names: list[str] = []
     splits: dict[str, list[int]] = {"train": [], "validation": []}
     strays = 0
-    for (file, parts), digest in zip(placed, kept, strict=True):
+    for file, digest in zip(inputs.files, digests, strict=True):
+        # Names begin with the folder's own.
+        parts = file.name.split("/")[1:]
         if train:
-            split, parts = {train: "train", held: "validation"}.get(parts[0], ""), parts[1:]
+            split, parts = {train: "train", validation: "validation"}.get(parts[0], ""), parts[1:]
         else:
             split = "validation" if held_out(file.name, share) else "train"
         if not split or len(parts) < 2:
@@ -76,39 +98,38 @@ def open_folder(path: Path, config: Config) -> ImageSource:
             continue
         elif parts[0] not in number:
             raise ConfigError(
-                f"{short(path / str(held))} has a class {short(parts[0])} that {short(path / train)} has not."
+                f"{short(path / str(validation))} has a class {short(parts[0])} that {short(path / train)} has not."
             )
         else:
-            if train and held is None and held_out("/".join(parts), share):
+            if train and validation is None and held_out("/".join(parts), share):
                 split = "validation"
             splits[split].append(len(paths))
             paths.append(file.path)
             labels.append(number[parts[0]])
             names.append(f"{'/'.join(parts)}\t{digest}")
-    said = [] if not strays else [f"{strays:,} images that stand in no class's folder are left out"]
-    if len(kept) > len(paths) + strays:
-        said.append(f"{len(kept) - len(paths) - strays:,} files that are no whole image are left out")
+    notes = [] if not strays else [f"{strays:,} images that stand in no class's folder are left out"]
+    if len(digests) > len(paths) + strays:
+        notes.append(f"{len(digests) - len(paths) - strays:,} files that are no whole image are left out")
     if empty := [name for name in classes if number[name] not in set(labels)]:
         raise ConfigError(f"the class {short(empty[0])} of {short(path)} has no image; remove its folder, or fill it.")
     indices = {split: np.array(which, np.int64) for split, which in splits.items()}
     content = hashlib.sha256(encoded("\n".join(names))).hexdigest()
-    pictures = Files(paths, np.array(labels, np.int32), config.model.channels)
-    return ImageSource(str(path), pictures, indices, classes, content, tuple(said))
+    pictures = ImageFiles(paths, np.array(labels, np.int32), config.model.channels)
+    return ImageSource(str(path), pictures, indices, classes, content, tuple(notes))
 
 
 def _layout(path: Path) -> tuple[str | None, str]:
-    """The names of the folders of held-out images and of those to train on, where there are any."""
     folders = _folders(path)
+    if not folders:
+        raise ConfigError(
+            f"{short(path)} holds no folder; each class of images has one of its own: {short(path)}/cat/1.png."
+        )
     if TRAIN not in folders:
-        if not folders:
-            raise ConfigError(
-                f"{short(path)} holds no folder; each class of images has one of its own: {short(path)}/cat/1.png."
-            )
         return None, ""
-    held = [name for name in VALIDATION if name in folders]
-    if len(held) > 1:
-        raise ConfigError(f"{short(path)} has both {' and '.join(held)}; one of them holds what is held out.")
-    return (held[0] if held else None), TRAIN
+    validation = [name for name in VALIDATIONS if name in folders]
+    if len(validation) > 1:
+        raise ConfigError(f"{short(path)} has both {' and '.join(validation)}; one of them holds what is held out.")
+    return (validation[0] if validation else None), TRAIN
 
 
 def _folders(path: Path) -> tuple[str, ...]:
@@ -117,13 +138,9 @@ def _folders(path: Path) -> tuple[str, ...]:
     )
 
 
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(ENDINGS)
-
-
-def _whole(files: Sequence[File], path: Path, bad: str) -> Sequence[str]:
-    """The digest of each file; nothing of one that is no whole image."""
-    index = indexed(files, known_as(path))
+def _digests(files: Sequence[InputFile], path: Path, bad: str) -> Sequence[str]:
+    """The digest of each file; an empty one of a damaged image, or ConfigError where `bad` is refuse."""
+    index = index_of(files, os.path.basename(os.path.realpath(path)))
     if not index.problems:
         return index.digests
     named = "; ".join(f"{short(name)}: {problem}" for name, problem in list(index.problems.items())[:NAMED])
@@ -131,5 +148,99 @@ def _whole(files: Sequence[File], path: Path, bad: str) -> Sequence[str]:
         raise ConfigError(
             f"of {short(path)} {len(index.problems):,} files cannot be taken ({named}); mend or remove them, or set data.bad_documents to skip."
         )
-    log.warning("%s: %d files are skipped (%s); all are named in %s", path, len(index.problems), named, index.where)
+    log.warning("%s: %d files are skipped (%s); all are named in %s", path, len(index.problems), named, index.log)
     return ["" if file.name in index.problems else digest for file, digest in zip(files, index.digests, strict=True)]
+
+
+@dataclass(frozen=True)
+class ImageIndex:
+    """The digest of each file, and what is wrong with some."""
+
+    digests: tuple[str, ...]
+    problems: dict[str, str]  # by name
+    log: Path  # where they are named
+
+
+def index_of(files: Sequence[InputFile], name: str) -> ImageIndex:
+    """Returns the index of these files, made now if it is not there; ConfigError where the cache has no room."""
+    listing = "\n".join([RULES, *(f"{file.name}\t{file.size}\t{file.modified}" for file in files)])
+    directory = cache_directory() / "images" / f"{name[:40]}-{hashlib.sha256(encoded(listing)).hexdigest()[:16]}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory):
+            return _read_index(directory, len(files)) or _make_index(files, directory, name)
+    except OSError as error:
+        raise ConfigError(
+            f"what the images of {name} are cannot be noted in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with "
+            "room."
+        ) from None
+
+
+def _read_index(directory: Path, count: int) -> ImageIndex | None:
+    try:
+        values = json.loads((directory / INDEX).read_bytes())
+        digests, problems = tuple(map(str, values["digests"])), dict(values["problems"])
+        return ImageIndex(digests, problems, directory / SKIPPED) if len(digests) == count else None
+    except (OSError, ValueError, KeyError, TypeError):
+        # Not there, or not whole: it is made again.
+        return None
+
+
+def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> ImageIndex:
+    size, done = sum(file.size for file in files), 0
+    log.info("looking at %d images (%.1f MB) of %s", len(files), size / 1e6, name)
+    progress, digests = logged_progress("looked at", name), []
+    problems: dict[str, str] = {}
+    # Decoding and hashing release the interpreter's lock.
+    with ThreadPoolExecutor() as pool:
+        for file, (digest, problem) in zip(files, pool.map(_check, files), strict=True):
+            digests.append(digest)
+            if problem:
+                problems[file.name] = problem
+            done += file.size
+            progress(done, size)
+    lines = "".join(f"{short(name)}\t{problem}\n" for name, problem in problems.items())
+    write_atomically(directory / SKIPPED, encoded(lines))
+    write_atomically(directory / INDEX, json.dumps({"digests": digests, "problems": problems}).encode())
+    return ImageIndex(tuple(digests), problems, directory / SKIPPED)
+
+
+def _check(file: InputFile) -> tuple[str, str]:
+    """The digest of a file, and what is wrong with it as an image."""
+    try:
+        data = Path(file.path).read_bytes()
+    except OSError as error:
+        return "", f"unreadable ({refusal(error)})"
+    return hashlib.blake2b(data, digest_size=16).hexdigest(), problem_of(data)
+
+
+def problem_of(data: bytes) -> str:
+    """Returns why these bytes are no whole image; nothing if they are one."""
+    try:
+        decoded(data, 3, quickly=True)
+    # Pillow's decoders raise all kinds of exceptions on what is damaged.
+    except Exception as error:
+        return f"no whole image ({short(error)})"
+    return ""
+
+
+def decoded(data: bytes, channels: int, quickly: bool = False) -> np.ndarray:
+    """Decodes the first picture of a file as uint8 [H, W, channels], the right way up; quickly: of JPEG in an eighth of its size.
+
+    Raises whatever Pillow does on what is damaged.
+    """
+    from PIL import ImageOps
+
+    with pillow("reading images").open(io.BytesIO(data)) as image:
+        if quickly:
+            image.draft("RGB", (max(image.width // 8, 1), max(image.height // 8, 1)))
+        image.load()
+        if image.mode == "F":
+            raise ValueError("its numbers are floats, of no known range")
+        # Both copy an image that is as it should be.
+        turned = ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image
+        if turned.mode.startswith("I"):
+            # 16 bits, which Pillow would cut off at 255.
+            turned = pillow("reading images").fromarray((np.asarray(turned).clip(0, 65535) >> 8).astype(np.uint8))
+        wanted = "L" if channels == 1 else "RGB"
+        return as_pixels(turned if turned.mode == wanted else turned.convert(wanted))

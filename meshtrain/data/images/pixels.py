@@ -1,4 +1,4 @@
-"""Pixels as they lie in memory: channels, sizes, patches.
+"""Pixels as they lie in memory: channels, sizes, patches; and Pillow, which changes them.
 
     an image, uint8 [S, S, C]                    its patches, float32 [N, P]
 
@@ -13,19 +13,36 @@ Each patch becomes one place of the sequence.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 
-from meshtrain.data.images.pillow import pillow
 from meshtrain.errors import ConfigError
 
-# What red, green and blue weigh in grey (ITU-R BT.601), of 2^16, as Pillow has it.
+# The weights of red, green and blue in grey (ITU-R BT.601), of 2^16, as Pillow has it.
 GREY = np.array([19595, 38470, 7471], np.uint32)
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
+def pillow(why: str) -> ModuleType:
+    """Imports PIL.Image (extra `vision`); ConfigError, which begins with `why` (resizing images), where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ConfigError(
+            f"{why} needs the Pillow library, which is not installed: pip install 'meshtrain[vision]'."
+        ) from None
+    return Image
+
+
+def check_channels(have: int, wanted: int, name: str) -> None:
+    """ConfigError where the images of a source have channels that `in_channels` cannot turn into the model's."""
+    if not (have == wanted or have == 1 or (have in (3, 4) and wanted in (1, 3))):
+        raise ConfigError(f"{name} has images of {have} channels, but model.channels is {wanted}; give {have}.")
+
+
 def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """uint8 [..., C] in as many channels as wanted, if C becomes them (`becomes`)."""
+    """uint8 [..., C] in other channels: grey is repeated, colours are weighed to grey, alpha is left out."""
     have = pixels.shape[-1]
     if have == channels:
         return pixels
@@ -34,11 +51,6 @@ def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     if channels == 1:
         return ((pixels[..., :3] @ GREY + 0x8000) >> 16).astype(np.uint8)[..., None]
     return pixels[..., :channels]
-
-
-def becomes(have: int, wanted: int) -> bool:
-    """Whether images of so many channels can be had in others: grey is repeated, colours are weighed to grey, alpha is left out."""
-    return have == wanted or have == 1 or (have in (3, 4) and wanted in (1, 3))
 
 
 def fitted(pixels: np.ndarray, size: int, how: str) -> np.ndarray:
@@ -52,15 +64,14 @@ def fitted(pixels: np.ndarray, size: int, how: str) -> np.ndarray:
 
 
 def resized(pixels: np.ndarray, box: Box, size: int) -> np.ndarray:
-    """What is in the box as uint8 [size, size, C]: bilinear, and where it becomes smaller the mean over what a pixel covers."""
+    """The pixels in the box as uint8 [size, size, C]: bilinear, and where it becomes smaller the mean over what a pixel covers."""
     height, width, channels = pixels.shape
     if (height, width) == (size, size) and box == (0, 0, size, size):
         return pixels
     image = pillow("resizing images")
     if channels not in (1, 3):
         return np.concatenate([resized(pixels[..., c : c + 1], box, size) for c in range(channels)], -1)
-    made = as_image(pixels).resize((size, size), image.Resampling.BILINEAR, box=box)
-    return as_pixels(made)
+    return as_pixels(as_image(pixels).resize((size, size), image.Resampling.BILINEAR, box=box))
 
 
 def as_image(pixels: np.ndarray):  # type: ignore[no-untyped-def]
@@ -88,14 +99,8 @@ def patches(images: np.ndarray, patch: int) -> np.ndarray:
     return cut.reshape(rows, n * n, patch * patch * channels)
 
 
-def whole(cut: np.ndarray, patch: int) -> np.ndarray:
-    """The other way round: [B, N, P] as [B, S, S, C]."""
+def unpatched(cut: np.ndarray, patch: int) -> np.ndarray:
+    """The inverse of `patches`: [B, N, P] as [B, S, S, C]."""
     rows, count, numbers = cut.shape
     n, channels = round(count**0.5), numbers // patch**2
     return cut.reshape(rows, n, n, patch, patch, channels).swapaxes(2, 3).reshape(rows, n * patch, n * patch, channels)
-
-
-def check_channels(have: int, wanted: int, name: str) -> None:
-    """ConfigError where the images of a source have channels that do not become the model's."""
-    if not becomes(have, wanted):
-        raise ConfigError(f"{name} has images of {have} channels, but model.channels is {wanted}; give {have}.")

@@ -1,15 +1,32 @@
-"""Which operations an image gets: RandAugment and AutoAugment.
+"""RandAugment and AutoAugment: which operations an image gets, and the operations as Pillow computes them.
 
 RandAugment (Cubuk et al. 2020, section 3): N of the 14 operations, drawn anew for each image, all of one magnitude M of 30.
 
 AutoAugment (Cubuk et al. 2019, appendix, table 9): the policy that was found on ImageNet, 25 pairs of operations. An image gets one
 pair; each of its operations has a probability and a magnitude from 0 to 9.
+
+The operations are those of Cubuk et al. 2019, table 6. What goes further the greater the magnitude, from 0 to its last value: `share` of the way, a share from 0 to 1.
+
+    shear_x, shear_y             0 .. 0.3 of the height or width        either way
+    translate_x, translate_y     0 .. 150 / 331 of the width or height  either way
+    rotate                       0 .. 30 degrees                        either way
+    brightness, color,
+    contrast, sharpness          0 .. 0.9 more or less than 1           either way
+    posterize                    8 .. 4 bits of each number
+    solarize                     from 256 .. 0 on, numbers are inverted
+    autocontrast, equalize, invert, identity: no magnitude
+
+150 / 331 is that of images of 331 pixels, of which the paper's table says 150. Where nothing is, pixels are black.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from numpy.random import Generator
+from PIL import Image, ImageEnhance, ImageOps
 
-from meshtrain.data.images.operations import OPERATIONS, Picture
-
+SHEAR, TRANSLATE, DEGREES, ENHANCE, BITS = 0.3, 150 / 331, 30.0, 0.9, 4
+Picture = Any  # PIL.Image.Image, of mode L or RGB
 MOST_RAND, MOST_AUTO = 30, 9
 
 RANDAUGMENT = (
@@ -45,6 +62,34 @@ IMAGENET = (
     (("color", 0.6, 4), ("contrast", 1.0, 8)),
     (("equalize", 0.8, 0), ("equalize", 0.6, 0)),
 )
+
+
+def _affine(image: Picture, *matrix: float) -> Picture:
+    """matrix a, b, c, d, e, f: the pixel at (x, y) is what was at (a x + b y + c, d x + e y + f)."""
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+
+
+def _enhanced(by: Callable[[Picture], Any]) -> Callable[[Picture, float, int], Picture]:
+    return lambda image, share, sign: by(image).enhance(1 + sign * ENHANCE * share)
+
+
+OPERATIONS: dict[str, Callable[[Picture, float, int], Picture]] = {
+    "identity": lambda x, share, sign: x,
+    "autocontrast": lambda x, share, sign: ImageOps.autocontrast(x),
+    "equalize": lambda x, share, sign: ImageOps.equalize(x),
+    "invert": lambda x, share, sign: ImageOps.invert(x),
+    "shear_x": lambda x, share, sign: _affine(x, 1, sign * SHEAR * share, 0, 0, 1, 0),
+    "shear_y": lambda x, share, sign: _affine(x, 1, 0, 0, sign * SHEAR * share, 1, 0),
+    "translate_x": lambda x, share, sign: _affine(x, 1, 0, sign * int(TRANSLATE * share * x.width), 0, 1, 0),
+    "translate_y": lambda x, share, sign: _affine(x, 1, 0, 0, 0, 1, sign * int(TRANSLATE * share * x.height)),
+    "rotate": lambda x, share, sign: x.rotate(sign * DEGREES * share, Image.Resampling.BILINEAR),
+    "brightness": _enhanced(ImageEnhance.Brightness),
+    "color": _enhanced(ImageEnhance.Color),
+    "contrast": _enhanced(ImageEnhance.Contrast),
+    "sharpness": _enhanced(ImageEnhance.Sharpness),
+    "posterize": lambda x, share, sign: ImageOps.posterize(x, 8 - round(BITS * share)),
+    "solarize": lambda x, share, sign: ImageOps.solarize(x, round(256 * (1 - share))),
+}
 
 
 def randaugment(image: Picture, draw: Generator, operations: int, magnitude: float) -> Picture:

@@ -4,10 +4,16 @@ The layers are looped over by hand, each with a vjp of its own, so that what one
 
     forward     x ─► layer 0 ─► layer 1 ─► y          stash[place, layer] ◄─ the layer's input, and what its vjp keeps
     backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[layer] += those of its weights, where the stage is not idle
+
+Buffers are trees of arrays whose first axes count places, and of the stash layers too. The layers' loop writes and reads place and layer
+where they lie: a whole place is never in a second piece of memory.
+
+    stash              [places, layers, ...]    a place is what F leaves of one microbatch and chunk for B
+    receive buffers    [places, ...]
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +22,42 @@ from jax import lax
 from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.inputs import inputs
 from meshtrain.mesh import DATA, PIPELINE
-from meshtrain.parallel.beside import after
-from meshtrain.parallel.forward import Batch, Forward, Judged, Totals
-from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
-from meshtrain.parallel.pipeline.storage import add, read, write
+from meshtrain.parallel.forward import Batch, Forward, Judged, Totals, added
 from meshtrain.parallel.placement import buckets
 from meshtrain.parallel.zero import Weights
+
+if TYPE_CHECKING:
+    from meshtrain.parallel.pipeline.split_backward import Halves
 
 Tree = Any
 
 
 class Slot(NamedTuple):
-    """What one slot of a tick is for: traced numbers, so that one program serves all."""
+    """What one slot of a clock is for: traced numbers, so that one program serves all."""
 
     active: jax.Array
     microbatch: jax.Array
     chunk: jax.Array
     place: jax.Array  # of the stash
+
+
+class LayerTrace(NamedTuple):
+    """A layer's forward pass, and its vjp to the gradients of its weights and of x."""
+
+    output: jax.Array
+    vjp: Callable
+    # Which of the vjp's residuals depend on the microbatch: no weights that are only read, which are there in the backward as they were.
+    stashed: list[bool]
+
+    def residuals(self) -> list[jax.Array]:
+        """The residuals that the stash keeps for the backward."""
+        return [r for r, is_stashed in zip(residuals(self.vjp), self.stashed, strict=True) if is_stashed]
+
+    def vjp_over(self, stash: list[jax.Array]) -> Callable:
+        """The vjp over residuals from the stash; the forward pass traced here is dead code."""
+        place = iter(stash)
+        pairs = zip(residuals(self.vjp), self.stashed, strict=True)
+        return with_residuals(self.vjp, [next(place) if is_stashed else r for r, is_stashed in pairs])
 
 
 class Stage:
@@ -52,10 +77,8 @@ class Stage:
     def zeros(self) -> jax.Array:
         """A residual stream of one microbatch, all zeros."""
         config, rows = self.model.config, inputs(self.batches).shape[1]
-        length = self.model.length(self.batches) // (
-            config.mesh.tensor if self.model.collectives.sequence_parallel else 1
-        )
-        shape = (rows, length, config.model.d_model)
+        shards = config.mesh.tensor if self.model.collectives.sequence_parallel else 1
+        shape = (rows, self.model.length(self.batches) // shards, config.model.d_model)
         return vary(jnp.zeros(shape, self.model.zero.compute), self.model.stream_axes)
 
     def embed(self, edge: Tree, microbatch: jax.Array) -> jax.Array:
@@ -71,143 +94,221 @@ class Stage:
         return self.model.loss(Weights(edge, self.constant), y, self._batch(microbatch), here)
 
     def judged(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> Judged:
-        """Its labels one by one, [b, T] each."""
+        """The same label by label, [b, T] each."""
         return self.model.judged(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
 
-    # --- the layers of a chunk
+    # --- the layers of a chunk; `at` counts them in the stacked weights, `i` in the chunk
 
     def run(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
         """The chunk's output, with nothing kept."""
         layer = self._layer(microbatch)
-        return self._over_layers(chunk, x, lambda x, at, _: layer(self._weights(at), self.layer_at[at], x))
+        first, indices = self._indices(chunk)
+
+        def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            at = first + i
+            return layer(self._weights(at), self.layer_at[at], x), None
+
+        return lax.scan(run_layer, x, indices)[0]
+
+    def forward_only(self, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
+        """`forward` that keeps nothing."""
+        return self.run(x, slot.microbatch, slot.chunk), stash
 
     def forward(self, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """The chunk's output, and the stash with what its backward needs at the slot's place."""
         layer = self._layer(slot.microbatch)
+        first, indices = self._indices(slot.chunk)
 
-        def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
+        def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             x, stash = carry
-            y, kept = self._kept(layer, at, x)
-            return y, write(stash, (x, kept), slot.place, i)
+            trace = self._trace(layer, first + i, x)
+            return (trace.output, write(stash, (x, trace.residuals()), slot.place, i)), None
 
-        return self._over_layers(slot.chunk, (x, stash), one)
+        return lax.scan(forward_layer, (x, stash), indices)[0]
 
     def backward(self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """The input gradient, and `gradients` with the weights' gradient added where the slot is active."""
         layer = self._layer(slot.microbatch)
+        first, indices = self._indices(slot.chunk)
 
-        def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
-            cotangent, gradients = carry
-            gradient, gx = self._vjp(layer, at, *read(stash, slot.place, i))(cotangent)
-            return gx, add(gradients, gradient, at, active=slot.active)
+        def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
+            (cotangent, gradients), at = carry, first + i
+            x, kept = read(stash, slot.place, i)
+            gradient, gx = self._trace(layer, at, x).vjp_over(kept)(cotangent)
+            return (gx, add(gradients, gradient, at, active=slot.active)), None
 
-        return self._over_layers(slot.chunk, (cotangent, gradients), one, reverse=True)
+        return lax.scan(backward_layer, (cotangent, gradients), indices, reverse=True)[0]
 
-    def backward_sending(self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]) -> tuple[jax.Array, Tree]:  # fmt: skip
+    def backward_sending(
+        self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]
+    ) -> tuple[jax.Array, Tree]:
         """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those in `gradients`
         (None: to nothing). A bucket of layers is sent while the one before it is gone through.
         """
         layer = self._layer(slot.microbatch)
 
-        def one(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
-            found, gx = self._vjp(layer, at, *read(stash, slot.place, at))(cotangent)
-            return gx, found
+        def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
+            x, kept = read(stash, slot.place, at)
+            gradient, gx = self._trace(layer, at, x).vjp_over(kept)(cotangent)
+            return gx, gradient
 
-        def backward(cotangent: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
-            gx, found = lax.scan(one, cotangent, jnp.arange(first, behind, dtype=jnp.int32), reverse=True)
-            found = jax.tree.map(lambda g: g.astype(jnp.float32), found)
-            return gx, found if gradients is None else jax.tree.map(
-                lambda total, g: total[first:behind] + g, gradients, found
-            )
+        def backward_bucket(cotangent: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
+            indices = jnp.arange(first, behind, dtype=jnp.int32)
+            gx, bucket = lax.scan(backward_layer, cotangent, indices, reverse=True)
+            if gradients is None:
+                return gx, jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
+            return gx, added(jax.tree.map(lambda total: total[first:behind], gradients), bucket)
 
         (first, behind), *others = buckets(self.layers)[::-1]
-        cotangent, complete = backward(cotangent, first, behind)
+        cotangent, complete = backward_bucket(cotangent, first, behind)
         sent = []
         for first, behind in others:
             sent.append(send(after(complete, cotangent)))
-            cotangent, complete = backward(cotangent, first, behind)
+            cotangent, complete = backward_bucket(cotangent, first, behind)
             complete = after(complete, sent[-1])
         return cotangent, jax.tree.map(lambda *x: jnp.concatenate(x), *[*sent, send(complete)][::-1])
 
-    def input_gradient(self, stash: Tree, cotangent: jax.Array, left: Tree, place: jax.Array, slot: Slot) -> tuple[jax.Array, Tree]:  # fmt: skip
-        """I: the input gradient, and at `place` of `left` what the weight gradient needs of it."""
+    def input_gradient(
+        self, stash: Tree, cotangent: jax.Array, w_residuals: Tree, place: jax.Array, slot: Slot
+    ) -> tuple[jax.Array, Tree]:
+        """I: the input gradient, and `w_residuals` with what the weight gradient needs of it at `place`."""
         layer = self._layer(slot.microbatch)
+        first, indices = self._indices(slot.chunk)
 
-        def one(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
-            cotangent, left = carry
+        def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
+            cotangent, w_residuals = carry
+            at = first + i
             x, kept = read(stash, slot.place, i)
             (gx,), more = self._halves(layer, at, x, kept).first(x, kept, cotangent)
-            return gx, write(left, more, place, i)
+            return (gx, write(w_residuals, more, place, i)), None
 
-        return self._over_layers(slot.chunk, (cotangent, left), one, reverse=True)
+        return lax.scan(backward_layer, (cotangent, w_residuals), indices, reverse=True)[0]
 
-    def weight_gradient(self, stash: Tree, left: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:
-        """W: `gradients` with the weights' gradient added, of what I left at `place`."""
+    def weight_gradient(self, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:
+        """W: `gradients` with the weights' gradient added, from what I left at `place` of `w_residuals`."""
         layer, tree = self._layer(slot.microbatch), jax.tree.structure(self.blocks.differentiated)
+        first, indices = self._indices(slot.chunk)
 
-        def one(gradients: Tree, at: jax.Array, i: jax.Array) -> Tree:
+        def weight_layer(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
+            at = first + i
             x, kept = read(stash, slot.place, i)
-            leaves = self._halves(layer, at, x, kept).second(read(left, place, i), x, kept, None)
-            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active)
+            leaves = self._halves(layer, at, x, kept).second(read(w_residuals, place, i), x, kept, None)
+            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active), None
 
-        return self._over_layers(slot.chunk, gradients, one, reverse=True)
+        return lax.scan(weight_layer, gradients, indices, reverse=True)[0]
 
-    def stashed(self, split: bool) -> tuple[Tree, Tree]:
-        """Shapes of what a layer has in the stash, and of what I leaves of it where the backward is `split`."""
+    def stash_shapes(self, split: bool) -> tuple[Tree, Tree]:
+        """Shapes of what a layer has in the stash, and of what I leaves of it for W where the backward is `split`."""
         zero, x = jnp.zeros((), jnp.int32), self.zeros()
 
-        def of(x: jax.Array) -> tuple[Tree, Tree]:
+        def first_layer(x: jax.Array) -> tuple[Tree, Tree]:
             layer = self._layer(zero)
-            kept = self._kept(layer, zero, x)[1]
+            kept = self._trace(layer, zero, x).residuals()
             return (x, kept), self._halves(layer, zero, x, kept).first(x, kept, x)[1] if split else []
 
-        return jax.eval_shape(of, x)
+        return jax.eval_shape(first_layer, x)
 
     # --- one layer
 
-    def _over_layers(self, chunk: jax.Array, carry: Any, one: Callable, reverse: bool = False) -> Any:
-        """`one(carry, its index in the stacked weights, its index in the chunk)` of each layer in turn."""
-        first = chunk * self.layers
-        step = lambda carry, i: (one(carry, first + i, i), None)  # noqa: E731
-        return lax.scan(step, carry, jnp.arange(self.layers, dtype=jnp.int32), reverse=reverse)[0]
+    def _indices(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The chunk's first layer in the stacked weights, and its layers' numbers from 0."""
+        return chunk * self.layers, jnp.arange(self.layers, dtype=jnp.int32)
 
     def _batch(self, microbatch: jax.Array) -> Batch:
         index = jnp.maximum(microbatch, 0)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches)
 
     def _layer(self, microbatch: jax.Array) -> Callable:
-        return self.model.layer(self._batch(microbatch), self.key, self.model.config.parallel.remat)
+        return self.model.layer(self._batch(microbatch), self.key)
 
     def _weights(self, at: jax.Array) -> Weights:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks)
 
-    def _traced(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, Callable, list[bool]]:
-        """A layer's output, its vjp to the gradients of its weights and of x, and which of the residuals depend on the microbatch:
-        no weights that are only read, which are there in the backward as they were."""
+    def _trace(self, layer: Callable, at: jax.Array, x: jax.Array) -> LayerTrace:
         weights, index = self._weights(at), self.layer_at[at]
         run = lambda w, x: layer(weights._replace(differentiated=w), index, x)  # noqa: E731
         y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
-        return y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
+        return LayerTrace(y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)])
 
-    def _kept(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """A layer's output, and the residuals that depend on the microbatch."""
-        y, vjp, stored = self._traced(layer, at, x)
-        return y, [r for r, is_stored in zip(residuals(vjp), stored, strict=True) if is_stored]
-
-    def _vjp(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> Callable:
-        """The layer's vjp over residuals from the stash; the forward pass traced here is dead code."""
-        _, vjp, stored = self._traced(layer, at, x)
-        place = iter(kept)
-        return with_residuals(
-            vjp, [next(place) if is_stored else r for r, is_stored in zip(residuals(vjp), stored, strict=True)]
-        )
-
-    def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> Halves:
+    def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> "Halves":
         """The layer's vjp as I (x, kept, cotangent) -> input gradient and W (what I left, x, kept) -> leaves of the weight gradient."""
 
-        def whole(x: jax.Array, kept: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
-            gradient, gx = self._vjp(layer, at, x, kept)(cotangent)
+        def both(x: jax.Array, kept: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
+            gradient, gx = self._trace(layer, at, x).vjp_over(kept)(cotangent)
             return gx, gradient
 
-        return split_backward(whole, (False, False, True), x, kept, x)
+        from meshtrain.parallel.pipeline.split_backward import split_backward
+
+        return split_backward(both, (False, False, True), x, kept, x)
+
+
+# --- buffers
+
+
+def empty(shape: tuple[int, ...], like: Tree, zero: jax.Array | float = 0) -> Tree:
+    """Zeros: `shape` places for values like `like`, which may differ between stages; made of `zero`, so not before it is there."""
+
+    def zeros(a: jax.Array) -> jax.Array:
+        return vary(jnp.full((*shape, *a.shape), zero, a.dtype), (*varying(a), PIPELINE))
+
+    return jax.tree.map(zeros, like)
+
+
+def read(buffers: Tree, *at: jax.Array) -> Tree:
+    """The values at the place whose first indices are `at`."""
+    return jax.tree.map(lambda buffer: _slice(buffer, at).reshape(buffer.shape[len(at) :]), buffers)
+
+
+def write(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array | None = None) -> Tree:
+    """`values` at the place whose first indices are `at`, where `active` (None: always)."""
+
+    def updated(buffer: jax.Array, old: jax.Array, value: jax.Array) -> jax.Array:
+        return value if active is None else jnp.where(active, value, old)
+
+    return _updated(buffers, values, at, updated)
+
+
+def add(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array) -> Tree:
+    """`values` added, where `active`, to those at the place whose first indices are `at`, in the buffers' dtype."""
+
+    def updated(buffer: jax.Array, old: jax.Array, value: jax.Array) -> jax.Array:
+        return old + jnp.where(active, value, 0).astype(buffer.dtype)
+
+    return _updated(buffers, values, at, updated)
+
+
+def _updated(buffers: Tree, values: Tree, at: tuple[jax.Array, ...], update: Callable[..., jax.Array]) -> Tree:
+    """`update(buffer, what is at the place, value)` at the place. Both keep the axes of `at`: with a reshape between, XLA's GPU
+    compiler no longer sees that it reads where it writes, and copies the place first."""
+
+    def updated(buffer: jax.Array, value: jax.Array) -> jax.Array:
+        value = value.reshape((*(1 for _ in at), *value.shape))
+        return lax.dynamic_update_slice(buffer, update(buffer, _slice(buffer, at), value), _start(buffer, at))
+
+    return jax.tree.map(updated, buffers, values)
+
+
+def _slice(buffer: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
+    return lax.dynamic_slice(buffer, _start(buffer, at), (*(1 for _ in at), *buffer.shape[len(at) :]))
+
+
+def _start(buffer: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return (*at, *(jnp.zeros((), jnp.int32) for _ in buffer.shape[len(at) :]))
+
+
+# --- collectives that travel while the device computes
+
+
+def after(values: Tree, *others: Tree) -> Tree:
+    """`values`, not before the others are there. They vary over all mesh axes over which the others do: a barrier makes it so.
+
+        values ──► start ─────────── done ──► what arrived         on the links
+        carry  ─────────►   work   ──────────► its result          on the device
+
+    XLA's scheduler lets a collective travel under whatever stands between its start and its done, a whole loop with collectives of its
+    own included (on GPUs as many at a time as `step.compiler_options` allows). Left alone it starts one as soon as it can and waits for
+    it at once. So what is sent waits for what the work begins with, and what is sent next for what arrives. It goes through the program
+    from its end, and of a loop and a done takes the loop first, unless something stands behind the loop that needs its result.
+    """
+    return lax.optimization_barrier((values, others))[0]

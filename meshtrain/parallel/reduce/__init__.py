@@ -4,9 +4,11 @@
                               data                                          island, where there are several
 
 - `meshtrain.parallel.reduce.reduction`: the two sums, as `meshtrain.parallel.zero` asks for them.
-- `meshtrain.parallel.reduce.exchange`: sums of what codecs make of gradients; `shards`: how those are cut.
-- `meshtrain.parallel.reduce.blocks`: the codecs bfloat16, float8, int8 and int4; `sizes`: their bytes, without JAX.
-- `meshtrain.parallel.reduce.topk`, `powersgd`: the largest numbers alone; two thin matrices in the place of a gradient.
-- `meshtrain.parallel.reduce.feedback`: what compression left out goes into the next step; `kept`: its shapes, without JAX.
-- `meshtrain.parallel.reduce.algorithms`: all-reduce as programs of messages, which stand for XLA's own where a config asks for one.
+- `meshtrain.parallel.reduce.codecs`: bfloat16, float8, int8, int4 and top-k, and sums of what they make of gradients.
+- `meshtrain.parallel.reduce.powersgd`: two thin matrices in the place of a gradient.
+- `meshtrain.parallel.reduce.feedback`: what compression left out goes into the next step.
+- `meshtrain.parallel.reduce.sizes`: which weights are compressed, what is kept of them, and how long messages are, without JAX.
+- `meshtrain.parallel.reduce.algorithms`, `double_tree`: all-reduce as programs of messages, in the place of XLA's own.
+
+Their names, costs and rules stand in `meshtrain.allreduce` and `meshtrain.compression`: adding one is an entry there.
 """

@@ -16,31 +16,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.mesh import DATA
+from meshtrain.config.reduce import scatters_at_use
 from meshtrain.parallel.layout import Layout
-from meshtrain.parallel.placement import Placed, scatters_at_use
-from meshtrain.parallel.reduce import kept, powersgd
-from meshtrain.parallel.reduce.reduction import Reduction
-from meshtrain.parallel.reduce.shards import padded, unpadded
-from meshtrain.parallel.reduce.statistics import squares
+from meshtrain.parallel.placement import Placed
+from meshtrain.parallel.reduce.reduction import ReducedGradient, Reduction, padded, squares, unpadded
+from meshtrain.parallel.reduce.sizes import (
+    Spread,
+    as_matrix,
+    check_rank,
+    over_islands,
+    q_spread,
+    residual_spread,
+    summed_over,
+)
 
 Tree = Any
 
 
-class Kept(NamedTuple):
+class FeedbackState(NamedTuple):
     """What compression keeps from step to step, float32: trees of the weights, None where there is nothing of one."""
 
-    residual: Tree  # [ranks, *what is compressed], see `kept.residual`
-    q: Tree  # PowerSGD's, see `kept.q`
-
-
-class Summed(NamedTuple):
-    """A gradient summed over data and over every axis that the weight lacks."""
-
-    shard: jax.Array  # float32
-    squares: list[jax.Array]  # see `statistics.left_out`
-    left_out: jax.Array | None = None  # what of this rank's gradient and residual did not come through
-    q: jax.Array | None = None
+    residual: Tree  # [ranks, *what is compressed], see `sizes.residual_spread`
+    q: Tree  # PowerSGD's, see `sizes.q_spread`
 
 
 class Feedback:
@@ -48,31 +45,33 @@ class Feedback:
 
     def __init__(self, layout: Layout, reduction: Reduction) -> None:
         self.layout, self.config, self.reduction = layout, layout.config, reduction
-        kept.check(self.config)
+        check_rank(self.config)
 
     @cached_property
-    def shapes(self) -> Kept | None:
+    def shapes(self) -> FeedbackState | None:
         """ShapeDtypeStructs of what is kept, with shardings; None where nothing is."""
 
-        def shape(spread: kept.Spread | None) -> jax.ShapeDtypeStruct | None:
+        def shape(spread: Spread | None) -> jax.ShapeDtypeStruct | None:
             if spread is None:
                 return None
             spec = PartitionSpec(*(axes or None for axes in spread.over))
             return jax.ShapeDtypeStruct(spread.shape, jnp.float32, sharding=NamedSharding(self.layout.mesh, spec))
 
-        parts = [self.layout.map(lambda w, of=of: shape(of(self.config, w))) for of in (kept.residual, kept.q)]
-        return Kept(*parts) if jax.tree.leaves(parts) else None
+        parts = [self.layout.map(lambda w, of=of: shape(of(self.config, w))) for of in (residual_spread, q_spread)]
+        return FeedbackState(*parts) if jax.tree.leaves(parts) else None
 
     @property
     def specs(self) -> Tree:
         """PartitionSpecs of what is kept."""
         return jax.tree.map(lambda x: x.sharding.spec, self.shapes)
 
-    def init(self, key: jax.Array) -> Kept | None:
+    def init(self, key: jax.Array) -> FeedbackState | None:
         """Before the first step: nothing is left out yet, and Q is drawn. Call it under jit with `shapes`' shardings as output."""
         if self.shapes is None:
             return None
-        return Kept(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes.residual), self.init_q(key))
+        return FeedbackState(
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes.residual), self.init_q(key)
+        )
 
     def init_q(self, key: jax.Array) -> Tree:
         """Q as it begins, the same on all ranks that are summed."""
@@ -81,21 +80,21 @@ class Feedback:
         drawn = [jax.random.normal(jax.random.fold_in(key, n), x.shape) for n, x in enumerate(leaves)]
         return jax.tree.unflatten(tree, drawn)
 
-    def summed(
+    def reduce(
         self, weight: Placed, g: jax.Array, residual: jax.Array | None, q: jax.Array | None, scale: jax.Array
-    ) -> Summed:
+    ) -> ReducedGradient:
         """A gradient, times `scale`, of a weight of which something is kept; inside shard_map, on a device's own blocks."""
-        across = kept.across_islands(self.config)
+        across = over_islands(self.config)
         given = self._in_island(weight, g) if across else g.astype(jnp.float32)
         if residual is not None:
             given = given + residual[0] * scale
         if q is not None:
             return self._low_rank(weight, given, q, across)
         if across:
-            sent = self.reduction.across(weight, given)
+            sent = self.reduction.all_reduce_islands(weight, given)
             return _summed(sent.shard, given, given - sent.arrived)
-        inside = self.reduction.scattered(weight, given)
-        total = self.reduction.across(weight, inside.shard)
+        inside = self.reduction.reduce_scatter(weight, given)
+        total = self.reduction.all_reduce_islands(weight, inside.shard)
         left_out = given - inside.arrived
         if total.arrived is not inside.shard:
             left_out = _with_shard(weight, left_out, inside.shard - total.arrived)
@@ -105,29 +104,31 @@ class Feedback:
     def _in_island(self, weight: Placed, g: jax.Array) -> jax.Array:
         """What is summed across islands: the shard of the island's gradient, float32, of which no model-parallel rank has a part alone."""
         scattered = scatters_at_use(self.config) and weight.zero_dim is not None
-        shard = (g if scattered else self.reduction.scattered(weight, g).shard).astype(jnp.float32)
+        shard = (g if scattered else self.reduction.reduce_scatter(weight, g).shard).astype(jnp.float32)
         return lax.psum(shard, weight.replicated) if weight.replicated else shard
 
-    def _low_rank(self, weight: Placed, given: jax.Array, q: jax.Array, across: bool) -> Summed:
-        seen = kept.matrix(self.config, weight)
+    def _low_rank(self, weight: Placed, given: jax.Array, q: jax.Array, across: bool) -> ReducedGradient:
+        from meshtrain.parallel.reduce import powersgd
+
+        seen = as_matrix(self.config, weight)
         assert seen is not None
-        sent = powersgd.summed(weight, seen, given, q, kept.ranks(self.config, weight), shard=not across)
+        sent = powersgd.summed(weight, seen, given, q, summed_over(self.config, weight), shard=not across)
         return _summed(sent.sum, given, given - sent.arrived, sent.q)
 
-    def kept(self, summed: Tree, scale: jax.Array) -> Kept | None:
-        """What goes into the next step, of what `summed` made of each gradient."""
+    def next_state(self, reduced: Tree, scale: jax.Array) -> FeedbackState | None:
+        """What goes into the next step, of what `reduce` made of each gradient."""
         if self.shapes is None:
             return None
         fed_back = self.config.parallel.reduce.feedback
 
-        def residual(_: Placed, x: Summed | None) -> jax.Array | None:
+        def residual(_: Placed, x: ReducedGradient | None) -> jax.Array | None:
             return x.left_out[None] / scale if fed_back and x is not None and x.left_out is not None else None
 
-        return Kept(self.layout.map(residual, summed), self.layout.map(lambda _, x: x and x.q, summed))
+        return FeedbackState(self.layout.map(residual, reduced), self.layout.map(lambda _, x: x and x.q, reduced))
 
 
-def _summed(shard: jax.Array, given: jax.Array, left_out: jax.Array, q: jax.Array | None = None) -> Summed:
-    return Summed(shard, [squares(given, left_out)], left_out, q)
+def _summed(shard: jax.Array, given: jax.Array, left_out: jax.Array, q: jax.Array | None = None) -> ReducedGradient:
+    return ReducedGradient(shard, [squares(given, left_out)], left_out, q)
 
 
 def _with_shard(weight: Placed, g: jax.Array, shard: jax.Array) -> jax.Array:
@@ -135,6 +136,6 @@ def _with_shard(weight: Placed, g: jax.Array, shard: jax.Array) -> jax.Array:
     dim, whole = weight.zero_dim, padded(weight, g)
     assert dim is not None
     each = shard.shape[dim]
-    at = lax.axis_index(DATA) * each
+    at = lax.axis_index(weight.zero_axes) * each
     own = lax.dynamic_slice_in_dim(whole, at, each, dim) + shard
     return unpadded(weight, lax.dynamic_update_slice_in_dim(whole, own, at, dim))

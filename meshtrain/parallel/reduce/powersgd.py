@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.mesh import DATA
 from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce.kept import Matrix
+from meshtrain.parallel.reduce.sizes import GradientMatrix
 
 
 class Factors(NamedTuple):
@@ -38,7 +37,7 @@ def factors(m: jax.Array, q: jax.Array, ranks: tuple[str, ...]) -> Factors:
     return Factors(p, own, lax.psum(own, ranks))
 
 
-class Sent(NamedTuple):
+class LowRankSum(NamedTuple):
     """What the ranks have of a gradient that PowerSGD summed."""
 
     sum: jax.Array  # of all ranks: like the gradient, or this data rank's shard of it
@@ -46,35 +45,37 @@ class Sent(NamedTuple):
     q: jax.Array  # to begin the next step from
 
 
-def summed(weight: Placed, seen: Matrix, g: jax.Array, q: jax.Array, ranks: tuple[str, ...], shard: bool) -> Sent:
-    """A device's gradient `g` float32, summed over `ranks`; its `q` as `kept.q` has it, on one device.
+def summed(
+    weight: Placed, matrix: GradientMatrix, g: jax.Array, q: jax.Array, ranks: tuple[str, ...], shard: bool
+) -> LowRankSum:
+    """A device's gradient `g` float32, summed over `ranks`; its `q` as `sizes.q_spread` has it, on one device.
 
     shard: of the sum only what ZeRO gives this data rank is computed.
     """
-    first, columns = int(weight.stacked), weight.stacked + seen.rows
+    first, columns = int(weight.stacked), weight.stacked + matrix.rows
     layers, row_dims, column_dims = g.shape[:first], g.shape[first:columns], g.shape[columns:]
     m = g.reshape(math.prod(layers), math.prod(row_dims), math.prod(column_dims))
-    found = factors(m, q.reshape(len(m), m.shape[2], seen.rank), ranks)
-    arrived = _product("lnr,lcr->lnc", found.p, found.own).reshape(g.shape)
-    p = found.p.reshape(*layers, *row_dims, seen.rank)
-    total = found.total.reshape(*layers, *column_dims, seen.rank)
+    of_all = factors(m, q.reshape(len(m), m.shape[2], matrix.rank), ranks)
+    arrived = _product("lnr,lcr->lnc", of_all.p, of_all.own).reshape(g.shape)
+    p = of_all.p.reshape(*layers, *row_dims, matrix.rank)
+    total = of_all.total.reshape(*layers, *column_dims, matrix.rank)
     if shard:
         p, total = _of_this_rank(weight, columns, p, total)
     shape = (*layers, *p.shape[first:-1], *total.shape[first:-1])
-    thin = [x.reshape(len(m), -1, seen.rank) for x in (p, total)]
-    return Sent(_product("lnr,lcr->lnc", *thin).reshape(shape), arrived, found.total.reshape(q.shape))
+    thin = [x.reshape(len(m), -1, matrix.rank) for x in (p, total)]
+    return LowRankSum(_product("lnr,lcr->lnc", *thin).reshape(shape), arrived, of_all.total.reshape(q.shape))
 
 
 def _of_this_rank(weight: Placed, columns: int, p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """P and Q with of the dimension that ZeRO shards this data rank's part alone, padded where it is."""
     dim = weight.zero_dim
     assert dim is not None
-    each = weight.padded[dim] // weight.ways[dim] // lax.axis_size(DATA)
+    each = weight.padded[dim] // weight.ways[dim] // weight.zero_degree
 
     def part(x: jax.Array, at: int) -> jax.Array:
         more = weight.padded[dim] - weight.whole[dim]
         x = jnp.pad(x, [(0, more if d == at else 0) for d in range(x.ndim)])
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(DATA) * each, each, at)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(weight.zero_axes) * each, each, at)
 
     return (part(p, dim), q) if dim < columns else (p, part(q, dim - columns + weight.stacked))
 

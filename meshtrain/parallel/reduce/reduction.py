@@ -10,57 +10,144 @@
 `parallel.reduce.algorithm` has the sums made by a program of messages in the place of psum and psum_scatter.
 """
 
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from meshtrain.compat import vary, varying
 from meshtrain.config import Config
-from meshtrain.mesh import DATA, ISLAND
+from meshtrain.mesh import ISLAND
 from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce import exchange
-from meshtrain.parallel.reduce.algorithms.chosen import all_reduce, reduce_scatter
-from meshtrain.parallel.reduce.blocks import Codec, block_codec
-from meshtrain.parallel.reduce.exchange import Sent
-from meshtrain.parallel.reduce.shards import padded, zero_dimension
-from meshtrain.parallel.reduce.sizes import BITS, crosses_compressed, scatters_compressed
-from meshtrain.parallel.reduce.topk import TopK
+
+if TYPE_CHECKING:
+    from meshtrain.parallel.reduce.codecs import Exchange
+
+# Numbers for the row of metrics.
+Statistics = dict[str, jax.Array]
+
+
+class Reduced(NamedTuple):
+    """A sum: this rank's part of it, and what of this rank's own gradient came through.
+
+    Over all ranks `arrived` adds up to the sum, so that what is given less what arrived is what was left out, nothing twice.
+    """
+
+    shard: jax.Array
+    arrived: jax.Array  # in the shape of what was given
+
+
+class ReducedGradient(NamedTuple):
+    """A gradient summed over data and over every axis that the weight lacks."""
+
+    shard: jax.Array  # float32
+    squares: list[jax.Array]  # see `left_out`
+    left_out: jax.Array | None = None  # what of this rank's gradient and residual did not come through
+    q: jax.Array | None = None  # PowerSGD's
 
 
 class Reduction:
-    """Of one config; every method is called inside shard_map, and sums in the dtype of `precision.reduce`, in float32 what is compressed."""
+    """The sums of one config; every method is called inside shard_map, and sums in the dtype of `precision.reduce`, in float32 what is compressed."""
+
+    exchange: "Exchange | None" = None  # of what is compressed
 
     def __init__(self, config: Config, across: bool = True) -> None:
         """`across`: over all islands, else over the data ranks of each."""
-        self.config = config
         self.dtype = jnp.dtype(config.precision.reduce)
         self.algorithm = config.parallel.reduce.algorithm
         self.islands = across and config.mesh.islands > 1
-        self.axes = config.mesh.data_axes if self.islands else (DATA,)
-        reduce = config.parallel.reduce
-        self.codec: Codec | None = block_codec(reduce) if reduce.compression in BITS else None
-        if reduce.compression == "topk":
-            self.codec = TopK(reduce.ratio)
+        if config.parallel.reduce.compression != "none":
+            from meshtrain.parallel.reduce.codecs import Exchange
 
-    def scattered(self, weight: Placed, g: jax.Array) -> Sent:
+            self.exchange = Exchange(config)
+
+    def reduce_scatter(self, weight: Placed, g: jax.Array) -> Reduced:
         """A gradient's shard, summed over the data ranks of an island. Takes stacked leaves and single layers of them.
 
         What ZeRO does not shard is whole, and summed over all islands at once where compression need not come between.
         """
         if weight.zero_dim is None:
-            return Sent(
-                all_reduce(self.algorithm, g.astype(self.dtype), (DATA,) if self._crosses(weight) else self.axes), g
-            )
-        if self.codec is not None and scatters_compressed(self.config, weight):
-            return exchange.scatter(weight, g, self.codec)
-        dim, whole = zero_dimension(weight, g), padded(weight, g).astype(self.dtype)
-        return Sent(reduce_scatter(self.algorithm, whole, DATA, dim), g)
+            between = self.islands and self.exchange is not None and self.exchange.crosses(weight)
+            axes = (ISLAND, *weight.zero_axes) if self.islands and not between else weight.zero_axes
+            return Reduced(self._all_reduce(g.astype(self.dtype), axes), g)
+        if self.exchange is not None and (reduced := self.exchange.reduce_scatter(weight, g)) is not None:
+            return reduced
+        dim, full = zero_dimension(weight, g), padded(weight, g).astype(self.dtype)
+        if self.algorithm == "psum":
+            return Reduced(lax.psum_scatter(full, weight.zero_axes, scatter_dimension=dim, tiled=True), g)
+        from meshtrain.parallel.reduce.algorithms import reduce_scatter
 
-    def across(self, weight: Placed, shard: jax.Array) -> Sent:
+        return Reduced(reduce_scatter(self.algorithm, full, weight.zero_axes, dim), g)
+
+    def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced:
         """A shard that is summed in its island, summed over all islands."""
-        if self.codec is not None and self._crosses(weight):
-            return exchange.all_reduce(shard, self.codec)
+        exchange = self.exchange if self.islands else None
+        if exchange is not None and (reduced := exchange.all_reduce_islands(weight, shard)) is not None:
+            return reduced
         if not self.islands or weight.zero_dim is None:
-            return Sent(shard, shard)
-        return Sent(all_reduce(self.algorithm, shard.astype(self.dtype), (ISLAND,)), shard)
+            return Reduced(shard, shard)
+        return Reduced(self._all_reduce(shard.astype(self.dtype), (ISLAND,)), shard)
 
-    def _crosses(self, weight: Placed) -> bool:
-        return self.islands and crosses_compressed(self.config, weight)
+    def _all_reduce(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        if self.algorithm == "psum":
+            return lax.psum(x, axes)
+        from meshtrain.parallel.reduce.algorithms import all_reduce
+
+        return all_reduce(self.algorithm, x, axes)
+
+
+# --- a gradient and its shard along the ZeRO dimension
+
+
+def zero_dimension(weight: Placed, x: jax.Array) -> int:
+    """The ZeRO dimension in `x`: a single layer lacks the first axis."""
+    assert weight.zero_dim is not None
+    return weight.zero_dim - (len(weight.axes) - x.ndim)
+
+
+def padded(weight: Placed, g: jax.Array) -> jax.Array:
+    """A gradient with zeros where the weight is padded so that data divides it. Takes stacked leaves and single layers of them."""
+    if weight.padded == weight.whole:
+        return g
+    dim = zero_dimension(weight, g)
+    more = weight.padded[dim - g.ndim] - weight.whole[dim - g.ndim]
+    return jnp.pad(g, [(0, more if d == dim else 0) for d in range(g.ndim)])
+
+
+def unpadded(weight: Placed, g: jax.Array) -> jax.Array:
+    """A gradient without the zeros of `padded`."""
+    if weight.padded == weight.whole:
+        return g
+    dim = zero_dimension(weight, g)
+    return jax.lax.slice_in_dim(g, 0, weight.whole[dim - g.ndim], axis=dim)
+
+
+# --- what compression leaves out, as numbers
+
+
+def left_out(given: jax.Array, reduced: Reduced) -> list[jax.Array]:
+    """The squares of what was left out; nothing of what was sent as it is."""
+    return [] if reduced.arrived is given else [squares(given, given - reduced.arrived)]
+
+
+def squares(given: jax.Array, lost: jax.Array) -> jax.Array:
+    """This rank's sums of squares, float32 [2]: of what was left out, and of what was given."""
+    return jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (lost, given)])
+
+
+def statistics(squares: Sequence[jax.Array], axes: tuple[str, ...], scale: jax.Array, fed_back: bool) -> Statistics:
+    """`reduce_error`, the norm of all that was left out over that of all that was given, on the devices of `axes`; by one sum.
+
+    With feedback also `residual_norm`, that of all residuals, which are what was left out, without the loss `scale`. Nothing where
+    nothing was compressed, or only where its gradient was made, inside the backward pass.
+    """
+    if not squares:
+        return {}
+    # What several devices have alike counts once.
+    once = [x / math.prod(lax.axis_size(axis) for axis in axes if axis not in varying(x)) for x in squares]
+    lost, given = lax.psum(sum(vary(once, axes)), axes)
+    error = {"reduce_error": jnp.sqrt(lost / jnp.where(given == 0.0, 1.0, given))}
+    return error | ({"residual_norm": jnp.sqrt(lost) / scale} if fed_back else {})

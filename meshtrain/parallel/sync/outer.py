@@ -4,8 +4,9 @@
     island 1   shared - own ──┼─ one all-reduce ─► mean ─► outer step on shared
     island 2   not finite     ┘  (2 islands took part)           └─► own = shared
 
-What is sent is one vector of a fragment's float32 shards, so that there is one collective; the last number of it counts who took part.
-With parallel.reduce.compression over islands, matrices go in a second vector, encoded (`parallel.reduce.exchange`).
+What is sent is one vector of a fragment's float32 shards, so that there is one collective; its last numbers count who took part, and of
+what they have learned, by which islands weigh. With parallel.reduce.compression over islands, matrices go in a second vector, encoded
+(`parallel.reduce.codecs`), of which each has blocks of its own (`parallel.reduce.sizes.message_length`).
 
 An island that has numbers which are not finite sends zeros, and starts again from the shared model, all of it.
 """
@@ -20,26 +21,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshtrain.mesh import AXES, DATA, ISLAND, PIPELINE
+from meshtrain.mesh import AXES, ISLAND, PIPELINE
 from meshtrain.parallel.layout import Layout
-from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce.blocks import block_codec
-from meshtrain.parallel.reduce.exchange import all_reduce
-from meshtrain.parallel.reduce.sizes import BITS, chunk
-from meshtrain.parallel.sync.when import has_layer, has_weight, sent_compressed
+from meshtrain.parallel.placement import Placed, unused
+from meshtrain.parallel.reduce.codecs import all_reduce
+from meshtrain.parallel.reduce.sizes import chunk_length, codec_of, message_length, sizes_of
+from meshtrain.parallel.sync.when import BESIDE, has_layer, has_weight, sent_compressed
 
 Tree = Any
 # Of its own weights an island keeps so much where the outer step comes with a delay (Streaming DiLoCo, section 2.3: alpha).
-KEPT = 0.5
+OWN_SHARE = 0.5
 
 
-class Sent(NamedTuple):
-    """What came of an exchange, on one device."""
+class Exchanged(NamedTuple):
+    """The results of an exchange, on one device; or their PartitionSpecs."""
 
     mean: Tree  # pseudo-gradient of the fragment, in the places of the weights; zeros elsewhere
     own: Tree  # the island's own weights: as they were, or where they are not finite the shared ones
-    drift: jax.Array  # norm of `mean`
-    islands: jax.Array  # int32, how many took part
+    counted: Any  # what the island has learned of and not sent, by fragment: nothing where it starts again
+    drift: Any  # norm of `mean`
+    islands: Any  # int32, how many took part
 
 
 class Outer:
@@ -47,38 +48,41 @@ class Outer:
 
     def __init__(self, layout: Layout) -> None:
         self.config, self.layout = layout.config, layout
-        self.sync, reduce = layout.config.parallel.sync, layout.config.parallel.reduce
-        self.codec = block_codec(reduce) if reduce.compression in BITS else None
+        self.sync, self.reduce = layout.config.parallel.sync, layout.config.parallel.reduce
+        self.codec = codec_of(self.reduce)
 
-    def exchange(self, fragment: int, shared: Tree, own: Tree) -> Sent:
-        """One all-reduce across islands, of `shared - own` in a fragment."""
-        sound = self._sound(own)
-        own = jax.tree.map(lambda mine, all_have: jnp.where(sound, mine, all_have), own, shared)
+    def exchange(self, fragment: int, shared: Tree, own: Tree, counted: jax.Array) -> Exchanged:
+        """One all-reduce across islands, of `shared - own` in a fragment; `counted` [fragments]: what this island has learned of since it
+        last sent each."""
+        is_finite = self._is_finite(own)
+        own = jax.tree.map(lambda mine, all_have: jnp.where(is_finite, mine, all_have), own, shared)
         moved = self._map(lambda weight, a, b: self._take(weight, a - b, fragment), shared, own)
         leaves, tree = jax.tree.flatten(moved)
-        packed = [self.codec is not None and sent_compressed(self.config, weight) for weight in self._trained]
-        # zeros of an island that starts again: it has moved nowhere
-        flat = [
-            jnp.where(
-                sound,
-                jnp.concatenate([*(x.ravel() for x, p in zip(leaves, packed, strict=True) if p == kind), more]),
-                0.0,
-            )
-            for kind, more in ((False, sound.astype(jnp.float32)[None]), (True, jnp.zeros(0)))
-        ]
-        total = lax.psum(flat[False], ISLAND)
-        count = total[-1]
-        sums = {False: total[:-1], True: flat[True]}
-        if self.codec is not None and len(flat[True]):
-            sums[True] = all_reduce(flat[True], self.codec).shard
-        mean, at = [], {False: 0, True: 0}
-        for x, kind in zip(leaves, packed, strict=True):
-            part = sums[kind][at[kind] : at[kind] + x.size]
-            mean.append(part.reshape(x.shape) / jnp.maximum(count, 1.0))
-            at[kind] += x.size
+        packed = [self._packed(weight) for weight in self._trained]
+        # an island that starts again has moved nowhere
+        counted = jnp.where(is_finite, counted, 0.0)
+        weight = counted[fragment]
+        plain, encoded = (
+            [weight * x for x, is_packed in zip(leaves, packed, strict=True) if is_packed == kind]
+            for kind in (False, True)
+        )
+        beside = jnp.stack([is_finite.astype(jnp.float32), weight])
+        total = lax.psum(jnp.concatenate([*(x.ravel() for x in plain), beside]), ISLAND)
+        count, divisor = total[-2], jnp.where(total[-1] > 0, total[-1], 1.0)
+        sums = {False: iter(_parts(total, plain)), True: iter(self._encoded_sums(encoded))}
+        mean = [next(sums[is_packed]) / divisor for is_packed in packed]
         mean = jax.tree.unflatten(tree, mean)
         placed = self._map(lambda weight, x, whole: self._put(weight, jnp.zeros_like(whole), x, fragment), mean, shared)
-        return Sent(placed, own, self._norm(placed), count.astype(jnp.int32))
+        return Exchanged(placed, own, counted.at[fragment].set(0.0), self._norm(placed), count.astype(jnp.int32))
+
+    def _encoded_sums(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Their sums over islands, sent as one message."""
+        if self.codec is None or not leaves:
+            return []
+        whole = sizes_of(self.reduce).in_blocks
+        flat = jnp.concatenate([jnp.pad(x.ravel(), (0, whole(x.size) - x.size)) for x in leaves])
+        length = message_length(self.reduce, [x.size for x in leaves], self.config.mesh.islands)
+        return _parts(all_reduce(jnp.pad(flat, (0, length - flat.size)), self.codec).shard, leaves, whole)
 
     def step(self, fragment: int, shared: Tree, momentum: Tree, mean: Tree) -> tuple[Tree, Tree]:
         """The shared model and its momentum after SGD with Nesterov momentum on a fragment (as in PyTorch's SGD)."""
@@ -94,12 +98,12 @@ class Outer:
         pick = lambda i: self._map(lambda weight, pair: pair[i], both)  # noqa: E731
         return pick(0), pick(1)
 
-    def follow(self, fragment: int, shared: Tree, own: Tree, kept: float) -> Tree:
-        """The island's own weights after an outer step: the shared ones, less a share `kept` of its own."""
+    def follow(self, fragment: int, shared: Tree, own: Tree, own_share: float) -> Tree:
+        """The island's own weights after an outer step: the shared ones, mixed with a share `own_share` of its own."""
 
         def mixed(weight: Placed, all_have: jax.Array, mine: jax.Array) -> jax.Array:
             theirs = self._take(weight, all_have, fragment)
-            part = kept * self._take(weight, mine, fragment) + (1 - kept) * theirs if kept else theirs
+            part = own_share * self._take(weight, mine, fragment) + (1 - own_share) * theirs if own_share else theirs
             return self._put(weight, mine, part, fragment)
 
         return self._map(mixed, shared, own)
@@ -110,16 +114,19 @@ class Outer:
 
     def sent_bytes(self, fragment: int) -> float:
         """Bytes that a device sends across islands for a fragment: of an all-reduce by a ring."""
-        islands, numbers = self.config.mesh.islands, {False: 1, True: 0}  # one says whether the island takes part
+        islands, numbers = self.config.mesh.islands, {False: [BESIDE], True: []}
         for weight in self._trained:
-            packed = self.codec is not None and sent_compressed(self.config, weight)
-            numbers[packed] += self._elements(weight, fragment)
-        sent = 2 * (islands - 1) / islands * 4 * numbers[False]
-        if self.codec is None or not numbers[True]:
+            numbers[self._packed(weight)].append(self._elements(weight, fragment))
+        sent = 2 * (islands - 1) / islands * 4 * sum(numbers[False])
+        k = message_length(self.reduce, numbers[True], islands) if numbers[True] else 0
+        if self.codec is None or not k:
             return sent
         if islands == 2:
-            return sent + self.codec.nbytes(numbers[True])
-        return sent + 2 * (islands - 1) * self.codec.nbytes(chunk(numbers[True], islands))
+            return sent + self.codec.nbytes(k)
+        return sent + 2 * (islands - 1) * self.codec.nbytes(chunk_length(k, islands))
+
+    def _packed(self, weight: Placed) -> bool:
+        return self.codec is not None and sent_compressed(self.config, weight)
 
     @cached_property
     def _trained(self) -> list[Placed]:
@@ -161,7 +168,7 @@ class Outer:
         return part if places is None else x.at[places].set(part, mode="drop")
 
     def _elements(self, weight: Placed, fragment: int) -> int:
-        held = weight.on_rank(self.config.mesh.shards)
+        held = weight.on_rank()
         if not has_weight(self.config, fragment, weight):
             return 0
         rows = self._rows[fragment] if weight.stacked else None
@@ -169,7 +176,7 @@ class Outer:
 
     # --- what a whole island says
 
-    def _sound(self, own: Tree) -> jax.Array:
+    def _is_finite(self, own: Tree) -> jax.Array:
         """Whether all of this island's weights are finite: bool, the same on its devices."""
         finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(own)])
         return lax.psum(jnp.where(jnp.all(finite), 0, 1), AXES) == 0
@@ -178,11 +185,16 @@ class Outer:
         """The norm over all devices of an island, of which several may hold the same."""
 
         def squares(weight: Placed, x: jax.Array) -> jax.Array:
-            split = {axis for axes in weight.over for axis in axes} | ({DATA} if weight.zero_dim is not None else set())
-            copies = math.prod(self.config.mesh.ways(axis) for axis in AXES if axis not in split)
+            copies = math.prod(map(self.config.mesh.ways, unused(AXES, weight.shard_over)))
             return jnp.sum(jnp.square(x)) / copies
 
         return jnp.sqrt(lax.psum(sum(jax.tree.leaves(self._map(squares, tree))), AXES))
 
     def _map(self, function: Callable[..., Any], *trees: Tree) -> Tree:
         return self.layout.map(lambda weight, *xs: function(weight, *xs) if weight.trained else None, *trees)
+
+
+def _parts(flat: jax.Array, leaves: list[jax.Array], length: Callable[[int], int] = int) -> list[jax.Array]:
+    """What of a vector stands in the places of the leaves, each of which takes `length` of its numbers."""
+    begins = np.cumsum([0, *(length(x.size) for x in leaves)])
+    return [flat[at : at + x.size].reshape(x.shape) for at, x in zip(begins, leaves, strict=False)]

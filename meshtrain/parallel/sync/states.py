@@ -7,6 +7,7 @@ Without `parallel.sync` a state has none of it.
     islands.params                [islands, ...]         its island's shard            1 x
     islands.momentum              [...]                  as params                     1 x, none at outer_momentum 0
     islands.under_way             [...]                  as params                     1 x, none at delay 0
+    islands.counted               [islands, fragments]   its island's row              a number a fragment
     optimizer, scale              [islands, ...]         its island's shard            as without islands of their own
 """
 
@@ -23,6 +24,8 @@ from meshtrain.config import Config
 from meshtrain.mesh import ISLAND
 
 Tree = Any
+# Of a step's metrics: what each island learned from.
+COUNTED = "counted"
 
 
 class Islands(NamedTuple):
@@ -31,6 +34,7 @@ class Islands(NamedTuple):
     params: Tree  # each island's own weights
     momentum: Tree  # of the outer step
     under_way: Tree  # mean pseudo-gradients that are sent and not yet followed
+    counted: Any  # float32: tokens (pairs, images) that an island has learned from since it last sent a fragment
 
 
 def stacked(tree: Tree, islands: int) -> Tree:
@@ -46,11 +50,15 @@ def stacked(tree: Tree, islands: int) -> Tree:
 
 def shapes(config: Config, trained: Tree) -> Islands:
     """ShapeDtypeStructs of what islands keep, from those of the trained weights."""
-    sync = config.parallel.sync
+    sync, islands = config.parallel.sync, config.mesh.islands
+    mesh = jax.tree.leaves(trained)[0].sharding.mesh
     return Islands(
-        params=stacked(trained, config.mesh.islands),
+        params=stacked(trained, islands),
         momentum=trained if sync.outer_momentum else None,
         under_way=trained if sync.delay else None,
+        counted=jax.ShapeDtypeStruct(
+            (islands, sync.fragments), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(ISLAND))
+        ),
     )
 
 
@@ -59,23 +67,58 @@ def every_island(tree: Tree, islands: int) -> Tree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (islands, *x.shape)), tree)
 
 
+def finite(x: jax.Array) -> jax.Array:
+    """Whether all that an island has of an array [islands, ...] is finite."""
+    return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
+
+
+def mean_of(is_finite: jax.Array, x: jax.Array) -> jax.Array:
+    """The mean of [islands, ...] over the finite islands; of counts the largest."""
+    theirs = where_island(is_finite, x, jnp.zeros_like(x))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.max(theirs, 0)
+    return (jnp.sum(theirs, 0) / jnp.maximum(jnp.sum(is_finite), 1)).astype(x.dtype)
+
+
+def where_island(is_finite: jax.Array, x: jax.Array, other: jax.Array) -> jax.Array:
+    """[islands, ...] of the finite islands, and `other` of the rest."""
+    return jnp.where(is_finite.reshape(-1, *[1] * (x.ndim - 1)), x, other)
+
+
 def begun(config: Config, trained: Tree) -> Islands:
     """What islands keep before the first step, inside jit: each has the shared model, and nothing has moved."""
     sync = config.parallel.sync
     zeros = jax.tree.map(jnp.zeros_like, trained)
     own = every_island(trained, config.mesh.islands)
-    return Islands(own, zeros if sync.outer_momentum else None, zeros if sync.delay else None)
+    counted = jnp.zeros((config.mesh.islands, sync.fragments))
+    return Islands(own, zeros if sync.outer_momentum else None, zeros if sync.delay else None, counted)
 
 
 def visible(metrics: Mapping[str, jax.Array | float]) -> dict[str, float]:
-    """Metrics as this process sees them: of what each island has, the mean over the islands on its devices where it is finite."""
-    own = {name: x for name, x in metrics.items() if isinstance(x, jax.Array) and x.ndim}
+    """Metrics as this process sees them, without COUNTED: of what each island has, the mean over the islands on its devices where it is
+    finite, by how much they learned from; of counts the largest."""
+    own = {name: _by_island(x) for name, x in metrics.items() if isinstance(x, jax.Array) and x.ndim}
     alike = jax.device_get({name: x for name, x in metrics.items() if name not in own})
-    return {name: _mean(own[name]) if name in own else float(alike[name]) for name in metrics}
+    weights = own.get(COUNTED)
+    wanted = [name for name in metrics if name != COUNTED]
+    return {name: _of_all(own[name], weights) if name in own else float(alike[name]) for name in wanted}
 
 
-def _mean(metric: jax.Array) -> float:
-    by_island = {shard.index[0].start or 0: np.asarray(shard.data) for shard in metric.addressable_shards}
-    numbers = np.concatenate(list(by_island.values()))
-    finite = numbers[np.isfinite(numbers)]
-    return float(finite.mean()) if finite.size else math.nan
+def _by_island(metric: jax.Array) -> dict[int, Any]:
+    """The numbers on this process's devices: of its own islands, or of all where XLA knows them everywhere, as of a constant."""
+    return {
+        (shard.index[0].start or 0) + i: number
+        for shard in metric.addressable_shards
+        for i, number in enumerate(np.asarray(shard.data))
+    }
+
+
+def _of_all(by_island: Mapping[int, Any], learned: Mapping[int, Any] | None) -> float:
+    numbers = np.array([by_island[island] for island in learned or by_island])
+    if np.issubdtype(numbers.dtype, np.integer):
+        return float(numbers.max())
+    weights = np.array(list((learned or {}).values()), float)
+    # Where no island learned from anything, each has the same voice.
+    weights = weights if weights.any() else np.ones(len(numbers))
+    heard = np.isfinite(numbers) & (weights > 0)
+    return float(np.average(numbers[heard], weights=weights[heard])) if heard.any() else math.nan

@@ -9,11 +9,12 @@ Fragments are spread evenly over the interval, and their layers over the depth o
 """
 
 from meshtrain.config import Config
-from meshtrain.config.mesh import DATA
 from meshtrain.config.reduce import SyncConfig
 from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce.kept import across_islands
-from meshtrain.parallel.reduce.sizes import crosses_compressed
+from meshtrain.parallel.reduce.sizes import crosses_compressed, over_islands
+
+# Numbers that islands send besides what they moved: whether one takes part, and of how much it has learned.
+BESIDE = 2
 
 
 def synchronous(sync: SyncConfig, taken: int) -> bool:
@@ -37,12 +38,12 @@ def arrives(sync: SyncConfig, taken: int) -> int | None:
 
 def summed_axes(config: Config) -> tuple[str, ...]:
     """The mesh axes over which a step of an island by itself sums gradients: those of data, but for islands that step by themselves."""
-    return (DATA,) if config.parallel.sync.every else config.mesh.data_axes
+    return config.mesh.token_axes(across=not config.parallel.sync.every)
 
 
 def sent_compressed(config: Config, weight: Placed) -> bool:
     """Whether islands send what they moved of a weight as `parallel.reduce.compression` has it: matrices, over islands."""
-    return across_islands(config) and crosses_compressed(config, weight)
+    return over_islands(config) and crosses_compressed(config, weight)
 
 
 def has_layer(config: Config, fragment: int, layer: int) -> bool:

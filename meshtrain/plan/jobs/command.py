@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from meshtrain.cluster.cluster import Cluster, known, named, resized
 from meshtrain.errors import ConfigError
-from meshtrain.plan.cluster.cluster import Cluster, known, named, resized
 from meshtrain.plan.jobs import kueue, page, report
 from meshtrain.plan.jobs.listed import Jobs, read
 from meshtrain.plan.jobs.packing import Packer
 from meshtrain.plan.jobs.report import Result
+from meshtrain.plan.jobs.requests import Speeds, requests, wanted
 from meshtrain.plan.jobs.searched import strategies
-from meshtrain.plan.jobs.ways import Speeds, requests, wanted
 
 OF_A_CONFIG = ("config", "set", "search", "devices", "write", "gantt", "csv", "compile", "measure")
 USUAL = "h100"

@@ -5,7 +5,7 @@
                  ClusterQueue           the quota: all devices of the cluster
                  LocalQueue             where the jobs of a namespace wait
                  WorkloadPriorityClass  one for each priority
-    NAME.yaml    JobSet                 as `meshtrain.launch.kubernetes` writes it, with its queue, its priority and where its pods belong
+    NAME.yaml    ConfigMap, JobSet      as `meshtrain.launch.kubernetes` writes them, with its queue, its priority and where its pods belong
 
 Kueue (kueue.x-k8s.io/v1beta2, apis/kueue/v1beta2 in kubernetes-sigs/kueue) chooses nodes by itself: it is told what the placement has
 of each job, the nodes and the devices on each, and to keep a job in one block where it can, or must (`together`).
@@ -19,13 +19,13 @@ from typing import Any
 import yaml
 
 from meshtrain.cli import Parser
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.errors import ConfigError, refusal, say, short
 from meshtrain.launch import kubernetes
-from meshtrain.launch.manifest import dumped
-from meshtrain.plan.cluster.cluster import Cluster
-from meshtrain.plan.jobs.listed import Job, Jobs
+from meshtrain.launch.job import manifest
+from meshtrain.plan.jobs.listed import Jobs, JobSpec
 from meshtrain.plan.jobs.report import Result
-from meshtrain.plan.jobs.ways import Way, configured, settings
+from meshtrain.plan.jobs.requests import JobShape, configured, settings
 
 API = "kueue.x-k8s.io/v1beta2"
 GPU = "nvidia.com/gpu"
@@ -58,9 +58,9 @@ def check(jobs: Jobs, cluster: Cluster, directory: str) -> None:
         ("block_label", f"({LABEL})?"),
         ("node_label", f"{LABEL}=[A-Za-z0-9._-]+"),
     ):
-        given = getattr(jobs.kueue, name)
-        if not re.fullmatch(pattern, given):
-            raise ConfigError(f"kueue.{name} is {short(repr(given))}; {MEANT[name]}.")
+        value = getattr(jobs.kueue, name)
+        if not re.fullmatch(pattern, value):
+            raise ConfigError(f"kueue.{name} is {short(repr(value))}; {MEANT[name]}.")
     if any(job.name == Path(QUEUES).stem for job in jobs.jobs):
         raise ConfigError(
             f"--kueue writes {QUEUES} and a file for each job, so that no job can have the name {Path(QUEUES).stem}."
@@ -88,20 +88,21 @@ def _check_directories(jobs: Jobs) -> None:
 
 def files(result: Result, directory: str) -> dict[str, str]:
     """Path -> text of the manifests. A job that has no config gets no JobSet, and one that fits nowhere none either."""
-    found = {str(Path(directory) / QUEUES): dumped(*queues(result))}
+    manifests = {str(Path(directory) / QUEUES): manifest(*queues(result))}
     bare = []
     for request in result.packing.requests:
         if not request.job.config:
             bare.append(request.job.name)
-        elif request.ways:
+        elif request.shapes:
             placed = result.placed.get(request.job.name)
-            way = placed.way if placed else request.ways[0]
-            found[str(Path(directory) / f"{request.job.name}.yaml")] = dumped(jobset(request.job, way, result.jobs))
+            shape = placed.shape if placed else request.shapes[0]
+            documents = jobset(request.job, shape, result.jobs)
+            manifests[str(Path(directory) / f"{request.job.name}.yaml")] = manifest(*documents)
     if bare:
         say(
             f"{', '.join(bare)}: without a config there is no JobSet; give yours the label {_QUEUE}: {result.jobs.kueue.queue}."
         )
-    return found
+    return manifests
 
 
 _QUEUE, _PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
@@ -110,7 +111,7 @@ _REQUIRED, _PREFERRED = "kueue.x-k8s.io/podset-required-topology", "kueue.x-k8s.
 
 
 def queues(result: Result) -> list[dict[str, Any]]:
-    """What there is and who may have it: one flavor, all devices as the quota of one queue."""
+    """The objects that say what there is and who may have it: one flavor, all devices as the quota of one queue."""
     kueue, cluster = result.jobs.kueue, result.packing.cluster
     label, _, value = kueue.node_label.partition("=")
     named = {"name": kueue.queue}
@@ -137,27 +138,27 @@ def _class(priority: int) -> str:
     return f"priority-minus-{-priority}" if priority < 0 else f"priority-{priority}"
 
 
-def jobset(job: Job, way: Way, jobs: Jobs) -> dict[str, Any]:
-    """A job's JobSet for the nodes and devices that it was given, which Kueue lets start when there is room."""
+def jobset(job: JobSpec, shape: JobShape, jobs: Jobs) -> list[dict[str, Any]]:
+    """A job's config and its JobSet for the nodes and devices that it was given, which Kueue lets start when there is room."""
     kueue = jobs.kueue
-    assert way.config is not None
-    overrides = [*job.set, *settings(configured(job), way.config)]
+    assert shape.config is not None
+    overrides = [*job.set, *settings(configured(job), shape.config)]
     if job.steps:
         overrides.append(f"train.steps={job.steps}")
     words = [
-        "--config", job.config, "--name", job.name, "--nodes", str(way.nodes), "--gpus-per-node", str(way.each), "--image", kueue.image,
+        "--config", job.config, "--name", job.name, "--nodes", str(shape.nodes), "--gpus-per-node", str(shape.each), "--image", kueue.image,
         "--volume", kueue.volume, "--mount", kueue.mount, "--namespace", kueue.namespace,
     ]  # fmt: skip
     for override in overrides:
         words += ["--set", override]
-    document = yaml.safe_load(kubernetes.jobset(_options(words)))
+    *configs, document = yaml.safe_load_all(kubernetes.jobset(_options(words)))
     document["metadata"]["labels"] = {_QUEUE: kueue.queue, _PRIORITY: _class(job.priority)}
     document["spec"]["suspend"] = True
     (replicated,) = document["spec"]["replicatedJobs"]
-    level = kueue.block_label if kueue.block_label and way.nodes > 1 else HOSTNAME
-    kind = _REQUIRED if way.nodes == 1 or (job.together and kueue.block_label) else _PREFERRED
+    level = kueue.block_label if kueue.block_label and shape.nodes > 1 else HOSTNAME
+    kind = _REQUIRED if shape.nodes == 1 or (job.together and kueue.block_label) else _PREFERRED
     replicated["template"]["spec"]["template"]["metadata"] = {"annotations": {kind: level}}
-    return document
+    return [*configs, document]
 
 
 def _options(words: list[str]) -> argparse.Namespace:

@@ -12,7 +12,7 @@ A job with a config and no number of devices keeps its mesh; with a number, or s
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +27,14 @@ MOST_JOBS = 500
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """A run: a config, or so many devices that nothing more is known of."""
 
     name: str = key("", "what the report and Kubernetes call it")
-    config: str = key("", "the YAML file of its run; without one only its devices are known")
+    config: str = key(
+        "",
+        "the YAML file of its run, from the working directory or beside this list; without one only its devices are known",
+    )
     set: tuple[str, ...] = key((), "overrides of the config, as in mesh.data=2")
     devices: int = key(
         0, "devices that it takes, in the layout that is fastest there; 0: the mesh of the config", least=0
@@ -70,7 +73,7 @@ class Jobs:
         0, "nodes of the cluster; 0: those of its file, or of a name as many as all jobs together need", least=0
     )
     seed: int = key(0, "of what the search tries", least=0)
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[JobSpec, ...] = ()
     kueue: Kueue = field(default_factory=Kueue)
 
 
@@ -78,6 +81,8 @@ def read(path: str | Path) -> Jobs:
     """The checked jobs of a YAML file; ConfigError (one sentence) otherwise."""
     jobs: Jobs = read_section(Jobs, path, "list of jobs", "--jobs", EXAMPLE)
     source = short(path)
+    beside = Path(path).expanduser().parent
+    jobs = replace(jobs, jobs=tuple(_from_there(job, beside) for job in jobs.jobs))
     if not 0 < len(jobs.jobs) <= MOST_JOBS:
         raise ConfigError(f"{source}: there are {len(jobs.jobs)} jobs; at least 1 and at most {MOST_JOBS} are legal.")
     names: set[str] = set()
@@ -99,7 +104,13 @@ def read(path: str | Path) -> Jobs:
     return jobs
 
 
-def _check(job: Job, where: str) -> None:
+def _from_there(job: JobSpec, beside: Path) -> JobSpec:
+    """The job with its config where it is: beside the list, where there is none in the working directory."""
+    path = beside / Path(job.config).expanduser()
+    return replace(job, config=str(path)) if job.config and not Path(job.config).exists() and path.exists() else job
+
+
+def _check(job: JobSpec, where: str) -> None:
     if job.devices and job.any_of:
         raise ConfigError(f"{where} has both devices and any_of; give one of them.")
     if not job.config and not job.devices and not job.any_of:

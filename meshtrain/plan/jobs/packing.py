@@ -1,24 +1,87 @@
 """Jobs placed one after the other by a rule, over time, and what comes of it.
 
-Those of a higher priority are tried first, those of one priority in their order. When a job ends, all that still wait are tried again:
+    first fit   the nodes of the lowest numbers that have room
+    best fit    the block of links that is left with least, lowest level first; in it the fullest nodes that have room
+    balance     the emptiest nodes
+
+First fit and best fit are bin packing's (Johnson et al. 1974), with blocks of links as the bins of jobs of several nodes.
+
+Jobs of a higher priority are tried first, those of one priority in their order. When a job ends, all that still wait are tried again:
 one that has no room does not hold up those behind it (backfilling), and nobody who runs is stopped.
 """
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from meshtrain.plan.cluster.cluster import Cluster
+from meshtrain.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
-from meshtrain.plan.jobs.rules import RULES, Blocks, blocks_of
-from meshtrain.plan.jobs.ways import Request, Speeds, Way, hours
+from meshtrain.plan.jobs.requests import JobRequest, JobShape, Speeds, first_block, hours
+
+Nodes = list[int]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Nodes by block of links, level by level, the lowest first; all nodes are the last level's one block."""
+
+    levels: tuple[tuple[range, ...], ...]
+
+    @property
+    def lowest(self) -> tuple[range, ...]:
+        return self.levels[0]
+
+
+def blocks_of(cluster: Cluster) -> Blocks:
+    """The blocks of nodes that a cluster's links make. A block of a fraction of a node is not looked at."""
+    nodes, lowest = cluster.nodes, first_block(cluster)
+    sizes = [link.devices // cluster.devices_per_node for _, link in cluster.levels()]
+    sizes = [*(size for size in sizes if lowest <= size < nodes), nodes]
+    return Blocks(tuple(tuple(range(at, min(at + size, nodes)) for at in range(0, nodes, size)) for size in sizes))
+
+
+def first_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
+    """The nodes for a job, of the free devices by node, or None if there is no room; so do the others."""
+    for block in blocks.lowest if together else blocks.levels[-1]:
+        if len(room := _room(shape, free, block)) >= shape.nodes:
+            return room[: shape.nodes]
+    return None
+
+
+def best_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
+    if shape.nodes == 1:
+        return _chosen(shape, free, blocks.levels[-1], fullest=True)
+    levels = (blocks.lowest,) if together else blocks.levels
+    return next((nodes for level in levels if (nodes := _chosen(shape, free, level, fullest=True))), None)
+
+
+def balance(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
+    return _chosen(shape, free, blocks.lowest if together else blocks.levels[-1], fullest=False)
+
+
+def _room(shape: JobShape, free: Sequence[int], block: range) -> Nodes:
+    return [node for node in block if free[node] >= shape.each]
+
+
+def _chosen(shape: JobShape, free: Sequence[int], level: Sequence[range], fullest: bool) -> Nodes | None:
+    """The fullest or emptiest nodes of the fullest or emptiest block of a level, of those with room."""
+    sign = 1 if fullest else -1
+    fitting = [block for block in level if len(_room(shape, free, block)) >= shape.nodes]
+    if not fitting:
+        return None
+    block = min(fitting, key=lambda block: (sign * sum(free[n] for n in block), block.start))
+    return sorted(sorted(_room(shape, free, block), key=lambda n: (sign * free[n], n))[: shape.nodes])
+
+
+Rule = Callable[[JobShape, Sequence[int], Blocks, bool], Nodes | None]
+RULES: dict[str, Rule] = {"first_fit": first_fit, "best_fit": best_fit, "balance": balance}
 
 
 @dataclass(frozen=True)
 class Order:
-    """What decides a packing: the jobs by number, which of its ways each tries first, and the rule."""
+    """Decides a packing: the jobs by number, which of its shapes each tries first, and the rule."""
 
     jobs: tuple[int, ...]
     first: tuple[int, ...]  # by number of the job
@@ -26,11 +89,11 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedJob:
     """A job where it lies. Times in hours from now; the end is infinite where nobody knows it."""
 
-    request: Request
-    way: Way
+    request: JobRequest
+    shape: JobShape
     devices: tuple[int, ...]  # numbered through all nodes, node by node
     start: float
     end: float
@@ -38,10 +101,10 @@ class Placed:
 
     def by_node(self, per_node: int) -> dict[int, tuple[int, ...]]:
         """Devices of each node, numbered in the node."""
-        found: dict[int, tuple[int, ...]] = {}
+        nodes: dict[int, tuple[int, ...]] = {}
         for device in self.devices:
-            found[device // per_node] = (*found.get(device // per_node, ()), device % per_node)
-        return found
+            nodes[device // per_node] = (*nodes.get(device // per_node, ()), device % per_node)
+        return nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +112,13 @@ class Packing:
     """Who lies where, and who nowhere."""
 
     cluster: Cluster
-    requests: Sequence[Request]
-    placed: tuple[Placed, ...]
+    requests: Sequence[JobRequest]
+    placed: tuple[PlacedJob, ...]
     order: Order = field(repr=False)
 
     @property
-    def now(self) -> tuple[Placed, ...]:
-        """Those that run at once."""
+    def now(self) -> tuple[PlacedJob, ...]:
+        """Jobs that run at once."""
         return tuple(placed for placed in self.placed if placed.start == 0)
 
     @property
@@ -88,7 +151,7 @@ class Packing:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all that run now and have a config."""
+        """Tokens a second of all that run now and have a config."""
         return sum(placed.plan.tokens_per_second for placed in self.now if placed.plan)
 
     @property
@@ -96,7 +159,7 @@ class Packing:
         """Hours until each job is done that fits the cluster and of which one knows how long it takes; infinite where it waits for one of
         which nobody knows."""
         there = {placed.request.job.name for placed in self.placed}
-        waiting = [math.inf for request in self.requests if request.ways and request.job.name not in there]
+        waiting = [math.inf for request in self.requests if request.shapes and request.job.name not in there]
         return [placed.end for placed in self.placed if placed.end < math.inf] + waiting
 
     @property
@@ -111,13 +174,13 @@ class Packing:
 class Packer:
     """Packs one list of requests on one cluster, again and again."""
 
-    def __init__(self, cluster: Cluster, requests: Sequence[Request], speeds: Speeds) -> None:
+    def __init__(self, cluster: Cluster, requests: Sequence[JobRequest], speeds: Speeds) -> None:
         self.cluster, self.requests, self.speeds = cluster, requests, speeds
         self.blocks: Blocks = blocks_of(cluster)
 
     def by_priority(self) -> tuple[int, ...]:
-        """The jobs that have a way, by priority and then in their order."""
-        fitting = (number for number, request in enumerate(self.requests) if request.ways)
+        """The jobs that have a shape, by priority and then in their order."""
+        fitting = (number for number, request in enumerate(self.requests) if request.shapes)
         return tuple(sorted(fitting, key=lambda number: -self.requests[number].job.priority))
 
     def usual(self, rule: str) -> Order:
@@ -127,17 +190,17 @@ class Packer:
         """Places the jobs in an order; with `later` those too that have to wait for others to end."""
         per_node = self.cluster.devices_per_node
         free = [list(range(per_node)) for _ in range(self.cluster.nodes)]
-        waiting, placed = list(order.jobs), list[Placed]()
+        waiting, placed = list(order.jobs), list[PlacedJob]()
         running: list[tuple[float, int]] = []
         now = 0.0
         while True:
             for number in list(waiting):
-                if (found := self._place(number, order, free, now)) is None:
+                if (job := self._place(number, order, free, now)) is None:
                     continue
                 waiting.remove(number)
-                if found.end < math.inf:
-                    heapq.heappush(running, (found.end, len(placed)))
-                placed.append(found)
+                if job.end < math.inf:
+                    heapq.heappush(running, (job.end, len(placed)))
+                placed.append(job)
             if not (later and waiting and running):
                 return Packing(self.cluster, self.requests, tuple(placed), order)
             now = running[0][0]
@@ -148,18 +211,18 @@ class Packer:
             for left in free:
                 left.sort()
 
-    def _place(self, number: int, order: Order, free: list[list[int]], now: float) -> Placed | None:
+    def _place(self, number: int, order: Order, free: list[list[int]], now: float) -> PlacedJob | None:
         request, first = self.requests[number], order.first[number]
         counts = [len(left) for left in free]
         rule = RULES[order.rule]
-        for way in (request.ways[first], *request.ways[:first], *request.ways[first + 1 :]):
-            nodes = rule(way, counts, self.blocks, request.job.together)
+        for shape in (request.shapes[first], *request.shapes[:first], *request.shapes[first + 1 :]):
+            nodes = rule(shape, counts, self.blocks, request.job.together)
             if nodes is None:
                 continue
             per_node = self.cluster.devices_per_node
-            devices = tuple(node * per_node + device for node in nodes for device in free[node][: way.each])
+            devices = tuple(node * per_node + device for node in nodes for device in free[node][: shape.each])
             for node in nodes:
-                del free[node][: way.each]
-            plan = self.speeds.at(way, devices)
-            return Placed(request, way, devices, now, now + hours(request.job, plan), plan)
+                del free[node][: shape.each]
+            plan = self.speeds.at(shape, devices)
+            return PlacedJob(request, shape, devices, now, now + hours(request.job, plan), plan)
         return None

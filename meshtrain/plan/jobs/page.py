@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
+from meshtrain.draw import page as pages
+from meshtrain.draw.svg import EMPTY, WIDTH, chart
 from meshtrain.plan import report as planned
 from meshtrain.plan.jobs import report
 from meshtrain.plan.jobs.report import Result
-from meshtrain.plan.jobs.ways import Request
-from meshtrain.plan.page import STYLE, WIDTH
+from meshtrain.plan.jobs.requests import JobRequest
 
-FREE = "#eef0f4"
 ROW, LABEL = 26, 64  # units of the picture: a node's height, the width of its name
 
 
@@ -28,34 +28,29 @@ def page(result: Result, reasons: Sequence[str]) -> str:
         _jobs(result),
         *[f"<p>{escape(line)}.</p>" for request in result.packing.requests if (line := report.choices(request))],
         "<h2>The strategies</h2>",
-        f'<div class="wide">{_strategies(result)}</div>',
+        _strategies(result),
     ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title><style>{STYLE}</style></head><body>\n{"".join(parts)}\n</body></html>\n'
+    return pages.page(title, parts)
 
 
 def picture(result: Result) -> str:
     """Nodes as rows, neighbours that are the same in one; the devices of one job that lie side by side as one box."""
-    rows = list(report.rows(result.packing))
+    rows = list(report.node_rows(result.packing))
     width = (WIDTH - LABEL) / result.packing.cluster.devices_per_node
     body = []
     for place, (nodes, row) in enumerate(rows):
         y, x = place * ROW, float(LABEL)
-        body.append(f'<text x="{LABEL - 8}" y="{y + 17}" text-anchor="end" font-size="12">{escape(nodes)}</text>')
+        body.append(f'<text x="{LABEL - 8}" y="{y + 17}" text-anchor="end">{escape(nodes)}</text>')
         for number, group in groupby(row):
             count = len(list(group))
             body += _box(x, y, width, count, number, result)
             x += count * width
-    label = "devices of each node by job"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {len(rows) * ROW}" role="img" aria-label="{label}" '
-        f'font-family="system-ui, sans-serif" fill="#1d2430">{"".join(body)}</svg>'
-    )
+    return chart(len(rows) * ROW, body, "devices of each node by job", size=12)
 
 
 def _box(x: float, y: float, width: float, count: int, number: int | None, result: Result) -> list[str]:
     """`count` devices side by side with the job's letter, and its name where there is room."""
-    colour = FREE if number is None else _colour(number)
+    colour = EMPTY if number is None else _colour(number)
     cells = [
         f'<rect x="{x + i * width + 0.5:.1f}" y="{y + 2}" width="{width - 1:.1f}" height="{ROW - 4}" rx="2" fill="{colour}"/>'
         for i in range(count)
@@ -66,7 +61,7 @@ def _box(x: float, y: float, width: float, count: int, number: int | None, resul
     # A letter takes about 7 units.
     shown = f" {escape(name)}" if len(name) * 7 < count * width - 22 else ""
     text = f'<tspan font-weight="700">{report.letter(number)}</tspan>{shown}'
-    return [*cells, f'<text x="{x + 6:.1f}" y="{y + 17}" font-size="12">{text}<title>{escape(name)}</title></text>']
+    return [*cells, f'<text x="{x + 6:.1f}" y="{y + 17}">{text}<title>{escape(name)}</title></text>']
 
 
 def _colour(number: int) -> str:
@@ -83,30 +78,27 @@ def _tiles(result: Result) -> str:
         (planned.count(packing.tokens_per_second), "tokens a second"),
         (report.when(packing.last_hours), "until all are done"),
     ]
-    boxes = [f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in tiles]
-    return f'<div class="tiles">{"".join(boxes)}</div>'
+    return pages.tiles(tiles)
 
 
 def _jobs(result: Result) -> str:
     """Four columns, which a phone has room for."""
-    head = "<tr><th>job</th><th>where</th><th>a step</th><th>time</th></tr>"
     rows = []
     for number, request in enumerate(result.packing.requests):
         badge = f'<b style="background:{_colour(number)};padding:0 5px;border-radius:3px">{report.letter(number)}</b>'
-        values = (f"{badge} {escape(request.job.name)}", *_where(result, request))
-        rows.append(f"<tr>{''.join(f'<td>{value}</td>' for value in values)}</tr>")
-    return f"<table>{head}{''.join(rows)}</table>"
+        rows.append((f"{badge} {escape(request.job.name)}", *_where(result, request)))
+    return pages.table(("job", "where", "a step", "time"), rows)
 
 
-def _where(result: Result, request: Request) -> tuple[str, str, str]:
+def _where(result: Result, request: JobRequest) -> tuple[str, str, str]:
     """Where a job lies, what a step takes, and from when to when it runs."""
     placed = result.placed.get(request.job.name)
     if placed is None:
-        return ("waits" if request.ways else "nowhere"), "", ""
+        return ("waits" if request.shapes else "nowhere"), "", ""
     place = report.place(placed, result.packing.cluster.devices_per_node)
-    node = "node" if placed.way.nodes == 1 else "nodes"
-    where = f"{placed.way.devices} × {result.packing.cluster.accelerator.name}, {node} {place}" + (
-        f"<br>{report.MESH}: {report.mesh(placed.way.config)}" if placed.plan else ""
+    node = "node" if placed.shape.nodes == 1 else "nodes"
+    where = f"{placed.shape.devices} × {result.packing.cluster.accelerator.name}, {node} {place}" + (
+        f"<br>{report.MESH}: {report.mesh(placed.shape.config)}" if placed.plan else ""
     )
     time = (
         report.when(placed.start)
@@ -120,9 +112,6 @@ def _strategies(result: Result) -> str:
     """A column a strategy, the chosen one bold."""
     columns = dict(report.figures(result))
     chosen = result.jobs.strategy
-    head = "".join(f'<th class="n">{report.words(name)}{" ✓" if name == chosen else ""}</th>' for name in columns)
-    rows = []
-    for what, *values in zip(report.FIGURES, *columns.values(), strict=True):
-        cells = "".join(f'<td class="n">{escape(value)}</td>' for value in values)
-        rows.append(f"<tr><td>{what}</td>{cells}</tr>")
-    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
+    heads = [f"{report.words(name)}{' ✓' if name == chosen else ''}" for name in columns]
+    rows = [(name, *map(escape, values)) for name, *values in zip(report.FIGURES, *columns.values(), strict=True)]
+    return pages.table(("", *heads), rows, numbers=range(1, len(heads) + 1))

@@ -11,12 +11,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from meshtrain import units
 from meshtrain.config import Config
 from meshtrain.plan import report
 from meshtrain.plan.estimate import Plan
 from meshtrain.plan.jobs.listed import Jobs
-from meshtrain.plan.jobs.packing import Packing, Placed
-from meshtrain.plan.jobs.ways import Request, Speeds
+from meshtrain.plan.jobs.packing import Packing, PlacedJob
+from meshtrain.plan.jobs.requests import JobRequest, Speeds
 
 LETTERS = ascii_letters[26:] + ascii_letters[:26] + digits
 FREE = "·"
@@ -26,7 +27,7 @@ FIGURES = ("utilisation", "fragmentation", "balance", "tokens/s", "mean until do
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a list of jobs came to: the packing of every strategy, of which one was asked for."""
+    """The packings of a list of jobs, one of each strategy, of which one was asked for."""
 
     jobs: Jobs
     packings: dict[str, Packing]
@@ -37,18 +38,18 @@ class Result:
         return self.packings[self.jobs.strategy]
 
     @property
-    def placed(self) -> dict[str, Placed]:
+    def placed(self) -> dict[str, PlacedJob]:
         """By the name of the job."""
         return {placed.request.job.name: placed for placed in self.packing.placed}
 
-    def slowdown(self, placed: Placed) -> float:
-        """Times the step that it would take on the same way side by side; 1 where nothing is known."""
-        best = self.speeds.side_by_side(placed.way)
-        return placed.plan.seconds / best.seconds if placed.plan and best else 1.0
+    def slowdown(self, placed: PlacedJob) -> float:
+        """Times the step that it would take in the same shape side by side; 1 where nothing is known."""
+        alone = self.speeds.side_by_side(placed.shape)
+        return placed.plan.seconds / alone.seconds if placed.plan and alone else 1.0
 
 
 def letter(number: int) -> str:
-    """What stands for a job in a picture; more than 62 jobs share them."""
+    """The letter of a job in a picture; more than 62 jobs share them."""
     return LETTERS[number % len(LETTERS)]
 
 
@@ -59,16 +60,16 @@ def hue(number: int) -> int:
 
 def cells(packing: Packing) -> list[list[int | None]]:
     """Node by node, device by device: the number of the job that is there now."""
-    found: list[list[int | None]] = [[None] * packing.cluster.devices_per_node for _ in range(packing.cluster.nodes)]
+    grid: list[list[int | None]] = [[None] * packing.cluster.devices_per_node for _ in range(packing.cluster.nodes)]
     numbers = {request.job.name: number for number, request in enumerate(packing.requests)}
     for placed in packing.now:
         for node, devices in placed.by_node(packing.cluster.devices_per_node).items():
             for device in devices:
-                found[node][device] = numbers[placed.request.job.name]
-    return found
+                grid[node][device] = numbers[placed.request.job.name]
+    return grid
 
 
-def rows(packing: Packing) -> Iterator[tuple[str, list[int | None]]]:
+def node_rows(packing: Packing) -> Iterator[tuple[str, list[int | None]]]:
     """The cells of nodes, neighbours that are the same in one row: their numbers, and the cells of one."""
     for row, group in groupby(enumerate(cells(packing)), key=lambda pair: pair[1]):
         nodes = [node for node, _ in group]
@@ -107,7 +108,7 @@ def mesh(config: Config | None) -> str:
     return f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
 
 
-def place(placed: Placed, per_node: int) -> str:
+def place(placed: PlacedJob, per_node: int) -> str:
     """Nodes, and the devices there where they are not all: 0-3; 5: devices 0-3."""
     by_node = placed.by_node(per_node)
     parts = []
@@ -118,25 +119,25 @@ def place(placed: Placed, per_node: int) -> str:
 
 
 def when(hours: float) -> str:
-    return "not known" if math.isinf(hours) else report.duration(hours * 3600) if hours else "now"
+    return "not known" if math.isinf(hours) else units.duration(hours * 3600) if hours else "now"
 
 
-def step(result: Result, placed: Placed) -> str:
+def step(result: Result, placed: PlacedJob) -> str:
     if placed.plan is None:
         return ""
     slower = result.slowdown(placed) - 1
-    return report.duration(placed.plan.seconds) + (f" (+{slower:.1%})" if slower > 0.0005 else "")
+    return units.duration(placed.plan.seconds) + (f" (+{slower:.1%})" if slower > 0.0005 else "")
 
 
-def reason(result: Result, request: Request) -> str:
+def reason(result: Result, request: JobRequest) -> str:
     """Why a job does not run now, in one sentence; empty where it does."""
     packing, name = result.packing, request.job.name
     placed = result.placed.get(name)
-    if not request.ways:
+    if not request.shapes:
         return f"{name} does not fit: {request.reason}."
     if placed and not placed.start:
         return ""
-    least = min(request.ways, key=lambda way: (way.devices, way.nodes))
+    least = min(request.shapes, key=lambda shape: (shape.devices, shape.nodes))
     devices = "1 device" if least.each == 1 else f"{least.each} devices"
     needs = devices if least.nodes == 1 else f"{least.nodes} nodes with {devices} each"
     free, all_of = packing.free, packing.cluster.devices
@@ -150,12 +151,12 @@ def reason(result: Result, request: Request) -> str:
     return f"{name} {waits}: it needs {needs}{together}; {there}."
 
 
-def choices(request: Request) -> str:
-    """What each number of devices would give, of a job that any of several will do for."""
+def choices(request: JobRequest) -> str:
+    """The speeds on each number of devices, of a job that any of several will do for."""
     if len(request.plans) < 2:
         return ""
-    given = [f"{plan.devices} devices {report.count(plan.tokens_per_second)} tokens/s" for plan in request.plans]
-    return f"{request.job.name}: {', '.join(given)}"
+    plans = [f"{plan.devices} devices {units.count(plan.tokens_per_second)} tokens/s" for plan in request.plans]
+    return f"{request.job.name}: {', '.join(plans)}"
 
 
 def render(result: Result) -> RenderableType:
@@ -165,25 +166,20 @@ def render(result: Result) -> RenderableType:
     return Group(title, _jobs(result), *lines, Text(), _picture(result), Text(), _strategies(result))
 
 
-def _table(title: str, columns: dict[str, str]) -> Table:
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for name, justify in columns.items():
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    return table
-
-
 def _jobs(result: Result) -> Table:
-    columns = {"": "left", "job": "left", "priority": "right", "devices": "right", "nodes": "left", MESH: "left", "a step": "right", "tokens/s": "right", "starts": "right", "ends": "right"}  # fmt: skip
-    table, per_node = _table("", columns), result.packing.cluster.devices_per_node
+    table = report.table(
+        "", "", "job", ">priority", ">devices", "nodes", MESH, ">a step", ">tokens/s", ">starts", ">ends"
+    )
+    per_node = result.packing.cluster.devices_per_node
     for number, request in enumerate(result.packing.requests):
         job, placed = request.job, result.placed.get(request.job.name)
         named = (Text(letter(number), style=_style(number)), job.name, str(job.priority))
         if placed is None:
-            table.add_row(*named, "", "nowhere" if not request.ways else "waits", style="yellow")
+            table.add_row(*named, "", "nowhere" if not request.shapes else "waits", style="yellow")
             continue
-        tokens = report.count(placed.plan.tokens_per_second) if placed.plan else ""
+        tokens = units.count(placed.plan.tokens_per_second) if placed.plan else ""
         table.add_row(
-            *named, str(placed.way.devices), place(placed, per_node), mesh(placed.way.config), step(result, placed), tokens, when(placed.start), when(placed.end),
+            *named, str(placed.shape.devices), place(placed, per_node), mesh(placed.shape.config), step(result, placed), tokens, when(placed.start), when(placed.end),
         )  # fmt: skip
     return table
 
@@ -197,8 +193,8 @@ def _style(number: int | None) -> Style:
 
 
 def _picture(result: Result) -> Table:
-    table = _table("", {"node": "right", "devices now": "left"})
-    for nodes, row in rows(result.packing):
+    table = report.table("", ">node", "devices now")
+    for nodes, row in node_rows(result.packing):
         text = Text()
         for number in row:
             text.append(FREE if number is None else letter(number), _style(number))
@@ -207,7 +203,7 @@ def _picture(result: Result) -> Table:
 
 
 def _strategies(result: Result) -> Table:
-    table = _table("", {"": "left"} | dict.fromkeys(FIGURES, "right"))
+    table = report.table("", "", *(f">{name}" for name in FIGURES))
     for name, values in figures(result):
         table.add_row(words(name), *values, style="bold" if name == result.jobs.strategy else "")
     return table
@@ -222,7 +218,7 @@ def figures(result: Result) -> Iterator[tuple[str, list[str]]]:
                 f"{packing.utilisation:.1%}",
                 f"{packing.fragmentation:.2f}",
                 f"{packing.balance:.2f}",
-                report.count(packing.tokens_per_second),
+                units.count(packing.tokens_per_second),
                 when(packing.mean_hours),
                 when(packing.last_hours),
             ],
@@ -230,7 +226,7 @@ def figures(result: Result) -> Iterator[tuple[str, list[str]]]:
 
 
 def as_json(result: Result) -> dict:
-    """What `--jobs FILE --json` prints. Times in seconds; null: not known."""
+    """The object that `--jobs FILE --json` prints. Times in seconds; null: not known."""
     packing, cluster = result.packing, result.packing.cluster
     return {
         "cluster": cluster.name,
@@ -245,32 +241,21 @@ def as_json(result: Result) -> dict:
     }
 
 
-def _job_json(result: Result, request: Request) -> dict:
+def _job_json(result: Result, request: JobRequest) -> dict:
     placed, per_node = result.placed.get(request.job.name), result.packing.cluster.devices_per_node
-    found = {
+    plan, nodes = (placed.plan, placed.by_node(per_node)) if placed else (None, {})
+    return {
         "name": request.job.name,
         "priority": request.job.priority,
         "runs_now": bool(placed and not placed.start),
         "reason": reason(result, request) or None,
         "choices": [_plan_json(plan) | {"devices": plan.devices} for plan in request.plans],
-    }
-    if placed is None:
-        return found | {
-            "devices": None,
-            "nodes": [],
-            "starts_seconds": None,
-            "ends_seconds": None,
-            **_plan_json(None),
-            "slowdown": None,
-        }
-    nodes = [{"node": node, "devices": list(devices)} for node, devices in placed.by_node(per_node).items()]
-    return found | {
-        "devices": placed.way.devices,
-        "nodes": nodes,
-        "starts_seconds": placed.start * 3600,
-        "ends_seconds": _known(placed.end * 3600),
-        **_plan_json(placed.plan),
-        "slowdown": result.slowdown(placed) if placed.plan else None,
+        "devices": placed.shape.devices if placed else None,
+        "nodes": [{"node": node, "devices": list(devices)} for node, devices in nodes.items()],
+        "starts_seconds": placed.start * 3600 if placed else None,
+        "ends_seconds": _known(placed.end * 3600) if placed else None,
+        **_plan_json(plan),
+        "slowdown": result.slowdown(placed) if placed and plan else None,
     }
 
 

@@ -1,6 +1,6 @@
 """The four strategies, and what makes one packing better than another: the goal, a higher priority before a lower one.
 
-The search begins with what the three rules give, and tries other orders of jobs of one priority, other ways of a job and other rules:
+The search begins with what the three rules give, and tries other orders of jobs of one priority, other shapes of a job and other rules:
 all of them where they are few, else a walk that never takes a worse one (hill climbing, Russell & Norvig, section 4.1) from seeded
 random changes. It is bounded by the number of packings and not by a clock, so that the same input gives the same output.
 """
@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshtrain.plan.jobs.listed import Jobs
-from meshtrain.plan.jobs.packing import Order, Packer, Packing
-from meshtrain.plan.jobs.rules import RULES
+from meshtrain.plan.jobs.packing import RULES, Order, Packer, Packing
 
 STRATEGIES = (*RULES, "search")
 MOST_PACKINGS, LEAST_PACKINGS = 2000, 50
@@ -24,9 +23,9 @@ Score = tuple[float, ...]
 
 def strategies(packer: Packer, jobs: Jobs) -> dict[str, Packing]:
     """The packing of each strategy."""
-    found = {rule: packer.pack(packer.usual(rule)) for rule in RULES}
-    best = Search(packer, jobs.goal, jobs.seed).best(list(found.values()))
-    return found | {"search": packer.pack(best)}
+    packings = {rule: packer.pack(packer.usual(rule)) for rule in RULES}
+    best = Search(packer, jobs.goal, jobs.seed).best(list(packings.values()))
+    return packings | {"search": packer.pack(best)}
 
 
 def score(packing: Packing, goal: str) -> Score:
@@ -34,13 +33,13 @@ def score(packing: Packing, goal: str) -> Score:
     the rest of the goals, fewer nodes a job, and larger free blocks."""
     priorities = sorted({request.job.priority for request in packing.requests}, reverse=True)
     figures = {"utilisation": _busy, "throughput": _tokens, "latency": _done}
-    found = [part for priority in priorities for part in figures[goal](packing, priority)]
-    spread = sum(placed.way.nodes for placed in packing.now)
-    return (*found, *_busy(packing), *_tokens(packing), -spread, -packing.fragmentation)
+    by_priority = [part for priority in priorities for part in figures[goal](packing, priority)]
+    spread = sum(placed.shape.nodes for placed in packing.now)
+    return (*by_priority, *_busy(packing), *_tokens(packing), -spread, -packing.fragmentation)
 
 
 def _busy(packing: Packing, priority: int | None = None) -> Score:
-    return (sum(p.way.devices for p in packing.now if priority in (None, p.request.job.priority)),)
+    return (sum(p.shape.devices for p in packing.now if priority in (None, p.request.job.priority)),)
 
 
 def _tokens(packing: Packing, priority: int | None = None) -> Score:
@@ -81,20 +80,20 @@ class Search:
         return [list(group) for _, group in itertools.groupby(self.packer.by_priority(), key=lambda n: priority[n])]
 
     def _count(self) -> int:
-        ways = math.prod(len(self.packer.requests[n].ways) for n in self.packer.by_priority())
-        return ways * len(RULES) * math.prod(math.factorial(len(group)) for group in self._classes())
+        shapes = math.prod(len(self.packer.requests[n].shapes) for n in self.packer.by_priority())
+        return shapes * len(RULES) * math.prod(math.factorial(len(group)) for group in self._classes())
 
     def _all(self) -> Iterator[Order]:
         orders = itertools.product(*(itertools.permutations(group) for group in self._classes()))
         for classes in orders:
             jobs = tuple(itertools.chain.from_iterable(classes))
-            for first in itertools.product(*(range(max(1, len(r.ways))) for r in self.packer.requests)):
+            for first in itertools.product(*(range(max(1, len(r.shapes))) for r in self.packer.requests)):
                 yield from (Order(jobs, first, rule) for rule in RULES)
 
     def _climb(self, top: Score, best: Order) -> tuple[Score, Order]:
         for _ in range(self.most):
             order = self._changed(best)
-            # What is as good is taken too: the way to a better one may lead over it.
+            # What is as good is taken too: a better one may lie behind it.
             if (found := self._score(order)) >= top:
                 top, best = found, order
         return top, best
@@ -111,8 +110,8 @@ class Search:
             return replace(order, rule=self.random.choice(list(RULES)))
         at = self.random.randrange(len(order.jobs))
         job, requests = order.jobs[at], self.packer.requests
-        if kind < 0.3 and len(requests[job].ways) > 1:
-            first = self.random.randrange(len(requests[job].ways))
+        if kind < 0.3 and len(requests[job].shapes) > 1:
+            first = self.random.randrange(len(requests[job].shapes))
             return replace(order, first=(*order.first[:job], first, *order.first[job + 1 :]))
         like = [n for n, other in enumerate(order.jobs) if requests[other].job.priority == requests[job].job.priority]
         to = self.random.choice(like)

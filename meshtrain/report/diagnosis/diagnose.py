@@ -1,28 +1,99 @@
-"""From evidence, by rules, to findings; and where the time of a step went, beside the plan."""
+"""Diagnoses a run: from its files to evidence, by rules to findings, beside the plan. `python -m meshtrain.report RUN --diagnose`.
 
-from meshtrain.report.diagnosis.evidence import Evidence
-from meshtrain.report.diagnosis.findings import Diagnosis, Finding, Part
+What is not there, or cannot be read, becomes a sentence. RUN/findings.json keeps the diagnosis.
+"""
+
+import json
+from pathlib import Path
+
+from meshtrain.config import Config, ConfigError
+from meshtrain.errors import refusal, say
+from meshtrain.files import write_atomically
+from meshtrain.report.diagnosis.evidence import Diagnosis, DiagnosisPart, Evidence, Finding
 from meshtrain.report.diagnosis.layouts import layouts, links, remarks
 from meshtrain.report.diagnosis.rules import ALWAYS, ON_OUR_OWN, shared
-from meshtrain.report.trace.attribution import planned
+from meshtrain.report.diagnosis.tracing import attributed, newest_trace, trace_beside
+from meshtrain.report.facts import RunFacts, config_of, gather, likely, refuse_no_run
+from meshtrain.report.trace.attribution import Attribution, planned
+from meshtrain.run.directory import FINDINGS
+from meshtrain.run.lock import in_use
+
+
+def run(directory: Path, cluster: str | None = None) -> Diagnosis:
+    """Diagnoses a run, with the trace that it has or one that is made beside it, planned for a cluster as `plan --cluster` takes it.
+
+    ConfigError if it is no run. What is done is said on stderr; `render` has the words for stdout.
+    """
+    refuse_no_run(directory)
+    notes: list[str] = []
+    config = config_of(directory, notes)
+    if config is None:
+        raise ConfigError(" ".join(notes))
+    attribution, missing = _attribution(directory, config)
+    diagnosis = diagnose(read(directory, attribution, cluster), missing)
+    try:
+        write_atomically(directory / FINDINGS, (json.dumps(diagnosis.as_json(), indent=1) + "\n").encode())
+    # The run may be somebody else's.
+    except OSError as error:
+        say(f"{directory / FINDINGS} cannot be written: {refusal(error)}; the findings stand here alone.")
+    return diagnosis
+
+
+def _attribution(directory: Path, config: Config) -> tuple[Attribution | None, tuple[str, ...]]:
+    """That of the newest trace, or of one that is made; or why there is none."""
+    trace = newest_trace(directory)
+    try:
+        if trace is not None:
+            return attributed(trace), ()
+        if in_use(directory):
+            return None, (
+                "where the time of a step goes: the run has no trace and is still going on, so that one made beside it would show how they "
+                "disturb each other; ask for one with telemetry.trace_at.",
+            )
+        return trace_beside(config), ()
+    except (ConfigError, RuntimeError) as problem:
+        return None, (f"where the time of a step went: {problem}",)
+
+
+def read(directory: Path, attribution: Attribution | None = None, cluster: str | None = None) -> Evidence:
+    """Returns the evidence of a run, with a trace's attribution if there is one, planned for a cluster as `plan --cluster` takes it.
+
+    ConfigError if it is no run, or has a config that cannot be read.
+    """
+    facts = gather(directory, cluster)
+    if facts.config is None:
+        raise ConfigError(" ".join(facts.notes))
+    lost = None
+    if facts.survived is not None and (ledger := facts.survived.ledger).wall:
+        lost = (ledger.seconds["lost"] + ledger.seconds["down"]) / ledger.wall
+    # For other devices than the run's a plan would be advice on another machine.
+    plan = facts.plan if cluster is not None or _devices_are_known(facts, attribution) else None
+    return Evidence(facts.config, facts.steps, facts.samples, facts.hosts, attribution, plan, lost)
+
+
+def _devices_are_known(facts: RunFacts, attribution: Attribution | None) -> bool:
+    assert facts.config is not None
+    name = likely(facts.config, facts.steps, facts.samples)
+    # A config that asks for fake devices runs on GPUs where there are some, of which a trace tells even where no row does.
+    return name is not None and (name != "cpu" or attribution is None or attribution.platform == "cpu")
 
 
 def diagnose(evidence: Evidence, missing: tuple[str, ...] = ()) -> Diagnosis:
-    """Findings, the most severe first. On a shared machine there is no other verdict on speed, and that one comes first.
+    """Returns findings, the most severe first. On a shared machine there is no other verdict on speed, and that one comes first.
 
     `missing`: why there is no trace.
     """
     others = sorted(shared(evidence), key=_most_first)
     rules = ALWAYS if others else (*ALWAYS, *ON_OUR_OWN, links, layouts)
-    found = sorted((finding for rule in rules for finding in rule(evidence)), key=_most_first)
+    findings = sorted((finding for rule in rules for finding in rule(evidence)), key=_most_first)
     return Diagnosis(
-        findings=(*others, *found),
-        parts=tuple(parts(evidence)),
+        findings=(*others, *findings),
+        parts=tuple(_parts(evidence)),
         mean_seconds=evidence.seconds / evidence.rows if evidence.rows else None,
         planned_seconds=evidence.plan.seconds if evidence.plan else None,
         cluster=evidence.plan.cluster.name if evidence.plan else None,
         remarks=() if others else tuple(remarks(evidence)),
-        cannot_tell=tuple(cannot_tell(evidence, missing)),
+        cannot_tell=tuple(_cannot_tell(evidence, missing)),
     )
 
 
@@ -30,41 +101,77 @@ def _most_first(finding: Finding) -> tuple[float, str]:
     return -finding.severity, finding.name
 
 
-def parts(evidence: Evidence) -> list[Part]:
+def _parts(evidence: Evidence) -> list[DiagnosisPart]:
     """Mean seconds of a step by what they went on. The rows know of data and checkpoints, the trace of the rest."""
-    known = evidence.rows
-    if not known or not evidence.seconds:
+    rows = evidence.rows
+    if not rows or not evidence.seconds:
         return []
-    step = evidence.seconds / known
-    data = evidence.total("data_wait_seconds") / known
-    saves = evidence.total("checkpoint_blocked_seconds") / known
+    step = evidence.seconds / rows
+    data = evidence.total("data_wait_seconds") / rows
+    saves = evidence.total("checkpoint_blocked_seconds") / rows
     expected = planned(dict(evidence.plan.time.parts())) if evidence.plan else {}
-    found = []
     if evidence.attribution is not None:
         scale = max(0.0, step - data - saves) / evidence.attribution.wall_seconds
-        for name, seconds in evidence.attribution.parts.items():
-            found.append(Part(name, seconds * scale, expected.get(name)))
+        measured = evidence.attribution.parts.items()
+        parts = [DiagnosisPart(name, seconds * scale, expected.get(name)) for name, seconds in measured]
     else:
-        found += [Part(name, None, seconds) for name, seconds in expected.items()]
-    return [*found, Part("waiting for data", data, None), Part("held up by checkpoints", saves, None)]
+        parts = [DiagnosisPart(name, None, seconds) for name, seconds in expected.items()]
+    return [
+        *parts,
+        DiagnosisPart("waiting for data", data, None),
+        DiagnosisPart("held up by checkpoints", saves, None),
+    ]
 
 
-def cannot_tell(evidence: Evidence, missing: tuple[str, ...]) -> list[str]:
+def _cannot_tell(evidence: Evidence, missing: tuple[str, ...]) -> list[str]:
     """What of the evidence is missing, and what is not known for it."""
-    found = [*missing]
+    sentences = [*missing]
     if not evidence.rows:
-        found.append("how fast the run is: it has written less than two rows of metrics.")
-    if not any(len(evidence.sampled(rank, "machine_cpu_ratio")) for rank in evidence.samples):
-        found.append(
+        sentences.append("how fast the run is: it has written less than two rows of metrics.")
+    if not evidence.means("machine_cpu_ratio"):
+        sentences.append(
             "whether others use the machine, and how near memory is to its limit: there are no samples of resources "
             "(telemetry.every is how often they are taken)."
         )
     if evidence.attribution is not None:
-        found += evidence.attribution.cannot_tell
+        sentences += evidence.attribution.cannot_tell
     elif not missing:
-        found.append("where the time of a step went: there is no trace.")
+        sentences.append("where the time of a step went: there is no trace.")
     if evidence.plan is None:
-        found.append(
+        sentences.append(
             "whether another layout is faster: there is no plan of this config for its cluster (--cluster names one)."
         )
-    return found
+    return sentences
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """Returns the diagnosis for people."""
+    lines = [*_table(diagnosis), ""] if diagnosis.parts else []
+    if not diagnosis.findings:
+        lines.append("Findings: none." if not diagnosis.cannot_tell else "Findings: none, as far as can be told.")
+    for number, finding in enumerate(diagnosis.findings, 1):
+        doubt = "" if finding.sure else " (not sure)"
+        lines.append(f"{number}. {finding.sentence} Curing it would win {finding.severity:.0%} of the step{doubt}.")
+        lines.append(f"   {finding.advice}")
+    lines += [f"Note: {remark}" for remark in diagnosis.remarks]
+    if diagnosis.cannot_tell:
+        lines += ["", "Cannot tell:", *(f"- {sentence}" for sentence in diagnosis.cannot_tell)]
+    return "\n".join(lines)
+
+
+def _table(diagnosis: Diagnosis) -> list[str]:
+    step, plan = diagnosis.mean_seconds, diagnosis.planned_seconds
+    lines = [f"{'a step':24}{'measured':>20}{f'plan for {diagnosis.cluster}' if diagnosis.cluster else 'no plan':>28}"]
+    for part in (*diagnosis.parts, DiagnosisPart("together", step, plan)):
+        if part.seconds or part.planned:
+            lines.append(f"{part.name:24}{_share(part.seconds, step):>20}{_share(part.planned, plan):>28}")
+    if diagnosis.cluster == "cpu":
+        lines.append(
+            "The plan is for a described machine with 2 cores, not for this one: compare shares, not seconds "
+            "(plan --measure describes this one)."
+        )
+    return lines
+
+
+def _share(seconds: float | None, whole: float | None) -> str:
+    return "-" if seconds is None or not whole else f"{1000 * seconds:,.1f} ms {seconds / whole:4.0%}"

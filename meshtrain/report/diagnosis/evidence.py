@@ -1,11 +1,12 @@
-"""What the files of a run tell of its speed: the newest rows, the samples that each process took meanwhile, a trace, the plan.
+"""What a diagnosis judges by, and what it says: the evidence of a run's files; findings, and what cannot be told.
 
 A row or sample that lacks a value says nothing of it: means are over those that do, and None where none does.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +14,16 @@ from meshtrain.config import Config
 from meshtrain.plan.estimate import Plan
 from meshtrain.report.rows import Columns
 from meshtrain.report.trace.attribution import Attribution
+from meshtrain.survive import history as histories
+from meshtrain.survive.heartbeat import STEPPING
 
 LATEST = 500  # rows that are looked at: what a run was like a day ago is no reason for how it is now
 PHASE = "phase_seconds."  # columns of the seconds that a process spent in each phase
-# Of one step, as `survive.beat` names them: in all but the last a process waits for no other.
-HOST, WAIT = ("data", "dispatch", "log"), "wait"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one run; made by `reading.read`, or in a test by hand."""
+    """The newest rows of a run, the samples that each process took meanwhile, a trace, the plan."""
 
     config: Config
     steps: Columns  # rows of metrics.jsonl
@@ -32,15 +33,15 @@ class Evidence:
     plan: Plan | None = None  # of this config on its cluster
     lost: float | None = None  # share of a supervised run's time that faults took
 
-    # --- rows
-
     def step(self, name: str) -> np.ndarray:
-        """float64: what the newest rows say, in their order, NaN where they say nothing. The first row of a run is left out: its
-        step touches memory and code for the first time."""
+        """Returns what the newest rows say, float64 in their order, NaN where they say nothing.
+
+        The first row of a run is left out: its step touches memory and code for the first time.
+        """
         return self.steps[name][1:][-LATEST:]
 
     def total(self, name: str) -> float:
-        """Sum over the newest rows; 0 where none says anything."""
+        """Returns the sum over the newest rows; 0 where none says anything."""
         return float(np.nansum(self.step(name)))
 
     @property
@@ -49,30 +50,28 @@ class Evidence:
 
     @property
     def seconds(self) -> float:
-        """Of all steps of the newest rows; compiling and evaluating are no part of it."""
+        """Seconds of all steps of the newest rows; compiling and evaluating are no part of it."""
         return self.total("step_seconds")
 
-    # --- samples
-
     def sampled(self, rank: int, name: str) -> np.ndarray:
-        """float64: what one process's samples say that were taken while the newest rows were written; finite values alone."""
-        of = self.samples[rank]
-        values, times = of[name], self.step("time")
+        """Returns the finite values of one process's samples that were taken while the newest rows were written."""
+        columns = self.samples[rank]
+        values, times = columns[name], self.step("time")
         known = np.isfinite(values)
         if np.isfinite(times).any():
-            known &= of["time"] >= np.nanmin(times)
+            known &= columns["time"] >= np.nanmin(times)
         return values[known]
 
     def mean(self, rank: int, name: str) -> float | None:
         values = self.sampled(rank, name)
         return float(values.mean()) if len(values) else None
 
-    def most(self, rank: int, name: str) -> float | None:
-        values = self.sampled(rank, name)
-        return float(values.max()) if len(values) else None
+    def means(self, name: str) -> list[float]:
+        """Returns the mean of each process whose samples say."""
+        return [mean for rank in self.samples if (mean := self.mean(rank, name)) is not None]
 
     def machines(self) -> Iterator[tuple[str, list[int]]]:
-        """Each machine's name, and the ranks on it."""
+        """Yields each machine's name, and the ranks on it."""
         by_name: dict[str, list[int]] = {}
         for rank in self.samples:
             by_name.setdefault(self.hosts.get(rank, f"of rank {rank}"), []).append(rank)
@@ -81,11 +80,67 @@ class Evidence:
     @property
     def idle(self) -> float | None:
         """Share of the time that the machines' cores stood idle; None where no sample says."""
-        busy = [b for rank in self.samples if (b := self.mean(rank, "machine_cpu_ratio")) is not None]
+        busy = self.means("machine_cpu_ratio")
         return 1 - float(np.mean(busy)) if busy else None
 
-    def phases(self, rank: int) -> dict[str, float] | None:
-        """Shares of a process's time in the phases of a step, together 1; None where its samples do not say."""
-        spent = {phase: float(self.sampled(rank, PHASE + phase).sum()) for phase in (*HOST, WAIT)}
-        whole = math.fsum(spent.values())
-        return {phase: seconds / whole for phase, seconds in spent.items()} if whole else None
+    def phases(self) -> dict[int, dict[str, float]]:
+        """Returns, by rank, the shares of a process's time in the phases of a step, together 1, where its samples say."""
+        shares = {}
+        for rank in self.samples:
+            spent = {phase: float(self.sampled(rank, PHASE + phase).sum()) for phase in STEPPING}
+            if whole := math.fsum(spent.values()):
+                shares[rank] = {phase: seconds / whole for phase, seconds in spent.items()}
+        return shares
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that makes a run slow, or endangers it.
+
+    `severity` is the share of a step's time (0 to 1) that curing it would win, and what findings are ordered by.
+    """
+
+    name: str  # a word for programs
+    signal: str  # what was looked at
+    value: float  # what it was
+    expected: float  # what it is at most where nothing is wrong
+    severity: float
+    sentence: str
+    advice: str
+    settings: tuple[str, ...] = ()  # of the advice, as for --set; the planner has shown that they are faster
+    sure: bool = True  # not where the figures allow for another reason
+
+    @property
+    def excess(self) -> float:
+        return self.value - self.expected
+
+
+@dataclass(frozen=True)
+class DiagnosisPart:
+    """Where a part of a step's time went, beside the plan. Seconds; None: not measured, or not planned."""
+
+    name: str
+    seconds: float | None
+    planned: float | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Findings, the most severe first. None of them and nothing in `cannot_tell`: healthy, as far as a run's files can say."""
+
+    findings: tuple[Finding, ...]
+    parts: tuple[DiagnosisPart, ...] = ()
+    mean_seconds: float | None = None  # of a step, by the rows
+    planned_seconds: float | None = None
+    cluster: str | None = None  # that it was planned for
+    remarks: tuple[str, ...] = ()  # sentences: what is large, and nothing better is known
+    cannot_tell: tuple[str, ...] = ()  # sentences, with what would cure it
+
+    @property
+    def first(self) -> str:
+        """The name of the most severe finding, or none."""
+        return self.findings[0].name if self.findings else "none"
+
+    def as_json(self) -> dict[str, Any]:
+        findings = [asdict(finding) | {"excess": finding.excess} for finding in self.findings]
+        return histories.plain({"first": self.first} | asdict(self) | {"findings": findings})

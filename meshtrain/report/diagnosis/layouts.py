@@ -5,15 +5,16 @@
 A part may be large and nothing be better by the plan: that is a remark, and no advice.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshtrain.config import Config, ConfigError, check, replaced
 from meshtrain.config.mesh import AXES, DATA
+from meshtrain.config.values import as_text
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.report.diagnosis.evidence import Evidence
-from meshtrain.report.diagnosis.findings import Finding
+from meshtrain.report.diagnosis.evidence import Evidence, Finding
 from meshtrain.report.trace.attribution import Attribution
 
 LARGE = 0.1  # share of the step that a part must take
@@ -42,26 +43,21 @@ class Cure:
 
 
 def layouts(evidence: Evidence) -> Iterator[Finding]:
-    """Each part of the step that another layout would make smaller."""
+    """Yields each part of the step that another layout would make smaller."""
     for part, share, plan in _large(evidence):
-        cure = fastest(plan, part)
-        if cure is None:
+        if (cure := fastest(plan, part)) is None:
             continue
         won = 1 - cure.planned.seconds / plan.seconds
-        yield Finding(
-            part,
-            f"share of the step: {part}",
-            share,
-            min(share, dict(shares(cure.planned))[part]),
-            # What a part takes is all that curing it wins, whatever else the other layout makes faster by the plan.
-            min(won, share),
-            f"{_words(evidence, part, share)}.",
-            f"Try {' '.join('--set ' + s for s in cure.settings)}: by the plan for {plan.cluster.name} a step then takes {1 - won:.0%} of "
-            "the time.",
-            cure.settings,
-            # Of fake devices the plan knows a machine, and not this one.
-            sure=plan.cluster.accelerator.platform != "cpu",
-        )
+        expected = min(share, dict(shares(cure.planned))[part])
+        # What a part takes is all that curing it wins, whatever else the other layout makes faster by the plan.
+        severity = min(won, share)
+        flags = " ".join(f"--set {setting}" for setting in cure.settings)
+        advice = f"Try {flags}: by the plan for {plan.cluster.name} a step then takes {1 - won:.0%} of the time."
+        # Of fake devices the plan knows a machine, and not this one.
+        sure = plan.cluster.accelerator.platform != "cpu"
+        sentence = f"{_words(evidence, part, share)}."
+        signal = f"share of the step: {part}"
+        yield Finding(part, signal, share, expected, severity, sentence, advice, cure.settings, sure)
 
 
 def remarks(evidence: Evidence) -> Iterator[str]:
@@ -81,15 +77,12 @@ def links(evidence: Evidence) -> Iterator[Finding]:
         excess = (took - expected) / attribution.wall_seconds
         if excess < LARGE or took < SLOW_LINK * expected:
             continue
-        yield Finding(
-            "links",
-            f"seconds of a step: {axis}",
-            took,
-            expected,
-            excess,
-            f"{_words(evidence, axis, took / attribution.wall_seconds)}, {took:.3f} s, where the links of {plan.cluster.name} allow for {expected:.3f} s.",
-            "Measure the links with `python -m meshtrain.probe`: one may be slow, or all of them slower than described.",
+        slow = f"{took:.3f} s, where the links of {plan.cluster.name} allow for {expected:.3f} s"
+        sentence = f"{_words(evidence, axis, took / attribution.wall_seconds)}, {slow}."
+        advice = (
+            "Measure the links with `python -m meshtrain.probe`: one may be slow, or all of them slower than described."
         )
+        yield Finding("links", f"seconds of a step: {axis}", took, expected, excess, sentence, advice)
 
 
 def _large(evidence: Evidence) -> Iterator[tuple[str, float, Plan]]:
@@ -103,9 +96,9 @@ def _large(evidence: Evidence) -> Iterator[tuple[str, float, Plan]]:
 
 def _words(evidence: Evidence, part: str, share: float) -> str:
     what = WORDS[part]
-    said = f"{what[0].upper()}{what[1:]} take{'s' * (part == 'recomputation')} {share:.0%} of the step"
+    words = f"{what[0].upper()}{what[1:]} take{'s' * (part == 'recomputation')} {share:.0%} of the step"
     across = evidence.attribution.share("island") if evidence.attribution is not None and part == DATA else 0.0
-    return f"{said}, {across:.0%} of it across islands" if across else said
+    return f"{words}, {across:.0%} of it across islands" if across else words
 
 
 def measured(evidence: Evidence, part: str) -> float | None:
@@ -134,19 +127,16 @@ def shares(plan: Plan) -> Iterator[tuple[str, float]]:
 
 
 def fastest(plan: Plan, part: str) -> Cure | None:
-    """Of the changes that make a part smaller the one with the shortest step that fits; None if none wins enough."""
-    found: Cure | None = None
+    """Returns the change that makes a part smaller with the shortest step that fits; None if none wins enough."""
+    cures = []
     for change in changes(plan.config, part):
-        try:
+        # Not legal for this batch or model, or not for a schedule that came as a table.
+        with contextlib.suppress(ConfigError):
             config = replaced(plan.config, **change)
             check(config)
-            planned = estimate(config, plan.cluster)
-        # Not legal for this batch or model, or not for a schedule that came as a table.
-        except ConfigError:
-            continue
-        if planned.fits and (found is None or planned.seconds < found.planned.seconds):
-            found = Cure(_settings(plan.config, config, change), planned)
-    return found if found and found.planned.seconds <= (1 - WORTH) * plan.seconds else None
+            cures.append(Cure(_settings(plan.config, config, change), estimate(config, plan.cluster)))
+    best = min((cure for cure in cures if cure.planned.fits), key=lambda cure: cure.planned.seconds, default=None)
+    return best if best and best.planned.seconds <= (1 - WORTH) * plan.seconds else None
 
 
 def changes(config: Config, part: str) -> Iterator[Change]:
@@ -158,10 +148,13 @@ def changes(config: Config, part: str) -> Iterator[Change]:
             yield {"parallel": {"sequence_parallel": True}}
         for by in _powers(mesh.tensor):
             for microbatches in {parallel.microbatches, max(1, parallel.microbatches // by)}:
+                # Without tensor parallelism there is no sequence to split.
+                unsplit: dict[str, Any] = (
+                    {"sequence_parallel": False} if mesh.tensor == by and parallel.sequence_parallel else {}
+                )
                 yield {
                     "mesh": {"tensor": mesh.tensor // by, "data": mesh.data * by},
-                    "parallel": {"microbatches": microbatches}
-                    | _one_way(mesh.tensor // by, parallel.sequence_parallel),
+                    "parallel": {"microbatches": microbatches} | unsplit,
                 }
     if part == "data":
         for stage in range(parallel.zero_stage):
@@ -193,13 +186,7 @@ def changes(config: Config, part: str) -> Iterator[Change]:
                 yield {"parallel": {"remat": remat, **unnamed}}
 
 
-def _one_way(tensor: int, split: bool) -> dict[str, bool]:
-    """Without tensor parallelism there is no sequence to split."""
-    return {"sequence_parallel": False} if tensor == 1 and split else {}
-
-
 def _powers(size: int) -> Iterator[int]:
-    """2, 4, 8 ... that divide an axis."""
     by = 2
     while size % by == 0:
         yield by
@@ -208,14 +195,9 @@ def _powers(size: int) -> Iterator[int]:
 
 def _settings(before: Config, after: Config, change: Change) -> tuple[str, ...]:
     """What differs, of what was changed, as for --set."""
-    found = []
-    for section, keys in change.items():
-        for key in keys:
-            value = getattr(getattr(after, section), key)
-            if value != getattr(getattr(before, section), key):
-                found.append(f"{section}.{key}={_text(value)}")
-    return tuple(found)
-
-
-def _text(value: object) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+    values = {
+        f"{section}.{key}": [getattr(getattr(config, section), key) for config in (before, after)]
+        for section, keys in change.items()
+        for key in keys
+    }
+    return tuple(f"{path}={as_text(new)}" for path, (old, new) in values.items() if new != old)

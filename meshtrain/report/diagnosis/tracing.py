@@ -1,4 +1,4 @@
-"""A trace of a run that has none: a few steps of its config on this machine, from new weights, beside the run.
+"""The newest trace of a run; of a run that has none a trace of a few steps of its config on this machine, from new weights, beside the run.
 
     parent   trace_beside(config) ──► child ──► SCRATCH/traces/4/ ──► Attribution; SCRATCH is removed
     child    build, compile, 3 steps, 3 traced ones, 3 more; no checkpoint, nothing in the run's directory
@@ -16,9 +16,8 @@ from pathlib import Path
 
 from meshtrain.config import Config, load, replaced, to_yaml
 from meshtrain.errors import ConfigError, say
-from meshtrain.report.diagnosis.reading import attributed, newest_trace
 from meshtrain.report.trace.attribution import NO_BUFFERS, Attribution
-from meshtrain.run.directory import CONFIG, METRICS
+from meshtrain.run.directory import CONFIG, METRICS, TRACES
 
 WARM, TRACED = 3, 3  # steps before the trace, and in it
 STEPS = WARM + 2 * TRACED
@@ -26,11 +25,26 @@ STEPS = WARM + 2 * TRACED
 NOT_ITS_OWN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "MESHTRAIN_SUPERVISED")
 
 
+def newest_trace(directory: Path) -> Path | None:
+    """Returns the trace that a run has taken last; None if it has none."""
+    # Imports JAX.
+    from meshtrain.telemetry.trace import FACTS
+
+    traces = [path.parent for path in (directory / TRACES).glob(f"*/{FACTS}")]
+    return max(traces, key=lambda path: (path / FACTS).stat().st_mtime, default=None)
+
+
+def attributed(trace: Path) -> Attribution:
+    """Returns where the time of a trace's steps went. ConfigError if it cannot be read."""
+    from meshtrain.report.trace import attribute, read_trace
+
+    return attribute(read_trace(trace))
+
+
 def trace_beside(config: Config) -> Attribution:
     """Traces a few steps of a config in a process of its own; RuntimeError, in a sentence, if that fails."""
-    say(
-        f"there is no trace of this run, so {STEPS} steps of its config are taken beside it, from new weights; nothing of them is kept."
-    )
+    what = f"so {STEPS} steps of its config are taken beside it, from new weights; nothing of them is kept."
+    say(f"there is no trace of this run, {what}")
     with tempfile.TemporaryDirectory(prefix="meshtrain-trace-") as scratch:
         try:
             return attributed(steps_traced(config, Path(scratch)))
@@ -48,16 +62,15 @@ def steps_traced(config: Config, directory: Path) -> Path:
     # On GPUs what runs in command buffers does not tell its name; elsewhere the flag changes nothing.
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {NO_BUFFERS}".strip()
     command = [sys.executable, "-m", __spec__.name, str(directory)]
-    # What it says of its progress is no part of this command's output.
-    with (directory / "said").open("w+") as said:
-        ended = subprocess.run(command, env=environment, stdout=sys.stderr.fileno(), stderr=said)
-        said.seek(0)
-        last = said.read().strip().splitlines()[-1:]
+    # Its log is no part of this command's output.
+    with (directory / "stderr").open("w+") as log:
+        ended = subprocess.run(command, env=environment, stdout=sys.stderr.fileno(), stderr=log)
+        log.seek(0)
+        last = log.read().strip().splitlines()[-1:]
     trace = newest_trace(directory)
     if ended.returncode or trace is None:
-        raise RuntimeError(
-            f"the steps that were to be traced failed: {' '.join(last) or f'exit code {ended.returncode}'}"
-        )
+        why = " ".join(last) or f"exit code {ended.returncode}"
+        raise RuntimeError(f"the steps that were to be traced failed: {why}")
     return trace
 
 
@@ -81,20 +94,19 @@ def main(directory: Path) -> None:
     compiled = program.train_step.lower(state, batch).compile()
     print(f"compiled in {time.perf_counter() - began:.1f} s", flush=True)
     tracer = Tracer(config, directory, program.mesh, program.layout.table)
-    with (directory / METRICS).open("w") as written:
+    with (directory / METRICS).open("w") as metrics_file:
         for step in range(1, STEPS + 1):
-            tracer.before(step)
+            tracer.before_batch(step)
             began = time.perf_counter()
             state, metrics = compiled(state, batch)
             # On fake devices steps may not be under way together.
             jax.block_until_ready(metrics)
             seconds = time.perf_counter() - began
-            tracer.after(step, compiled, metrics)
-            written.write(json.dumps({"step": step, "step_seconds": seconds}) + "\n")
-            written.flush()
-            print(
-                f"step {step}/{STEPS}  {seconds:.3f} s{' traced' if WARM < step <= WARM + TRACED else ''}", flush=True
-            )
+            tracer.after_step(step, compiled, metrics)
+            metrics_file.write(json.dumps({"step": step, "step_seconds": seconds}) + "\n")
+            metrics_file.flush()
+            traced = " traced" if WARM < step <= WARM + TRACED else ""
+            print(f"step {step}/{STEPS}  {seconds:.3f} s{traced}", flush=True)
     tracer.close()
 
 

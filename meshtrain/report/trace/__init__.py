@@ -1,8 +1,8 @@
-"""A few traced steps read, and each second of them given a kind.
+"""Reads a few traced steps, and gives each second of them a kind.
 
-    traces/STEP/ ──read──► Trace ──join: op → instruction──► scopes: what for ──share: the wall──► Attribution
+    traces/STEP/ ──read──► Trace ──instructions: what each op is for──► attribute: sharing the wall ──► Attribution
 
-The kinds stand in `meshtrain.report.trace.attribution`, and how the wall is shared among them in `meshtrain.report.trace.share`.
+The kinds stand in `meshtrain.report.trace.attribution`.
 """
 
 from meshtrain.report.trace.attribute import attribute

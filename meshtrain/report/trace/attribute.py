@@ -1,7 +1,15 @@
-"""Seconds of a traced step by kind.
+"""Attributes the seconds of a traced step to kinds.
 
     CPU   all devices share the cores: at each instant the wall goes to those that run, and to those that wait only where none runs
     GPU   each device by itself: compute; collectives where no compute hides them; idle; then the mean over the devices
+
+The wall is shared among what ran: at each instant equally among those of the first rank that is there, so that the shares sum to the wall.
+Summed durations mislead: on fake devices, more of which run than there are cores, they are several times the wall.
+
+    rank 0   ████████          ███     a ran alone, then a and b half each, then c
+    rank 0       ███████
+    rank 1          █████████████      counts only where nothing of rank 0 runs
+             a   a,b b   1    c  1
 
 What cannot be told is said in a sentence, with what would cure it, and never guessed.
 """
@@ -9,16 +17,17 @@ What cannot be told is said in a sentence, with what would cure it, and never gu
 import bisect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 from meshtrain.report.trace.attribution import COLLECTIVES, KINDS, NO_BUFFERS, Attribution, Kind, axis_kind
-from meshtrain.report.trace.join import Instruction, instructions
-from meshtrain.report.trace.read import Event, Span, Trace
-from meshtrain.report.trace.share import share
+from meshtrain.report.trace.instructions import Instruction, instructions
+from meshtrain.report.trace.read import Span, Trace, TraceEvent
 
-Key = tuple[Kind, str]  # a kind, and of collectives whether they move, wait or cannot tell: both
-Ranked = tuple[float, float, int, Key]  # begin, end, rank, key: see `share`
+Spending = tuple[Kind, str]  # a kind, and of collectives whether they move, wait or cannot tell: both
+Ranked = tuple[float, float, int, Spending]  # begin, end, rank, key: see `share`
 Table = Mapping[str, Instruction]
+Key = TypeVar("Key", bound=Hashable)
 
 # NCCL names its kernels by what they do: ncclDevKernel_AllReduce_Sum_f32_RING_LL(...).
 NCCL = {
@@ -39,19 +48,19 @@ def attribute(trace: Trace) -> Attribution:
     """Where the time of the traced steps went."""
     table = instructions(trace.module, trace.facts.mesh)
     # Those that share a wall: all fake devices, or each GPU for itself.
-    walls = [_on_cpu(trace, table)] if trace.facts.platform == "cpu" else _on_gpu(trace, table) or [[]]
-    found: dict[Key, float] = defaultdict(float)
+    walls = [_cpu_spans(trace, table)] if trace.facts.platform == "cpu" else _gpu_spans(trace, table) or [[]]
+    totals: dict[Spending, float] = defaultdict(float)
     scale = 1e-9 / len(trace.steps) / len(walls)
     for spans in walls:
         for window in trace.steps:
             spent, outside, gaps = share(spans, window)
             for key, nanoseconds in [*spent.items(), (("host", ""), outside), (("idle", ""), gaps)]:
-                found[key] += nanoseconds * scale
+                totals[key] += nanoseconds * scale
     devices = len({event.device for event in trace.events})
     counts = Counter(_collective(event, table) for event in trace.events)
     unjoined = sum(event.op not in table for event in trace.events if event.op or trace.facts.platform == "cpu")
     states = {
-        state: {kind: seconds for kind in COLLECTIVES if (seconds := found.get((kind, state), 0.0))}
+        state: {kind: seconds for kind in COLLECTIVES if (seconds := totals.get((kind, state), 0.0))}
         for state in ("move", "wait")
     }
     return Attribution(
@@ -59,7 +68,7 @@ def attribute(trace: Trace) -> Attribution:
         devices=devices,
         steps=len(trace.steps),
         wall_seconds=trace.wall / 1e9 / len(trace.steps),
-        seconds=_by_kind(found, trace.facts.masked),
+        seconds=_by_kind(totals, trace.facts.masked),
         moving=states["move"],
         waiting=states["wait"],
         collectives=Counter({key: n / len(trace.steps) / devices for key, n in counts.items() if key}),
@@ -70,15 +79,13 @@ def attribute(trace: Trace) -> Attribution:
     )
 
 
-def _by_kind(found: Mapping[Key, float], masked: Mapping[str, float]) -> dict[Kind, float]:
+def _by_kind(totals: Mapping[Spending, float], masked: Mapping[str, float]) -> dict[Kind, float]:
     """Their sums; waiting over pipeline is the bubble, and of what slots took, the share of those that are idle is masked."""
     seconds: dict[Kind, float] = defaultdict(float)
-    for (kind, state), spent in found.items():
+    for (kind, state), spent in totals.items():
         seconds["bubble" if (kind, state) == ("pipeline", "wait") else kind] += spent
-    of_slot: dict[Kind, str] = {
-        "forward": "forward", "backward": "backward", "recomputation": "backward", "head": "head",
-    }  # fmt: skip
-    for kind, slot in of_slot.items():
+    slots: dict[Kind, str] = {"forward": "forward", "backward": "backward", "recomputation": "backward", "head": "head"}
+    for kind, slot in slots.items():
         idle = seconds[kind] * masked.get(slot, 0.0)
         seconds[kind] -= idle
         seconds["masked"] += idle
@@ -89,12 +96,11 @@ def _kind(one: Instruction) -> Kind:
     return axis_kind(one.axes) if one.axes else one.kind
 
 
-# --- fake devices
+def _cpu_spans(trace: Trace, table: Table) -> list[Ranked]:
+    """The spans of all fake devices: what waits inside a collective's event ranks behind all that runs.
 
-
-def _on_cpu(trace: Trace, table: Table) -> list[Ranked]:
-    """All devices' spans: what waits inside a collective's event ranks behind all that runs. Between processes a collective does not tell
-    when it waits, and ranks behind compute as a whole."""
+    Between processes a collective does not tell when it waits, and ranks behind compute as a whole.
+    """
     spans: list[Ranked] = []
     alone = trace.facts.processes == 1
     for event in trace.events:
@@ -109,42 +115,38 @@ def _on_cpu(trace: Trace, table: Table) -> list[Ranked]:
             spans.append((event.begin, event.end, 1, (_kind(one), "both")))
         else:
             at, kind = event.begin, _kind(one)
-            for begin, end in _inside(trace.waits.get(event.line, []), event.begin, event.end):
+            waits = trace.waits.get(event.line, [])
+            first = bisect.bisect_left(waits, (event.begin, event.begin))
+            for begin, end in waits[first : bisect.bisect_left(waits, (event.end, event.end), first)]:
                 spans += [(at, begin, 0, (kind, "move")), (begin, end, 1, (kind, "wait"))]
                 at = end
             spans.append((at, event.end, 0, (kind, "move")))
     return spans
 
 
-def _inside(waits: list[Span], begin: float, end: float) -> list[Span]:
-    first = bisect.bisect_left(waits, (begin, begin))
-    return waits[first : bisect.bisect_left(waits, (end, end), first)]
-
-
-# --- GPUs
-
-
-def _on_gpu(trace: Trace, table: Table) -> list[list[Ranked]]:
-    """Each device's spans: collectives rank behind compute, copies of no instruction (batches, metrics) behind both."""
-    of_device: dict[int, list[Ranked]] = defaultdict(list)
+def _gpu_spans(trace: Trace, table: Table) -> list[list[Ranked]]:
+    """Each GPU's spans: collectives rank behind compute, copies of no instruction (batches, metrics) behind both."""
+    by_device: dict[int, list[Ranked]] = defaultdict(list)
     for event in trace.events:
         one = table.get(event.op)
         if collective := _collective(event, table):
             kind = _kind(one) if one is not None and one.collective else axis_kind(tuple(collective[1].split("+")))
-            ranked: tuple[int, Key] = (1, (kind, "both"))
+            ranked: tuple[int, Spending] = (1, (kind, "both"))
         elif one is not None and not one.container:
             ranked = (0, (_kind(one), ""))
         elif event.name.startswith(("Memcpy", "Memset")):
             ranked = (2, ("host", ""))
         else:
             ranked = (0, ("unknown", ""))
-        of_device[event.device].append((event.begin, event.end, *ranked))
-    return list(of_device.values())
+        by_device[event.device].append((event.begin, event.end, *ranked))
+    return list(by_device.values())
 
 
-def _collective(event: Event, table: Table) -> tuple[str, str] | None:
-    """Which collective an event is and over which axis; of a kernel of NCCL's that names no instruction the axis is known if all
-    instructions of that kind have the same one, and else `unknown`."""
+def _collective(event: TraceEvent, table: Table) -> tuple[str, str] | None:
+    """Which collective an event is and over which axis.
+
+    Of a kernel of NCCL's that names no instruction the axis is known if all instructions of that kind have the same one, and else `unknown`.
+    """
     one = table.get(event.op)
     if one is not None and one.collective:
         return one.collective, one.axis
@@ -156,29 +158,59 @@ def _collective(event: Event, table: Table) -> tuple[str, str] | None:
 
 
 def _cannot_tell(trace: Trace, table: Table, unjoined: int) -> list[str]:
-    facts, said = trace.facts, []
+    facts, sentences = trace.facts, []
     if facts.platform == "cpu":
         if facts.mesh.get("pipeline", 1) > 1:
-            said.append(SHARED)
+            sentences.append(SHARED)
     elif facts.platform != "gpu":
-        said.append(f"Traces of a {facts.platform} are not read, only those of CPUs and GPUs.")
+        sentences.append(f"Traces of a {facts.platform} are not read, only those of CPUs and GPUs.")
     else:
         if not trace.events:
-            said.append("The trace holds nothing that ran on a GPU: the profiler could not reach CUPTI, which needs its library and the right to use it.")  # fmt: skip
+            sentences.append("The trace holds nothing that ran on a GPU: the profiler could not reach CUPTI, which needs its library and the right to use it.")  # fmt: skip
         if any(event.op not in table or table[event.op].container for event in trace.events if _buffered(event, table)):
-            said.append(UNNAMED)
+            sentences.append(UNNAMED)
         if any(_collective(event, table) for event in trace.events):
-            said.append(TOGETHER.format("NCCL's kernels"))
+            sentences.append(TOGETHER.format("NCCL's kernels"))
     if facts.processes > 1:
         if facts.platform == "cpu":
-            said.append(TOGETHER.format("Collectives between processes"))
-        said.append(f"Only the {len(facts.local)} devices of the first of {facts.processes} processes were traced, of {len(facts.devices)}.")  # fmt: skip
+            sentences.append(TOGETHER.format("Collectives between processes"))
+        sentences.append(f"Only the {len(facts.local)} devices of the first of {facts.processes} processes were traced, of {len(facts.devices)}.")  # fmt: skip
     if unjoined:
-        said.append(
+        sentences.append(
             f"{unjoined:,} of {len(trace.events):,} events name no instruction of the program beside the trace."
         )
-    return said
+    return sentences
 
 
-def _buffered(event: Event, table: Table) -> bool:
-    return event.op.startswith("command_buffer") or event.graph or (event.op in table and table[event.op].held)
+def _buffered(event: TraceEvent, table: Table) -> bool:
+    return event.op.startswith("command_buffer") or event.graph or (event.op in table and table[event.op].buffered)
+
+
+def share(spans: Iterable[tuple[float, float, int, Key]], window: Span) -> tuple[dict[Key, float], float, float]:
+    """Returns the time of each key of spans (begin, end, rank, key) in a window, that outside all spans, and the gaps between them."""
+    begin, end = window
+    edges = []
+    for a, b, rank, key in spans:
+        a, b = max(a, begin), min(b, end)
+        if b > a:
+            edges += [(a, 1, rank, key), (b, -1, rank, key)]
+    if not edges:
+        return {}, end - begin, 0.0
+    edges.sort(key=lambda edge: edge[0])
+    live: dict[int, Counter[Key]] = defaultdict(Counter)
+    totals: dict[Key, float] = defaultdict(float)
+    gaps, last = 0.0, edges[0][0]
+    for at, more, rank, key in edges:
+        if at > last:
+            running = next((live[r] for r in sorted(live) if live[r]), None)
+            if running is None:
+                gaps += at - last
+            else:
+                each = (at - last) / running.total()
+                for name, count in running.items():
+                    totals[name] += each * count
+            last = at
+        live[rank][key] += more
+        if not live[rank][key]:
+            del live[rank][key]
+    return dict(totals), (edges[0][0] - begin) + (end - last), gaps

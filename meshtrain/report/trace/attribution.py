@@ -1,15 +1,14 @@
-"""Where the time of a step went: the kinds, each once, and how they lie beside the planner's.
+"""Says where the time of a step went: the kinds, each once, and how they lie beside the planner's.
 
     traces/STEP/ ──read──► events, instructions ──attribute──► Attribution: seconds of a step by kind, summing to its wall
 
 The kinds share the wall: what hides behind something else has no seconds of its own. So a collective counts with what of it no compute hides.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 Kind = Literal[
     "forward", "backward", "recomputation", "head", "embedding", "optimizer", "data", "island", "tensor", "pipeline", "masked",
@@ -79,13 +78,11 @@ class Attribution:
     steps: int  # traced
     wall_seconds: float  # of a traced step
     seconds: dict[Kind, float]  # by kind, together at most `wall_seconds`
-    moving: dict[Kind, float] = field(
-        default_factory=dict
-    )  # of the collectives' exposed seconds, where it can be told apart:
-    waiting: dict[Kind, float] = field(default_factory=dict)  # for the devices that come later
-    collectives: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # (kind, axis) → executions a step and device, as `hlo.collectives` counts `times`
+    # Of the collectives' exposed seconds, where they can be told apart: those that move bytes, and that wait for later devices.
+    moving: dict[Kind, float] = field(default_factory=dict)
+    waiting: dict[Kind, float] = field(default_factory=dict)
+    # (kind, axis) → executions a step and device, as `hlo.collectives` counts `times`
+    collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
     events: int = 0  # of instructions
     unjoined: int = 0  # events that name no instruction of the program
     untraced_seconds: float | None = None  # of the same run's steps without tracing, if known
@@ -101,13 +98,5 @@ class Attribution:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by the names of `PARTS`, to be held beside `planned`."""
+        """Seconds by the names of `PARTS`, to compare with `planned`."""
         return {name: sum(self.seconds.get(k, 0.0) for k in kinds) for name, (kinds, _) in PARTS.items()}
-
-    def as_json(self) -> dict[str, Any]:
-        counted = [[*key, times] for key, times in sorted(self.collectives.items())]
-        return dataclasses.asdict(dataclasses.replace(self, collectives=Counter())) | {"collectives": counted}
-
-    @staticmethod
-    def from_json(told: Mapping[str, Any]) -> "Attribution":
-        return Attribution(**{**told, "collectives": Counter({(k, a): n for k, a, n in told["collectives"]})})

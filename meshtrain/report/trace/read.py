@@ -1,4 +1,4 @@
-"""A traced run's files read: what ran when on which device, when the steps were, and which program it was.
+"""Reads a traced run's files: what ran when on which device, when the steps were, and which program it was.
 
     traces/STEP/trace.xplane.pb   planes ─► lines ─► events (name, start, duration, stats)
                                   CPU: one plane for all devices, which mix on the lines of a pool of threads
@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.profiler import ProfileData
 
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.hlo import Module
+from meshtrain.report import rows
 from meshtrain.telemetry.trace import EVENTS, FACTS, MODULE, STEP, Facts
 
 Span = tuple[float, float]  # begin and end, in nanoseconds of the trace's clock
@@ -31,7 +33,7 @@ HANDED = 2000.0  # nanoseconds by which an `end` is later if an event did not do
 WAITING = "Rendezvous"  # inside a collective's event on a CPU: the others are not there yet
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """An instruction that ran on a device, or on a GPU a kernel or copy, of which `op` may be empty."""
 
     name: str
@@ -50,7 +52,7 @@ class Trace:
     facts: Facts
     module: Module
     steps: list[Span]
-    events: list[Event]  # of the train step, within the steps
+    events: list[TraceEvent]  # of the train step, within the steps
     waits: dict[str, list[Span]] = field(default_factory=dict)  # by line, in order
     untraced_seconds: float | None = None  # median of the steps around these
 
@@ -88,27 +90,20 @@ def read_trace(directory: Path) -> Trace:
 
 
 def _steps(planes: Iterable[Any], facts: Facts) -> list[Span]:
-    """The annotations around the traced steps."""
-    found = set()
-    for plane in planes:
-        if not plane.name.startswith("/host:"):
-            continue
-        for line in plane.lines:
-            for event in line.events:
-                if event.name == STEP and dict(event.stats).get("step_num") in facts.steps:
-                    found.add((event.start_ns, event.end_ns))
-    return sorted(found)
+    lines = [line for plane in planes if plane.name.startswith("/host:") for line in plane.lines]
+    annotations = [event for line in lines for event in line.events if event.name == STEP]
+    return sorted({(e.start_ns, e.end_ns) for e in annotations if dict(e.stats).get("step_num") in facts.steps})
 
 
-def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[Event], dict[str, list[Span]]]:
+def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict[str, list[Span]]]:
     """Every event tells its device; a line is a thread, which serves all of them in turn.
 
     An event of a large product ends when its parts are handed to other threads, and `end: NAME` comes when they are done, or, where what
     needs it goes on at once, some time after that has begun.
     """
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     waits: dict[str, list[Span]] = defaultdict(list)
-    made: list[int] = []  # by event: the number that its `end` names
+    numbers: list[int] = []  # by event: that which its `end` names
     ends: dict[int, float] = {}
     for plane in planes:
         for line in plane.lines if plane.name == "/host:CPU" else ():
@@ -119,24 +114,24 @@ def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[Event], dict[str,
                     waits[name_of_line].append((event.start_ns, event.end_ns))
                 elif name.startswith("end: "):
                     ends[dict(event.stats)["_c"]] = event.start_ns
-                # most events are the thread pool's own
+                # Most events are the thread pool's own
                 elif not name.startswith(("ThreadpoolListener", "Wait", "Invoke")):
                     stats = dict(event.stats)
                     if stats.get("hlo_module") == facts.module:
                         op, device = str(stats["hlo_op"]), int(stats["device_ordinal"])
-                        events.append(Event(name, op, device, name_of_line, event.start_ns, event.end_ns))
-                        made.append(stats.get("_p", -1))
+                        events.append(TraceEvent(name, op, device, name_of_line, event.start_ns, event.end_ns))
+                        numbers.append(stats.get("_p", -1))
     begins: dict[int, list[float]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.begin):
         begins[event.device].append(event.begin)
     for i, event in enumerate(events):
-        if ends.get(made[i], 0.0) > event.end + HANDED:
+        if ends.get(numbers[i], 0.0) > event.end + HANDED:
             later = begins[event.device][bisect.bisect_left(begins[event.device], event.end) :][:1]
-            events[i] = event._replace(end=min([ends[made[i]], *later]))
+            events[i] = event._replace(end=min([ends[numbers[i]], *later]))
     return events, {line: sorted(spans) for line, spans in waits.items()}
 
 
-def _on_gpu(planes: Iterable[Any], facts: Facts) -> list[Event]:
+def _on_gpu(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
     """What ran on the streams of each device's plane; other lines say the same once more in other units."""
     events = []
     for plane in planes:
@@ -151,20 +146,17 @@ def _on_gpu(planes: Iterable[Any], facts: Facts) -> list[Event]:
                     op = str(stats.get("hlo_op", ""))
                     graph = "cuda_graph_id" in stats or "cuda_graph_exec_id" in stats
                     device = int(number.group(1))
-                    events.append(Event(event.name, op, device, line.name, event.start_ns, event.end_ns, graph))
+                    events.append(TraceEvent(event.name, op, device, line.name, event.start_ns, event.end_ns, graph))
     return events
 
 
 def _untraced(metrics: Path, traced: list[int], around: int = 20) -> float | None:
     """Median seconds of the steps before and after those that were traced, where the run's rows tell."""
     try:
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    except (OSError, ValueError):
+        columns, _ = rows.read(metrics)
+    except OSError:
         return None
-    first, last = min(traced), max(traced)
-    seconds = sorted(
-        row["step_seconds"]
-        for row in rows
-        if "step_seconds" in row and first - around <= row["step"] <= last + around and not first <= row["step"] <= last
-    )
-    return seconds[len(seconds) // 2] if seconds else None
+    steps, seconds, first, last = columns["step"], columns["step_seconds"], min(traced), max(traced)
+    near = (steps >= first - around) & (steps <= last + around) & ((steps < first) | (steps > last))
+    seconds = np.sort(seconds[near & np.isfinite(seconds)])
+    return float(seconds[len(seconds) // 2]) if len(seconds) else None

@@ -26,6 +26,14 @@ TAKEN = [
     ("optimizer.params.weight_decay", 3e-7, ADAM, {"optimizer.weight_decay": 3e-7}),
     ("optimizer.params.max_grad_norm", 0.7, ADAM, {"optimizer.grad_clip": 0.7}),
     ("optimizer.params.momentum", 0.7, {"optimizer.type": "SGD"}, {"optimizer.beta1": 0.7}),
+    # torch's has no momentum unless it is given, and Lion's second beta is another than Adam's
+    ("optimizer.type", "SGD", {}, {"optimizer.name": "sgd", "optimizer.beta1": 0.0}),
+    ("optimizer.type", "Lion", {}, {"optimizer.beta1": 0.9, "optimizer.beta2": 0.99}),
+    ("optimizer.type", "Muon", {}, {"optimizer.beta1": 0.95}),
+    # without a scheduler there is none
+    ("optimizer.params.lr", 3e-5, ADAM, {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}),
+    ("optimizer.params.lr", 3e-5, ADAM | WARMUP, {"optimizer.learning_rate": 1e-3}),
+    ("optimizer.params.lr", 3e-5, ADAM | COSINE, {"optimizer.learning_rate": 3e-5, "optimizer.schedule": "cosine"}),
     ("scheduler.type", "WarmupLR", {}, {"optimizer.schedule": "constant", "optimizer.warmup_steps": 1000}),
     ("scheduler.type", "WarmupDecayLR", {}, {"optimizer.schedule": "linear", "optimizer.final_ratio": 0.0}),
     ("scheduler.type", "WarmupCosineLR", {}, {"optimizer.schedule": "cosine", "optimizer.final_ratio": 0.0001}),
@@ -77,7 +85,7 @@ def test_the_table_has_no_key_that_is_neither_taken_nor_left_out():
     assert methods == {
         "optimizer.params.adam_w_mode", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio",
         "scheduler.params.warmup_type", "fp16.loss_scale", "sequence_parallel_size",
-    }  # fmt: skip
+    } | {key for key, row in TABLE.items() if row.becomes and row.why}  # fmt: skip
 
 
 def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
@@ -103,12 +111,51 @@ def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
         ("scheduler.type", "OneCycle", {}, "no schedule of this name is here, so cosine stands"),
         ("optimizer.params.adam_w_mode", False, ADAM, "weight decay is always decoupled here"),
         ("_comment", "hello", {}, "it is a comment"),
+        ("optimizer.params.momentum", 0.9, ADAM, "momentum 0.9 (line 6): sgd and muon alone have a momentum"),
         ("train_batch_size", "auto", {}, "the trainer's file, which is not here, would say it"),
     ],
 )  # fmt: skip
 def test_what_is_otherwise_here_is_named(converted, key, value, others, says):
     _, text, _ = converted(ds=nested({"steps_per_print": 10, **others, key: value}))
     assert says in " ".join(text.replace("\n#  ", "").split())
+
+
+@pytest.mark.parametrize(
+    "key, value, others, says",
+    [
+        ("scheduler.type", "WarmupLR", {}, "scheduler.type WarmupLR ("),
+        ("scheduler.type", "WarmupCosineLR", ADAM, "the warm-up is linear here, theirs logarithmic unless warmup_type is linear"),
+        ("scheduler.params.warmup_type", "log", WARMUP, "the warm-up is linear here"),
+        ("scheduler.params.warmup_min_lr", 1e-6, WARMUP, "the warm-up begins at its first rung here"),
+        ("fp16.loss_scale", 1024, FP16, "the loss scale is always dynamic here"),
+        ("optimizer.params.bias_correction", False, ADAM, "optimizer.params.bias_correction false ("),
+        ("optimizer.params.nesterov", True, {"optimizer.type": "SGD"}, "optimizer.params.nesterov true ("),
+        ("optimizer.type", "Muon", {}, "how large Muon's updates are"),
+        *((f"{key}.enabled", True, {}, f"{key}.enabled true (") for key in (
+            "curriculum_learning", "data_efficiency", "progressive_layer_drop", "quantize_training", "elasticity", "amp", "torch_autocast",
+        )),
+        ("compression_training.weight_quantization.shared_parameters.enabled", True, {}, "compression_training."),
+    ],
+)  # fmt: skip
+def test_what_changes_what_is_learned_is_said_at_once(converted, key, value, others, says):
+    given = nested({"steps_per_print": 10, **others, key: value})
+    _, _, said = converted(ds=given)
+    assert any(says in sentence and "which changes what is learned" in sentence for sentence in said), said
+
+
+@pytest.mark.parametrize(
+    "key, value", [("curriculum_learning.enabled", False), ("optimizer.params.bias_correction", True), ("optimizer.params.torch_adam", True),
+                   ("scheduler.params.warmup_type", "linear"), ("fp16.loss_scale", 0), ("scheduler.params.warmup_min_lr", 0)],
+)  # fmt: skip
+def test_what_is_as_here_is_not(converted, key, value):
+    linear = {"scheduler.type": "WarmupLR", "scheduler.params.warmup_type": "linear"}
+    _, _, said = converted(ds=nested(ADAM | linear | {"steps_per_print": 10, key: value}))
+    assert said == []
+
+
+def test_a_rate_and_an_optimizer_that_only_a_script_can_know_are_said(converted):
+    _, _, said = converted(ds={"steps_per_print": 10})
+    assert "no file has an optimizer" in said[0] and "no file has a scheduler, so the rate is constant here" in said[1]
 
 
 def test_ranks_for_which_there_is_no_axis_are_refused(converted):

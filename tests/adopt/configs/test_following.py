@@ -68,6 +68,17 @@ def test_a_dataset_is_the_file_that_their_list_names(write, tmp_path):
     assert said == ["dataset one: its columns talk are to be renamed."]
 
 
+@pytest.mark.parametrize("media", ["images", "videos"])
+def test_a_dataset_of_pictures_is_refused(write, media):
+    write(
+        json.dumps({"mine": {"file_name": "x.json", "columns": {"messages": "messages", media: media}}}),
+        "data/dataset_info.json",
+    )
+    file = write({"stage": "sft", "dataset": "mine"}, "examples/x.yaml")
+    with pytest.raises(ConfigError, match=f"dataset mine has {media} beside its text, which are not read here"):
+        convert([file], 1)
+
+
 def test_what_counts_with_lora_alone_is_left_out_of_full_fine_tuning(converted):
     sections, text, _ = converted({"finetuning_type": "full", "lora_rank": 16, "lora_target": "all"})
     assert "lora" not in sections and "lora_rank 16 (line 2)" in text and "finetuning_type is full" in text

@@ -61,7 +61,10 @@ TAKEN = [
     ("warmup_steps", 0.1, {"steps": 200}, {"optimizer.warmup_steps": 20}),
     ("optim", "paged_adamw_8bit", {}, {"optimizer.name": "adamw"}),
     ("optim", "adafactor", {}, {"optimizer.name": "adafactor"}),
-    ("use_muon", True, {}, {"optimizer.name": "muon"}),
+    # torch's has no momentum
+    ("optim", "sgd", {}, {"optimizer.name": "sgd", "optimizer.beta1": 0.0}),
+    ("optim", "sgd", {"adam_beta1": 0.9}, {"optimizer.beta1": 0.0}),
+    ("use_muon", True, {}, {"optimizer.name": "muon", "optimizer.beta1": 0.95}),
     ("weight_decay", 0.01, {}, {"optimizer.weight_decay": 0.01}),
     ("adam_beta1", 0.8, {}, {"optimizer.beta1": 0.8}),
     ("adam_beta2", 0.9, {}, {"optimizer.beta2": 0.9}),
@@ -95,12 +98,45 @@ def test_the_table_has_no_key_that_is_neither_taken_nor_left_out():
     taken = {key for key, *_ in TAKEN}
     methods = {key for key, row in TABLE.items() if row.becomes and not row.why and key not in taken}
     assert methods == {
-        "train_from_scratch", "quantization_bit", "shift_attn", "mixture_of_depths", "freeze_trainable_layers", "pref_loss", "pref_ftx",
-        "dpo_label_smoothing", "use_dora", "pissa_init", "loraplus_lr_ratio", "use_llama_pro", "use_dft_loss", "use_galore", "use_apollo",
-        "use_badam", "use_adam_mini", "train_on_prompt", "mask_history", "neftune_noise_alpha", "disable_shuffling", "max_samples",
-        "do_train", "task", "export_dir", "sequence_parallel_size", "deepspeed", "lr_scheduler_kwargs.min_lr",
+        "pref_loss", "do_train", "task", "export_dir", "sequence_parallel_size", "deepspeed", "lr_scheduler_kwargs.min_lr",
         "lr_scheduler_kwargs.min_lr_rate",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.becomes and row.why])
+def test_a_method_that_is_not_here_is_said_at_once_to_change_what_is_learned(converted, key):
+    value = {
+        "enable_thinking": False, "ignore_pad_token_for_loss": False, "average_tokens_across_devices": False, "ld_alpha": 0.5,
+        "mix_strategy": "interleave_over", "train_sampling_strategy": "sequential", "resume_from_checkpoint": "saves/x",
+    }.get(key, True)  # fmt: skip
+    _, _, said = converted({"stage": "sft", key: value})
+    assert [
+        sentence
+        for sentence in said
+        if sentence.startswith(f"{key} ") and "is left out, which changes what is learned" in sentence
+    ]
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ({"optim": "adafactor"}, "optim adafactor"), ({"optim": "adamw_8bit"}, "moments are float32 here"), ({"use_muon": True}, "Muon"),
+        ({"packing": True}, "do not see each other here, as with neat_packing"), ({"pure_bf16": True}, "stays float32"),
+        ({"val_size": 100}, "val_size 100"), (FREEZE, "in theirs in the last 2"), ({"lr_scheduler_kwargs": '{"num_cycles": 2}'}, "lr_scheduler_kwargs"),
+    ],
+)  # fmt: skip
+def test_what_is_not_quite_the_same_is_said_at_once(converted, keys, says):
+    _, _, said = converted({"stage": "sft"} | keys)
+    assert [sentence for sentence in said if says in sentence and "which changes what is learned" in sentence], said
+
+
+def test_what_is_as_here_is_not_said(converted):
+    same = {
+        "enable_thinking": True, "ignore_pad_token_for_loss": True, "average_tokens_across_devices": True, "mix_strategy": "concat",
+        "use_asft_loss": False, "adapter_name_or_path": None, "fp8": False, "resume_from_checkpoint": None, "optim": "adamw_torch",
+        "neat_packing": True,
+    }  # fmt: skip
+    assert converted({"stage": "sft"} | same)[2] == []
 
 
 def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
@@ -128,6 +164,8 @@ def test_what_changes_what_is_learned_is_said_at_once(converted):
         ({"finetuning_type": "freeze"}, "finetuning_type is freeze, which trains all of some layers"),
         ({"finetuning_type": "freeze", "freeze_trainable_modules": "all"}, "trains all of some layers"),
         ({"do_train": False}, "this file does not train"),
+        ({"do_predict": True}, "do_predict is true; without do_train this file does not train"),
+        ({"do_eval": True}, "do_eval is true; without do_train"),
         ({"learning_rate": "high"}, "learning_rate is high; it must be a number"),
         ({"bf16": "perhaps"}, "it must be true or false"),
         ({"per_device_train_batch_size": 0}, "it must be at least 1"),

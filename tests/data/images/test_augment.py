@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config.images import ImagesConfig
-from meshtrain.data.images.augment import RATIO, augmented, random_box, shifted
+from meshtrain.data.images.augment import RATIO, augmented, mix, mixes, partners, random_box, shifted
 
 PIXELS = np.random.default_rng(0).integers(1, 256, (6, 6, 1), dtype=np.uint8)
 
@@ -48,3 +48,57 @@ def test_each_shift_of_up_to_so_many_pixels_and_each_side_comes_up_as_often() ->
 
 def test_without_anything_asked_for_an_image_stays_as_it_is() -> None:
     assert augmented(PIXELS, ImagesConfig(), 6, np.random.default_rng(0)) is PIXELS
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_a_row_is_mixed_with_the_one_beside_it_in_its_batch(count: int) -> None:
+    rows = np.arange(count)
+    other = partners(rows, np.full(count, count))
+    assert other.tolist() == {1: [0], 2: [1, 0], 5: [1, 0, 3, 2, 3], 8: [1, 0, 3, 2, 5, 4, 7, 6]}[count]
+
+
+def blended(images: ImagesConfig, draw: np.random.Generator, size: int = 16) -> tuple[np.ndarray, float]:
+    """Of an image of ones and one of zeros: what is left of the first at each place, and its share."""
+    first = np.ones((size, size, 2), np.float32)
+    share = mix(first, np.zeros_like(first), images, draw)
+    return first, share
+
+
+def test_mixup_is_the_same_share_everywhere_drawn_from_beta() -> None:
+    draw, shares = np.random.default_rng(0), []
+    for _ in range(2000):
+        left, share = blended(ImagesConfig(mixup=0.8), draw)
+        assert np.allclose(left, share, atol=1e-6)
+        shares.append(share)
+    # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1))
+    assert np.mean(shares) == pytest.approx(0.5, abs=0.03)
+    assert np.var(shares) == pytest.approx(1 / (4 * 2.6), rel=0.08)
+
+
+@pytest.mark.parametrize("size", [16, 7])
+def test_cutmix_pastes_one_box_whose_area_is_the_other_classes_share(size: int) -> None:
+    draw, shares = np.random.default_rng(0), []
+    for _ in range(500):
+        left, share = blended(ImagesConfig(cutmix=1.0), draw, size)
+        assert share == pytest.approx(left.mean(), abs=1e-6)
+        rows, columns = np.nonzero(left[..., 0] == 0)
+        if len(rows):
+            box = left[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+            assert not box.any()
+        shares.append(share)
+    assert min(shares) < 0.2 and max(shares) > 0.95
+
+
+def test_both_are_switched_between_and_some_images_are_left_alone() -> None:
+    draw, kinds = np.random.default_rng(0), []
+    for _ in range(2000):
+        left, share = blended(ImagesConfig(mixup=0.8, cutmix=1.0, switch=0.25, mixed=0.6), draw)
+        kinds.append("none" if share == 1 else "cutmix" if set(np.unique(left)) <= {0.0, 1.0} else "mixup")
+    shares = [kinds.count(kind) / 2000 for kind in ("none", "cutmix", "mixup")]
+    # Some boxes fall out so small that nothing is pasted.
+    np.testing.assert_allclose(shares, [0.4, 0.15, 0.45], atol=0.04)
+
+
+def test_nothing_is_mixed_where_nothing_is_asked_for() -> None:
+    assert mixes(ImagesConfig(mixup=0.8)) and mixes(ImagesConfig(cutmix=1.0))
+    assert not mixes(ImagesConfig()) and not mixes(ImagesConfig(mixup=0.8, mixed=0.0))

@@ -1,6 +1,7 @@
 """Folders of images: their layouts and classes, and files that are no images."""
 
 import builtins
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from image_configs import image_config, write_images
 from PIL import Image
 
 from meshtrain.data import open_data
-from meshtrain.data.images.index import decoded
-from meshtrain.data.images.opened import ImageBatches
+from meshtrain.data.images.folders import decoded, problem_of
+from meshtrain.data.images.image_batches import ImageBatches
 from meshtrain.errors import ConfigError
 
 
@@ -121,10 +122,10 @@ def test_files_are_looked_at_once_as_long_as_they_stay_as_they_are(
 ) -> None:
     write_images(tmp_path / "once", {"a": 3, "b": 3})
     looked: list[str] = []
-    from meshtrain.data.images import index
+    from meshtrain.data.images import folders
 
-    look = index._look
-    monkeypatch.setattr(index, "_look", lambda file: looked.append(file.name) or look(file))
+    look = folders._check
+    monkeypatch.setattr(folders, "_check", lambda file: looked.append(file.name) or look(file))
     before = opened(tmp_path / "once", validation=0.0)[0].digest
     assert len(looked) == 6
     assert opened(tmp_path / "once", validation=0.0)[0].digest == before and len(looked) == 6
@@ -180,3 +181,9 @@ def test_without_pillow_a_sentence_names_the_extra(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert "needs the Pillow library, which is not installed: pip install 'meshtrain[vision]'" in refusal(tmp_path)
+
+
+def test_a_jpeg_of_fewer_than_eight_pixels_a_side_is_an_image() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (5, 40)).save(stream, "JPEG")
+    assert problem_of(stream.getvalue()) == ""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from meshtrain.data.images.pixels import fitted, in_channels, patches, resized, scaling, whole
+from meshtrain.data.images.pixels import fitted, in_channels, patches, resized, scaling, unpatched
 
 DRAW = np.random.default_rng(0)
 
@@ -19,7 +19,7 @@ def test_a_patch_holds_its_pixels_row_by_row_each_with_its_channels(size: int, p
         row, column = divmod(n, across)
         y, x, c = np.unravel_index(p, (patch, patch, channels))
         assert cut[b, n, p] == images[b, row * patch + y, column * patch + x, c]
-    assert np.array_equal(whole(cut, patch), images)
+    assert np.array_equal(unpatched(cut, patch), images)
 
 
 def test_grey_is_what_pillow_makes_of_colours_and_repeated_where_colours_are_wanted() -> None:

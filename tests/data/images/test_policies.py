@@ -4,9 +4,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from meshtrain.data.images import policies
-from meshtrain.data.images.policies import IMAGENET, RANDAUGMENT, autoaugment, randaugment
+from meshtrain.data.images.policies import IMAGENET, OPERATIONS, RANDAUGMENT, autoaugment, randaugment
 
 
 @pytest.fixture
@@ -44,3 +45,125 @@ def test_autoaugment_draws_a_pair_and_each_of_its_operations_as_often_as_the_pol
     for key, count in expected.items():
         assert abs(counts[key] - count) < 5 * max(count, 1) ** 0.5, key
     assert set(counts) <= set(expected)
+
+
+DRAW = np.random.default_rng(0)
+COLOURS = DRAW.integers(0, 256, (24, 30, 3), dtype=np.uint8)  # 30 wide, 24 high
+SMOOTH = np.asarray(Image.fromarray(COLOURS).resize((60, 48), Image.Resampling.BICUBIC)).copy()
+WITHOUT_SIGN = ("identity", "autocontrast", "equalize", "invert", "posterize", "solarize")
+
+
+def after(name: str, pixels: np.ndarray, share: float, sign: int = 1) -> np.ndarray:
+    return np.asarray(OPERATIONS[name](Image.fromarray(pixels), share, sign)).astype(int)
+
+
+def grey(pixels: np.ndarray) -> np.ndarray:
+    return np.asarray(Image.fromarray(pixels).convert("L")).astype(float)
+
+
+@pytest.mark.parametrize("name", ["shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness", "identity"])  # fmt: skip
+def test_a_magnitude_of_nothing_changes_nothing(name: str) -> None:
+    for sign in (1, -1):
+        assert np.array_equal(after(name, COLOURS, 0.0, sign), COLOURS)
+
+
+@pytest.mark.parametrize("name", WITHOUT_SIGN)
+def test_what_goes_one_way_alone_has_no_sign(name: str) -> None:
+    assert np.array_equal(after(name, COLOURS, 0.7, 1), after(name, COLOURS, 0.7, -1))
+
+
+@pytest.mark.parametrize(("share", "bits"), [(0.0, 8), (0.3, 7), (0.5, 6), (0.75, 5), (1.0, 4)])
+def test_posterize_keeps_eight_to_four_bits(share: float, bits: int) -> None:
+    assert np.array_equal(after("posterize", COLOURS, share), COLOURS >> (8 - bits) << (8 - bits))
+
+
+@pytest.mark.parametrize(("share", "threshold"), [(0.0, 256), (0.25, 192), (1.0, 0)])
+def test_solarize_inverts_from_a_threshold_on(share: float, threshold: int) -> None:
+    assert np.array_equal(
+        after("solarize", COLOURS, share), np.where(threshold > COLOURS, COLOURS, 255 - COLOURS.astype(int))
+    )
+
+
+def test_invert_and_autocontrast() -> None:
+    assert np.array_equal(after("invert", COLOURS, 0), 255 - COLOURS.astype(int))
+    narrow = (COLOURS // 2 + 40).astype(np.uint8)
+    low, high = narrow.min((0, 1)).astype(float), narrow.max((0, 1)).astype(float)
+    np.testing.assert_allclose(after("autocontrast", narrow, 0), (narrow - low) * 255 / (high - low), atol=1)
+
+
+def test_equalize_spreads_a_channels_numbers_over_their_range() -> None:
+    dark = (COLOURS.astype(float) ** 2 / 255 / 4).astype(np.uint8)
+    even = after("equalize", dark, 0)
+    for c in range(3):
+        counts = np.bincount(dark[..., c].ravel(), minlength=256)
+        step = (counts.sum() - counts[counts > 0][-1]) // 255
+        table = np.minimum((step // 2 + np.cumsum(counts) - counts) // step, 255)
+        assert np.array_equal(even[..., c], table[dark[..., c]])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_colours_go_from_or_to_what_they_are_measured_by(sign: int) -> None:
+    factor, x = 1 + sign * 0.9 * 0.5, COLOURS.astype(float)
+    blends = {"brightness": 0.0, "color": grey(COLOURS)[..., None], "contrast": round(grey(COLOURS).mean())}
+    for name, start in blends.items():
+        expected = np.clip(start + factor * (x - start), 0, 255)
+        np.testing.assert_allclose(after(name, COLOURS, 0.5, sign), expected, atol=1.01, err_msg=name)
+
+
+def test_sharpness_goes_away_from_the_smoothed_image() -> None:
+    x = COLOURS.astype(float)
+    around = sum(x[1 + i : 23 + i, 1 + j : 29 + j] for i in (-1, 0, 1) for j in (-1, 0, 1))
+    smooth = (around + 4 * x[1:-1, 1:-1]) / 13
+    for sign in (1, -1):
+        expected = np.clip(smooth + (1 + sign * 0.9) * (x[1:-1, 1:-1] - smooth), 0, 255)
+        np.testing.assert_allclose(after("sharpness", COLOURS, 1.0, sign)[1:-1, 1:-1], expected, atol=2.5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_translations_move_by_whole_pixels_and_leave_black(sign: int) -> None:
+    for name, axis in (("translate_x", 1), ("translate_y", 0)):
+        moved = int(150 / 331 * 0.6 * COLOURS.shape[axis])
+        expected = np.zeros_like(COLOURS)
+        index = lambda part, axis=axis: (slice(None),) * axis + (part,)  # noqa: E731
+        here, there = slice(None, -moved), slice(moved, None)
+        expected[index(here if sign > 0 else there)] = COLOURS[index(there if sign > 0 else here)]
+        assert np.array_equal(after(name, COLOURS, 0.6, sign), expected), name
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_shears_move_each_line_by_its_share(sign: int) -> None:
+    """Line y of shear_x moves by 0.3 (y + 1/2), between pixels by linear interpolation."""
+    for name, pixels in (("shear_x", SMOOTH), ("shear_y", SMOOTH.swapaxes(0, 1))):
+        found = after(name, SMOOTH, 1.0, sign)
+        found = found if name == "shear_x" else found.swapaxes(0, 1)
+        for y in (0, 5, 20):
+            x = np.arange(pixels.shape[1]) + sign * 0.3 * (y + 0.5)
+            inside = (x >= 0) & (x <= pixels.shape[1] - 1)
+            for c in range(3):
+                expected = np.interp(x[inside], np.arange(pixels.shape[1]), pixels[y, :, c])
+                np.testing.assert_allclose(found[y, inside, c], expected, atol=1.01, err_msg=f"{name} {y}")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rotations_turn_about_the_middle_by_up_to_30_degrees(sign: int) -> None:
+    found, angle = after("rotate", SMOOTH, 0.5, sign), np.radians(sign * 15)
+    height, width, _ = SMOOTH.shape
+    for y, x in ((24, 30), (10, 30), (24, 50), (35, 12)):
+        across, down = x + 0.5 - width / 2, y + 0.5 - height / 2
+        u = np.cos(angle) * across - np.sin(angle) * down + width / 2 - 0.5
+        v = np.sin(angle) * across + np.cos(angle) * down + height / 2 - 0.5
+        i, j = int(v), int(u)
+        cell, a, b = SMOOTH[i : i + 2, j : j + 2].astype(float), v - i, u - j
+        expected = np.array([1 - a, a]) @ np.moveaxis(cell, 2, 0) @ np.array([1 - b, b])
+        np.testing.assert_allclose(found[y, x], expected, atol=1.5)
+
+
+def test_every_operation_takes_grey_images_too() -> None:
+    for name in OPERATIONS:
+        assert after(name, COLOURS[..., 0], 0.5).shape == (24, 30), name
+
+
+def test_policies_are_as_long_as_their_papers_have_them_and_name_operations_that_there_are() -> None:
+    assert len(RANDAUGMENT) == len(set(RANDAUGMENT)) == 14 and len(IMAGENET) == 25
+    assert {*RANDAUGMENT, *(name for pair in IMAGENET for name, _, _ in pair)} == set(OPERATIONS)
+    assert all(0 <= p <= 1 and 0 <= magnitude <= 9 for pair in IMAGENET for _, p, magnitude in pair)

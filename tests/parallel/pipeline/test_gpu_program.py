@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import pytest
 
+from meshtrain.cluster.algorithms import PERMUTE, best
 from meshtrain.config import Config, load
 from meshtrain.hlo import Module, collectives
-from meshtrain.hlo.work import Transfer, Work
+from meshtrain.hlo.work import IssuedCollective, Work
 from meshtrain.mesh import PIPELINE, make_mesh
 from meshtrain.plan import named
-from meshtrain.plan.cluster.algorithms import PERMUTE, best
 from meshtrain.schedule import make_table
 from meshtrain.schedule.buffers import allocate
 
@@ -86,10 +86,10 @@ def program(layout: str) -> Work:
     return Work(Module(done.stdout))
 
 
-def steady(work: Work) -> dict[str, list[Transfer]]:
-    """Bodies of the loops over ticks in which there is a forward and a backward: they send activations and cotangents."""
-    by_body: dict[str, list[Transfer]] = {}
-    for message in work.transfers("collective-permute"):
+def steady(work: Work) -> dict[str, list[IssuedCollective]]:
+    """Bodies of the loops over clocks in which there is a forward and a backward: they send activations and cotangents."""
+    by_body: dict[str, list[IssuedCollective]] = {}
+    for message in work.issued("collective-permute"):
         by_body.setdefault(message.body, []).append(message)
     found = {body: messages for body, messages in by_body.items() if len(messages) == 2 and messages[0].loops}
     assert found
@@ -110,7 +110,7 @@ def test_no_stage_work_stands_under_a_conditional(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_messages_of_the_steady_ticks_travel_under_matrix_products_of_at_least_their_time(layout):
+def test_messages_of_the_steady_clocks_travel_under_matrix_products_of_at_least_their_time(layout):
     config = load(given(layout))
     cluster = named("h100", config.mesh.devices)
     link, rate = cluster.axis(PIPELINE, config.mesh), REACHED * cluster.accelerator.flops("bfloat16")
@@ -122,8 +122,8 @@ def test_messages_of_the_steady_ticks_travel_under_matrix_products_of_at_least_t
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_steady_tick_neither_copies_nor_fills_what_the_layers_leave_for_the_backward(layout):
-    """Residuals lie in rings [slots, layers, ...]: a tick's loops over layers write and read them there, and nothing else does."""
+def test_a_steady_clock_neither_copies_nor_fills_what_the_layers_leave_for_the_backward(layout):
+    """Residuals lie in rings [slots, layers, ...]: a clock's loops over layers write and read them there, and nothing else does."""
     work, config, layers = program(layout), load(given(layout)), LAYOUTS[layout][1]
     table = make_table(config.parallel.schedule, config.mesh.pipeline, MICROBATCHES, config.parallel.virtual_stages)
     depth = allocate(table).depths.stash

@@ -19,7 +19,7 @@ from meshtrain.step import Program
 
 
 def lazy(p: int, m: int, v: int) -> tuple[np.ndarray, np.ndarray]:
-    """1F1B, each backward three ticks later than it could be."""
+    """1F1B, each backward three clocks later than it could be."""
     s, j = np.arange(p)[:, None], np.arange(m)[None, :]
     return j + s, j + 2 * (p - 1) - s + 3
 
@@ -49,14 +49,16 @@ def test_without_its_entry_it_is_refused():
 def test_one_that_cannot_run_is_refused():
     SCHEDULES.register(Schedule("hasty", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m, v)[1] - 4)))
     try:
-        with pytest.raises(ConfigError, match=r"parallel.schedule cannot run: schedule hasty: tick .* B0 is too early"):
+        with pytest.raises(
+            ConfigError, match=r"parallel.schedule cannot run: schedule hasty: clock .* B0 is too early"
+        ):
             plan(configuration("hasty"), named("h100", 8))
     finally:
         del SCHEDULES._entries["hasty"]
 
 
-def test_ticks_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"must give the ticks of F, of B and perhaps of W, each \(2, 4\)"):
+def test_clocks_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"must give the clocks of F, of B and perhaps of W, each \(2, 4\)"):
         Schedule("short", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m - 1, v)[1])).table(2, 4, 1)
 
 
@@ -79,7 +81,7 @@ def test_it_trains_like_another(registered):
 def test_it_is_planned_drawn_and_searched(registered):
     config, cluster = configuration("lazy"), named("h100", 8)
     planned, eager = plan(config, cluster), plan(configuration("1f1b"), cluster)
-    assert planned.ticks == eager.ticks + 3 and planned.depths.stash == 4 > eager.depths.stash
+    assert planned.clocks == eager.clocks + 3 and planned.depths.stash == 4 > eager.depths.stash
     assert planned.seconds > eager.seconds
     assert planned.timeline is not None and gantt_text(planned.timeline)
     assert ("lazy", 1) in schedules(layers=4, stages=2)

@@ -16,8 +16,7 @@ from meshtrain.compat import vary
 from meshtrain.config import load
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
-from meshtrain.parallel.pipeline.stage import Slot, Stage
-from meshtrain.parallel.pipeline.storage import empty
+from meshtrain.parallel.pipeline.stage import Slot, Stage, empty
 from meshtrain.step import Program
 
 BATCH, WIDTH, HIDDEN = 5, 7, 11
@@ -156,10 +155,10 @@ def slots_products(**parallel: Any) -> list[Counter]:
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        stage = Stage(program.local.forward, 1, program.local.zero.open(masters), batches, None)
+        stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batches, None)
         zero, x = jnp.int32(0), stage.zeros()
         work = Slot(jnp.array(True), zero, zero, zero)
-        stash, left = (empty((1, stage.layers), of) for of in stage.stashed(split=True))
+        stash, left = (empty((1, stage.layers), of) for of in stage.stash_shapes(split=True))
         sums = vary(jax.tree.map(lambda w: jnp.zeros(w.shape), stage.blocks.differentiated), AXES)
         for function, *given in (
             (lambda stash, x, sums: stage.backward(stash, x, sums, work), stash, x, sums),

@@ -106,11 +106,8 @@ def test_an_overflow_is_seen_through_compression_and_its_step_skipped():
 
 
 EVERYWHERE = {
-    "at use, ZeRO-3": ({"data": 4}, {"zero_stage": 3, "microbatches": 2}),
     "at use, ZeRO-2, tied": ({"data": 4}, {"zero_stage": 2, "zero_hold": False, "microbatches": 2}),
-    "held, ZeRO-3, islands": ({"data": 4, "islands": 2}, {"zero_stage": 3, "zero_hold": True, "microbatches": 2}),
     "1f1b at use, all axes": ({"data": 2, "tensor": 2, "pipeline": 2}, {"zero_stage": 3, "zero_hold": False, "microbatches": 4}),
-    "zero bubble at use": ({"data": 4, "pipeline": 2}, {"zero_stage": 2, "zero_hold": False, "microbatches": 2, "schedule": "zb_h1"}),
     "interleaved, islands": ({"data": 4, "pipeline": 2, "islands": 4}, {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 2}),
 }  # fmt: skip
 

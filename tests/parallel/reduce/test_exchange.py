@@ -13,8 +13,8 @@ from meshtrain.config import load
 from meshtrain.config.reduce import ReduceConfig
 from meshtrain.mesh import DATA, ISLAND, make_mesh
 from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce.blocks import block_codec
-from meshtrain.parallel.reduce.exchange import all_reduce, scatter
+from meshtrain.parallel.reduce.codecs import all_reduce, scatter
+from meshtrain.parallel.reduce.sizes import codec_of
 
 NAMES = ("bfloat16", "float8", "int8", "int4")
 # Of a sum of N, of the largest number that was added, for each rounding: half a step of each format.
@@ -22,18 +22,18 @@ HALF = {"bfloat16": 2.0**-8, "float8": 2.0**-4, "int8": 1 / 254, "int4": 1 / 14}
 
 
 def codec(name, block=16):
-    return block_codec(dataclasses.replace(ReduceConfig(feedback=False), compression=name, block=block))
+    return codec_of(dataclasses.replace(ReduceConfig(feedback=False), compression=name, block=block))
 
 
 def mesh_of(data, islands=1):
     return make_mesh(load({"mesh": {"data": data, "islands": islands}, "train": {"global_batch_size": data}}))
 
 
-def weight(shape, zero_dim, data, stacked=True):
+def weight(shape, zero_dim, data=8, stacked=True):
     """A weight of layers x rows x columns, or of rows x columns, whole but for ZeRO."""
     padded = tuple(-(-n // data) * data if d == zero_dim else n for d, n in enumerate(shape))
     axes = ("layers",) * stacked + ("embed", "mlp")
-    return Placed("w", axes, shape, shape, padded, ((),) * len(shape), (1,) * len(shape), zero_dim)
+    return Placed("w", axes, shape, shape, padded, ((),) * len(shape), (1,) * len(shape), zero_dim, (DATA,), data)
 
 
 def gradients(ranks, shape, seed=0):
@@ -42,10 +42,10 @@ def gradients(ranks, shape, seed=0):
 
 
 WEIGHTS = {
-    "stacked, rows": weight((3, 16, 5), 1, 8),
-    "stacked, columns": weight((2, 5, 24), 2, 8),
-    "padded": weight((2, 11, 7), 1, 8),
-    "outside the layers": weight((13, 9), 1, 8, stacked=False),
+    "stacked, rows": weight((3, 16, 5), 1),
+    "stacked, columns": weight((2, 5, 24), 2),
+    "padded": weight((2, 11, 7), 1),
+    "outside the layers": weight((13, 9), 1, stacked=False),
 }
 
 

@@ -9,7 +9,7 @@ from closing import Closing
 
 from meshtrain.config import ConfigError, load
 from meshtrain.parallel.placement import all_placed
-from meshtrain.parallel.reduce import kept
+from meshtrain.parallel.reduce import sizes
 
 RANK = 2
 
@@ -128,11 +128,11 @@ def configuration(rank, mesh=None, **reduce):
 def test_each_devices_part_of_a_weight_is_a_matrix_of_inputs_and_outputs(name, n, c):
     config = configuration(4)
     weight = next(w for w in all_placed(config) if w.name == name)
-    seen = kept.matrix(config, weight)
-    local = kept.compressed(config, weight).local(config)[weight.stacked :]
+    seen = sizes.as_matrix(config, weight)
+    local = sizes.compressed_part(config, weight).local(config)[weight.stacked :]
     assert (np.prod(local[: seen.rows]), np.prod(local[seen.rows :])) == (n, c)
     layers = (4,) if weight.stacked else ()
-    shape = kept.q(config, weight).local(config)
+    shape = sizes.q_spread(config, weight).local(config)
     assert np.prod(shape) == np.prod(layers) * c * 4
     assert shape[: len(layers)] == layers
 
@@ -140,18 +140,18 @@ def test_each_devices_part_of_a_weight_is_a_matrix_of_inputs_and_outputs(name, n
 def test_a_matrix_that_would_not_get_smaller_goes_as_it_is():
     small, large = configuration(12), configuration(13)
     k = next(w for w in all_placed(small) if w.name == "blocks.attention.k")  # 64 x 16: 12 * 80 < 1024 < 13 * 80
-    assert kept.compresses(small, k)
-    assert not kept.compresses(large, k)
+    assert sizes.compresses(small, k)
+    assert not sizes.compresses(large, k)
     norm = next(w for w in all_placed(small) if w.name == "blocks.mlp_norm.scale")
-    assert not kept.compresses(small, norm)
+    assert not sizes.compresses(small, norm)
 
 
 def test_a_rank_that_compresses_nothing_is_refused_with_the_largest_that_does():
     """mlp.down is 80 x 64 on a device: 35 * 144 < 5120; the embedding is 129 x 64: 42 * 193 < 8256."""
-    kept.check(configuration(42))
+    sizes.check_rank(configuration(42))
     with pytest.raises(ConfigError, match=r"parallel.reduce.rank is 43, but no matrix .*; legal are at most 42.$"):
-        kept.check(configuration(43))
-    kept.check(configuration(43, {"data": 1, "tensor": 2}))
+        sizes.check_rank(configuration(43))
+    sizes.check_rank(configuration(43, {"data": 1, "tensor": 2}))
 
 
 def test_q_begins_the_same_with_a_seed_and_otherwise_with_another(flat):
@@ -161,5 +161,9 @@ def test_q_begins_the_same_with_a_seed_and_otherwise_with_another(flat):
         if x is not None:
             assert np.array_equal(x, same[name])
             assert not np.array_equal(x, other[name])
-    shapes = [dataclasses.astuple(kept.q(flat.config, weight))[0] for weight in flat.weights.values() if weight.decayed]
+    shapes = [
+        dataclasses.astuple(sizes.q_spread(flat.config, weight))[0]
+        for weight in flat.weights.values()
+        if weight.decayed
+    ]
     assert sorted(shapes) == sorted(x.shape for x in one.values() if x is not None)

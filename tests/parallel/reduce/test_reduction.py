@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from short_runs import canonical_numbers, train
 
-from meshtrain.checkpoint.compatible import compare
+from meshtrain.checkpoint.restoring import compare
 from meshtrain.config import ConfigError, load
 from meshtrain.hlo import collectives
 from meshtrain.mesh import make_mesh
@@ -49,15 +49,10 @@ CASES = {
     "hierarchical-zero0-islands2": ("hierarchical", {"data": 4, "islands": 2}, 0, {}),
 }
 MORE = {
-    "ring-zero0": ("ring", {"data": 4}, 0, {}),
     "ring-zero2-at-use": ("ring", {"data": 4, "tensor": 2}, 2, {"zero_hold": False, "microbatches": 2}),
-    "ring-zero1-islands2": ("ring", {"data": 8, "islands": 2}, 1, {}),
     "ring-zero3-all-three": ("ring", {"data": 2, "tensor": 2, "pipeline": 2}, 3, {"microbatches": 2, "zero_hold": True}),
-    "two-way-zero0": ("two_way_ring", {"data": 8}, 0, {}),
     "halving-zero0-folded": ("halving_doubling", {"data": 3, "pipeline": 2}, 0, {}),
-    "halving-zero3": ("halving_doubling", {"data": 8}, 3, {}),
     "halving-zero2-held-pipeline": ("halving_doubling", {"data": 4, "pipeline": 2}, 2, {"zero_hold": True, "microbatches": 2}),
-    "tree-zero0-uneven": ("double_tree", {"data": 3, "tensor": 2}, 0, {}),
     "tree-zero0-all-three": ("double_tree", {"data": 2, "tensor": 2, "pipeline": 2}, 0, {"microbatches": 2}),
     "tree-zero1-across-islands-alone": ("double_tree", {"data": 4, "islands": 4}, 1, {}),
     "hierarchical-zero1-islands2-tensor2": ("hierarchical", {"data": 4, "islands": 2, "tensor": 2}, 1, {}),
@@ -89,7 +84,7 @@ def test_a_run_is_that_of_psum_and_its_gradients_travel_in_messages_alone(case):
     [
         ("ring", {"data": 2}, 1, {"reduce": {"compression": "int8"}}, "which has an exchange of its own; leave one of them out"),
         ("hierarchical", {"data": 2}, 0, {}, "mesh.islands is 1; give mesh.islands, or algorithm ring"),
-        ("double_tree", {"data": 2}, 1, {}, "has no reduce-scatter, but parallel.zero_stage is 1; give zero_stage 0"),
+        ("double_tree", {"data": 2}, 1, {}, "has no reduce-scatter, but parallel.zero_stage is 1 .*; give zero_stage 0"),
         ("halving_doubling", {"data": 6, "islands": 2}, 2, {}, "is for powers of two, .* 3 data ranks shard"),
         ("ring", {"data": 2, "pipeline": 2}, 3, {"zero_hold": False}, "each stage scatters .*; set parallel.zero_hold to true"),
     ],

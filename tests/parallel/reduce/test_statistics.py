@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
-from meshtrain.parallel.reduce.exchange import Sent
-from meshtrain.parallel.reduce.statistics import left_out, statistics
+from meshtrain.parallel.reduce.reduction import Reduced, left_out, statistics
 
 
 def error(given, arrived, exactly=(), fed_back=False):
@@ -18,7 +17,7 @@ def error(given, arrived, exactly=(), fed_back=False):
     def local(given, arrived):
         squares = []
         for i, (g, a) in enumerate(zip(given, arrived, strict=True)):
-            squares += left_out(g, Sent(g, g if i in exactly else a))
+            squares += left_out(g, Reduced(g, g if i in exactly else a))
         return statistics(squares, ("data",), jnp.float32(4.0), fed_back)
 
     mesh = make_mesh(load(None, ["mesh.data=4", "train.global_batch_size=4"]))

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from experiments.plan import kernels
+from meshtrain.cluster.accelerators import AMPERE
 from meshtrain.plan import ACCELERATORS, compute
-from meshtrain.plan.cluster.accelerators import AMPERE
-from meshtrain.plan.compute import CUDNN, OURS, Practice
-from meshtrain.plan.fit import kernels
+from meshtrain.plan.compute import CUDNN, DEFAULT_PROFILE, FrameworkProfile
 
 
 @pytest.mark.parametrize("key", kernels.TABLES, ids=" ".join)
@@ -32,10 +32,10 @@ def test_our_own_kernel_is_that_of_the_tables():
 def test_the_planner_gives_a_kernel_the_time_that_its_table_does(kernel, device):
     """Forward and backward of 2 sequences of 16,384 tokens, 64 heads of 128."""
     name = "flash 2" if kernel is kernels.FLASH_2_AMPERE else "triton"
-    accelerator, length, practice = ACCELERATORS[device], 16384, Practice(kernel=kernel)
+    accelerator, length, profile = ACCELERATORS[device], 16384, FrameworkProfile(kernel=kernel)
     scores = 2 * 64 * length**2
-    forward = compute.attention(accelerator, "bfloat16", 128, length, scores, practice)
-    backward = compute.layer_backward(forward, accelerator, length, practice)
+    forward = compute.attention(accelerator, "bfloat16", 128, length, scores, profile)
+    backward = compute.layer_backward(forward, accelerator, length, profile)
     flops = 4 * 128 * scores / 2
     for seconds, work, (lengths, rates) in zip((forward, backward), (flops, 2.5 * flops), kernels.TABLES[name, "a100"], strict=True):  # fmt: skip
         assert work / seconds.attention / 1e12 == pytest.approx(rates[lengths.index(length)], rel=0.05)
@@ -43,7 +43,7 @@ def test_the_planner_gives_a_kernel_the_time_that_its_table_does(kernel, device)
 
 def test_attention_slows_down_on_short_sequences_and_only_where_there_is_such_a_kernel():
     def rate(name, length):
-        seconds = compute.attention(ACCELERATORS[name], "float32", 64, length, length**2, OURS)
+        seconds = compute.attention(ACCELERATORS[name], "float32", 64, length, length**2, DEFAULT_PROFILE)
         return length**2 / seconds.attention
 
     assert rate("h100", 512) < 0.7 * rate("h100", 16384)

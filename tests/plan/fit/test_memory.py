@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from meshtrain.plan.fit.memory import GIB, KEMPNER, PIPELINE, ROWS, SELECTIVE, fullest
+from experiments.plan.memory import GIB, KEMPNER, PIPELINE, ROWS, SELECTIVE, fullest
 
 
 def row(name):

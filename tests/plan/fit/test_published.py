@@ -4,10 +4,10 @@ import statistics
 import numpy as np
 import pytest
 
-from meshtrain.plan.cluster.accelerators import AMPERE, HOPPER
-from meshtrain.plan.fit import calibrate, foundry, kempner
-from meshtrain.plan.fit.calibrate import family, fit, leave_one_out, rounded
-from meshtrain.plan.fit.published import ELSEWHERE, FITTED, HELD_OUT
+from experiments.plan import calibrate, foundry, kempner
+from experiments.plan.calibrate import family, fit, leave_one_out, rounded
+from experiments.plan.published import ELSEWHERE, FITTED, HELD_OUT
+from meshtrain.cluster.accelerators import AMPERE, HOPPER
 
 
 def errors(runs):

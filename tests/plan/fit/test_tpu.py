@@ -1,7 +1,7 @@
 import pytest
 
+from experiments.plan.tpu import FITTED, HELD_OUT
 from meshtrain.model.weights import parameters
-from meshtrain.plan.fit.tpu import FITTED, HELD_OUT
 
 
 @pytest.mark.parametrize("run", FITTED, ids=lambda r: r.name)

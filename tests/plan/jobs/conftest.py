@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshtrain.plan.cluster.cluster import Cluster, load_cluster
-from meshtrain.plan.jobs.listed import Job
+from meshtrain.cluster.cluster import Cluster, load_cluster
+from meshtrain.plan.jobs.listed import JobSpec
 from meshtrain.plan.jobs.packing import Packer
-from meshtrain.plan.jobs.ways import Request, Speeds, Way
+from meshtrain.plan.jobs.requests import JobRequest, JobShape, Speeds
 
 CONFIG = {
     "run": {"directory": "runs/small"},
@@ -71,10 +71,12 @@ def config(tmp_path) -> Path:
 def packer():
     """A function (cluster, jobs) -> a packer of jobs of which only devices and hours are known, each on as few nodes as can be."""
 
-    def make(cluster: Cluster, *jobs: Job) -> Packer:
+    def make(cluster: Cluster, *jobs: JobSpec) -> Packer:
         per_node = cluster.devices_per_node
         requests = [
-            Request(job, tuple(Way(max(1, n // per_node), min(n, per_node)) for n in job.any_of or (job.devices,)))
+            JobRequest(
+                job, tuple(JobShape(max(1, n // per_node), min(n, per_node)) for n in job.any_of or (job.devices,))
+            )
             for job in jobs
         ]
         return Packer(cluster, requests, Speeds(cluster))

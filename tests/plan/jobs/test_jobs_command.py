@@ -1,6 +1,7 @@
 """`python -m meshtrain.plan --jobs`: what it prints, writes and refuses."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from meshtrain.plan.__main__ import main
 from meshtrain.plan.jobs import listed
+from meshtrain.plan.jobs.requests import wanted
 
 
 def test_json_has_where_each_job_lies(written, capsys):
@@ -54,7 +56,7 @@ def test_the_report_shows_nodes_strategies_and_reasons(written, capsys):
     assert main(["--jobs", jobs]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "0-1 AAAAAAAA" in out and "first fit 100.0%" in out
-    assert "two waits 2 h: it needs 8 devices; all 16 devices are taken." in out
+    assert "two waits 2 h 0 min: it needs 8 devices; all 16 devices are taken." in out
 
 
 def test_where_nothing_fits_all_is_free(written, capsys):
@@ -81,7 +83,12 @@ def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path):
     page = tmp_path / "jobs.html"
     assert main(["--jobs", written(), "--html", str(page)]) == 0
     text = page.read_text()
-    assert "<script" not in text and "src=" not in text and "href=" not in text and 'name="viewport"' in text
+    assert (
+        "<script" not in text
+        and "src=" not in text
+        and not re.search('href="(?!data:,)', text)
+        and 'name="viewport"' in text
+    )
     picture = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     assert len(picture.findall("{*}rect")) == 16 and picture.get("viewBox").startswith("0 0 400 ")
     assert {title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")} == {"run", "short", "bare"}
@@ -169,3 +176,13 @@ def test_a_jobs_islands_are_told(written, tmp_path, capsys):
     assert main(["--jobs", jobs, "--cluster", "h100", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["jobs"]
     assert one["mesh"] == {"data": 4, "tensor": 1, "pipeline": 1, "islands": 2}
+
+
+def test_a_config_is_found_beside_the_list_from_any_directory(tmp_path, monkeypatch):
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "one.yaml").write_text("mesh: {data: 2}\n")
+    (tmp_path / "lists" / "jobs.yaml").write_text("jobs: [{name: run, config: one.yaml}]\n")
+    for directory, given in (("lists", "jobs.yaml"), (".", "lists/jobs.yaml")):
+        monkeypatch.chdir(tmp_path / directory)
+        (job,) = listed.read(given).jobs
+        assert wanted(job) == 2

@@ -104,7 +104,8 @@ def test_every_field_is_one_of_the_api(manifests):
         )
         check(document, SPECS[kind], kind)
     for name in ("run", "short"):
-        (document,) = found[f"{name}.yaml"]
+        shipped, document = found[f"{name}.yaml"]
+        assert shipped["kind"] == "ConfigMap" and "config.yaml" in str(shipped["data"])
         assert models.JobsetV1alpha2JobSet.from_dict(document).to_dict() == document
 
 
@@ -140,7 +141,7 @@ def test_queue_flavor_topology_and_classes_name_each_other(manifests):
     assert by_kind["LocalQueue"]["spec"]["clusterQueue"] == by_kind["ClusterQueue"]["metadata"]["name"]
     classes = {d["metadata"]["name"]: d["value"] for d in found["queues.yaml"] if d["kind"] == "WorkloadPriorityClass"}
     assert classes == {"priority-5": 5, "priority-0": 0}
-    (job,) = found["short.yaml"]
+    _, job = found["short.yaml"]
     assert job["metadata"]["namespace"] == by_kind["LocalQueue"]["metadata"]["namespace"] == "team"
     assert job["metadata"]["labels"] == {
         "kueue.x-k8s.io/queue-name": by_kind["LocalQueue"]["metadata"]["name"], "kueue.x-k8s.io/priority-class": "priority-5",
@@ -154,7 +155,7 @@ def pods(job: dict) -> dict:
 
 
 def test_a_job_takes_what_it_was_given(manifests):
-    (job,) = manifests()["short.yaml"]
+    _, job = manifests()["short.yaml"]
     (container,) = pods(job)["spec"]["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     # Its config has tensor 2; the fastest layout of 4 devices, and the steps of the job.
@@ -167,7 +168,7 @@ def test_a_job_takes_what_it_was_given(manifests):
     [("true", "kueue.x-k8s.io/podset-required-topology"), ("false", "kueue.x-k8s.io/podset-preferred-topology")],
 )
 def test_a_job_of_several_nodes_asks_for_one_block(manifests, together, kind):
-    (job,) = manifests(
+    _, job = manifests(
         f"nodes: 2\njobs: [{{name: run, config: CONFIG, set: [mesh.data=8], together: {together}, priority: -3}}]\n"
         "kueue: {image: i, volume: v, block_label: example.com/block}"
     )["run.yaml"]

@@ -4,7 +4,9 @@ import pytest
 
 from meshtrain.config import load
 from meshtrain.plan.estimate import plan
-from meshtrain.report.diagnosis import Evidence, diagnose, layouts
+from meshtrain.report.diagnosis import layouts
+from meshtrain.report.diagnosis.diagnose import diagnose
+from meshtrain.report.diagnosis.evidence import Evidence
 from meshtrain.report.rows import Columns
 from meshtrain.report.trace.attribution import Attribution
 

@@ -1,14 +1,21 @@
 """Each rule fires on its own evidence, and on no other's."""
 
 import dataclasses
+import random
+import re
 
 import pytest
 
 from meshtrain.config import load
 from meshtrain.plan.estimate import plan
-from meshtrain.report.diagnosis import Evidence, diagnose
+from meshtrain.report.diagnosis import rules
+from meshtrain.report.diagnosis.diagnose import diagnose
+from meshtrain.report.diagnosis.evidence import Evidence
 from meshtrain.report.rows import Columns
 from meshtrain.report.trace.attribution import Attribution
+from meshtrain.telemetry import alerts as alerts
+from meshtrain.telemetry import prometheus_rules
+from meshtrain.telemetry.thresholds import SAMPLES
 
 CONFIG = (
     *(
@@ -143,6 +150,41 @@ def test_a_rank_that_waits_for_data_alone_is_slow_and_the_loader_is_not_to_blame
     assert [f.name for f in diagnose(evidence(rows=rows, ranks=(alone, {"cpu_ratio": 0.45}))).findings] == ["slow_rank"]
     found = diagnose(evidence(rows=rows, ranks=(alone, alone))).findings
     assert [f.name for f in found] == ["loader"]
+
+
+def test_the_live_alert_the_report_and_prometheus_call_the_same_ranks_slow():
+    dice, config, rows, found = random.Random(0), load({}, [*CONFIG]), steps(), []
+    share, *others = prometheus_rules.document()["groups"][0]["rules"]
+    host, whole = (re.findall(r'phase=~"([a-z|]+)"', share["expr"])[k].split("|") for k in (0, 1))
+    (limit,) = re.findall(
+        r"< ([0-9.]+)$", next(rule["expr"] for rule in others if rule["labels"]["rule"] == "slow_rank")
+    )
+    for _ in range(1000):
+        spent = []
+        for _ in range(dice.randint(2, 5)):
+            own = dice.random() ** 2 * 0.7
+            weights = [dice.random() ** 2 for _ in host]
+            seconds = {phase: 10 * own * weight / sum(weights) for phase, weight in zip(host, weights, strict=True)}
+            spent.append(seconds | {"wait": 10 * (1 - own)})
+        shares = [sum(s[phase] for phase in host) / sum(s[phase] for phase in whole) for s in spent]
+        by_prometheus = {rank for rank, one in enumerate(shares) if 1 - (one - min(shares)) < float(limit)}
+
+        state, live = alerts.AlertState(), set()
+        for sample in range(SAMPLES):
+            for rank in reversed(range(len(spent))):
+                row = {"rank": rank, "phase_seconds": spent[rank]}
+                state, fired = alerts.judge(state, row, "process", 1000.0 + 15 * sample)
+                live |= {alert.rank for alert in fired}
+
+        taken = samples(*({"phase_seconds": s} for s in spent), count=1)
+        reported = set()
+        for finding in rules.slow_rank(Evidence(config, rows, taken)):
+            named = re.findall(r"^Rank (\d+)|; likewise rank ([\d, ]+)", finding.sentence)
+            reported = {int(rank) for pair in named for rank in ", ".join(pair).split(",") if rank.strip()}
+            assert finding.excess == pytest.approx(max(shares) - min(shares))
+        assert live == reported == by_prometheus, (shares, live, reported, by_prometheus)
+        found.append(len(live))
+    assert {0, 1, 2, 3} <= set(found)
 
 
 def test_a_board_at_its_power_cap_is_not_sick():

@@ -1,7 +1,6 @@
 """The kinds stand once, beside the planner's."""
 
 import dataclasses
-import json
 from collections import Counter
 
 import pytest
@@ -40,10 +39,6 @@ def test_parts_sum_to_what_the_kinds_sum_to():
 
 def test_idle_and_unknown_seconds_are_not_attributed():
     assert TOLD.attributed == pytest.approx(0.8)
-
-
-def test_what_is_told_comes_back_from_json():
-    assert Attribution.from_json(json.loads(json.dumps(TOLD.as_json()))) == TOLD
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from traced_steps import STEPS, traced
 
 from meshtrain.mesh import AXES
 from meshtrain.report.trace import attribute, read_trace
-from meshtrain.report.trace.join import instructions
+from meshtrain.report.trace.instructions import instructions
 from meshtrain.telemetry.trace import EVENTS
 
 

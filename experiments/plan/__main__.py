@@ -1,0 +1,329 @@
+"""How true the planner is, as tables.
+
+python -m experiments.plan                   seconds: fit on published runs, left-out runs, runs never seen
+python -m experiments.plan --search          a search over every layout of 16,384 devices, timed
+python -m experiments.plan --compile h100    bytes: memory and traffic beside XLA's, for configs from 125M to 70B
+                                            parameters (no GPU needed; about 15 minutes on 2 cores)
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from meshtrain.config import load, to_yaml
+from meshtrain.config.schema import ACTIVATIONS
+from meshtrain.plan import named
+from meshtrain.plan.search import search
+
+from . import calibrate, foundry, kempner, memory
+from .published import CHOICES, ELSEWHERE, FITTED, HELD_OUT, Run
+
+MODELS = {
+    "gpt 125M": {"family": "gpt2", "layers": 12, "d_model": 768, "heads": 12, "vocab_size": 50257},
+    "gpt 1.3B": {"family": "gpt2", "layers": 24, "d_model": 2048, "heads": 16, "vocab_size": 50304},
+    "1B": {"layers": 16, "d_model": 2048, "heads": 32, "kv_heads": 8, "d_ff": 8192, "vocab_size": 128256, "tied_head": True},
+    "3B": {"layers": 28, "d_model": 3072, "heads": 24, "kv_heads": 8, "d_ff": 8192, "vocab_size": 128256},
+    "8B": {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256},
+    "13B": {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000},
+    "34B": {"layers": 48, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 22016, "vocab_size": 32000},
+    "70B": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
+}  # fmt: skip
+
+# (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys: of `parallel`, but for those in SECTIONS)
+SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` counts were found on these
+    ("gpt 125M", (1, 1, 1), 8, 1024, 1, {"zero_stage": 0}),
+    ("gpt 125M", (8, 1, 1), 64, 1024, 1, {}),
+    ("gpt 125M", (4, 2, 1), 64, 1024, 4, {"zero_stage": 2, "zero_hold": True, "remat": "full"}),
+    ("gpt 125M", (2, 2, 2), 32, 1024, 8, {"compute": "float32"}),
+    ("1B", (8, 1, 1), 32, 4096, 1, {"zero_stage": 3, "remat": "full"}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "dots"}),
+    ("1B", (4, 2, 1), 32, 4096, 4, {"zero_stage": 2, "zero_hold": True, "sequence_parallel": True}),
+    ("1B", (2, 2, 2), 32, 4096, 8, {"sequence_parallel": True}),
+    ("1B", (1, 1, 8), 16, 4096, 16, {"zero_stage": 0, "remat": "full"}),
+    ("1B", (2, 1, 4), 32, 4096, 16, {"schedule": "interleaved", "virtual_stages": 2}),
+    ("8B", (8, 1, 1), 16, 8192, 1, {"zero_stage": 3, "remat": "full"}),
+    ("8B", (4, 4, 1), 32, 4096, 4, {"sequence_parallel": True, "remat": "full"}),
+    ("8B", (2, 4, 2), 32, 4096, 8, {"sequence_parallel": True}),
+    ("8B", (2, 2, 4), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
+    ("8B", (2, 2, 4), 64, 4096, 16, {"zero_stage": 2, "zero_hold": True, "schedule": "interleaved", "virtual_stages": 4, "remat": "full"}),
+    ("13B", (4, 8, 1), 32, 4096, 4, {"sequence_parallel": True}),
+    ("13B", (4, 2, 4), 64, 4096, 16, {"remat": "full"}),
+    ("13B", (2, 4, 4), 32, 4096, 16, {}),
+    ("34B", (4, 8, 2), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
+    ("34B", (2, 8, 4), 32, 4096, 16, {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 3}),
+    ("34B", (64, 1, 1), 128, 4096, 1, {"zero_stage": 3, "remat": "full"}),
+    ("70B", (2, 8, 8), 64, 4096, 32, {"sequence_parallel": True, "remat": "full"}),
+    ("70B", (4, 8, 4), 64, 4096, 16, {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 5, "remat": "full"}),
+    ("70B", (16, 8, 1), 64, 4096, 4, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
+    ("70B", (8, 8, 2), 64, 8192, 8, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
+    ("1B", (8, 1, 1), 32, 4096, 1, {"zero_stage": 3}),
+    ("8B", (4, 2, 1), 32, 4096, 8, {"zero_stage": 3, "remat": "dots"}),
+    ("gpt 1.3B", (8, 1, 1), 64, 1024, 2, {"remat": "full"}),
+    ("gpt 1.3B", (2, 2, 2), 32, 1024, 8, {"sequence_parallel": True}),
+    ("gpt 1.3B", (4, 2, 1), 32, 1024, 2, {"zero_stage": 0, "remat": "dots"}),
+    ("3B", (8, 1, 1), 16, 4096, 2, {"remat": "dots"}),
+    ("3B", (4, 2, 1), 16, 4096, 2, {"zero_stage": 3, "sequence_parallel": True}),
+    ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "dots"}),
+    ("3B", (1, 2, 4), 16, 4096, 16, {"zero_stage": 0, "schedule": "interleaved", "virtual_stages": 7, "remat": "full", "sequence_parallel": True}),
+    ("8B", (2, 8, 1), 16, 8192, 8, {"zero_stage": 2, "zero_hold": True, "remat": "full", "sequence_parallel": True}),
+    ("13B", (8, 1, 4), 64, 4096, 8, {"zero_stage": 2, "zero_hold": True, "remat": "full"}),
+    ("13B", (2, 8, 2), 32, 2048, 8, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True}),
+    ("70B", (1, 8, 8), 32, 4096, 32, {"zero_stage": 0, "schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
+    ("34B", (32, 4, 1), 128, 4096, 2, {"zero_stage": 3, "remat": "dots", "sequence_parallel": True}),
+    ("1B", (2, 2, 2), 16, 4096, 4, {"schedule": "zb_h1"}),
+    ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "zb_h1", "remat": "full"}),
+    ("3B", (4, 1, 4), 32, 4096, 8, {"schedule": "gpipe", "remat": "full"}),
+    ("1B", (2, 2, 2), 32, 2048, 8, {"schedule": "v_1f1b", "sequence_parallel": True}),
+    ("1B", (4, 1, 2), 16, 4096, 4, {"schedule": "gpipe"}),
+    ("1B", (2, 2, 2), 4, 4096, 2, {"schedule": "gpipe"}),
+    ("1B", (2, 2, 2), 16, 4096, 8, {"schedule": "interleaved", "virtual_stages": 1}),
+    ("1B", (2, 1, 4), 8, 4096, 4, {"schedule": "zb_h1"}),
+    ("1B", (2, 1, 4), 16, 4096, 8, {"schedule": "zb_interleaved", "virtual_stages": 2}),
+    ("1B", (2, 2, 2), 4, 4096, 2, {"schedule": "v_1f1b"}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names"}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_keep": ("attention",)}),
+    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_offload": ("mlp_hidden",)}),
+    ("1B", (4, 2, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True}),
+    ("1B", (4, 2, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ACTIVATIONS}),
+    ("1B", (2, 2, 2), 32, 4096, 8, {"remat": "names"}),
+    ("1B", (2, 2, 2), 32, 4096, 8, {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True}),
+    ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ("mlp_hidden",)}),
+    ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ACTIVATIONS}),
+    ("1B", (8, 1, 1), 16, 2048, 1, {"batching": "packed"}),
+    ("1B", (8, 1, 1), 16, 2048, 1, {"dropout": 0.1}),
+]  # fmt: skip
+UNSEEN: list[tuple] = [
+    ("gpt 125M", (1, 1, 4), 16, 1024, 8, {"remat": "dots"}),
+    ("gpt 1.3B", (2, 4, 1), 32, 2048, 4, {"compute": "float32", "remat": "full"}),
+    ("1B", (4, 1, 2), 32, 2048, 4, {"remat": "full"}),
+    ("3B", (8, 2, 1), 32, 8192, 2, {"sequence_parallel": True}),
+    ("8B", (8, 4, 1), 32, 8192, 1, {"zero_stage": 3, "sequence_parallel": True, "remat": "dots"}),
+    ("8B", (2, 4, 4), 32, 8192, 16, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "dots"}),
+    ("13B", (2, 8, 1), 16, 4096, 2, {"remat": "dots"}),
+    ("34B", (4, 8, 4), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
+    ("70B", (64, 1, 1), 64, 4096, 1, {"zero_stage": 3, "remat": "full"}),
+    ("70B", (4, 8, 8), 128, 4096, 32, {"schedule": "zb_interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
+    ("1B", (2, 1, 2), 16, 4096, 8, {"schedule": "zb_h1", "remat": "dots"}),
+    ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "zb_h1"}),
+    ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "v_1f1b", "remat": "dots"}),
+    ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "looped_bfs", "virtual_stages": 2, "remat": "full"}),
+    ("8B", (4, 4, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ("attention_out", "mlp_hidden"), "sequence_parallel": True}),
+    ("8B", (2, 4, 2), 32, 4096, 8, {"remat": "names", "remat_keep": ("attention_out",), "sequence_parallel": True}),
+]  # fmt: skip
+
+# Past about 80% of the device's memory XLA computes what it can a second time, rather than hold it: on a larger device
+# (--compile h200) these hold as much as planned, on an H100 less.
+TIGHT: list[tuple] = [
+    ("8B", (16, 1, 1), 32, 8192, 1, {"zero_stage": 3, "remat": "dots"}),
+    ("8B", (8, 1, 2), 64, 4096, 8, {"remat": "dots"}),
+    ("13B", (4, 4, 2), 64, 4096, 8, {"zero_stage": 2, "zero_hold": True, "schedule": "zb_h1", "remat": "full", "sequence_parallel": True}),
+]  # fmt: skip
+
+
+SECTIONS = {"compute": "precision", "dropout": "model", "batching": "data"}
+
+
+def config_of(row: tuple) -> dict:
+    model, (data, tensor, pipeline), batch, length, microbatches, given = row
+    found: dict = {
+        "model": dict(MODELS[model]),
+        "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
+        "parallel": {"schedule": "1f1b", "microbatches": microbatches},
+        "precision": {"compute": "bfloat16"},
+        "data": {},
+        "train": {"global_batch_size": batch, "sequence_length": length},
+    }
+    for key, value in given.items():
+        found[SECTIONS.get(key, "parallel")][key] = value
+    return found
+
+
+def times(console: Console) -> None:
+    """Published runs: fitted, left out, never fitted; then by source, and what is off as a rule."""
+    left_out = [left for name in ("Ampere", "Hopper") for left in calibrate.leave_one_out(calibrate.family(name))]
+    left_off = {left.run: left.error for left in left_out}
+    for family in ("Ampere", "Hopper"):
+        efficiency = calibrate.rounded(calibrate.fit(calibrate.family(family)))
+        table = _table(f"{family}: {efficiency}", ("run", ""), ("reported", "seconds a step", "predicted", "off by", "left out: off by"))  # fmt: skip
+        for run in [*calibrate.family(family), *calibrate.family(family, [*HELD_OUT, *ELSEWHERE])]:
+            left = f"{left_off[run]:+.1%}" if run in left_off else "never fitted"
+            table.add_row(run.source, run.name, run.reported, f"{run.seconds:.3f}", f"{run.predicted():.3f}", f"{_error(run):+.1%}", left)  # fmt: skip
+        console.print(table)
+    unseen = [*HELD_OUT, *ELSEWHERE, *kempner.RUNS, *foundry.runs()]
+    table = _table("by source", ("source", "device", ""), ("rows", "chosen", "median", "p90", "worst", "in the middle"))
+    for kind, runs in (("fitted", FITTED), ("never fitted", unseen)):
+        for source, device in dict.fromkeys((run.source, run.accelerator) for run in runs):
+            found = [_error(run) for run in runs if (run.source, run.accelerator) == (source, device)]
+            table.add_row(source, device, kind, str(len(found)), str(len(CHOICES[source])), *_spread(found))
+    fitted = f"{2 * len(calibrate.NAMES)} fitted"
+    table.add_row("all", "", "left out", str(len(left_out)), fitted, *_spread(list(left_off.values())))
+    chosen = str(sum(map(len, CHOICES.values())))
+    table.add_row("all", "", "never fitted", str(len(unseen)), chosen, *_spread([_error(run) for run in unseen]))
+    console.print(table)
+    for source, choices in CHOICES.items():
+        if choices:
+            console.print(f"chosen for {source}: {'; '.join(choices)}")
+    trends(console)
+    gigabytes(console)
+
+
+TRENDS = {
+    "tokens a sequence": lambda run: run.config.train.sequence_length,
+    "d_model": lambda run: run.config.model.d_model,
+    "devices": lambda run: run.config.mesh.devices,
+}
+
+
+def trends(console: Console) -> None:
+    """What is off as a rule: the median signed error of llm-foundry's rows by length, model and devices."""
+    devices = ("a100-40", "a100-80", "h100")
+    for title, of in TRENDS.items():
+        table = _table("", (title,), devices)
+        for value in sorted({of(run) for run in foundry.runs()}):
+            cells = []
+            for device in devices:
+                found = [_error(run) for run in foundry.runs() if of(run) == value and run.accelerator == device]
+                cells.append(f"{statistics.median(found):+.1%} of {len(found)}" if found else "")
+            table.add_row(str(value), *cells)
+        console.print(table)
+
+
+def gigabytes(console: Console) -> None:
+    """Published memory of other frameworks, by how they hold what they train."""
+    table = _table(
+        "memory of other frameworks: no number is fitted, the formulas were made with these rows in sight",
+        ("source", "run"),
+        ("reported GiB", "predicted", "off by"),
+    )
+    errors = [row.predicted / row.reported - 1 for row in memory.ROWS]
+    for row, error in zip(memory.ROWS, errors, strict=True):
+        table.add_row(row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}")
+    console.print(table)
+    median, percentile, worst, _ = _spread(errors)
+    console.print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
+
+
+def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for names, side in ((left, "left"), (right, "right")):
+        for name in names:
+            table.add_column(name, justify=side)
+    return table
+
+
+def _error(run: Run) -> float:
+    return run.predicted() / run.seconds - 1
+
+
+def _spread(errors: list[float]) -> list[str]:
+    """Median, ninetieth percentile and worst of the sizes; the median with its sign."""
+    sizes = sorted(map(abs, errors))
+    percentile = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
+    return [f"{statistics.median(sizes):.1%}", f"{percentile:.1%}", f"{sizes[-1]:.1%}", f"{statistics.median(errors):+.1%}"]  # fmt: skip
+
+
+def searched(console: Console) -> None:
+    """Llama-3 405B on 16,384 H100."""
+    model = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
+    train = {"global_batch_size": 2048, "sequence_length": 8192}
+    config = load({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
+    found = search(config, named("h100", 16384), 16384)
+    console.print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
+
+
+def compiled(console: Console, target: str) -> None:
+    """Each config in a process of its own, since the compiler must start before any other backend."""
+    for title, rows in (
+        ("seen while the formulas were made", SEEN),
+        ("not seen", UNSEEN),
+        ("more than XLA likes to hold on an H100", TIGHT),
+    ):
+        table = Table(title=f"{target}, {title}", title_justify="left", box=None)
+        for name in (
+            "model",
+            "mesh",
+            "parallel",
+            "planned GiB",
+            "compiled GiB",
+            "off by",
+            "traffic off by",
+            "seconds planned",
+            "of the program",
+            "off by",
+        ):
+            table.add_column(name, justify="left" if name in ("model", "mesh", "parallel") else "right")
+        memory_errors, traffic_errors, seconds_errors = [], [], []
+        for row in rows:
+            found = _plan(row, target)
+            if found is None:
+                table.add_row(row[0], str(row[1]), "failed to compile")
+                continue
+            planned, real = found["per_device_bytes"]["total"], found["compiled"]["total_bytes"]
+            traffic = _traffic_error(found)
+            memory_errors.append(planned / real - 1)
+            seconds_errors.append(found["step_seconds"] / found["compiled"]["step_seconds"] - 1)
+            traffic_errors.append(traffic)
+            keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
+            table.add_row(row[0], " x ".join(map(str, row[1])), keys, f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{planned / real - 1:+.1%}", f"{traffic:.2%}", f"{found['step_seconds']:.3f}", f"{found['compiled']['step_seconds']:.3f}", f"{seconds_errors[-1]:+.1%}")  # fmt: skip
+        console.print(table)
+        console.print(
+            f"memory: {_summary(memory_errors)}; traffic of the worst axis: {_summary(traffic_errors)}; "
+            f"seconds: {_summary(seconds_errors)}, {sum(abs(e) <= 0.05 for e in seconds_errors)} of {len(seconds_errors)} within 5%"
+        )
+
+
+def _plan(row: tuple, target: str) -> dict | None:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(to_yaml(load(config_of(row))))
+        file.flush()
+        command = [sys.executable, "-m", "meshtrain.plan", "--config", file.name, "--compile", target, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.splitlines()[-1], file=sys.stderr)
+        return None
+    return json.loads(done.stdout)
+
+
+def _traffic_error(found: dict, smallest: float = 1e6) -> float:
+    """Of the axis where the two differ most, leaving out what is less than a megabyte."""
+    sent: dict[str, float] = {}
+    for collective in found["compiled"]["collectives"]:
+        sent[collective["axis"]] = sent.get(collective["axis"], 0.0) + collective["sent_bytes"]
+    planned = found["traffic_bytes_per_step"]
+    axes = [axis for axis in {*sent, *planned} if max(sent.get(axis, 0), planned.get(axis, 0)) > smallest]
+    return max(
+        (abs(planned.get(axis, 0) - sent.get(axis, 0)) / max(sent.get(axis, 0), 1) for axis in axes), default=0.0
+    )
+
+
+def _summary(errors: Iterable[float]) -> str:
+    errors = list(errors)
+    sizes = [abs(error) for error in errors]
+    if not sizes:
+        return "nothing compiled"
+    return f"median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, lowest {min(errors):+.2%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", metavar="TARGET", help="cpu, a100, h100, h200 or b200")
+    parser.add_argument("--search", action="store_true")
+    options = parser.parse_args()
+    console = Console(width=200, highlight=False)
+    if options.compile:
+        compiled(console, options.compile)
+    elif options.search:
+        searched(console)
+    else:
+        times(console)
+
+
+if __name__ == "__main__":
+    main()

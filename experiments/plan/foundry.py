@@ -1,0 +1,67 @@
+"""Published runs of data-parallel training on A100 and H100, from 125M to 70B parameters and from 512 to 65,536 tokens. None is fitted.
+
+mosaicml/llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7), all rows in bfloat16; `llm_foundry.csv` has their figures.
+Shapes of the models: scripts/train/yamls/pretrain of the same repository. PyTorch's FSDP, everything sharded and gathered at use,
+nothing compiled; microbatches are sequences a device.
+
+The tables do not say which PyTorch they were made with. Two were, by their captions and by sweep.sh beside them: an older one for all rows in
+mixed precision "pure", whose checkpoints of blocks are recomputed whole, and a newer one for "default", which stops once the backward has
+what it reads (torch.utils.checkpoint, early stop): before a block's last product. Attention is the Triton kernel of FlashAttention 1.
+"""
+
+import csv
+import functools
+from pathlib import Path
+
+from meshtrain.config import load
+from meshtrain.plan.compute import FrameworkProfile
+
+from .kernels import TRITON_AMPERE, TRITON_HOPPER
+from .published import PYTORCH_LOSS, Run
+
+# d_model, layers, heads
+SHAPES = {
+    "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16), "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64),
+}  # fmt: skip
+KERNELS = {"a100-40": TRITON_AMPERE, "a100-80": TRITON_AMPERE, "h100": TRITON_HOPPER}
+
+
+@functools.cache
+def runs() -> tuple[Run, ...]:
+    """Every row."""
+    text = Path(__file__).with_name("llm_foundry.csv").read_text(encoding="utf-8")
+    return tuple(_run(row) for row in csv.DictReader(text.splitlines()))
+
+
+def _run(row: dict[str, str]) -> Run:
+    width, layers, heads = SHAPES[row["model"]]
+    length, devices, microbatches = int(row["length"]), int(row["devices"]), int(row["microbatches"])
+    batch, pure = int(row["microbatch"]) * microbatches * devices, row["mixed_precision"] == "pure"
+    checkpoints = row["checkpointing"] == "yes"
+    config = load(
+        {
+            "model": {"family": "gpt2", "layers": layers, "d_model": width, "heads": heads, "vocab_size": 50368},
+            "mesh": {"data": devices},
+            "parallel": {
+                "zero_stage": 3, "zero_hold": False, "microbatches": microbatches, "remat": "full" if checkpoints else "none",
+            },
+            "precision": {"compute": "bfloat16"},
+            "train": {"global_batch_size": batch, "sequence_length": length},
+        }
+    )  # fmt: skip
+    profile = FrameworkProfile(
+        execution="asynchronous",
+        overlap_data=True,
+        fused=False,
+        loss_passes=PYTORCH_LOSS,
+        kernel=KERNELS[row["accelerator"]],
+        gradient_bytes=2 if pure else 4,
+        # Gathers of FSDP1 end where the weights lie; the gradient is divided, or cast to float32, before it is sent.
+        copy_bytes=2 + 2 if pure else 2 + 4,
+        sum_bytes=0,
+        recomputes=(1, 1, 1) if checkpoints and pure else None,
+    )
+    name = f"{row['model']} {length} x {row['microbatch']} on {devices}{' recomputed' if checkpoints else ''}"
+    speed = float(row["tokens_per_second"])
+    return Run("llm-foundry", name, config, row["accelerator"], profile, batch * length / speed, f"{speed:,.0f} tokens/s")  # fmt: skip

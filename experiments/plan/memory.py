@@ -1,0 +1,127 @@
+"""Published gigabytes of frameworks that hold things in other ways than ours, so that they can be compared at all. No number is fitted, but the
+formulas were made with the rows in sight.
+
+    torchtitan   benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6, all rows without context parallelism whose layout is given (of
+                 the interleaved schedule neither chunks nor microbatches are): GiB that the allocator reserved. Float8 moves them by 0.2 GiB
+                 (tables 1 and 3), so that its rows stand for bfloat16. Pipelines have as many microbatches as stages, the default then.
+    KempnerForge see `kempner`: GiB that tensors took at most. Its weights and moments are in bfloat16, and where there are several
+                 microbatches these add to a gradient in float32 that is not sharded (175b_360gpu, "the path to 47.7%").
+
+Both are PyTorch's FSDP2, with sequence parallelism where there is tensor parallelism. A device holds most in one of two moments: at the
+loss, whose logits are all there at once, or in the backward of a layer.
+"""
+
+from dataclasses import dataclass
+
+from meshtrain.config import Config, load
+from meshtrain.parallel.placement import stages
+from meshtrain.plan import activations, shapes
+
+from . import kempner
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a framework holds what it trains, in bytes an element."""
+
+    state: float  # weights, moments and gradients, all sharded
+    logits: float  # at the loss: as the head gives them, in float32, their log-softmax, cotangents
+    shares_vocabulary: bool  # each tensor rank embeds, and takes the loss of, its share of it; else only its output is split, and gathered
+    summed: float = 4.0  # gradient, not sharded, where several microbatches add to it
+    selective: bool = False  # every second product's output is kept, and attention's; else a layer's input
+    gathered: bool = False  # weights stay gathered between microbatches
+    reserved: float = 1.0  # what the allocator asks for, in what tensors take: blocks that are free, but too small
+
+
+# The head's logits in bfloat16, float() of them, log_softmax and its gradient.
+TORCHTITAN = Holding(state=16, logits=14, shares_vocabulary=True, reserved=1.05)
+SELECTIVE = Holding(state=16, logits=14, shares_vocabulary=True, selective=True, reserved=1.05)
+PIPELINE = Holding(state=16, logits=14, shares_vocabulary=True, gathered=True, reserved=1.05)
+# All four in bfloat16; of the gradient, the sharded one is there only when the summed one has gone.
+KEMPNER = Holding(state=6, logits=8, shares_vocabulary=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    source: str
+    name: str
+    config: Config
+    holding: Holding
+    reported: float  # GiB
+
+    @property
+    def predicted(self) -> float:
+        """GiB at the fullest moment."""
+        return fullest(self.config, self.holding) / GIB
+
+
+def fullest(config: Config, holding: Holding) -> float:
+    """Bytes that a device of the first stage holds at most."""
+    held, stage, mesh, size = shapes.resident(config), stages(config), config.mesh, 2
+    layers, several = stage.on_device, config.parallel.microbatches > 1
+    again = held.tokens * (
+        0 if holding.shares_vocabulary else mesh.tensor - 1
+    )  # the other ranks' shares of the embedding
+    weights = held.block * layers + held.outer + again
+    always = holding.state * weights.shard
+    always += holding.summed * weights.full if several else 0.0
+    always += size * weights.full if holding.gathered else 0.0
+    # In 1F1B the first of p stages has p microbatches on their way, its own program running ahead of the others'.
+    depth = min(mesh.pipeline, config.parallel.microbatches)
+    always += depth * layers * shapes.tokens(config) * _kept(config, holding)
+    vocabulary = 0.0 if holding.gathered else size * (held.vocabulary + again).full
+    loss = float(vocabulary)
+    if mesh.pipeline == 1:
+        ways = mesh.tensor if holding.shares_vocabulary else 1
+        loss += holding.logits * shapes.tokens(config) * config.model.vocab_size / ways
+    block = held.block.full
+    # Its weights and the next layer's, gathered; its gradient as the products give it and as it is summed over data.
+    layer = activations.work(config, "gpu") + block * (0 if holding.gathered else 2 * size) + block * (size + 4)
+    return holding.reserved * (always + max(loss, vocabulary + layer))
+
+
+def _kept(config: Config, holding: Holding) -> float:
+    """Bytes a token that one layer keeps for its backward."""
+    w = activations.widths(config.model, config.mesh.tensor, True)
+    if not holding.selective:
+        return 2 * w.stream
+    # of q, k, v, o, gate, up, down: q, v, gate, down; attention's output, and its sums in float32
+    return 2 * (w.stream + w.query + w.key + w.hidden + w.stream + w.query) + 4 * w.heads
+
+
+_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+_70B = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256}
+_405B = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
+
+
+def _row(source: str, name: str, model: dict, mesh: tuple[int, int, int], sequences: int, microbatches: int, length: int, holding: Holding, gib: float) -> Row:  # fmt: skip
+    """`sequences` are those of a microbatch on one data rank."""
+    data, tensor, pipeline = mesh
+    config = load(
+        {
+            "model": model,
+            "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
+            "parallel": {
+                "zero_stage": 3, "zero_hold": False, "sequence_parallel": tensor > 1, "remat": "full", "microbatches": microbatches,
+                "schedule": "1f1b", "vocab": "edge",
+            },
+            "precision": {"compute": "bfloat16"},
+            "train": {"global_batch_size": sequences * microbatches * data, "sequence_length": length},
+        }
+    )  # fmt: skip
+    return Row(source, name, config, holding, gib)
+
+
+ROWS = (
+    _row("torchtitan", "8B, data 8", _8B, (8, 1, 1), 2, 1, 8192, SELECTIVE, 82.4),
+    _row("torchtitan", "8B, data 8, compiled", _8B, (8, 1, 1), 2, 1, 8192, SELECTIVE, 77.0),
+    _row("torchtitan", "8B, data 128", _8B, (128, 1, 1), 2, 1, 8192, SELECTIVE, 67.0),
+    _row("torchtitan", "8B, data 128, compiled", _8B, (128, 1, 1), 2, 1, 8192, SELECTIVE, 62.0),
+    _row("torchtitan", "8B, data 8, 32,768 tokens", _8B, (8, 1, 1), 1, 1, 32768, TORCHTITAN, 83.9),
+    _row("torchtitan", "70B, data 32 x tensor 8", _70B, (32, 8, 1), 16, 1, 8192, TORCHTITAN, 71.9),
+    _row("torchtitan", "405B, 8 x 8 x 8, 1F1B", _405B, (8, 8, 8), 4, 8, 8192, PIPELINE, 82.5),
+    _row("torchtitan", "405B, 8 x 8 x 8, 1F1B, 32,768 tokens", _405B, (8, 8, 8), 1, 8, 32768, PIPELINE, 75.3),
+    *(Row(run.source, run.name, run.config, KEMPNER, run.gib) for run in kempner.RUNS if run.gib),
+)

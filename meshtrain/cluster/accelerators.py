@@ -1,0 +1,172 @@
+"""Accelerators by name: what their makers' data sheets say, and how much of it training reaches.
+
+Dense rates without sparsity, in TFLOP/s; bandwidth in GB/s (10^9); memory in GiB as the device reports it to programs.
+
+    a100-40, a100-80  NVIDIA A100 data sheet (2021): 312 TFLOP/s bf16/fp16, 156 tf32; 1555 and 2039 GB/s; 400 W
+    h100              NVIDIA H100 SXM data sheet (2023): 989.4 bf16/fp16, 494.7 tf32, 1978.9 fp8; 3350 GB/s; 700 W
+    h100-96           the H100 of torchtitan's benchmarks/llama3_h100_202412: 96 GB HBM2e, 2400 GB/s, run at 500 W; its peak is
+                      "between SXM and NVL" (989 and 835), so we take the middle
+    h200              NVIDIA H200 SXM data sheet (2024): as H100, 141 GB at 4800 GB/s
+    b200              NVIDIA HGX B200 data sheet (2025): 2250 bf16/fp16, 1100 tf32, 4500 fp8; 180 GB at 7700 GB/s
+    gb200             NVIDIA GB200 NVL72 data sheet (2025): 2500 bf16/fp16, 1250 tf32, 5000 fp8; 186 GB at 8000 GB/s; 1200 W
+    v100              NVIDIA V100 SXM2 data sheet (2020): 125 fp16, 15.7 fp32 (no bf16 units), 32 GB at 900 GB/s
+    tpu-v5p           cloud.google.com/tpu/docs/v5p: 459 bf16, 95 GiB at 2765 GB/s
+    cpu               a small cloud machine, a 2-core x86 virtual machine with AVX-512, as a whole: medians of four runs of
+                      `python -m meshtrain.plan --measure` on two fake devices, memory given by hand; measure your own
+
+float32 matmuls on NVIDIA devices are counted at the TF32 rate, which is what XLA uses by default.
+"""
+
+import re
+from dataclasses import astuple, dataclass, field
+from typing import Literal
+
+from meshtrain.config.schema import key
+from meshtrain.xla import POOL
+
+RATE = {"least": 0.0, "most": 1e5, "unit": "TFLOP/s (2.25 PFLOP/s are 2250)"}
+GIB = "GiB, as the device reports it"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Matmul rates in TFLOP/s by dtype; 0: the device has no units for it."""
+
+    float32: float = key(0.0, "TFLOP/s in float32 (TF32 where XLA uses it)", **RATE)
+    bfloat16: float = key(0.0, "TFLOP/s in bfloat16", **RATE)
+    float16: float = key(0.0, "TFLOP/s in float16", **RATE)
+    float8: float = key(0.0, "TFLOP/s in float8 (informative: no compute dtype is float8 yet)", **RATE)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Six numbers between the data sheet and what training reaches.
+
+        matmul      share of the peak that a very large matrix product reaches
+        half_size   a product (m, k, n) reaches that share times 1/(1 + half_size (1/m + 1/k + 1/n))
+        attention   share of the peak that cuDNN's attention reaches forward on very long sequences, on the half of the scores that is not
+                    masked; `compute.Kernel` has the law for shorter ones, its backward, and other kernels
+        memory      share of the memory bandwidth that norms, activations, residuals and the optimizer reach
+        link        share of a link's bandwidth that collectives reach
+        exposed     share of the communication that could hide behind compute, but does not
+
+    `experiments/plan/calibrate.py` fits them on published runs.
+    """
+
+    matmul: float = key(0.75, "share of the peak that a very large matrix product reaches", above=0.0, most=1.0)
+    half_size: float = key(100.0, "a side of a matrix product that costs half the rate", least=0.0)
+    attention: float = key(
+        0.45, "share of the peak that attention reaches forward on very long sequences", above=0.0, most=1.0
+    )
+    memory: float = key(0.75, "share of the memory bandwidth reached", above=0.0, most=1.0)
+    link: float = key(0.75, "share of a link's bandwidth that collectives reach", above=0.0, most=1.0)
+    exposed: float = key(
+        0.3, "share of hideable communication that stays exposed: it competes for the device", least=0.0, most=1.0
+    )
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    name: str = key("", "one of the accelerators known by name, or a new one with all its figures")
+    platform: Literal["gpu", "tpu", "cpu"] = key("gpu", "what JAX takes it for; of one known by name that is known")
+    memory: float = key(0.0, "memory in GiB, as the device reports it", least=0.0, most=1e5, unit=GIB)
+    reserved: float = key(
+        0.0, "GiB of it that programs cannot have: context, collective buffers, fragmentation", least=0.0, most=1e5, unit=GIB
+    )  # fmt: skip
+    bandwidth: float = key(0.0, "memory bandwidth in GB/s", least=0.0, most=1e5, unit="GB/s (3.35 TB/s are 3350)")
+    watts: float = key(0.0, "power at which the rates hold (informative)", least=0.0, most=1e5, unit="watts")
+    peak: Peak = field(default_factory=Peak)
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s in a compute dtype; where the device has no units for it, float32's."""
+        return (getattr(self.peak, dtype) or self.peak.float32) * 1e12
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second that passes over memory reach."""
+        return self.bandwidth * 1e9 * self.efficiency.memory
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory * 2**30
+
+    @property
+    def usable_bytes(self) -> float:
+        return (self.memory - self.reserved) * 2**30
+
+
+# Fitted by `calibrate` on three rows of `experiments/plan/tpu.py`, whose four others it predicts within 9%.
+TPU_V5P = Efficiency(matmul=0.829, half_size=103.0, attention=0.415, memory=0.737, link=0.74, exposed=0.321)
+
+
+def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, efficiency: Efficiency, bfloat16: float | None = None, float8: float = 0.0) -> Accelerator:  # fmt: skip
+    peak = Peak(float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16, float8=float8)
+    return Accelerator(name, "gpu", memory, round(memory * (1 - POOL), 1), bandwidth, watts, peak, efficiency)
+
+
+# Fitted by `experiments/plan/calibrate.py` on the rows of `published.py` there; `python -m experiments.plan` prints the fit and its leave-one-out errors.
+# Other accelerators borrow the nearest of the two.
+AMPERE = Efficiency(matmul=0.767, half_size=76.3, attention=0.576, memory=0.837, link=0.733, exposed=0.3)
+HOPPER = Efficiency(matmul=0.594, half_size=144.0, attention=0.625, memory=0.65, link=0.784, exposed=0.219)
+
+ACCELERATORS: dict[str, Accelerator] = {
+    a.name: a
+    for a in (
+        _gpu("a100-40", 39.4, 1555, 312, 156, 400, AMPERE),
+        _gpu("a100-80", 79.2, 2039, 312, 156, 400, AMPERE),
+        _gpu("h100", 79.6, 3350, 989.4, 494.7, 700, HOPPER, float8=1978.9),
+        _gpu("h100-96", 95.0, 2400, 912, 456, 500, HOPPER, float8=1824),
+        _gpu("h200", 139.8, 4800, 989.4, 494.7, 700, HOPPER, float8=1978.9),
+        _gpu("b200", 178.4, 7700, 2250, 1100, 1000, HOPPER, float8=4500),
+        _gpu("gb200", 185.0, 8000, 2500, 1250, 1200, HOPPER, float8=5000),
+        _gpu("v100", 31.7, 900, 125, 15.7, 300, AMPERE, bfloat16=0.0),
+        Accelerator("tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), TPU_V5P),
+        Accelerator(
+            "cpu",
+            "cpu",
+            16.0,
+            0.0,
+            33.0,
+            0.0,
+            Peak(0.45, 0.44, 0.44),
+            Efficiency(matmul=0.8, half_size=32.0, exposed=1.0),
+        ),
+    )
+}
+
+# What JAX calls a device (`device_kind`; NVIDIA's driver names its own), without its maker, whose rates we know. The PCIe and NVL
+# boards of the H100 are slower than the SXM one, and stand here no more than any other that has no data sheet.
+KINDS = {
+    "a100-sxm4-40gb": "a100-40",
+    "a100-pcie-40gb": "a100-40",
+    "a100-sxm4-80gb": "a100-80",
+    "a100-80gb-pcie": "a100-80",
+    "h100-80gb-hbm3": "h100",
+    "h200": "h200",
+    "b200": "b200",
+    "gb200": "gb200",
+    "v100-sxm2-16gb": "v100",
+    "v100-sxm2-32gb": "v100",
+    "tpu-v5": "tpu-v5p",
+    "tpu-v5p": "tpu-v5p",
+}
+
+
+def canonical(kind: str) -> str:
+    """The name of a device in `ACCELERATORS`; of one that is not there what JAX calls it, in lower case with hyphens."""
+    name = re.sub("[^a-z0-9]+", "-", kind.lower()).strip("-")
+    return KINDS.get(re.sub("^(nvidia|tesla)-", "", name), name)
+
+
+# Whose efficiencies those have that no run of theirs was fitted on, and that are another chip than the fitted ones.
+LENDERS = {"b200": "Hopper", "gb200": "Hopper", "v100": "Ampere"}
+
+
+def lender(accelerator: Accelerator) -> str | None:
+    """Whose efficiencies an accelerator has, if not its own; none where all of them were given."""
+    known = ACCELERATORS.get(accelerator.name, Accelerator())
+    own = astuple(accelerator.efficiency)
+    if not any(a == b for a, b in zip(own, astuple(known.efficiency), strict=True)):
+        return None
+    return LENDERS.get(accelerator.name) if accelerator.name in ACCELERATORS else "no device in particular"

@@ -1,0 +1,293 @@
+"""A described cluster: nodes of devices, the links between them by level, and what fails how often.
+
+    spine   ┌───────────────┴──────────────┐
+    rail    ├──────────┐        ├──────────┐
+    node   [12345678] [12345678] ...
+
+A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends. What else messages meet on
+the way is the network's shape: `meshtrain.cluster.topology`.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from collections import Counter
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator, Peak, canonical
+from meshtrain.cluster.topology import (
+    DRAGONFLY,
+    FAT_TREE,
+    HYPERCUBE,
+    LEVELS,
+    RAILS,
+    TORUS,
+    Group,
+    Legs,
+    Levels,
+    Links,
+    Network,
+    group,
+    torus_of,
+)  # fmt: skip
+from meshtrain.config import Config, ConfigError, MeshConfig, short
+from meshtrain.config.load import filled, read_given
+from meshtrain.config.schema import key
+from meshtrain.errors import nearest
+
+DIRECTORY = Path(__file__).parent / "known"
+EXAMPLE = "it needs at least 'accelerator: {name: h100}' and 'links: {node: {devices: 8, bandwidth: 450}}'"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str = key("", "what the report calls it")
+    nodes: int = key(1, "machines", least=1)
+    devices_per_node: int = key(8, "accelerators in a machine", least=1)
+    shared: bool = key(
+        False, "fake devices: all devices are one machine, and the accelerator's figures are of all of them together"
+    )
+    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(
+        FAT_TREE, "shape of the network"
+    )
+    dimensions: tuple[int, ...] = key(
+        (),
+        "torus: places along each dimension, neighbours in the last; the level that joins as many is the torus",
+        least=1,
+    )
+    between_rails: Literal["node", "spine"] = key(
+        "node",
+        "rail_optimised: the way to a device of another number in its node, over the node's links first (NCCL's PXN) or over the spine",
+    )
+    failures_per_device_hour: float = key(
+        2e-5,
+        "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
+        least=0.0,
+        most=1.0,
+        unit="failures per device and hour (one in 50,000 hours is 2e-05)",
+    )
+    restart_seconds: float = key(
+        300.0, "from a failure to the first step after the restart", least=0.0, most=86400.0, unit="seconds"
+    )
+    save_seconds: float = key(
+        0.2,
+        "for which a save stops training however little it copies (barrier, directory, names of arrays): the quickstart's 10 MB, median of 10",
+        least=0.0,
+        most=3600.0,
+        unit="seconds",
+    )
+    storage_bandwidth: float = key(
+        1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one node"
+    )
+    host_bandwidth: float = key(
+        20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one device"
+    )
+    price_per_device_hour: float = key(0.0, "price of one device for an hour, in any currency", least=0.0)
+    device_order: tuple[str, ...] = key(
+        (),
+        "devices as HOST/NUMBER, neighbours by their links, as the probe found them; mesh.cluster has a mesh take them so",
+    )
+    accelerator: Accelerator = field(default_factory=Accelerator)
+    links: Links = field(default_factory=Links)
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def levels(self) -> Levels:
+        """The levels that there are, innermost first."""
+        return tuple((name, getattr(self.links, name)) for name in LEVELS if getattr(self.links, name).devices)
+
+    def group(self, size: int, stride: int) -> Group:
+        """The group of `size` devices that stand `stride` apart in the numbering."""
+        return self._group(((size, stride),))
+
+    def axis(self, name: str, mesh: MeshConfig) -> Group:
+        """The group of a mesh axis, or of several joined by +; devices are numbered as `mesh.order` says."""
+        legs = ((mesh.ways(axis), mesh.stride(axis)) for axis in name.split("+"))
+        return self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
+
+    def _group(self, legs: Legs) -> Group:
+        device = self.accelerator
+        library = "nccl" if device.platform == "gpu" else ""
+        return group(self.levels(), device.efficiency.link, self.network, library, legs)
+
+    @functools.cached_property
+    def network(self) -> Network:
+        """The shape, with what it needs."""
+        torus, level = torus_of(self.levels(), self.topology, self.dimensions)
+        return Network(self.topology, self.between_rails, self.devices_per_node, torus, level)
+
+    @property
+    def bisection(self) -> float:
+        """GB/s that one half of all devices can send to the other half over the highest level at once."""
+        if not self.levels():
+            return 0.0
+        name, top = self.levels()[-1]
+        devices, network = top.devices, self.network
+        if network.torus and network.torus_level == name:
+            return network.torus.bisection * top.reached * (devices // network.torus.size) / network.torus.links
+        blocks = devices // (self.levels()[-2][1].devices if len(self.levels()) > 1 else 1)
+        # Of a dragonfly's links some lead to groups of the same half.
+        across = blocks / 2 / max(1, blocks - 1) if self.topology == DRAGONFLY else 1.0
+        return devices / 2 * top.reached * across
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """The checked cluster of a YAML file; ConfigError (one sentence) otherwise. What it leaves out of an accelerator known by name,
+    ours or its driver's, comes from that one's data sheet."""
+    values, source = read_given(Cluster, path, "cluster description", "--cluster", EXAMPLE), short(path)
+    device = values.get("accelerator", {})
+    sheet = ACCELERATORS.get(canonical(device.get("name", "")))
+    if sheet:
+        device["name"] = sheet.name
+    cluster = filled(Cluster(accelerator=sheet or Accelerator()), values)
+    if sheet and sheet.platform != "cpu":
+        _check_scale(cluster.accelerator, sheet, source)
+    return checked(cluster, source)
+
+
+SHEET = ("memory", "bandwidth", "watts", "peak.float32", "peak.bfloat16", "peak.float16", "peak.float8")
+
+
+def _check_scale(device: Accelerator, sheet: Accelerator, source: str) -> None:
+    """Refuses figures that are far from the data sheet's, as those in other units are: TB/s for GB/s."""
+    for name in SHEET:
+        figure, expected = (operator.attrgetter(name)(accelerator) for accelerator in (device, sheet))
+        if figure and expected and not 1 / 50 < figure / expected < 50:
+            raise ConfigError(
+                f"{source}: accelerator.{name} is {figure:g}, and the data sheet of {sheet.name} says {expected:g}; "
+                "is it in another unit? Leave it out, or describe the device under a name of its own."
+            )
+
+
+def checked(cluster: Cluster, source: str) -> Cluster:
+    """The cluster with a name; ConfigError where a figure is missing or makes no sense."""
+    accelerator = cluster.accelerator
+    missing = [n for n in ("memory", "bandwidth") if not getattr(accelerator, n)]
+    missing += [] if accelerator.peak.float32 else ["peak.float32"]
+    if missing:
+        needed = f"accelerator.{', accelerator.'.join(missing)}"
+        if accelerator.name in ACCELERATORS:
+            raise ConfigError(f"{source}: {needed} is 0; leave it out for what the data sheet says.")
+        raise ConfigError(
+            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}"
+            + (nearest(accelerator.name, ACCELERATORS) or f"; a new one needs {needed}.")
+        )
+    if accelerator.reserved >= accelerator.memory:
+        raise ConfigError(
+            f"{source}: accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of {accelerator.memory:g} GiB."
+        )
+    levels = cluster.levels()
+    for name, link in levels:
+        if not link.bandwidth:
+            raise ConfigError(
+                f"{source}: links.{name}.bandwidth is 0; give the GB/s that one device can send over this level."
+            )
+    for (inner, below), (name, link) in itertools.pairwise(levels):
+        if link.devices <= below.devices:
+            raise ConfigError(
+                f"{source}: links.{name}.devices {link.devices} is not more than links.{inner}.devices {below.devices}; "
+                "levels must grow from island to spine."
+            )
+    _check_shape(cluster, source)
+    counts = Counter(cluster.device_order)
+    if twice := [name for name, times in counts.items() if times > 1]:
+        raise ConfigError(f"{source}: device_order names {short(twice[0])} twice.")
+    if counts and len(counts) != cluster.devices and not cluster.shared:
+        raise ConfigError(f"{source}: device_order names {len(counts)} devices, and the cluster has {cluster.devices}.")
+    reach = levels[-1][1].devices if levels else 1
+    if not cluster.shared and reach < cluster.devices:
+        top = "rail or spine" if cluster.nodes > 1 else "node"
+        raise ConfigError(
+            f"{source}: no link joins all {cluster.devices} devices ({cluster.nodes} nodes of {cluster.devices_per_node}): the widest level given "
+            f"reaches {reach}; add links.{top} with devices: {cluster.devices}."
+        )
+    return replace(cluster, name=cluster.name or Path(source).stem)
+
+
+def _check_shape(cluster: Cluster, source: str) -> None:
+    """ConfigError for a shape that lacks what it needs, or has what is another's."""
+    levels, topology = dict(cluster.levels()), cluster.topology
+    if cluster.dimensions and topology != TORUS:
+        raise ConfigError(f"{source}: dimensions are a torus's, and topology is {topology}; leave them out.")
+    below, joined = 1, []
+    for name, link in levels.items():
+        joined.append(f"{link.devices // below} at links.{name}")
+        if (topology == HYPERCUBE and name == [*levels][-1]) and (link.devices // below).bit_count() > 1:
+            raise ConfigError(
+                f"{source}: links.{name} joins {link.devices // below} blocks, and a hypercube has a power of two of them."
+            )
+        below = link.devices
+    if cluster.dimensions and cluster.network.torus is None:
+        places = math.prod(cluster.dimensions)
+        raise ConfigError(
+            f"{source}: dimensions {' x '.join(map(str, cluster.dimensions))} are {places} places, and no level joins as many; there are {', '.join(joined)}."
+        )
+    if topology == RAILS:
+        needed = ("node", "rail", *["spine"] * (cluster.between_rails == "spine"))
+        if missing := [name for name in needed if name not in levels]:
+            raise ConfigError(f"{source}: a rail-optimised network needs links.{', links.'.join(missing)}.")
+    elif cluster.between_rails == "spine":
+        raise ConfigError(
+            f"{source}: between_rails is of rail_optimised networks, and topology is {topology}; leave it out."
+        )
+
+
+def resized(cluster: Cluster, devices: int) -> Cluster:
+    """The same kind of cluster with at least this many devices, its highest level stretched to join them."""
+    if cluster.shared:
+        return _divided(cluster, devices)
+    per_node = cluster.devices_per_node
+    nodes = math.ceil(devices / per_node)
+    if devices < per_node:
+        nodes, per_node = 1, devices
+    levels: dict[str, Any] = dict(cluster.levels())
+    if levels and nodes > cluster.nodes:
+        top = list(levels)[-1]
+        levels[top] = replace(levels[top], devices=max(levels[top].devices, nodes * per_node))
+    return replace(cluster, nodes=nodes, devices_per_node=per_node, links=replace(cluster.links, **levels))
+
+
+def _divided(cluster: Cluster, devices: int) -> Cluster:
+    """One machine faked to be several devices: each has its part of memory, bandwidth and arithmetic."""
+    machine = cluster.accelerator
+    part = replace(
+        machine,
+        memory=machine.memory / devices,
+        reserved=machine.reserved / devices,
+        bandwidth=machine.bandwidth / devices,
+        peak=Peak(*(rate / devices for rate in astuple(machine.peak))),
+    )
+    node = replace(cluster.links.node, devices=max(devices, 1))
+    return replace(cluster, nodes=1, devices_per_node=devices, accelerator=part, shared=False, links=Links(node=node))
+
+
+def usual_cluster(config: Config) -> str:
+    """The cluster that a run is planned for when none is named."""
+    return config.mesh.cluster or ("cpu" if config.run.fake_devices else "h100")
+
+
+def named(name: str, devices: int) -> Cluster:
+    """A known cluster (`known/NAME.yaml`, one for each accelerator) or a path; sized for `devices`.
+
+    A file keeps its own size; a bare name is as large as the mesh needs.
+    """
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        cluster = load_cluster(name)
+        return resized(cluster, devices) if cluster.shared else cluster
+    if name in known():
+        return resized(known()[name], devices)
+    raise ConfigError(
+        f"--cluster {short(name)}: there is no such file or accelerator; give a YAML file or one of {', '.join(known())}"
+        + (nearest(name, known()) or ".")
+    )
+
+
+@functools.cache
+def known() -> dict[str, Cluster]:
+    """The clusters that come along, by name: of each accelerator the machines that it is sold in."""
+    return {path.stem: load_cluster(path) for path in sorted(DIRECTORY.glob("*.yaml"))}

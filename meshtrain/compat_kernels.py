@@ -1,0 +1,85 @@
+"""What is private to JAX, or differs between its versions, of kernels for GPUs and TPUs: `compat` for runs that use them."""
+
+import contextlib
+import importlib
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def describe_gpu(cudnn: tuple[int, int, int]) -> None:
+    """Has JAX take cuDNN to be of a version, instead of asking the installed one before it writes a call to it.
+
+    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB. Of the GPU, JAX wants to know one thing
+    before it writes a Triton kernel: what Hopper can, which it took for granted before 0.12.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    major, minor, patch = cudnn
+    fused_attention_stablehlo.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
+    with contextlib.suppress(ImportError):  # before 0.12
+        gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
+        hopper = gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H100)
+        gpu_info.get_gpu_info = lambda: hopper
+
+
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """cuDNN's attention of [B, T, H, K] and [B, T, G, K], causal or both ways: output [B, T, H, K] and float32 log of sums [B, H, T].
+
+    With a `window` a query sees no more than so many positions, its own and those before it. `scale` is of the scores.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        sliding_window_length=window or None,
+        return_residual=True,
+    )
+
+
+def cudnn_attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    log_sum: jax.Array,
+    d_out: jax.Array,
+    window: int,
+    scale: float,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the output."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    none, mask = jnp.zeros(0, q.dtype), cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    params = dict(
+        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=mask,
+        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=window or None,
+    )  # fmt: skip
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # from 0.12 on
+        params["score_mod"] = None
+    call = cudnn._dot_product_attention_bwd_p_wrapper
+    return tuple(call.bind(q, k, v, *[none] * 7, log_sum, out, d_out, **params))
+
+
+def splash_backward(
+    kernel: Any, segments: Any, log_sum: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, d_out: jax.Array
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Cotangents of q, k and v of a splash attention kernel that returned `out` and `log_sum`; it offers only a rule that keeps both."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    names = (
+        "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap",
+        "interpret",
+    )  # fmt: skip
+    kept = (q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
+    rule: Any = splash._splash_attention_bwd
+    return rule(*[kernel.kwargs[name] for name in names], kept, d_out)[3:6]

@@ -1,0 +1,99 @@
+"""Notes on what is legal but costs something, or has no use; and what `parallel.schedule: auto` stands for."""
+
+from collections.abc import Iterator
+
+from meshtrain.config import reduce
+from meshtrain.config.follow import followed, padded_batch_size
+from meshtrain.config.schema import AUTO, Config
+from meshtrain.errors import short
+from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
+from meshtrain.schedule.simulate import Durations, simulate
+
+WORTH_SAYING = 1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
+
+
+def notes(config: Config) -> list[str]:
+    """Returns a sentence on each thing that is legal but costs something; `parallel.placement.notes` has the padding of the weights."""
+    return [*_notes(config), *reduce.notes(config)]
+
+
+def _notes(config: Config) -> Iterator[str]:
+    mesh, parallel, batch, rows = (
+        config.mesh,
+        config.parallel,
+        config.train.global_batch_size,
+        padded_batch_size(config),
+    )
+    if rows > batch:
+        yield (
+            f"train.global_batch_size {batch} does not divide over mesh.data {mesh.data} x parallel.microbatches {parallel.microbatches}: "
+            f"padded to {rows} rows, {rows / batch - 1:.1%} more work."
+        )
+    if mesh.pipeline > 1:
+        yield from _pipeline_notes(config)
+    if config.lora.rank and config.model.weights is None and config.checkpoint.resume in ("auto", "never"):
+        yield "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or checkpoint.resume with its path."
+    if config.optimizer.warmup_steps > config.train.steps:
+        yield (
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
+            "the run ends before the learning rate is at its peak."
+        )
+    if mesh.pipeline == 1:
+        if parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1):
+            yield "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
+        if parallel.schedule.endswith(".csv"):
+            yield "parallel.schedule has no use with mesh.pipeline 1: a table is for several stages."
+        if parallel.layer_split is not None:
+            yield "parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage."
+    if mesh.islands > 1 and parallel.zero_stage and mesh.shards == 1:
+        yield (
+            f"parallel.zero_stage {parallel.zero_stage} shards nothing: each of the {mesh.islands} islands is one data rank, and has all of "
+            "the state."
+        )
+    uncompressed = (parallel.reduce.algorithm, parallel.reduce.compression) == ("psum", "none")
+    if mesh.islands > 1 and not parallel.zero_stage and uncompressed and not parallel.sync.every:
+        yield (
+            f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: every data rank has all of the state, and gradients are "
+            "summed over all of data at once."
+        )
+
+
+def _pipeline_notes(config: Config) -> Iterator[str]:
+    parallel, stages = config.parallel, config.mesh.pipeline
+    schedule, microbatches, chunks = parallel.schedule, parallel.microbatches, parallel.virtual_stages
+
+    def idle(microbatches: int) -> str:
+        table = make_table(schedule, stages, microbatches, chunks)
+        return f"{simulate(table, Durations()).bubble_fraction:.0%}"
+
+    if microbatches < stages:
+        # The table of a file is for one number of microbatches.
+        better = (
+            f"{4 * stages} would bring that to {idle(4 * stages)}."
+            if schedule in SCHEDULES
+            else "more would shorten that."
+        )
+        yield (
+            f"parallel.microbatches {microbatches} is fewer than mesh.pipeline {stages}: every stage idles {idle(microbatches)} of the step; "
+            + better
+        )
+    # What one program for all stages costs a table of one's own; the named schedules are made for it.
+    entry = SCHEDULES.get(schedule)
+    if entry and entry.formulas:
+        return
+    table = make_table(schedule, stages, microbatches, chunks)
+    lockstep, alone = (simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous"))
+    if lockstep >= WORTH_SAYING * alone:
+        yield (
+            f"parallel.schedule {short(schedule)} takes {lockstep / alone:.2f} times as long here as if every stage ran on its own "
+            f"({lockstep / table.chunks:.4g} against {alone / table.chunks:.4g} forwards of a stage): a clock costs what any stage does in it, "
+            "so let all do the same in a clock."
+        )
+
+
+def chosen(config: Config) -> list[str]:
+    """Returns a sentence on what parallel.schedule: auto stands for in a resolved config with stages; none where it was named."""
+    if config.mesh.pipeline == 1 or not followed(config, "parallel.schedule"):
+        return []
+    schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
+    return [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]

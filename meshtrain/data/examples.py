@@ -1,0 +1,135 @@
+"""From the record of a conversation to the tokens of an example, each learned or not.
+
+Learned are the answers, with the token that ends each, and nothing else. A template that marks them with {% generation %} says where they
+stand in its text; else what it adds does (prefix differencing): an answer is what stands in the text up to it, and not yet in the
+text before it that ends with the beginning of an answer:
+
+    before    <user>2+2?<end> <assistant>
+    up to     <user>2+2?<end> <assistant>4<end>
+    whole     <user>2+2?<end> <assistant>4<end> <user>3+3?<end> <assistant>6<end>
+                                         ------                            ------    learned
+
+A template may write the same answer differently later on, without its thoughts, say: then the text up to it does not begin the whole, and
+each answer becomes an example of its own, learned as the model would have to say it. White space behind the mark that ends an answer is
+not learned: nobody waits for it.
+
+A special token's text in the content of a message is that special token, as it is when `transformers` applies the template, in training
+and in use; messages that hold one are counted, since they can forge the end of a turn.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.data.chat import Conversation, Unfit, conversation, pair
+from meshtrain.data.documents import Document
+from meshtrain.data.manifest import Contents
+from meshtrain.data.shards import ID, LEARNED, REJECTED
+from meshtrain.data.template import ChatTemplate
+from meshtrain.data.tokenizer import ByteTokenizer, Spans
+from meshtrain.data.tokenizer_file import FileTokenizer
+from meshtrain.errors import ConfigError, short
+
+# Counts of a preparation of conversations.
+EXAMPLES, ANSWERS, TOKENS, APART, SPECIAL = COUNTED = (
+    "examples", "learned answers", "learned tokens", "conversations of which each answer is an example", "messages that hold special tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LearnedText:
+    """The text that the template renders of a conversation, and the characters [begin, end) of it that are learned."""
+
+    text: str
+    learned: Spans
+
+
+# One text of a chat; the chosen and the rejected one of a pair.
+Example = tuple[LearnedText, ...]
+
+
+class Examples:
+    """Makes examples of records, with one template and one tokenizer, and counts what is in them."""
+
+    def __init__(self, contents: Contents, template: ChatTemplate, tokenizer: ByteTokenizer | FileTokenizer) -> None:
+        if tokenizer.vocab_size > ID + 1:
+            raise ConfigError(
+                f"the tokenizer {tokenizer.name} has ids of more than 30 bits, too many for conversations."
+            )
+        self.contents, self.template, self.tokenizer = contents, template, tokenizer
+        # The longest first, of which others are the beginning.
+        special = sorted(tokenizer.special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+
+    def of(self, document: Document, counts: Counter[str]) -> list[Example]:
+        """Returns the examples of a record; Unfit if it is none. ConfigError for what the template does."""
+        if self.contents == "pairs":
+            sides: tuple[Conversation, ...] = pair(document.record)
+            texts = [self._texts(side, document.name) for side in sides]
+            if any(len(side) > 1 for side in texts):
+                raise Unfit("no pair", "(it has several answers, which the template writes differently later on)")
+            examples: list[Example] = [tuple(side[0] for side in texts)]
+        else:
+            sides = (conversation(document.record),)
+            examples = [(text,) for text in self._texts(sides[0], document.name)]
+            counts[APART] += len(examples) > 1
+        if self._special is not None:
+            contents = [message["content"] for side in sides for message in side.messages]
+            counts[SPECIAL] += sum(self._special.search(content) is not None for content in contents)
+        counts[EXAMPLES] += len(examples)
+        counts[ANSWERS] += sum(len(text.learned) for example in examples for text in example)
+        return examples
+
+    def encode(self, examples: Sequence[Example], counts: Counter[str]) -> list[np.ndarray]:
+        """Returns the tokens of each example as they are stored: uint32, with LEARNED and REJECTED in their bits."""
+        texts = [text for example in examples for text in example]
+        encoded = iter(self.tokenizer.encode_marked([text.text for text in texts], [text.learned for text in texts]))
+        stored = []
+        for example in examples:
+            tokens = []
+            for bit, _ in zip((np.uint32(0), REJECTED), example, strict=False):
+                ids, learned = next(encoded)
+                counts[TOKENS] += int(learned.sum())
+                tokens.append(ids.astype(np.uint32) | np.where(learned, LEARNED, np.uint32(0)) | bit)
+            stored.append(np.concatenate(tokens))
+        return stored
+
+    def _texts(self, talk: Conversation, name: str) -> list[LearnedText]:
+        return [self._marked(talk, name)] if self.template.marks else self._differenced(talk, name)
+
+    def _marked(self, talk: Conversation, name: str) -> LearnedText:
+        (text,), spans = self.template.render(talk.messages, talk.tools, [(len(talk.messages), False)], name)
+        answers = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
+        if len(answers) != len(talk.learned):
+            if len(spans) != len(answers):
+                raise Unfit("not to be told apart", f"(the template marks {len(spans)} answers of {len(answers)})")
+            spans = [span for i, span in zip(answers, spans, strict=True) if i in talk.learned]
+        if not spans:
+            raise Unfit("without an answer", "that the template marks")
+        return LearnedText(text, spans)
+
+    def _differenced(self, talk: Conversation, name: str) -> list[LearnedText]:
+        cuts = [(len(talk.messages), False)]
+        for i in talk.learned:
+            cuts += [(i, True), (i + 1, False)]
+        (whole, *others), _ = self.template.render(talk.messages, talk.tools, cuts, name)
+        answers = []
+        for number, (i, before, upto) in enumerate(zip(talk.learned, others[::2], others[1::2], strict=True), 1):
+            if not upto.startswith(before):
+                raise Unfit(
+                    "not to be told apart",
+                    f"(answer {number} does not begin as the template begins answers, with {short(ascii(before[-40:]))})",
+                )
+            content = talk.messages[i]["content"].rstrip()
+            ended = upto.rstrip()
+            # Behind the content stands a mark of the end, behind that nothing that counts.
+            end = len(upto) if content and ended.endswith(content) else len(ended)
+            if end <= len(before):
+                raise Unfit("without an answer", "in what the template makes of it")
+            answers.append((upto, (len(before), end)))
+        if all(whole.startswith(upto) for upto, _ in answers):
+            return [LearnedText(whole, [span for _, span in answers])]
+        return [LearnedText(upto, [span]) for upto, span in answers]

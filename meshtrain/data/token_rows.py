@@ -1,0 +1,145 @@
+"""Rows of tokens, made of stretches of a corpus: which labels stand side by side in each row, the tokens not yet read. Batching `window`,
+and source `synthetic`.
+
+    row         E a a a E b b . .      two stretches and the padding behind them
+    first       17   4031   PADDING    number of each stretch's first label
+    lengths     4    3      2
+    segments    1    2      0
+
+Everything here is numpy over all stretches at once: a line of Python for each costs more than reading it.
+
+Of conversations the weights say which labels are learned. Of pairs each stretch is two segments, the chosen and the rejected
+conversation, whose answers weigh 1 and -1; `pairs` says which pair of the row a place is of:
+
+    tokens      c c C C C r r R R . .      c, r: what comes before the answer, C, R: the answer
+    labels      c C C C r r R R R . .      (the label at the border is not learned: it weighs 0)
+    segments    1 1 1 1 1 2 2 2 2 0 0
+    positions   0 1 2 3 4 0 1 2 3 0 0
+    weights     0 1 1 1 0 0 - - - 0 0      -: -1
+    pairs       1 1 1 1 1 1 1 1 1 0 0
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.config import Config
+from meshtrain.data.loader import Batch
+from meshtrain.data.permutation import key_of, keys_of, permute
+from meshtrain.data.shards import ID, LEARNED, PADDING, REJECTED, Corpus
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """The first label, length and segment number of each stretch; edges [rows + 1]: where each row's begin and end. A row is `length` long."""
+
+    length: int
+    first: np.ndarray
+    lengths: np.ndarray
+    segments: np.ndarray
+    edges: np.ndarray
+
+    def __getitem__(self, rows: slice) -> "Stretches":
+        """These rows, of which there is no step."""
+        begin, end, _ = rows.indices(len(self.edges) - 1)
+        edges = self.edges[begin : end + 1]
+        which = slice(edges[0], edges[-1])
+        return Stretches(self.length, self.first[which], self.lengths[which], self.segments[which], edges - edges[0])
+
+    def read(self, corpus: Corpus) -> Batch:
+        """tokens, labels: int32 [rows, length]; of conversations also weights, of pairs also segments, positions and pairs."""
+        tokens, labels = corpus.read(self.first, self.lengths)
+        if corpus.contents == "text":
+            return {"tokens": self._rows(tokens.astype(np.int32)), "labels": self._rows(labels.astype(np.int32))}
+        arrays = {"tokens": (tokens & ID).astype(np.int32), "labels": (labels & ID).astype(np.int32)}
+        weights = ((labels & LEARNED) > 0).astype(np.int32)
+        if corpus.contents == "pairs":
+            second = ((tokens & REJECTED) > 0).astype(np.int32)
+            weights *= 1 - 2 * second
+            arrays["pairs"] = np.repeat(self.segments.astype(np.int32), self.lengths)
+            arrays["segments"] = (2 * arrays["pairs"] - 1 + second) * (arrays["pairs"] > 0)
+            arrays["positions"] = self._restarting(arrays["segments"])
+        arrays["weights"] = weights.astype(np.float32)
+        return {name: self._rows(flat) for name, flat in arrays.items()}
+
+    @staticmethod
+    def _restarting(segments: np.ndarray) -> np.ndarray:
+        """Each label's place in its segment; 0 in the padding. A row begins with a pair's first side and never ends with one."""
+        places = np.arange(len(segments), dtype=np.int32)
+        begins = np.append(True, segments[1:] != segments[:-1])
+        return (places - np.maximum.accumulate(np.where(begins, places, 0))) * (segments > 0)
+
+    def weights(self) -> np.ndarray:
+        """1 where a label stands, 0 in the padding: float32 [rows, length]."""
+        return self._rows(np.repeat((self.segments > 0).astype(np.float32), self.lengths))
+
+    def segments_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """The number of its stretch in the row, and its place in the stretch, of each label; 0 in the padding: int32 [rows, length]."""
+        segments = np.repeat(self.segments.astype(np.int32), self.lengths)
+        positions = np.arange(len(segments), dtype=np.int32)
+        positions -= np.repeat((np.cumsum(self.lengths) - self.lengths).astype(np.int32), self.lengths)
+        positions *= segments > 0
+        return self._rows(segments), self._rows(positions)
+
+    def _rows(self, flat: np.ndarray) -> np.ndarray:
+        return flat.reshape(len(self.edges) - 1, self.length)
+
+
+def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> Stretches:
+    """Rows of `length`, each of its count of stretches and padding behind them; stretches of length 0 are dropped."""
+    ends, rows = np.cumsum(counts), np.arange(len(counts))
+    padding, real = ends + rows, np.arange(len(first)) + np.repeat(rows, counts)  # where each stands
+    columns = np.zeros((3, len(first) + len(rows)), np.int64)
+    columns[0, padding], columns[1, padding] = PADDING, length - np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
+    columns[0, real], columns[1, real], columns[2, real] = first, lengths, within(counts) + 1
+    nonempty = columns[1] > 0
+    starts, sizes, segments = columns[:, nonempty]
+    return Stretches(length, starts, sizes, segments, np.concatenate([[0], np.cumsum(nonempty)[padding]]))
+
+
+def within(counts: np.ndarray) -> np.ndarray:
+    """0 .. count for each count, one behind another."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+class Windows:
+    """Batching `window`: rows that follow one another in the corpus, whatever documents they cut; window w holds the labels [w T, (w + 1) T); with pad also the shorter last one.
+
+    Keys of a batch: tokens, labels; with pad also weights (0 where nothing stands).
+    """
+
+    def __init__(self, corpus: Corpus, length: int, pad: bool, seed: int) -> None:
+        self.corpus, self.length, self.pad, self.seed = corpus, length, pad, seed
+        self.count = corpus.labels // length + (pad and corpus.labels % length > 0)
+        self.labels = corpus.labels if pad else self.count * length  # an epoch's labels
+
+    def locate(self, items: np.ndarray) -> Stretches:
+        epochs, positions = np.divmod(items, self.count)
+        first = permute(positions, self.count, keys_of(epochs, self.seed, "windows")) * self.length
+        return in_rows(self.length, *self.corpus.cut(first, np.minimum(self.length, self.corpus.labels - first)))
+
+    def read(self, places: Stretches) -> Batch:
+        batch = places.read(self.corpus)
+        return {**batch, "weights": places.weights()} if self.pad else batch
+
+
+class SyntheticRows:
+    """Source `synthetic`, for benchmarks: uniform random tokens, row r of all rows a pure function of (seed, split, r)."""
+
+    count = 1 << 40  # rows of an epoch: more than anyone asks for
+
+    def __init__(self, config: Config, split: str) -> None:
+        self.vocab_size, self.length = config.model.vocab_size, config.train.sequence_length
+        self.labels = self.count * self.length
+        self.key = key_of(config.run.seed, "synthetic", split)
+
+    def locate(self, items: np.ndarray) -> np.ndarray:
+        return items
+
+    def read(self, places: np.ndarray) -> Batch:
+        drawn = np.empty((len(places), self.length + 1), np.int32)
+        for row, item in zip(drawn, places.tolist(), strict=True):
+            stream = np.random.Generator(np.random.Philox(key=[self.key, np.uint64(item)]))
+            row[:] = stream.integers(0, self.vocab_size, self.length + 1, dtype=np.uint32)
+        return {"tokens": drawn[:, :-1].copy(), "labels": drawn[:, 1:].copy()}

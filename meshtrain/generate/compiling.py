@@ -1,0 +1,71 @@
+"""Programs compiled ahead, on a thread of its own while others run.
+
+    programs   decode, decode with log-probabilities, prefill of 16, 32, ... tokens
+               └──────────── COMMON: waited for ───────────────┘ └─ the rest, perhaps while requests are answered
+
+Those that a request waits for come first, the others in their order.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.errors import short
+
+if TYPE_CHECKING:
+    from meshtrain.generate.programs import Name
+
+log = logging.getLogger(__name__)
+COMMON = 7  # programs to wait for at least: both that decode, and prompts of up to 256 tokens
+SAYING = 10.0  # seconds between two words on how many are compiled
+
+
+class CompilingAhead:
+    """Starts at once. `changed` is notified of each program; `wanted` names those that requests wait for."""
+
+    def __init__(self, decoding: Any, changed: threading.Condition, wanted: "Callable[[], list[Name]]") -> None:
+        self._decoding, self._changed, self._wanted = decoding, changed, wanted
+        self._closing = False
+        self.running = True
+        self._thread = threading.Thread(target=self._run, name="meshtrain compiler", daemon=True)
+        self._thread.start()
+
+    def wait(self, patience: float) -> int:
+        """Waits for all programs, after `patience` seconds for the COMMON ones; how many are still to come."""
+        until = time.monotonic() + patience
+        with self._changed:
+            while self.running and (time.monotonic() < until or self._left(COMMON)):
+                self._changed.wait(1.0)
+        return len(self._left()) if self.running else 0
+
+    def close(self) -> None:
+        """Waits for the program that is being compiled, which nothing interrupts."""
+        self._closing = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        logged = time.monotonic()
+        try:
+            while name := self._next():
+                self._decoding.compile(name)
+                with self._changed:
+                    self._changed.notify_all()
+                if time.monotonic() - logged > SAYING:
+                    logged = time.monotonic()
+                    log.info("compiled %d of %d programs", self._decoding.compiled, len(self._decoding.names))
+        except Exception as error:
+            why = short(str(error).strip().rstrip(".") or type(error).__name__)
+            log.warning("a program cannot be compiled ahead (%s); whoever needs it waits for it", why)
+        finally:
+            with self._changed:
+                self.running = False
+                self._changed.notify_all()
+
+    def _next(self) -> "Name | None":
+        names = self._wanted() + ([] if self._closing else self._left())
+        return next((name for name in names if not self._decoding.is_compiled(name)), None)
+
+    def _left(self, most: int | None = None) -> "list[Name]":
+        return [name for name in self._decoding.names[:most] if not self._decoding.is_compiled(name)]

@@ -1,0 +1,178 @@
+"""A Hugging Face directory: its config, its tensors (of which boxes are read, never a whole model), and how pixels are prepared.
+
+    config.json                     the section `model` (`meshtrain.hf_families`)
+    model.safetensors.index.json    {"weight_map": {name: file}}           only files of this directory are opened
+    model-00001-of-00002.safetensors                                        mapped into memory: what is not asked for is not read
+    preprocessor_config.json        ours, data.images
+      image_mean, image_std, do_normalize         mean, std
+      size {height, width}, or a number           resize stretch
+      size {shortest_edge}, do_center_crop        resize crop
+
+Pickles (.bin, .pt) run code when they are opened, so they are refused. Pixels are from 0 to 1 before the mean is taken, here and there
+(rescale_factor 1 / 255). No JAX.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtrain.config import Config, load
+from meshtrain.config.follow import put
+from meshtrain.errors import ConfigError, short
+from meshtrain.families import FAMILIES
+from meshtrain.hf_families import BY_MODEL_TYPE, CONFIG, is_hf_directory, read_json
+
+ENDING = ".safetensors"
+SINGLE, INDEX = f"model{ENDING}", f"model{ENDING}.index.json"
+DTYPES = ("F64", "F32", "F16", "BF16")
+PREPROCESSOR = "preprocessor_config.json"
+BILINEAR = 2  # Pillow's number of how images are resized here
+
+
+class TensorFiles:
+    """The tensors of a directory by name, in files that begin with `stem`.
+
+    ConfigError, in a sentence, for what is missing, damaged, or outside of it.
+    """
+
+    def __init__(self, directory: Path, stem: str = "model") -> None:
+        self.directory = directory
+        self._open: dict[str, Any] = {}
+        self._file: dict[str, str] = {}
+        single = f"{stem}{ENDING}"
+        self._index = f"{single}.index.json"
+        if (directory / self._index).is_file():
+            self._read_index(read_json(directory / self._index))
+        elif (directory / single).is_file():
+            self._file = dict.fromkeys(self._opened(single).keys(), single)
+        else:
+            pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            why = f"; {short(pickles[0])} is a pickle, which runs code when it is opened: " if pickles else ""
+            way_out = "save it as safetensors" if pickles else ""
+            raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}{way_out}.")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file)
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the metadata of the first file."""
+        return dict(self._opened(min(self._file.values())).metadata() or {}) if self._file else {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Returns the name that safetensors has: F32, BF16 ..."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """Returns a box of a tensor, in its own dtype."""
+        try:
+            return self._slice(name)[box]
+        except Exception as error:
+            where = short(self.directory / self._file[name])
+            raise ConfigError(f"{name} cannot be read from {where}: {short(str(error))}.") from None
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self.read(name, tuple(slice(0, n) for n in self.shape(name)))
+
+    def _read_index(self, index: dict[str, Any]) -> None:
+        where = self.directory / self._index
+        names = index.get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise ConfigError(f"{short(where)} has no weight_map of names and files.")
+        present = {path.name for path in self.directory.iterdir()}
+        for file in sorted(set(names.values())):
+            # an index may come from anybody
+            if Path(file).name != file or file in ("", ".", ".."):
+                raise ConfigError(f"{short(where)} names {short(repr(file))}, which is no file of its directory.")
+            if file not in present:
+                raise ConfigError(f"{short(where)} names {short(file)}, which is not there.")
+            tensors = set(self._opened(file).keys())
+            if missing := [name for name, of in names.items() if of == file and name not in tensors]:
+                raise ConfigError(f"{short(where)} has {short(missing[0])} in {short(file)}, but it is not in there.")
+        self._file = dict(names)
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                import ml_dtypes  # noqa: F401  (numpy's bfloat16)
+                from safetensors import SafetensorError, safe_open
+            except ImportError:
+                raise ConfigError("weights of Hugging Face need safetensors: pip install 'meshtrain[adopt]'.") from None
+            path = self.directory / file
+            try:
+                self._open[file] = safe_open(str(path), framework="np")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{short(path)} is no whole safetensors file: {short(str(error))}.") from None
+        return self._open[file]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file:
+            raise ConfigError(f"{short(self.directory)} has no tensor {short(name)}.")
+        return self._opened(self._file[name]).get_slice(name)
+
+
+def config_of(directory: Path, source: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Returns the config of a directory's model: its section `model`, the rest as `source` and `overrides` have it.
+
+    Without a source, sequences are short, and pixels are prepared as the directory says.
+    """
+    if not is_hf_directory(directory):
+        raise ConfigError(f"{short(directory)} has no config.json; give a directory of Hugging Face's.")
+    given = read_json(directory / CONFIG)
+    train: dict[str, Any] = {"uneven_batch": "pad"}
+    sections: dict[str, Any] = {"parallel": {"zero_stage": 0}, "train": train}
+    family = BY_MODEL_TYPE.get(str(given.get("model_type")))
+    if family is not None and FAMILIES[family.name].images:
+        sections["data"] = {"source": "synthetic", "images": images_section(directory)}
+    else:
+        longest = given.get("max_position_embeddings") or given.get("n_positions")
+        train["sequence_length"] = min(longest, 256) if isinstance(longest, int) and longest > 0 else 256
+    config = load(source or sections, [*overrides, f"model.weights={directory}"])
+    # the directory need not be there later
+    return put(config, model={"weights": None})
+
+
+def images_section(directory: Path) -> dict[str, Any]:
+    """Returns the section data.images that a directory asks for, {} without a preprocessor_config.json; ConfigError for what is not computed here."""
+    path = directory / PREPROCESSOR
+    if not path.is_file():
+        return {}
+    given = read_json(path)
+    scale = given.get("rescale_factor", 1 / 255)
+    if given.get("do_rescale") is False or not isinstance(scale, float) or not math.isclose(scale, 1 / 255):
+        raise ConfigError(
+            f"{short(path)}: pixels that are not from 0 to 1 are not computed here; rescale_factor must be 1 / 255."
+        )
+    size = given.get("size")
+    section: dict[str, Any] = {"resize": "crop" if isinstance(size, dict) and "shortest_edge" in size else "stretch"}
+    if given.get("do_normalize") is False:
+        return section | {"mean": [0.0], "std": [1.0]}
+    for name in ("mean", "std"):
+        if (values := given.get(f"image_{name}")) is not None:
+            section[name] = values if isinstance(values, list) else [values]
+    return section
+
+
+def preprocessor_json(config: Config) -> str:
+    """Returns the preprocessor_config.json of a resolved config's images."""
+    images, model = config.data.images, config.model
+    fields: dict[str, Any] = {
+        "image_processor_type": "ViTImageProcessor", "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_resize": True,
+        "resample": BILINEAR,
+    }  # fmt: skip
+    for name in ("mean", "std"):
+        channels = list(getattr(images, name) or (0.5,))
+        fields[f"image_{name}"] = channels * (model.channels // len(channels))
+    square = {"height": model.image_size, "width": model.image_size}
+    if images.resize == "crop":
+        fields |= {"do_center_crop": True, "crop_size": square, "size": {"shortest_edge": model.image_size}}
+    else:
+        fields["size"] = square
+    return json.dumps(fields, indent=2) + "\n"

@@ -1,0 +1,201 @@
+"""Weights straight from files onto a mesh: each device's box of each layer is read piece by piece, placed and forgotten.
+
+    file (mapped) ── piece of a box of one layer ──► host, cast and padded ──► its place in the device's array
+
+So that neither a model nor a stacked weight is ever in host memory, nor a whole embedding (experiments/adopt/memory.py).
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from meshtrain.config.model import ModelConfig
+from meshtrain.errors import ConfigError, short
+from meshtrain.hf.hf_directory import DTYPES, TensorFiles
+from meshtrain.hf.mapping import Box, Source, full_box, layers, mappings
+from meshtrain.hf.peft import Adapters
+from meshtrain.model.weights import Weight
+from meshtrain.model.weights import adapters as adapter_weights
+from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.placement import Placed
+
+log = logging.getLogger(__name__)
+Tree = Any
+PIECE = 2 << 20  # bytes read at a time, which cost three times as many while they are cut out, cast and copied
+LOG_EVERY = 10.0  # seconds
+# Tensors that transformers also writes: those that follow from the config, and ViT's pooler, which its class never reads.
+IGNORED = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "vit.pooler.dense.weight", "vit.pooler.dense.bias",
+)  # fmt: skip
+
+
+def check(model: ModelConfig, files: TensorFiles) -> None:
+    """ConfigError where the files are not the weights of a resolved config's model: one is missing, too many, of another shape or no number."""
+    where, used = short(files.directory), {"lm_head.weight"} if model.tied_head else set()
+    for mapping in mappings(model).values():
+        for layer in layers(mapping.weight):
+            name = mapping.tensor(layer)
+            used.add(name)
+            if files.shape(name) != mapping.shape():
+                raise ConfigError(
+                    f"{name} in {where} is {list(files.shape(name))}; this model's is {list(mapping.shape())}."
+                )
+            if files.dtype(name) not in DTYPES:
+                raise ConfigError(f"{name} in {where} is {files.dtype(name)}; it must be one of {', '.join(DTYPES)}.")
+    if model.tied_head and "lm_head.weight" in files.names:
+        _check_tied(files, mappings(model)["embedding.tokens"].tensor(None))
+    unused = [name for name in files.names if name not in used and not name.endswith(IGNORED)]
+    if unused:
+        raise ConfigError(f"{where} has {short(unused[0])}, for which this model has no place ({len(unused)} such).")
+
+
+def check_finite(files: TensorFiles) -> None:
+    """ConfigError where a weight has NaN or infinity: all is read once, a piece at a time."""
+    numbers, read, logged = sum(math.prod(files.shape(name)) for name in files.names), 0, time.monotonic()
+    for name in files.names:
+        shape = files.shape(name)
+        for box in _rows(shape) if shape and not name.endswith(IGNORED) else ():
+            if not np.isfinite(files.read(name, box)).all():
+                raise ConfigError(
+                    f"{short(name)} in {short(files.directory)} has NaN or infinity, so it is no trained weight."
+                )
+        read += math.prod(shape)
+        if time.monotonic() - logged > LOG_EVERY:
+            logged, percent = time.monotonic(), 100 * read / numbers
+            log.info("%.0f%% of the weights in %s are looked through for NaN", percent, short(files.directory))
+
+
+def _rows(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Yields boxes of at most PIECE bytes of a tensor, or one row where that is more."""
+    rows = max(1, PIECE // max(1, 4 * math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield (slice(start, min(start + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
+
+
+def _check_tied(files: TensorFiles, embedding: str) -> None:
+    """ConfigError where a head that is said to be the embedding is another one: it would be lost."""
+    shape, head = files.shape(embedding), "lm_head.weight"
+    same = files.shape(head) == shape and all(
+        np.array_equal(files.read(embedding, box), files.read(head, box)) for box in _rows(shape)
+    )
+    if not same:
+        raise ConfigError(
+            f"{short(files.directory)} has an {head} that is not {embedding}, but its config.json ties the two; set tie_word_embeddings to false there."
+        )
+
+
+def layer_source(model: ModelConfig, files: TensorFiles) -> Source:
+    """Returns a function that reads one layer's full weight, in its own dtype, from files that `check` has passed."""
+    by_name = mappings(model)
+
+    def read(weight: Weight, layer: int | None) -> np.ndarray:
+        mapping, box = by_name[weight.name], full_box(weight)
+        return mapping.cut(box, files.read(mapping.tensor(layer), mapping.box(box)))
+
+    return read
+
+
+def read(layout: Layout, directory: Path, initial: Tree | None = None, adapters: Adapters | None = None) -> Tree:
+    """Returns the live weights of a layout, from a Hugging Face directory; LoRA's from `adapters`, or from the `initial` parameters.
+
+    ConfigError if they are not its model's.
+    """
+    files = TensorFiles(directory)
+    check(layout.config.model, files)
+    return load(layout, files, initial, adapters)
+
+
+def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapters: Adapters | None = None) -> Tree:
+    """Returns the live weights of a layout, from files that `check` has passed; else as `read`."""
+    config = layout.config
+    by_name = mappings(config.model)
+    factors = {weight.name: weight for weight in adapter_weights(config.model, config.lora)}
+
+    def leaf(placed: Placed, master: jax.ShapeDtypeStruct, initial: jax.Array | None = None) -> jax.Array:
+        if (mapping := by_name.get(placed.name)) is not None:
+            read = lambda layer, box: mapping.cut(box, files.read(mapping.tensor(layer), mapping.box(box)))  # noqa: E731
+            return _Leaf(layout, placed, mapping.weight, mapping.outer(), read).on(master)
+        if adapters is not None:
+            weight = factors[placed.name]
+            return _Leaf(layout, placed, weight, 0, lambda layer, box: adapters.read(weight, layer)[box]).on(master)
+        assert initial is not None
+        return initial
+
+    return layout.map(leaf, layout.masters, *([] if initial is None else [initial]))
+
+
+class _Leaf:
+    """Reads one weight onto its devices. `read(layer, box)` is fastest where the box is cut `along` that dimension."""
+
+    def __init__(
+        self, layout: Layout, placed: Placed, weight: Weight, along: int, read: Callable[[int | None, Box], np.ndarray]
+    ) -> None:
+        self.layout, self.placed, self.weight, self.along, self.read = layout, placed, weight, along, read
+
+    def on(self, master: jax.ShapeDtypeStruct) -> jax.Array:
+        sharding, shape = master.sharding, master.shape
+        assert isinstance(sharding, NamedSharding)
+        shards: list[jax.Array] = []
+        by_box: dict[Any, jax.Array] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape, strict=True))
+            key = tuple((s.start, s.stop) for s in box)
+            # read once for all devices that hold the same
+            shard = jax.device_put(by_box[key], device) if key in by_box else self._shard(device, box, master.dtype)
+            by_box[key] = shard
+            shards.append(shard)
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    def _shard(self, device: Any, box: Box, dtype: Any) -> jax.Array:
+        """Returns one device's shard: live places are filled one after the other, padding stays zero."""
+        stacked = self.placed.stacked
+        inner = box[stacked:]
+        pieces = list(self._pieces(inner, dtype.itemsize))
+        if not stacked and len(pieces) == 1:
+            return jax.device_put(self._read_piece(None, inner, dtype), device)
+        array = _zeros(tuple(s.stop - s.start for s in box), device, dtype)
+        at = self.layout.layer_at.reshape(-1)[box[0]] if stacked else [None]
+        for place, layer in enumerate(at):
+            # a place that only fills up its stage has layer -1
+            for piece in pieces if layer is None or layer >= 0 else ():
+                start = [s.start - within.start for s, within in zip(piece, inner, strict=True)]
+                numbers = self._read_piece(None if layer is None else int(layer), piece, dtype)
+                # the piece before is copied while this one is read, and no more of them wait
+                jax.block_until_ready(array)
+                array = _put(array, numbers[None] if stacked else numbers, [place, *start] if stacked else start)
+        return jax.block_until_ready(array)
+
+    def _pieces(self, box: Box, itemsize: int) -> Iterator[Box]:
+        """Yields the box in boxes of at most PIECE bytes, or one place of the dimension that is cut where that is more."""
+        sizes, along = [s.stop - s.start for s in box], self.along
+        length = max(1, PIECE // max(1, itemsize * math.prod(sizes) // max(1, sizes[along])))
+        for start in range(box[along].start, box[along].stop, length):
+            yield (*box[:along], slice(start, min(start + length, box[along].stop)), *box[along + 1 :])
+
+    def _read_piece(self, layer: int | None, box: Box, dtype: Any) -> np.ndarray:
+        """Returns a box of the live weight, padding included."""
+        dims = [n for _, n in self.weight.dims]
+        inside = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(box, dims, strict=True))
+        array = np.zeros([s.stop - s.start for s in box], dtype)
+        if all(s.stop > s.start for s in inside):
+            numbers = self.read(layer, inside)
+            array[tuple(slice(0, n) for n in numbers.shape)] = numbers
+        return array
+
+
+def _zeros(shape: tuple[int, ...], device: Any, dtype: Any) -> jax.Array:
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=SingleDeviceSharding(device))()
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(array: jax.Array, piece: jax.Array, start: list[int]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(array, piece, start)

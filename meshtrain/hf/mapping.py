@@ -1,0 +1,130 @@
+"""Our weights in Hugging Face's tensors: which tensor holds a weight (`meshtrain.hf_families`), and where and how its numbers lie in it.
+
+    layout     theirs                                          ours
+    plain      as ours, heads and their widths in one axis      [H, K], [D] ...
+    linear     [out, in] (torch.nn.Linear): transposed          [in, out], the heads' side cut into [H, K]
+    third k    [in, 3 out] (GPT-2's Conv1D): the k-th third     [in, H, K]
+    patches    [out, channel, row, column] (torch.nn.Conv2d)    [(row, column, channel), out]
+
+RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has them otherwise).
+No JAX: `meshtrain.hf.loading` reads boxes of these, `meshtrain.adopt.exporting` writes them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.config.model import ModelConfig
+from meshtrain.hf_families import WeightName, hf_family
+from meshtrain.model.weights import Weight, weights
+
+Box = tuple[slice, ...]  # of one layer's weight, a slice a dimension
+Source = Callable[[Weight, int | None], np.ndarray]  # returns one layer's full weight as ours, in any dtype
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """A weight of ours and the tensor that holds it."""
+
+    weight: Weight
+    name: WeightName
+
+    def tensor(self, layer: int | None) -> str:
+        """Returns the tensor's name, of one layer where the weight is stacked."""
+        return self.name.theirs if layer is None else self.name.theirs.format(layer)
+
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the tensor, of one layer."""
+        *inner, last = (math.prod(side) for side in self._sides())
+        if self.name.layout == "third":
+            last *= 3
+        return (last, *inner) if self.name.layout == "linear" else (1,) * self.name.ones + (*inner, last)
+
+    def box(self, box: Box) -> Box:
+        """Returns the slices of the tensor that hold a box of our weight; `cut` takes the box out of them."""
+        slices, dimension = [], 0
+        for side in self._sides():
+            width = math.prod(side[1:])
+            slices.append(slice(box[dimension].start * width, box[dimension].stop * width))
+            dimension += len(side)
+        if self.name.layout == "third":
+            before = self.name.third * math.prod(self._sides()[-1])
+            slices[-1] = slice(before + slices[-1].start, before + slices[-1].stop)
+        if self.name.layout == "linear":
+            return tuple(reversed(slices))
+        return (slice(0, 1),) * self.name.ones + tuple(slices)
+
+    def outer(self) -> int:
+        """Returns our dimension that is the outer one of theirs: boxes along it are contiguous in their file."""
+        return len(self._sides()[0]) if self.name.layout == "linear" else 0
+
+    def cut(self, box: Box, tensor: np.ndarray) -> np.ndarray:
+        """Returns a box of our weight from the slices of the tensor that `self.box(box)` names."""
+        shape: list[int] = []
+        rest: list[slice] = []
+        for side in self._sides():
+            first = box[len(rest)]
+            shape += [first.stop - first.start, *side[1:]]
+            rest += [slice(None), *box[len(rest) + 1 : len(rest) + len(side)]]
+        return (tensor.T if self.name.layout == "linear" else tensor).reshape(shape)[tuple(rest)]
+
+    def converted(self, ours: np.ndarray) -> np.ndarray:
+        """Returns the tensor of one layer's full weight; of thirds this one alone."""
+        array = ours.reshape([math.prod(side) for side in self._sides()])
+        return array.T if self.name.layout == "linear" else array.reshape((1,) * self.name.ones + array.shape)
+
+    def _sides(self) -> list[list[int]]:
+        """Returns the sizes of our dimensions by the dimension of their tensor that they make up: of a product its inputs, then its outputs."""
+        axes, sizes = [axis for axis, _ in self.weight.dims], [n for _, n in self.weight.dims]
+        if axes[-1] == "head" and len(axes) == 2:  # a bias of heads
+            return [sizes]
+        if len(axes) == 3:
+            return [sizes[:2], sizes[2:]] if axes[1] == "head" else [sizes[:1], sizes[1:]]
+        return [[n] for n in sizes]
+
+
+@dataclass(frozen=True)
+class PatchMapping(TensorMapping):
+    """The embedding of patches as a product, and the convolution whose stride is its width that holds it."""
+
+    size: int  # pixels of a patch's side
+
+    def shape(self) -> tuple[int, ...]:
+        (_, numbers), (_, width) = self.weight.dims
+        return (width, numbers // self.size**2, self.size, self.size)
+
+    def box(self, box: Box) -> Box:
+        """Returns all of each kernel: a box of the numbers of a patch is no box of theirs."""
+        return (box[1], *(slice(0, n) for n in self.shape()[1:]))
+
+    def outer(self) -> int:
+        return 1
+
+    def cut(self, box: Box, tensor: np.ndarray) -> np.ndarray:
+        return tensor.transpose(2, 3, 1, 0).reshape(-1, len(tensor))[box[0]]
+
+    def converted(self, ours: np.ndarray) -> np.ndarray:
+        width, channels, rows, columns = self.shape()
+        return ours.reshape(rows, columns, channels, width).transpose(3, 2, 0, 1)
+
+
+def mappings(model: ModelConfig) -> dict[str, TensorMapping]:
+    """Returns the mapping of each weight by our name, of a resolved config's model."""
+    names = {name.ours: name for name in hf_family(model.family).names(vars(model))}
+    return {
+        weight.name: PatchMapping(weight, name, model.patch_size)
+        if (name := names[weight.name]).layout == "patches"
+        else TensorMapping(weight, name)
+        for weight in weights(model)
+    }
+
+
+def full_box(weight: Weight) -> Box:
+    return tuple(slice(0, n) for _, n in weight.dims)
+
+
+def layers(weight: Weight) -> Sequence[int | None]:
+    """Returns the layers of a stacked weight; of another only None."""
+    return range(weight.layers) if weight.stacked else (None,)

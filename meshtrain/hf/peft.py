@@ -1,0 +1,350 @@
+"""LoRA's adapters in PEFT's files, adapter_config.json and adapter_model.safetensors: read and written.
+
+    ours                                     theirs
+    blocks.attention.q_lora_a [D, r]         base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight [r, in]    transposed
+    blocks.attention.q_lora_b [r, H, K]      base_model.model.model.layers.N.self_attn.q_proj.lora_B.weight [out, r]
+
+GPT-2's c_attn is q, k and v in one, so that PEFT has one A for the three, and its adapters are read as three with the same A. Ours have
+one each, which are written as an adapter of c_attn of rank 3 r: A one below the other, B their block diagonal, alpha 3 times as large;
+the file's metadata (THIRDS) say so, and they are read back as they were. As read in peft 0.21: tuners/lora/config.py,
+utils/save_and_load.py.
+
+What is not plain LoRA of this model is refused by name. The tensors' names say which projections are adapted; no pattern of a config
+is ever run, since one may run for ever.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtrain.config import Config
+from meshtrain.config.follow import replaced
+from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig, positions_of
+from meshtrain.errors import ConfigError, short
+from meshtrain.hf.hf_directory import DTYPES, ENDING, TensorFiles
+from meshtrain.hf.mapping import Source, mappings
+from meshtrain.hf_families import read_json
+from meshtrain.model.weights import Weight, adapted, adapters, lora_difference, lora_scale, weights
+
+ADAPTER_CONFIG, STEM = "adapter_config.json", "adapter_model"
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+THIRDS = "thirds"  # in a file's metadata: which of q, k, v the adapter of a fused projection is made of
+# The fields that are read here, or change nothing of what an adapter computes.
+LEGAL = frozenset((
+    "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "lora_dropout", "init_lora_weights",
+    "exclude_modules", "fan_in_fan_out", "base_model_name_or_path", "task_type", "inference_mode", "revision", "auto_mapping", "peft_version",
+    "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config",
+))  # fmt: skip
+# The initialisations that leave the base as it is.
+INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+NEUTRAL: tuple[object, ...] = (None, False, "none", 0, [], {})
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftModule:
+    """A module of theirs that may have an adapter."""
+
+    name: str  # {} stands for the number of the layer
+    projections: tuple[Weight, ...]  # of ours: one, or q, k and v
+
+    @property
+    def fused(self) -> bool:
+        return len(self.projections) > 1
+
+    def tensor(self, factor: str, layer: int) -> str:
+        return f"{PREFIX}{self.name.format(layer)}{factor}"
+
+
+def peft_modules(model: ModelConfig) -> list[PeftModule]:
+    """Returns the modules of a resolved config's model in the order in which a layer has them; ConfigError where PEFT has no name for them."""
+    if positions_of(model):
+        raise ConfigError(
+            f"adapters of {model.family} are not exchanged with PEFT: transformers 4 and 5 call its modules differently; merge them, and export that."
+        )
+    by_name, modules = mappings(model), dict[str, list[Weight]]()
+    base = {_projection(weight): weight for weight in weights(model) if _projection(weight)}
+    for weight in (base[name] for name in PROJECTIONS if name in base):
+        modules.setdefault(by_name[weight.name].name.theirs.removesuffix(".weight"), []).append(weight)
+    return [PeftModule(name, tuple(projections)) for name, projections in modules.items()]
+
+
+def _projection(weight: Weight) -> str:
+    """Returns the name that a projection has in lora.targets, "" for any other weight."""
+    last = weight.name.rpartition(".")[2]
+    return last if last in PROJECTIONS and weight.stacked else ""
+
+
+def merged_delta(model: ModelConfig, lora: LoraConfig, source: Source, weight: Weight, layer: int) -> np.ndarray | None:
+    """Returns scale * A B of one layer of a projection, float32, in the projection's shape; None for one without adapters."""
+    factors = {w.name: w for w in adapters(model, lora)}
+    a, b = (factors.get(f"{weight.name}_lora_{x}") for x in "ab")
+    if a is None or b is None:
+        return None
+    left = source(a, layer).astype(np.float32).reshape(-1, lora.rank)
+    right = source(b, layer).astype(np.float32).reshape(lora.rank, -1)
+    return (np.float32(lora_scale(lora)) * (left @ right)).reshape([n for _, n in weight.dims])
+
+
+# --- written
+
+
+def adapter_config(model: ModelConfig, lora: LoraConfig, base: str | None) -> dict[str, Any]:
+    """Returns adapter_config.json of a resolved config's adapters; `base` is where the model is that they adapt."""
+    number = lambda x: int(x) if x == int(x) else x  # noqa: E731
+    ranks, alphas, targets = {}, {}, []
+    for module, parts in _written(model, lora):
+        # q_proj; c_proj alone would be two modules
+        name = ".".join(module.name.split(".")[-2:]) if model.family == "gpt2" else module.name.rpartition(".")[2]
+        targets.append(name)
+        if parts > 1:
+            ranks[name] = parts * lora.rank
+            alphas[name] = number(lora.alpha * (parts**0.5 if lora.rslora else parts))
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, "r": lora.rank,
+        "lora_alpha": number(lora.alpha), "lora_dropout": lora.dropout, "use_rslora": lora.rslora, "target_modules": targets, "bias": "none",
+        "fan_in_fan_out": model.family == "gpt2", "init_lora_weights": True, "modules_to_save": None, "rank_pattern": ranks, "alpha_pattern": alphas,
+    }  # fmt: skip
+
+
+def adapter_tensors(model: ModelConfig, lora: LoraConfig, source: Source) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields their tensors by name; `source(weight, layer)` returns one layer of a factor."""
+    factors = {weight.name: weight for weight in adapters(model, lora)}
+    for module, _ in _written(model, lora):
+        for layer in range(model.layers):
+            adapted_parts = [(i, w.name) for i, w in enumerate(module.projections) if f"{w.name}_lora_a" in factors]
+            a = [source(factors[f"{name}_lora_a"], layer).reshape(-1, lora.rank).T for _, name in adapted_parts]
+            b = [source(factors[f"{name}_lora_b"], layer).reshape(lora.rank, -1).T for _, name in adapted_parts]
+            outputs = len(b[0])
+            diagonal = np.zeros((outputs * len(module.projections), lora.rank * len(b)), b[0].dtype)
+            for at, ((i, _), block) in enumerate(zip(adapted_parts, b, strict=True)):
+                diagonal[i * outputs : (i + 1) * outputs, at * lora.rank : (at + 1) * lora.rank] = block
+            yield module.tensor(A, layer), np.concatenate(a)
+            yield module.tensor(B, layer), diagonal
+
+
+def adapter_metadata(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
+    """Returns the metadata of the file of the tensors."""
+    thirds = [name for name in PROJECTIONS[:3] if name in adapted(model, lora)]
+    fused = any(module.fused for module, _ in _written(model, lora))
+    return {"format": "pt"} | ({THIRDS: ",".join(thirds)} if fused else {})
+
+
+def _written(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[PeftModule, int]]:
+    """Yields the modules that are adapted, and how many of our projections in each."""
+    chosen = adapted(model, lora)
+    for module in peft_modules(model):
+        if parts := sum(_projection(weight) in chosen for weight in module.projections):
+            yield module, parts
+
+
+# --- read
+
+
+class Adapters:
+    """The adapters of a directory that PEFT has written, for a resolved config's model; ConfigError if they are of another one."""
+
+    def __init__(self, directory: Path, model: ModelConfig) -> None:
+        self.directory, self.model = directory, model
+        self.where = short(directory / ADAPTER_CONFIG)
+        given = read_json(directory / ADAPTER_CONFIG)
+        _refuse_other_methods(given, self.where)
+        self.files = TensorFiles(directory, STEM)
+        self._modules = self._find_modules()
+        self._check_targets(given)
+        self._thirds = self._read_thirds()
+        self.lora = self._section(given)
+        self._check_tensors()
+
+    def read(self, weight: Weight, layer: int | None) -> np.ndarray:
+        """Returns one layer of a factor of `model.weights.adapters`, as ours, in the file's dtype."""
+        assert layer is not None
+        base, _, factor = weight.name.rpartition("_lora_")
+        module = next(m for m in self._modules if any(w.name == base for w in m.projections))
+        part = [w.name for w in module.projections].index(base)
+        array = self.files.tensor(module.tensor(A if factor == "a" else B, layer))
+        if module.fused and factor == "b":
+            array = np.split(array, len(module.projections))[part]
+        if module.fused and self._thirds:
+            at = self.lora.rank * self._thirds.index(PROJECTIONS[part])
+            array = array[at : at + self.lora.rank] if factor == "a" else array[:, at : at + self.lora.rank]
+        return array.T.reshape([n for _, n in weight.dims])
+
+    def _parts(self, module: PeftModule) -> int:
+        """Returns how many adapters of ours an adapter of theirs holds."""
+        return len(self._thirds) if self._thirds and module.fused else 1
+
+    def _find_modules(self) -> list[PeftModule]:
+        """Returns the modules that have adapters, each in all layers."""
+        present, used, modules = set(self.files.names), set[str](), []
+        for module in peft_modules(self.model):
+            tensors = {module.tensor(factor, layer) for layer in range(self.model.layers) for factor in (A, B)}
+            if tensors & present:
+                if missing := sorted(tensors - present):
+                    raise ConfigError(
+                        f"{short(self.directory)} has no {short(missing[0])}; here a projection has adapters in all layers."
+                    )
+                modules.append(module)
+                used |= tensors
+        if unused := sorted(present - used):
+            raise ConfigError(
+                f"{short(self.directory)} has {short(unused[0])}, for which this {self.model.family} of {self.model.layers} layers has no place "
+                f"({len(unused)} such): it is the adapter of another model."
+            )
+        if not modules:
+            raise ConfigError(f"{short(self.directory)} has no adapters.")
+        return modules
+
+    def _check_targets(self, given: Mapping[str, Any]) -> None:
+        """ConfigError where a list of names asks for a module that has no adapter; a pattern is not run."""
+        targets = given.get("target_modules")
+        for module in peft_modules(self.model):
+            name = module.name.format(0)
+            listed = isinstance(targets, list) and any(f".{name}".endswith(f".{target}") for target in targets)
+            if (listed or targets == "all-linear") and module not in self._modules and not given.get("exclude_modules"):
+                raise ConfigError(
+                    f"{self.where}: target_modules asks for {name}, but {short(self.directory)} has no adapter of it."
+                )
+
+    def _read_thirds(self) -> tuple[str, ...]:
+        """Returns which of q, k and v have a part of their own in a fused adapter that we have written; () for any other."""
+        text = self.files.metadata().get(THIRDS, "")
+        thirds = tuple(text.split(",")) if text else ()
+        if any(name not in PROJECTIONS[:3] for name in thirds) or len(set(thirds)) < len(thirds):
+            raise ConfigError(
+                f"{short(self.directory / STEM)}{ENDING} has {THIRDS} {short(repr(text))}, which are not among q, k, v."
+            )
+        return thirds
+
+    def _section(self, given: Mapping[str, Any]) -> LoraConfig:
+        """Returns the section lora that they need: one rank and one scale for all."""
+        rslora = bool(given.get("use_rslora"))
+        scales: set[tuple[int, float]] = set()
+        for module in self._modules:
+            parts = self._parts(module)
+            for layer in range(self.model.layers):
+                name = module.name.format(layer)
+                rank = _positive(_by_pattern(given, "rank_pattern", name, "r", self.where), "r", self.where)
+                alpha = _by_pattern(given, "alpha_pattern", name, "lora_alpha", self.where)
+                alpha = _number(alpha, "lora_alpha", self.where)
+                if rank % parts:
+                    raise ConfigError(f"{self.where}: the rank {rank} of {name} is no multiple of its {parts} shares.")
+                # a part of the rank keeps the scale of all of it
+                scales.add((rank // parts, alpha / (parts**0.5 if rslora else parts)))
+        ranks = sorted({rank for rank, _ in scales})
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"{self.where}: rank_pattern makes ranks of {ranks[0]} and {ranks[1]}; here all adapters have one."
+            )
+        alphas = sorted({alpha for _, alpha in scales})
+        if not math.isclose(alphas[0], alphas[-1], rel_tol=1e-12):
+            raise ConfigError(
+                f"{self.where}: alpha_pattern makes alphas of {alphas[0]:g} and {alphas[-1]:g}; here all adapters have one."
+            )
+        stated = given.get("lora_alpha")
+        alpha = float(stated) if math.isclose(stated, alphas[0], rel_tol=1e-12) else alphas[0]  # type: ignore[arg-type]
+        have = {
+            _projection(weight)
+            for module in self._modules
+            for weight in module.projections
+            if not (self._thirds and module.fused) or _projection(weight) in self._thirds
+        }
+        targets = tuple(name for name in PROJECTIONS if name in have)
+        # an empty list stands for all of them
+        if adapted(self.model, LoraConfig(rank=1)) == targets:
+            targets = ()
+        dropout = _number(given.get("lora_dropout") or 0.0, "lora_dropout", self.where)
+        return LoraConfig(rank=ranks[0], alpha=alpha, targets=targets, dropout=dropout, rslora=rslora)
+
+    def _check_tensors(self) -> None:
+        factors, where = {w.name: w for w in adapters(self.model, self.lora)}, short(self.directory)
+        for module in self._modules:
+            rank = self.lora.rank * self._parts(module)
+            a, b = next(
+                (factors[f"{w.name}_lora_a"], factors[f"{w.name}_lora_b"])
+                for w in module.projections
+                if f"{w.name}_lora_a" in factors
+            )
+            inputs = math.prod(n for _, n in a.dims[:-1])
+            outputs = math.prod(n for _, n in b.dims[1:]) * len(module.projections)
+            for layer in range(self.model.layers):
+                for factor, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
+                    name = module.tensor(factor, layer)
+                    found, dtype = self.files.shape(name), self.files.dtype(name)
+                    if found != shape:
+                        raise ConfigError(
+                            f"{short(name)} in {where} is {list(found)}; of this model and rank {self.lora.rank} it is {list(shape)}."
+                        )
+                    if dtype not in DTYPES:
+                        raise ConfigError(
+                            f"{short(name)} in {where} is {dtype}; it must be one of {', '.join(DTYPES)}."
+                        )
+                if module.fused and self._thirds:
+                    self._check_blocks(module, layer)
+
+    def _check_blocks(self, module: PeftModule, layer: int) -> None:
+        """ConfigError for numbers beside the block diagonal: they would be lost."""
+        array = self.files.tensor(module.tensor(B, layer))
+        for rows, third in zip(np.split(array, len(module.projections)), PROJECTIONS, strict=False):
+            for at, part in enumerate(self._thirds):
+                if part != third and rows[:, at * self.lora.rank : (at + 1) * self.lora.rank].any():
+                    raise ConfigError(
+                        f"{short(module.tensor(B, layer))} in {short(self.directory)} is not what its {THIRDS} say: {third} depends on the share of {part}."
+                    )
+
+
+def with_adapters(config: Config, adapters: Adapters | None) -> Config:
+    """Returns the config with the section lora that adapters need; ConfigError if it has another one."""
+    lora = LoraConfig() if adapters is None else adapters.lora
+    name = lora_difference(config.model, config.lora, lora) if config.lora.rank else None
+    if adapters is not None and name is not None:
+        raise ConfigError(
+            f"lora.{name} is {getattr(config.lora, name)}, but the adapters in {short(adapters.directory)} have {getattr(lora, name)}; leave the key out."
+        )
+    return replaced(config, lora=dataclasses.asdict(lora))
+
+
+def _refuse_other_methods(given: Mapping[str, Any], where: str) -> None:
+    """ConfigError, by name, for what PEFT would compute otherwise than LoRA of a projection."""
+    kind = given.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{where}: peft_type {short(repr(kind))} is not computed here; only LORA is.")
+    for key, value in given.items():
+        if key not in LEGAL and value not in NEUTRAL:
+            raise ConfigError(f"{where}: {short(key)} {short(json.dumps(value))} is not computed here.")
+    if given.get("init_lora_weights", True) not in INITIALISATIONS:
+        raise ConfigError(
+            f"{where}: init_lora_weights {short(repr(given['init_lora_weights']))} changes the base itself; save it converted to plain LoRA."
+        )
+
+
+def _by_pattern(given: Mapping[str, Any], patterns_key: str, module: str, key: str, where: str) -> Any:
+    """Returns a module's value among patterns, else that of `key`; only plain names are read, since a regular expression could run for ever."""
+    patterns = given.get(patterns_key) or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{where}: {patterns_key} must be a mapping of names.")
+    for name, value in patterns.items():
+        if not re.fullmatch(r"[A-Za-z0-9_.]+", name):
+            raise ConfigError(
+                f"{where}: {patterns_key} has the pattern {short(repr(name))}; only names of modules are read."
+            )
+        if f".{module}".endswith(f".{name}"):
+            return value
+    return given.get(key)
+
+
+def _positive(value: Any, key: str, where: str) -> int:
+    if type(value) is not int or not 1 <= value <= 3 * 4096:
+        raise ConfigError(f"{where}: {key} is {short(repr(value))}; it must be a whole number above 0.")
+    return value
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{where}: {key} is {short(repr(value))}; it must be a number, and not negative.")
+    return float(value)

@@ -1,0 +1,127 @@
+"""Model classes of Hugging Face transformers: their config.json as our section `model` and back, and the names of their weights.
+
+    config.json ──model_section──► section `model` ──config_json──► config.json
+
+An entry a class. A family with new computations is an entry in `meshtrain.families` too; one that only has other names or fields stands
+here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `vit`. `family` says what an entry holds, `json_fields` reads config.json.
+
+What a class cannot hold of a model's options is refused by name, and not left out in silence:
+
+                 biases of q, k, v   q and k normed   window   heads of another width, shared keys   Gemma's
+    llama        no                  no               no       yes                                   no
+    mistral      no                  no               yes      yes                                   no
+    qwen2        yes                 no               yes      yes                                   no
+    qwen3        no                  yes              yes      yes                                   no
+    gpt2         yes                 no               no       no                                    no
+    gemma2       no                  no               always   yes                                   but another base
+    gemma3       no                  yes              always   yes                                   but capped scores
+    vit          either              no               no       no                                    no
+
+Gemma's are norms by 1 + scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped
+scores and logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
+(models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import ConfigError, short
+from meshtrain.families import FAMILIES
+from meshtrain.hf_families.family import HfFamily, WeightName
+from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
+from meshtrain.hf_families.gpt2 import GPT2
+from meshtrain.hf_families.json_fields import Json, check_types, read_json, refuse_unless
+from meshtrain.hf_families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from meshtrain.hf_families.vit import VIT
+
+__all__ = ["CONFIG", "HF_FAMILIES", "HfFamily", "WeightName", "is_hf_directory", "read_json", "section_of"]
+
+CONFIG = "config.json"
+HF_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GEMMA2, GEMMA3, VIT)}
+BY_MODEL_TYPE = {family.model_type or name: family for name, family in HF_FAMILIES.items()}
+MODEL_TYPES = {family.name: model_type for model_type, family in BY_MODEL_TYPE.items()}
+
+
+def is_hf_directory(directory: Path) -> bool:
+    """Whether a directory has the config.json of a model, which no run and no checkpoint has."""
+    return (directory / CONFIG).is_file()
+
+
+def section_of(directory: Path) -> dict[str, Any]:
+    """Returns the section `model` that a Hugging Face directory asks for."""
+    return model_section(read_json(directory / CONFIG), short(directory / CONFIG))
+
+
+def model_section(config: Json, where: str) -> dict[str, Any]:
+    """Returns the section `model` that a config.json asks for; `where` it stands, for the sentence that refuses it."""
+    check_types(config, where)
+    model_type = config.get("model_type")
+    if model_type == "gemma3":
+        raise ConfigError(
+            f"{where}: model_type 'gemma3' has a vision tower, which is not computed here; take its text model alone, gemma3_text."
+        )
+    if model_type not in BY_MODEL_TYPE:
+        known = ", ".join(BY_MODEL_TYPE)
+        raise ConfigError(f"{where}: model_type {short(repr(model_type))} is no family of ours; there are {known}.")
+    family = BY_MODEL_TYPE[model_type]
+    section = family.section(config, where)
+    refuse_unless(where, config, "quantization_config", None)
+    return {"family": family.name} | section
+
+
+def config_json(model: Json, length: int, dtype: str) -> dict[str, Any]:
+    """Returns the config.json of a resolved section `model`, trained on sequences of `length` tokens; ConfigError where no class holds it."""
+    check_exportable(model)
+    family = hf_family(model["family"])
+    config = {"model_type": MODEL_TYPES[family.name], "architectures": [family.architecture]}
+    if not FAMILIES[family.name].images:
+        config |= {"vocab_size": model["vocab_size"], "tie_word_embeddings": model["tied_head"]}
+    return config | {"dtype": dtype, "torch_dtype": dtype} | family.config(model, length)
+
+
+def hf_family(name: str) -> HfFamily:
+    """Returns the class that holds a family of ours; ConfigError if there is none."""
+    if name not in HF_FAMILIES:
+        raise ConfigError(
+            f"model.family {name} is no family of transformers; exported are {', '.join(HF_FAMILIES)}: see meshtrain.hf_families."
+        )
+    return HF_FAMILIES[name]
+
+
+def check_exportable(model: Json) -> None:
+    """ConfigError where no class of transformers computes what this section `model` does."""
+    family = hf_family(model["family"])
+    if (problem := _problem(family, model)) is None:
+        return
+    same_names = [other for other in HF_FAMILIES.values() if other.names is family.names]
+    others = [other.name for other in same_names if _problem(other, model) is None]
+    way_out = f"; train it as model.family {others[0]} to export it" if others else ""
+    raise ConfigError(f"{family.architecture} of transformers cannot hold {problem}{way_out}.")
+
+
+def _problem(family: HfFamily, model: Json) -> str | None:
+    def flag(name: str) -> str:
+        return f"model.{name} {str(model[name]).lower()}"
+
+    if family.qkv_bias is not None and model["qkv_bias"] != family.qkv_bias:
+        return flag("qkv_bias")
+    if FAMILIES[family.name].images and model["pool"] != "class":
+        return flag("pool")
+    if model["qk_norm"] != family.qk_norm:
+        return flag("qk_norm")
+    if model["window"] and not family.window:
+        return flag("window")
+    heads, d_model = model["heads"], model["d_model"]
+    if not family.head_shapes and model["kv_heads"] != heads:
+        return f"model.kv_heads {model['kv_heads']} beside model.heads {heads}"
+    if not family.head_shapes and model["head_dim"] * heads != d_model:
+        return f"model.head_dim {model['head_dim']} with {heads} heads in model.d_model {d_model}"
+    for name in ("norm_plus_one", "post_norms", "scaled_embedding"):
+        if model[name] != family.gemma:
+            return flag(name)
+    if family.gemma and not model["window"] and model["global_every"] != 1:
+        return "model.window 0"
+    required = {} if family.gemma else {"query_scalar": model["head_dim"], "global_every": 0, "logit_cap": 0.0}
+    required |= {} if family.score_cap else {"score_cap": 0.0}
+    required |= {} if family.local_theta else {"rope_theta_local": 0.0}
+    return next((f"model.{name} {model[name]:g}" for name, value in required.items() if model[name] != value), None)

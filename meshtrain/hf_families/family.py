@@ -1,0 +1,40 @@
+"""What is known of one model class of transformers: the entry that a family has."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from meshtrain.hf_families.json_fields import Json
+
+
+class WeightName(NamedTuple):
+    """A weight of ours, the tensor in their files, and how its numbers lie there (see `meshtrain.hf.mapping`)."""
+
+    ours: str
+    theirs: str  # {} stands for the number of the layer
+    layout: Literal["plain", "linear", "third", "patches"] = "plain"
+    third: int = 0
+    ones: int = 0  # plain: leading dimensions of size 1 of their tensor
+
+
+@dataclass(frozen=True)
+class HfFamily:
+    """A class of transformers that holds a family of ours. `section` and `config` are inverse to one another.
+
+    section: (config.json, where it stands) -> the keys of the section `model`. config: (section `model`, tokens of a sequence) ->
+    the keys of config.json. names: section `model` -> the names of the weights. The rest are the options that the class can hold.
+    """
+
+    name: str  # of our family
+    architecture: str
+    section: Callable[[Json, str], dict[str, Any]]
+    config: Callable[[Json, int], dict[str, Any]]
+    names: Callable[[Json], Iterable[WeightName]]
+    model_type: str = ""  # theirs, where it is not the name
+    qkv_bias: bool | None = False  # None: either
+    qk_norm: bool = False
+    window: bool = True  # there may be one
+    head_shapes: bool = True  # heads may be wider than d_model / heads, and share keys and values
+    gemma: bool = False
+    score_cap: bool = False  # there may be one
+    local_theta: bool = False  # there may be one

@@ -1,0 +1,215 @@
+"""Flags of XLA and variables of NCCL for a config on a cluster: what is set, why, and which versions take it.
+
+    launch ──► supervisor of a node: --flags CLUSTER ──► the training process
+                 versions that are installed there,        XLA_FLAGS, NCCL_...
+                 what its user set, which wins
+
+An XLA flag that a version does not know ends the process before its first line, so that a flag is set only with versions that were
+seen to take it (`tests/launch/test_flags.py` asks those that are installed); NCCL ignores variables that it does not know. What the step
+tells the compiler by itself (`meshtrain.xla`), whoever starts it, stands in the table beside.
+
+Sources: NCCL's user guide, Environment Variables; XLA's own words on its flags (XLA_FLAGS=--help); NVIDIA's JAX-Toolbox, GPU performance;
+compiled steps (`experiments/README.md`, Communication).
+"""
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from meshtrain import xla
+from meshtrain.cluster.cluster import Cluster
+from meshtrain.cluster.topology import RAILS
+from meshtrain.config import Config
+from meshtrain.config.reduce import overlaps_reduce_scatter
+
+JAXLIB, NCCL = "jaxlib", "NCCL"
+PACKAGES = {JAXLIB: ("jaxlib",), NCCL: ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}
+KNOWN = ("0.10.2", "0.13")  # versions of jaxlib from, and before, which XLA's flags were seen to be taken
+XLA = "xla_"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`value`: what it is set to for a config on a cluster; None: it is of no use there."""
+
+    name: str  # a flag of XLA, or an environment variable
+    library: str
+    since: str
+    before: str  # the first version without it; "": there is none
+    value: Callable[[Config, Cluster], str | None]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A preset for one config and cluster; `left`: why it is not set after all, or nothing."""
+
+    name: str
+    value: str
+    versions: str
+    reason: str
+    left: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What others say to set, and why it is left alone."""
+
+    setting: str
+    why: str
+
+
+def _on_nodes(value: str, is_of_use: Callable[[Config, Cluster], bool]) -> Callable[[Config, Cluster], str | None]:
+    """Returns a preset's `value` for a mesh of several nodes."""
+    return lambda c, k: value if c.mesh.devices > k.devices_per_node and is_of_use(c, k) else None
+
+
+def _has_messages(config: Config, _: Cluster) -> bool:
+    """Returns whether devices send to some others alone."""
+    return config.mesh.pipeline > 1 or config.parallel.reduce.algorithm != "psum"
+
+
+def _is_slow_between_rails(_: Config, cluster: Cluster) -> bool:
+    return cluster.topology == RAILS and (cluster.between_rails == "spine" or cluster.links.spine.oversubscription > 1)
+
+
+PRESETS = (
+    Preset(
+        "xla_gpu_collective_permute_connected_components", JAXLIB, *KNOWN, _on_nodes("true", _has_messages),
+        "messages go through communicators of those alone that send to each other; through one of all devices those inside a node were "
+        "10 to 20 times as slow (openxla/xla, issue 40505)",
+    ),
+    Preset(
+        "NCCL_DEBUG", NCCL, "2.0", "", _on_nodes("WARN", lambda *_: True),
+        "says which connection failed and why, where NCCL by itself says nothing; it costs nothing while none fails",
+    ),
+    Preset(
+        "NCCL_CROSS_NIC", NCCL, "2.4", "", _on_nodes("0", _is_slow_between_rails),
+        "rings keep to one rail from node to node: the way between the rails of this cluster is narrow",
+    ),
+    Preset(
+        "NCCL_PXN_DISABLE", NCCL, "2.12", "", _on_nodes("1", lambda _, k: k.between_rails == "spine"),
+        "the cluster file says that messages between rails go over the spine, not through the node",
+    ),
+)  # fmt: skip
+
+ADVICE = (
+    Advice("xla_gpu_enable_latency_hiding_scheduler=true", "jaxlib 0.10.2 compiles the same step with true, false and neither"),
+    Advice(
+        "xla_gpu_{all_gather,reduce_scatter}_combine_threshold_bytes",
+        "MaxText sets 128 MiB for 405B on 128 nodes. Larger collectives wait less and hide less: for our ZeRO-3 step on 16 H100, by the "
+        "compiled program, 128 MiB change nothing and 512 MiB cost 5%",
+    ),
+    Advice(
+        "xla_gpu_enable_pipelined_{all_gather,all_reduce,reduce_scatter}=true",
+        "jaxlib 0.12 knows them only as old names of xla_gpu_pipeline_..., which 0.10 does not know; the step orders its own collectives",
+    ),
+    Advice("xla_gpu_enable_async_collectives=true, xla_gpu_enable_async_all_gather=true", "gone, so that they end the process; collectives are asynchronous without"),
+    Advice("xla_gpu_enable_triton_softmax_fusion=true, xla_gpu_graph_level=0", "gone, so that they end the process"),
+    Advice("xla_gpu_experimental_enable_nvshmem=true", "gone in jaxlib 0.12"),
+    Advice("JAX_OPTIMIZATION_LEVEL=O1", "NVIDIA's recommendation; on our steps it unrolls loops into three times as many kernels, for 1% of a ZeRO-3 step: try it"),
+    Advice("CUDA_DEVICE_MAX_CONNECTIONS=1", "for programs that launch kernels in a fixed order by hand; XLA orders its own, and NVIDIA advises against it on Blackwell"),
+    Advice("NCCL_NVLS_ENABLE=0", "NVIDIA's images set it until 2025; switches that sum are the fastest all-reduce in a node"),
+    Advice("NCCL_ALGO, NCCL_PROTO", "NCCL chooses by size and by what the links are safe for: LL128 forced where they are not corrupts data"),
+    Advice("NCCL_IB_GID_INDEX=3", "found by NCCL itself since 2.21 (-1); 3 is right on some networks only"),
+    Advice("NCCL_IB_TIMEOUT=22", "20 by default since 2.23, and 7 retries: four seconds a try are enough unless the fabric is being repaired"),
+    Advice("NCCL_IB_QPS_PER_CONNECTION=4", "for networks that hash each connection to one path; others pay with cache misses on the card"),
+    Advice("NCCL_ASYNC_ERROR_HANDLING=1", "PyTorch's variable, which NCCL never reads; a run under `survive` finds stuck ranks itself"),
+)  # fmt: skip
+
+
+def settings(
+    config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]
+) -> list[Setting]:
+    """Returns what is of use for a config on a cluster, with the versions of libraries that are there (those of `installed`) and a user's
+    own environment, which wins."""
+    if cluster.accelerator.platform != "gpu" or config.mesh.devices == 1:
+        return []
+    values = [(preset, value) for preset in PRESETS if (value := preset.value(config, cluster)) is not None]
+    return [
+        Setting(
+            preset.name,
+            value,
+            f"{preset.library} {preset.since} and later" + (f", before {preset.before}" if preset.before else ""),
+            preset.reason,
+            _left(preset, versions.get(preset.library, ""), variables),
+        )
+        for preset, value in values
+    ]
+
+
+def _left(preset: Preset, version: str, variables: Mapping[str, str]) -> str:
+    if preset.name in variables or re.search(rf"--{preset.name}\b", variables.get("XLA_FLAGS", "")):
+        return "set by the user"
+    # An unknown variable of NCCL's is ignored, and an unknown flag ends the process.
+    if preset.library == JAXLIB and not version:
+        return f"{JAXLIB} is not installed here"
+
+    def parts(number: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", number)[:3]]
+
+    early, late = parts(version) < parts(preset.since), preset.before and parts(version) >= parts(preset.before)
+    return (
+        f"{preset.library} {version} is not among the versions seen to take it" if version and (early or late) else ""
+    )
+
+
+def environment(chosen: list[Setting], variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that a process needs besides its own `variables`."""
+    taken = [setting for setting in chosen if not setting.left]
+    new = {setting.name: setting.value for setting in taken if not setting.name.startswith(XLA)}
+    if flags := [f"--{setting.name}={setting.value}" for setting in taken if setting.name.startswith(XLA)]:
+        new["XLA_FLAGS"] = " ".join([variables.get("XLA_FLAGS", ""), *flags]).strip()
+    return new
+
+
+def by_the_step(config: Config, cluster: Cluster) -> list[Setting]:
+    """Returns what the step sets in the compiler, whoever starts it."""
+    if cluster.accelerator.platform != "gpu":
+        return []
+    options = xla.step_options(config.mesh.devices, config.mesh.tensor, overlaps_reduce_scatter(config))
+    return [Setting(option.name, str(option.value), "", option.reason) for option in options]
+
+
+def installed() -> dict[str, str]:
+    """Returns versions by library; none of one that is not installed here."""
+    versions = {}
+    for library, packages in PACKAGES.items():
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[library] = importlib.metadata.version(package)
+    return versions
+
+
+def to_text(config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]) -> str:
+    """`plan --flags`: lines for people."""
+    there = (
+        ", ".join(f"{library} {version}" for library, version in versions.items()) or "none of the libraries installed"
+    )
+    lines = [f"{config.mesh.devices} x {cluster.accelerator.name}, {config.mesh}, on {cluster.name} ({cluster.topology}); {there}", ""]  # fmt: skip
+    chosen = settings(config, cluster, versions, variables)
+    lines.append("launch sets" if chosen else "launch sets nothing")
+    for entry in chosen:
+        lines += [f"  {entry.name}={entry.value}" + (f"   LEFT: {entry.left}" if entry.left else ""), f"      {entry.reason}", f"      {entry.versions}"]  # fmt: skip
+    if own := by_the_step(config, cluster):
+        lines += ["", "the step sets, unless XLA_FLAGS does"]
+        for entry in own:
+            lines += [f"  {entry.name}={entry.value}", f"      {entry.reason}"]
+    lines += ["", "left alone, whatever older advice says"]
+    for advice in ADVICE:
+        lines += [f"  {advice.setting}", f"      {advice.why}"]
+    return "\n".join(lines)
+
+
+def as_json(config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]) -> dict:
+    """`plan --flags --json`."""
+    chosen = settings(config, cluster, versions, variables)
+    return {
+        "versions": dict(versions),
+        "set": [asdict(entry) for entry in chosen],
+        "environment": environment(chosen, variables),
+        "by_the_step": [asdict(entry) for entry in by_the_step(config, cluster)],
+        "left": [asdict(entry) for entry in ADVICE],
+    }

@@ -1,0 +1,166 @@
+"""What one device does of a step, inside shard_map: its master weights to weights, its rows to a loss, its gradients to shards.
+
+    masters ──zero.gather_params──► weights ─┐
+                                             ├─ forward, backward ─► gradients ──zero.reduce_grads──► shards
+    rows ──microbatches──────────────────────┘
+
+`LocalStep` is where parallelism is applied to the model, in the order of its constructor. Every collective of forward and backward is
+called from here; the optimizer comes after, in `meshtrain.step`.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshtrain import xla
+from meshtrain.compat import varying
+from meshtrain.config import ConfigError
+from meshtrain.config.reduce import sums_in_place
+from meshtrain.inputs import LABELS, inputs
+from meshtrain.model.hooks import Hooks, ModelParts
+from meshtrain.model.loss import counted
+from meshtrain.parallel import accumulate
+from meshtrain.parallel.forward import Batch, Forward, Judged, LossAndGradients, weighted
+from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.reduce.reduction import Statistics
+from meshtrain.parallel.tensor import MeshCollectives
+from meshtrain.parallel.zero import Weights, Zero
+
+if TYPE_CHECKING:
+    from meshtrain.parallel.pipeline.execute import Executor
+    from meshtrain.parallel.reduce.feedback import FeedbackState
+
+Tree = Any
+
+
+class Gradients(NamedTuple):
+    """Gradients and averaged metrics of a step, plus error-feedback residuals and compression statistics; or their PartitionSpecs."""
+
+    loss: Any  # mean over what counts in the batch
+    shards: Tree  # float32, times the loss scale; None of what is frozen
+    feedback: Any = None  # a FeedbackState
+    statistics: Statistics | Any = {}  # noqa: RUF012
+    measured: Any = {}  # noqa: RUF012  by name, means of what else is measured
+    counted: Any = None  # how much counts in the batch, where it is asked for: tokens, images or pairs
+
+
+class LocalStep:
+    """The functions of one layout on devices of one platform; all but the constructor are called inside shard_map."""
+
+    def __init__(self, layout: Layout, platform: str, hooks: Hooks, across: bool = True) -> None:
+        """`across`: losses and gradients are summed over all of data, else over the data ranks of an island."""
+        self.config, self.layout = layout.config, layout
+        self.data_axes = self.config.mesh.data_axes
+        self.summed_over = self.config.mesh.token_axes(across)
+        # 1. tensor and sequence parallelism: collectives within a layer, and over the vocabulary
+        collectives = MeshCollectives(self.config, platform)
+        # 2. block, attention and loss: built in, or replaced from outside
+        parts = ModelParts(self.config, collectives, hooks)
+        # 3. ZeRO over data: when weights are gathered; gradients are scattered, and summed across islands
+        self.zero = Zero(layout, across)
+        # 4. embedding, layers and loss of those weights, each layer under its activation checkpointing
+        self.forward = Forward(layout, self.zero, collectives, parts)
+        # 5. microbatches: through the stages of a pipeline by its table, or one after the other
+        self.executor = self._executor(self.forward)
+        by_microbatch = accumulate.accumulate
+        if self.forward.overlaps and sums_in_place(self.config):
+            by_microbatch = accumulate.accumulate_in_place
+        elif self.forward.overlaps and self.zero.overlaps_reduce_scatter:
+            by_microbatch = accumulate.accumulate_overlapped
+        self.loss_and_gradients: Callable[..., LossAndGradients] = (
+            self.executor.train if self.executor else partial(by_microbatch, self.forward)
+        )
+
+    def gradients(
+        self,
+        masters: Tree,
+        batch: Batch,
+        step: jax.Array,
+        scale: jax.Array,
+        feedback: "FeedbackState | None" = None,
+        counts: bool = False,
+    ) -> Gradients:
+        """`scale` times the gradient of the mean loss; `feedback` is what compression kept of the last step."""
+        with jax.named_scope(xla.ZERO):
+            weights = self.zero.gather_params(masters)
+        batches, count = self.microbatches(batch)
+        batches = self._with_reference(weights, batches)
+        key = None
+        if self.config.model.dropout or self.config.lora.dropout:
+            key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
+        divisor = _divisor(count)
+        totals, gradients = self.loss_and_gradients(weights, batches, key, scale / divisor)
+        loss, measured = jax.tree.map(lambda total: self._sum(total) / divisor, totals)
+        with jax.named_scope(xla.ZERO):
+            reduced = self.zero.reduce_grads(gradients, feedback, scale)
+        return Gradients(loss, *reduced, measured, count if counts else None)
+
+    def loss(self, masters: Tree, batch: Batch) -> jax.Array:
+        """The mean loss alone."""
+        return self.loss_and_accuracy(masters, batch)[0]
+
+    def loss_and_accuracy(self, masters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+        """The mean loss, and of images the share of them whose argmax is their class."""
+        weights = self.zero.gather_params(masters)
+        batches, count = self.microbatches(batch)
+        batches = self._with_reference(weights, batches)
+        judged = self._judged(self.forward, weights, batches)
+        total, _ = self.forward.total(judged.losses, batches)
+        hits = None if judged.hits is None else self._sum(weighted(judged.hits, batches)) / _divisor(count)
+        return self._sum(total) / _divisor(count), hits
+
+    def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
+        """This data rank's rows as [microbatches, rows, ..] with their global indices, and what counts in the batch: tokens, images or,
+        with objective dpo, pairs."""
+        rows, length = len(inputs(batch)), self.forward.length(batch)
+        m, tensor = self.config.parallel.microbatches, self.config.mesh.tensor
+        if rows % m:
+            raise ConfigError(f"the {rows} rows of a data rank cannot be cut into {m} microbatches; give a multiple.")
+        if self.config.parallel.sequence_parallel and length % tensor:
+            raise ConfigError(f"with sequence parallelism tensor {tensor} must divide the {length} tokens of a row.")
+        batch = {**batch, "rows": lax.axis_index(self.data_axes) * rows + jnp.arange(rows)}
+        cut = jax.tree.map(lambda a: a.reshape((m, -1, *a.shape[1:])), batch)
+        if "weights" in batch:
+            return cut, lax.psum(counted(batch), self.summed_over)
+        ranks = math.prod(self.config.mesh.ways(axis) for axis in self.summed_over)
+        return cut, jnp.float32(ranks * batch[LABELS].size)
+
+    def _with_reference(self, weights: Weights, batches: Batch) -> Batch:
+        """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through the same stages."""
+        if self.config.train.objective != "dpo":
+            return batches
+        losses = self._judged(self.forward.without_adapters(), weights, batches).losses
+        # One forward after the other, so that the activations of both are never alive together.
+        tokens, losses = lax.optimization_barrier((batches["tokens"], losses))
+        return {**batches, "tokens": tokens, "reference": losses}
+
+    def _judged(self, forward: Forward, weights: Weights, batches: Batch) -> Judged:
+        """The labels of the microbatches one by one, [M, b, T] each."""
+        executor = self._executor(forward)
+        return executor.judged(weights, batches) if executor else accumulate.judged(forward, weights, batches)
+
+    def _executor(self, forward: Forward) -> "Executor | None":
+        if not self.layout.table:
+            return None
+        from meshtrain.parallel.pipeline.execute import Executor
+
+        return Executor(forward, self.layout.table)
+
+    def _sum(self, loss: jax.Array) -> jax.Array:
+        """The sum of all that devices have of a loss; over data, of those that `summed_over` names."""
+        axes = tuple(
+            axis
+            for axis in sorted(varying(loss))
+            if axis in self.summed_over or axis not in self.config.mesh.token_axes()
+        )
+        return lax.psum(loss, axes) if axes else loss
+
+
+def _divisor(count: jax.Array) -> jax.Array:
+    """The number that a sum is divided by for its mean: where nothing counts the sum is 0, and so is the mean."""
+    return jnp.where(count > 0, count, 1.0)

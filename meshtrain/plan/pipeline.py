@@ -1,0 +1,139 @@
+"""What the planner asks of the pipeline's table: facts, time, and how often a device computes and sends."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+
+from meshtrain.config import Config
+from meshtrain.parallel.placement import stages
+from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
+from meshtrain.plan.gradient_traffic import Iterations
+from meshtrain.plan.seconds import MicrobatchCosts
+from meshtrain.schedule.buffers import executed
+from meshtrain.schedule.facts import ONE_STAGE, ScheduleFacts, facts_of
+from meshtrain.schedule.generators import make_table
+from meshtrain.schedule.phases import ops_per_clock, phases, table_ops
+from meshtrain.schedule.simulate import Durations, PerChunk, Timeline, simulate
+from meshtrain.schedule.table import B, F, Table
+
+
+def _sizes(config: Config) -> tuple[str, int, int, int]:
+    return config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
+
+
+def table(config: Config) -> Table:
+    """The table of a config's schedule."""
+    return make_table(*_sizes(config))
+
+
+def facts(config: Config) -> ScheduleFacts:
+    """The facts of a config's schedule, by formula where there is one: searches ask for thousands."""
+    return ONE_STAGE if config.mesh.pipeline == 1 else facts_of(*_sizes(config))
+
+
+def iterations(config: Config, skips: bool = False) -> Iterations:
+    """How often a device computes each slot of the table, idly or not; where the program `skips` idle work (on CPU), only
+    when it has work. Messages go in every clock all the same."""
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
+    if p == 1:
+        return Iterations(m, m, m)
+    if skips:
+        clocks = table(config).clocks
+        return Iterations(m * v, m, m * v, embedding=m, unembedding=m, down=clocks, up=clocks)
+    return _iterations(table(config))
+
+
+def reference_iterations(config: Config, skips: bool = False) -> Iterations | None:
+    """`iterations` of dpo's forward without adapters, which takes the table's forwards alone."""
+    if config.train.objective != "dpo":
+        return None
+    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
+    if p == 1:
+        return Iterations(m, m, 0, unhead=0)
+    busy = int(table_ops(table(config))[:, 0].sum())
+    if skips:
+        return Iterations(m * v, m, 0, embedding=m, unhead=0, down=busy)
+    return replace(_iterations(table(config)), backward=0, unembedding=None, unhead=0, up=None)
+
+
+@functools.lru_cache(maxsize=32)
+def _iterations(table: Table) -> Iterations:
+    """What a clock does is the same in all turns of a phase; of one that is compiled alone XLA leaves out what the table has no use
+    for: embeddings of no microbatch, and messages that nobody keeps.
+    """
+    found, program = phases(table), executed(table)
+    work = ops_per_clock(found)
+    forward, head, backward, *_ = work.sum(axis=0).tolist()
+    alone = np.zeros(table.clocks, bool)
+    alone[[phase.first for phase in found if phase.repeats * phase.period == 1]] = True
+
+    def times(kind: int, used: np.ndarray) -> int:
+        return int((work[:, kind] & (~alone | used)).sum())
+
+    def messages(slot: int, kind: int) -> int:
+        """Every way that the table uses at all."""
+        arrivals = (a for a in program.arrivals if a.slot == slot and a.shift)
+        return sum(times(kind, np.asarray(a.active.any(axis=1))) for a in arrivals)
+
+    return Iterations(
+        forward,
+        head,
+        backward,
+        # The first before all clocks, the last after them.
+        embedding=1 + times(4, program.entering >= 0),
+        unembedding=times(5, program.leaving >= 0) + 1,
+        down=messages(F, 0),
+        up=messages(B, 2),
+    )
+
+
+def durations(config: Config, costs: MicrobatchCosts, split: bool, optimizer: float = 0.0) -> Durations:
+    """The simulator's durations from one microbatch's costs, of a table that is `split` or not. Virtual stages are as long as they
+    have layers.
+    """
+    stage = stages(config)
+    share: PerChunk = 1.0  # of the longest virtual stage's layers
+    if len(set(stage.counts)) > 1:
+        share = np.array(stage.counts) / stage.longest
+    spread = config.parallel.vocab == "spread"
+    return Durations(
+        forward=costs.chunk_forward * share,
+        input_grad=(costs.chunk_backward - costs.chunk_weight_grad + split * costs.chunk_residuals) * share,
+        weight_grad=costs.chunk_weight_grad * share,
+        message=costs.message.overlapped,
+        head=costs.edge.total * (config.mesh.pipeline if spread else 1),
+        head_spread=spread,
+        optimizer=optimizer,
+    )
+
+
+def timeline(
+    config: Config, costs: MicrobatchCosts, profile: FrameworkProfile = DEFAULT_PROFILE, optimizer: float = 0.0
+) -> Timeline:
+    """The step as the simulator plays it."""
+    of_step = table(config)
+    return simulate(of_step, durations(config, costs, of_step.split, optimizer), profile.execution)
+
+
+def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
+    """Seconds of all microbatches by the facts alone, for searches: in lockstep, all stages as long as the longest."""
+    if config.mesh.pipeline == 1:
+        return config.parallel.microbatches * costs.stage + reference(config, facts, costs)
+    weight = costs.chunk_weight_grad
+    residuals = costs.chunk_residuals if facts.depths.cot else 0.0
+    each = Durations(costs.chunk_forward, costs.chunk_backward - weight + residuals, weight, head=costs.edge.total)
+    # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an activation's.
+    shown = (facts.forward + facts.backward - 2 * facts.together) * costs.message.overlapped
+    for hides in (costs.chunk_forward, costs.chunk_backward):
+        shown += facts.together * max(0.0, costs.message.overlapped - hides)
+    return facts.seconds(each) + shown + reference(config, facts, costs)
+
+
+def reference(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
+    """Seconds of dpo's forward without adapters, of all microbatches: there are no backwards that would hide its messages."""
+    if config.mesh.pipeline == 1:
+        return config.parallel.microbatches * (costs.chunks * costs.chunk_reference + costs.edge.reference)
+    # without the objective nothing is sent
+    message = costs.message.overlapped if costs.chunk_reference else 0.0
+    return facts.forward * (costs.chunk_reference + message) + facts.head * costs.edge.reference

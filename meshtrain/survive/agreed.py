@@ -1,0 +1,90 @@
+"""What a run came to, by the plans that its supervisors have written: its exit code; and whether it was done before a supervisor began.
+
+The command serves an engine that knows only the highest of their codes: before the supervisors are started it prints the number of the
+run's newest plan, and afterwards ends with the code that they have agreed on since; if on none, with what the engine's code stands for.
+"""
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.cli import DONE, FAILED, Parser, command
+from meshtrain.config import Config, ConfigError, load
+from meshtrain.launch import is_final, outcome
+from meshtrain.run.best import best_in
+from meshtrain.run.directory import CONFIG, METRICS
+from meshtrain.survive.records import LARGEST, RestartPlan, decode
+from meshtrain.survive.store import SURVIVE, read_file
+
+
+def newest(run: Path) -> int:
+    """Returns the number of the newest plan in a run directory; 0 if there is none."""
+    return max(_plans(run), default=0)
+
+
+def agreed(run: Path, after: int) -> int | None:
+    """Returns the code of a run that its supervisors have declared over, in a plan that is newer than `after`; None if they have not."""
+    plans = _plans(run)
+    number = max(plans, default=0)
+    if number <= after:
+        return None
+    plan = decode(RestartPlan, read_file(plans[number], LARGEST))
+    return plan.code if plan is not None and plan.state == "over" and is_final(plan.code) else None
+
+
+def _plans(run: Path) -> dict[int, Path]:
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        paths += (run / SURVIVE / "plans").iterdir()
+    return {int(path.stem): path for path in paths if re.fullmatch(r"[0-9]{1,12}\.json", path.name)}
+
+
+def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str | None:
+    """Returns by what the run in a directory ended well; None if it did not, or is to go on now. `plans`: all of its supervisors'."""
+    if not plans or plans[-1].kind != "done":
+        return None
+    step, patience = plans[-1].step or 0, config.eval.patience
+    steps: int | None = config.train.steps
+    if config.train.epochs:
+        # The steps follow once the data is open: then as the run has found them.
+        try:
+            train = load(run / CONFIG).train
+            steps = train.steps if train.epochs == config.train.epochs else None
+        except ConfigError:
+            steps = None
+    if steps is not None and step >= steps:
+        return f"step {step} of {steps} was taken"
+    # What cannot be read the run itself will report.
+    with contextlib.suppress(OSError):
+        if patience and (best := best_in(run / METRICS)).ends(patience):
+            return f"it ended after step {step} by eval.patience: {best.why()}"
+    return None
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,12}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m meshtrain.survive.agreed", description="What a run on several nodes came to.")
+    parser.add_argument("run", type=Path, help="the run directory")
+    parser.add_argument("--after", type=_number, help="the newest plan before the supervisors were started")
+    parser.add_argument(
+        "--otherwise", type=_number, default=FAILED, help="an exit code, where the run was not declared over"
+    )
+    options = parser.parse_args(arguments)
+    if options.after is None:
+        print(newest(options.run))
+        return DONE
+    code = agreed(options.run, options.after)
+    return outcome([options.otherwise]) if code is None else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

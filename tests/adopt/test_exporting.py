@@ -1,0 +1,73 @@
+"""What is written is what was read, on every mesh."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+from covering import covering, thorough_but
+from golden import FAMILIES, GOLDEN, MESHES, adopted
+
+from meshtrain.adopt.exporting import export, live_source
+from meshtrain.config import load
+from meshtrain.errors import ConfigError
+from meshtrain.hf import loading
+from meshtrain.hf.hf_directory import INDEX, SINGLE, TensorFiles, config_of
+from meshtrain.hf_families import CONFIG, model_section, read_json
+
+
+def whole(files: TensorFiles, name: str) -> np.ndarray:
+    return files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+
+
+DTYPES = ("float32", "bfloat16")
+NOW = [("gpt2", "2x2x2", "bfloat16"), ("gemma3", "uneven stages", "float32")]
+COVERING = NOW + covering(list(product(FAMILIES, MESHES, DTYPES)), beside=NOW)
+
+
+@pytest.mark.parametrize("case", thorough_but(COVERING, NOW.__contains__), ids=str)
+def test_there_and_back_every_bit_and_name_is_kept(tmp_path, case):
+    family, mesh, dtype = case
+    program, files = adopted(GOLDEN / family, mesh)
+    params = loading.load(program.layout, files)
+    tokenizer = tmp_path / "mine.json"
+    tokenizer.write_text('{"model": {"vocab": {"a": 0}}}')
+    source = live_source(program.layout, params)
+    export(program.config, source, tmp_path / "out", dtype, {"tokenizer.json": tokenizer}, part=20_000)
+    written = TensorFiles(tmp_path / "out")
+    assert sorted(written.names) == sorted(files.names)
+    for name in files.names:
+        wanted = whole(files, name)
+        np.testing.assert_array_equal(whole(written, name), wanted.astype(whole(written, name).dtype))
+        assert written.dtype(name) == {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    section = model_section(read_json(tmp_path / "out" / CONFIG), "out")
+    again = load({"model": section, "train": {"sequence_length": program.config.train.sequence_length}})
+    assert again.model == program.config.model
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and not list(tmp_path.glob("*.writing"))
+    index = json.loads((tmp_path / "out" / INDEX).read_text()) if (tmp_path / "out" / INDEX).is_file() else None
+    assert index is None or index["metadata"]["total_size"] == sum(whole(written, n).nbytes for n in written.names)
+
+
+def test_one_part_has_no_index(tmp_path):
+    program, files = adopted(GOLDEN / "llama3")
+    export(program.config, loading.layer_source(program.config.model, files), tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [CONFIG, SINGLE]
+
+
+def test_nothing_is_written_over(tmp_path):
+    program, files = adopted(GOLDEN / "llama3")
+    with pytest.raises(ConfigError, match="is there already"):
+        export(program.config, loading.layer_source(program.config.model, files), Path(tmp_path))
+
+
+def test_what_float16_cannot_hold_is_refused_and_not_infinite(tmp_path):
+    _, files = adopted(GOLDEN / "llama3")
+    config = config_of(GOLDEN / "llama3")
+    read = loading.layer_source(config.model, files)
+    with pytest.raises(ConfigError, match="has numbers beyond float16"):
+        export(config, lambda weight, layer: 1e5 * read(weight, layer), tmp_path / "out", "float16")
+    assert not list(tmp_path.iterdir())

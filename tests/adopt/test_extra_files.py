@@ -1,0 +1,174 @@
+"""A run's tokenizer is found where the run has it, or where it began; a directory is complete under its name, or not there."""
+
+import errno
+import fcntl
+import json
+import os
+
+import pytest
+
+from meshtrain.adopt.extra_files import (
+    CARRIED,
+    HF_CONFIG,
+    LOCK,
+    WRITING,
+    check_tokenizer,
+    find_hf_config,
+    find_tokenizer,
+    merged_config,
+    written_aside,
+)
+from meshtrain.config import load
+from meshtrain.config.follow import put
+from meshtrain.errors import ConfigError
+
+
+def directory(path, **files):
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(content)
+    return path
+
+
+def config(**sections):
+    return put(load({}), **sections)
+
+
+def test_the_one_that_it_was_trained_with_comes_first(tmp_path):
+    weights = directory(tmp_path / "hf", tokenizer="theirs", tokenizer_config="{}")
+    run = directory(tmp_path / "run")
+    began = {"weights": str(weights)}
+    assert find_tokenizer(run, config()) == {}
+    assert find_tokenizer(run, config(model=began))["tokenizer_config.json"].parent == weights
+    own = directory(tmp_path / "own", mine="ours") / "mine.json"
+    found = find_tokenizer(run, config(model=began, data={"tokenizer": str(own)}))
+    assert {name: path.read_text() for name, path in found.items()} == {"tokenizer.json": "ours"}
+
+
+@pytest.mark.parametrize("path", ["out", "out/checkpoints", "out/checkpoints/0"])
+def test_a_run_that_began_with_an_import_has_what_was_kept_there(tmp_path, path):
+    out = directory(tmp_path / "out", tokenizer="kept", hf_config='{"model_type": "llama", "eos_token_id": 2}')
+    (out / "checkpoints" / "0").mkdir(parents=True)
+    began = config(checkpoint={"resume": str(tmp_path / path)})
+    assert find_tokenizer(tmp_path / "run", began)["tokenizer.json"].read_text() == "kept"
+    assert find_hf_config(tmp_path / "run", began)["eos_token_id"] == 2
+    # of the step itself
+    assert find_tokenizer(tmp_path / path, config())["tokenizer.json"].read_text() == "kept"
+    assert find_hf_config(tmp_path / "run", put(began, model={"family": "gpt2"})) == {}
+
+
+def test_what_only_says_more_of_a_tokenizer_is_none(tmp_path):
+    run = directory(tmp_path / "run", generation_config="{}")
+    assert find_tokenizer(run, config()) == {}
+
+
+@pytest.mark.parametrize("vocab", [{"a": 0, "b": 45}, ["a"] * 46])
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, vocab):
+    at = directory(tmp_path / "t", tokenizer=json.dumps({"model": {"vocab": vocab}}))
+    check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 46)
+    with pytest.raises(ConfigError, match="has the id 45, but the model's vocabulary is 45"):
+        check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 45)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"model": 3}', '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": 1}}']
+)
+def test_a_damaged_tokenizer_is_one_sentence(tmp_path, content):
+    at = directory(tmp_path / "t", tokenizer=content)
+    with pytest.raises(ConfigError, match=r"is no tokenizer\.json: it has no vocabulary\.$"):
+        check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 45)
+
+
+def test_added_tokens_count_as_a_tokenizers_own(tmp_path):
+    added = {"model": {"vocab": {}}, "added_tokens": [{"id": 99, "content": "<s>"}]}
+    at = directory(tmp_path / "t", tokenizer=json.dumps(added))
+    with pytest.raises(ConfigError, match="has the id 99"):
+        check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 45)
+
+
+def test_a_models_longest_sequence_is_never_made_shorter():
+    given, theirs = (
+        {"max_position_embeddings": 256},
+        {"max_position_embeddings": 4096, "vocab_size": 3, "pad_token_id": None},
+    )
+    assert json.loads(merged_config(given, theirs)) == {"max_position_embeddings": 4096}
+    assert json.loads(merged_config({"max_position_embeddings": 8192}, theirs)) == {"max_position_embeddings": 8192}
+    assert "max_position_embeddings" in CARRIED and HF_CONFIG != "config.json"
+
+
+def test_the_chat_template_of_the_run_goes_with_it(tmp_path):
+    run = directory(tmp_path / "run", tokenizer="t", tokenizer_config="theirs")
+    (run / "chat_template.jinja").write_text("theirs")
+    (tmp_path / "mine.jinja").write_text("mine")
+    found = find_tokenizer(run, config(data={"template": str(tmp_path / "mine.jinja")}))
+    assert found["chat_template.jinja"].read_text() == "mine" and found["tokenizer_config.json"].read_text() == "theirs"
+    mine = directory(tmp_path / "own", tokenizer_config="mine") / "tokenizer_config.json"
+    found = find_tokenizer(run, config(data={"template": str(mine)}))
+    assert "chat_template.jinja" not in found and found["tokenizer_config.json"].read_text() == "mine"
+
+
+def write(to):
+    with written_aside(to) as aside:
+        (aside / "held").mkdir()
+        (aside / "held" / "file").write_text("all of it")
+        assert not to.exists()
+
+
+def left_by_a_killed_process(to):
+    aside = to.with_name(to.name + WRITING)
+    (aside / "held").mkdir(parents=True)
+    (aside / LOCK).touch()
+    (aside / "half").write_text("ha")
+    return aside
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
+    left_by_a_killed_process(tmp_path / "out")
+    write(tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["held"]
+
+
+def test_what_somebody_else_has_there_stays(tmp_path):
+    (tmp_path / f"out{WRITING}").mkdir()
+    (tmp_path / f"out{WRITING}" / "diary").write_text("dear")
+    with pytest.raises(ConfigError, match="it is somebody's, so move it away"):
+        write(tmp_path / "out")
+    assert (tmp_path / f"out{WRITING}" / "diary").read_text() == "dear"
+
+
+def test_two_processes_do_not_write_the_same(tmp_path):
+    aside = left_by_a_killed_process(tmp_path / "out")
+    with open(aside / LOCK) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process is writing"):
+            write(tmp_path / "out")
+    assert (aside / "half").exists()
+
+
+@pytest.mark.parametrize("name", ["", "a file"])
+def test_nothing_is_written_over(tmp_path, name):
+    (tmp_path / "out").write_text("mine") if name else (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="is there already"):
+        write(tmp_path / "out")
+
+
+def full(_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_as_safetensors_says_it(aside):
+    class SafetensorError(Exception):
+        pass
+
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("fails", [full, full_as_safetensors_says_it])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, fails):
+    said = r"out cannot be written: no space left on device\.$"
+    with pytest.raises(ConfigError, match=said), written_aside(tmp_path / "out") as aside:
+        (aside / "half").write_text("ha")
+        fails(aside)
+    assert not list(tmp_path.iterdir())
+    write(tmp_path / "out")

@@ -1,0 +1,62 @@
+"""A mix of options that no class of transformers computes is refused by name, before anything is written."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshtrain.config import load
+from meshtrain.errors import ConfigError
+from meshtrain.families import FAMILIES, LLAMA
+from meshtrain.hf_families import HF_FAMILIES, config_json, model_section
+
+
+def model(**keys):
+    return load({"model": {"layers": 2, "d_model": 32, "heads": 4, **keys}}).model
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ({"family": "llama", "qkv_bias": True}, "qkv_bias true; train it as model.family qwen2 to export it"),
+        ({"family": "llama", "window": 8}, "window 8; train it as model.family mistral"),
+        ({"family": "mistral", "qk_norm": True}, "qk_norm true; train it as model.family qwen3"),
+        ({"family": "qwen3", "qkv_bias": True}, r"cannot hold model\.qkv_bias true\.$"),
+        ({"family": "gpt2", "window": 8}, r"window 8\.$"),
+        ({"family": "gpt2", "kv_heads": 2}, "kv_heads 2 beside model.heads 4"),
+        ({"family": "gpt2", "head_dim": 16}, "head_dim 16 with 4 heads"),
+        ({"family": "gpt2", "qkv_bias": False}, "qkv_bias false"),
+        ({"family": "gemma2", "rope_theta_local": 1e4}, "rope_theta_local 10000"),
+        ({"family": "gemma3", "score_cap": 5.0}, r"score_cap 5\.$"),
+        ({"family": "gemma3", "window": 0}, "window 0"),
+        ({"family": "gemma3", "norm_plus_one": False}, "norm_plus_one false"),
+        ({"family": "llama", "post_norms": True}, "post_norms true"),
+        ({"family": "qwen3", "query_scalar": 3}, "query_scalar 3"),
+        ({"family": "mistral", "window": 8, "global_every": 2}, "global_every 2"),
+    ],
+)
+def test_what_a_class_cannot_hold_is_refused_with_the_way_out(keys, says):
+    with pytest.raises(ConfigError, match=says):
+        config_json(vars(model(**keys)), 64, "float32")
+
+
+@pytest.mark.parametrize("family", [name for name in HF_FAMILIES if not FAMILIES[name].images])
+@pytest.mark.parametrize(
+    "keys", [{}, {"activation": "relu", "tied_head": True}, {"activation": "gelu_exact", "tied_head": False}]
+)
+def test_what_it_can_hold_is_read_again_as_it_was(family, keys):
+    given = model(family=family, **keys)
+    assert load({"model": model_section(config_json(vars(given), 256, "float32"), "x")}).model == given
+
+
+def test_gemmas_function_has_the_name_that_other_readers_take():
+    found = config_json(vars(model(family="gemma2")), 64, "float32")
+    assert found["hidden_act"] == found["hidden_activation"] == "gelu_pytorch_tanh"
+
+
+def test_a_family_from_outside_is_none_of_theirs():
+    FAMILIES.register(replace(LLAMA, name="mine"))
+    try:
+        with pytest.raises(ConfigError, match=r"model\.family mine is no family of transformers"):
+            config_json(vars(model(family="mine")), 64, "float32")
+    finally:
+        FAMILIES.forget("mine")

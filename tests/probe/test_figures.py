@@ -1,0 +1,74 @@
+"""Lines through times are found again, and bandwidths are nccl-tests'."""
+
+import numpy as np
+import pytest
+
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, PERMUTE, REDUCE_SCATTER
+from meshtrain.probe.figures import Timing, bus_factor, left_out, line
+
+SIZES = [2**k for k in range(12, 28, 3)]
+ALPHA, RATE = 5e-6, 2e10
+
+
+def exact(size):
+    return ALPHA + size / RATE
+
+
+def test_an_exact_line_is_found_again():
+    found = line(SIZES, [exact(n) for n in SIZES])
+    assert (found.latency, found.bandwidth) == pytest.approx((ALPHA, RATE))
+    assert found.seconds(12345) == pytest.approx(exact(12345))
+
+
+def test_the_order_of_the_sizes_does_not_matter():
+    assert line(SIZES[::-1], [exact(n) for n in SIZES[::-1]]) == line(SIZES, [exact(n) for n in SIZES])
+
+
+def test_noise_of_20_percent_leaves_both_figures_within_30():
+    random = np.random.default_rng(7)
+    off = []
+    for _ in range(200):
+        found = line(SIZES, [exact(n) * random.uniform(0.8, 1.2) for n in SIZES])
+        off.append((found.latency / ALPHA - 1, found.bandwidth / RATE - 1))
+    assert np.quantile(np.abs(off), 0.95, axis=0) == pytest.approx([0.0, 0.0], abs=0.3)
+
+
+def test_one_time_in_six_that_chance_made_five_times_as_long_bends_the_line_little():
+    random = np.random.default_rng(1)
+    off = []
+    for _ in range(200):
+        seconds = np.array([exact(n) for n in SIZES]) * random.uniform(0.9, 1.1, len(SIZES))
+        seconds[random.integers(len(SIZES))] *= 5
+        found = line(SIZES, seconds.tolist())
+        off.append((found.latency / ALPHA - 1, found.bandwidth / RATE - 1))
+    # Plain least squares are twice as far off.
+    assert np.quantile(np.abs(off), 0.9, axis=0).max() < 0.13
+
+
+def test_chance_makes_no_endless_bandwidth_and_no_negative_latency():
+    # a load on the machine that held up the small messages only
+    falling = line(SIZES, [1e-3 - n * 1e-13 for n in SIZES])
+    assert falling.bandwidth == pytest.approx(SIZES[-1] / (1e-3 - SIZES[-1] * 1e-13))
+    concave = line(SIZES, [(n / RATE) ** 1.2 for n in SIZES])
+    assert concave.latency == 0 and concave.bandwidth > 0
+
+
+def test_a_size_left_out_is_predicted_with_its_own_error_and_from_the_others_alone():
+    seconds = [exact(n) for n in SIZES]
+    assert left_out(SIZES, seconds) == pytest.approx([0.0] * len(SIZES), abs=1e-9)
+    seconds[2] *= 2
+    errors = left_out(SIZES, seconds)
+    assert errors[2] == pytest.approx(-0.5)
+    assert left_out(SIZES[:3], seconds[:3]) == []
+
+
+# NVIDIA/nccl-tests, doc/PERFORMANCE.md, section "Bus bandwidth"
+FACTORS = {ALL_REDUCE: 2 * 7 / 8, ALL_GATHER: 7 / 8, REDUCE_SCATTER: 7 / 8, ALL_TO_ALL: 7 / 8, PERMUTE: 1.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bus_bandwidth_is_that_of_nccl_tests(kind):
+    assert bus_factor(kind, 8) == pytest.approx(FACTORS[kind])
+    timing = Timing("data", kind, 8, 8_000_000, 1e-3, 0.0)
+    assert timing.algbw == pytest.approx(8e9)
+    assert timing.busbw == pytest.approx(8e9 * FACTORS[kind])

@@ -1,0 +1,313 @@
+"""Features meet features: a few runs in which every two features that may meet do meet, in every way that they act.
+
+`test_equivalence.py` crosses layouts with each other; here they are crossed with what else a config turns on, since the worst hole so
+far stood where three features met that were each tested alone (compression, DiLoCo, and a weight that is whole on several ranks). Each
+run must show that its features took place, keep all copies of every array of its state the same bits, go on from a checkpoint with the
+same bits, and have the losses of the same features on the smallest mesh that has its islands.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from covering import covering, pairs
+from image_batches import image_batch
+from island_runs import copies_differ
+from short_runs import packed_batch
+
+from meshtrain.checkpoint import Checkpointer
+from meshtrain.checkpoint.global_arrays import GlobalArrays
+from meshtrain.config import Config, ConfigError, check, load
+from meshtrain.config.follow import padded_batch_size
+from meshtrain.mesh import make_mesh
+from meshtrain.step import Program, State
+
+STEPS, SAVED = 5, 3  # every second step islands meet: the checkpoint stands between two exchanges
+ROWS, UNEVEN, LENGTH = 24, 22, 12
+DRAWS = 1500
+
+
+class Features(NamedTuple):
+    """A level of each feature, by name; None where it would do nothing."""
+
+    mesh: str
+    model: str
+    zero: int | None
+    schedule: str | None
+    remat: str
+    sequence_parallel: bool | None
+    compute: str
+    gradients: str | None
+    over: str | None
+    sync: str | None
+    optimizer: str
+    trained: str
+    batch: str
+    dropout: float
+    offload: bool
+
+
+ISLANDS = {"data": 2, "islands": 2}
+MESHES: dict[str, dict[str, int]] = {
+    "d2t2p2": {"data": 2, "tensor": 2, "pipeline": 2},
+    "i2": {"data": 4, "islands": 2},
+    "i2p2": {**ISLANDS, "pipeline": 2},
+    "i3t2": {"data": 3, "islands": 3, "tensor": 2},
+}
+SMALL = {"layers": 5, "d_model": 24, "heads": 4, "d_ff": 34, "vocab_size": 61}
+MODELS: dict[str, dict[str, Any]] = {
+    "kv1": {**SMALL, "family": "llama", "kv_heads": 1},  # k and v are whole on all tensor ranks
+    "gpt2": {**SMALL, "family": "gpt2"},  # as positions are on all tensor and pipeline ranks
+    "gemma3": {**SMALL, "family": "gemma3", "kv_heads": 2, "window": 5, "global_every": 2, "rope_theta_local": 100.0},
+    "vit": {**SMALL, "family": "vit", "image_size": 6, "patch_size": 2, "channels": 1, "vocab_size": 7},
+}
+SYNCS: dict[str, dict[str, int]] = {
+    "diloco": {"every": 2},
+    "streaming": {"every": 2, "fragments": 2, "delay": 1, "start": 1},
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "lora": {"lora": {"rank": 2, "targets": ["q", "v", "down"]}},
+    "some": {"train": {"trainable": ["*norm*", "*attention.v"]}},
+}
+BATCHES: dict[str, dict[str, Any]] = {
+    "even": {},
+    "uneven": {"train": {"uneven_batch": "pad", "global_batch_size": UNEVEN}},
+    "packed": {},
+    "pairs": {"data": {"format": "pairs"}, "train": {"objective": "dpo"}},
+}
+COMPRESSED = ("float8", "int8", "int4", "topk", "powersgd")
+LEVELS: dict[str, list[Any]] = {
+    "mesh": list(MESHES),
+    "model": list(MODELS),
+    "zero": [0, 1, 2, 3],
+    "schedule": ["1f1b", "zb_h1", "interleaved"],
+    "remat": ["none", "selective", "full"],
+    "sequence_parallel": [False, True],
+    "compute": ["float32", "bfloat16", "float16"],
+    "gradients": [None, "ring", *COMPRESSED],
+    "over": ["data", "islands"],
+    "sync": [None, *SYNCS],
+    "optimizer": ["adamw", "sgd", "adafactor", "muon"],
+    "trained": list(TRAINED),
+    "batch": list(BATCHES),
+    "dropout": [0.0, 0.1],
+    "offload": [False, True],
+}
+
+
+def configuration(cell: Features, **sections: dict[str, Any]) -> Config:
+    """The checked config of a cell, with `sections` in place of its own; ConfigError where its features may not meet."""
+    parallel = {
+        "zero_stage": cell.zero, "schedule": cell.schedule, "remat": cell.remat, "sequence_parallel": cell.sequence_parallel,
+        "virtual_stages": 2 if cell.schedule == "interleaved" else None,
+    }  # fmt: skip
+    reduce: dict[str, Any] = {"algorithm": "ring"} if cell.gradients == "ring" else {}
+    if cell.over:
+        reduce = {"compression": cell.gradients, "over": cell.over, "block": 16, "ratio": 0.1, "rank": 1}
+    values: dict[str, dict[str, Any]] = {
+        "model": {**MODELS[cell.model], "dropout": cell.dropout},
+        "mesh": MESHES[cell.mesh],
+        "parallel": {
+            **{name: value for name, value in parallel.items() if value is not None},
+            "reduce": reduce, "sync": SYNCS[cell.sync] if cell.sync else {}, "microbatches": 2, "offload_optimizer": cell.offload,
+        },
+        "precision": {"compute": cell.compute} | ({"loss_scale": 1024.0} if cell.compute == "float16" else {}),
+        "train": {"global_batch_size": ROWS, "steps": STEPS} | ({} if cell.model == "vit" else {"sequence_length": LENGTH}),
+        "optimizer": {"name": cell.optimizer, "learning_rate": 0.003, "warmup_steps": 2},
+        "checkpoint": {"keep": STEPS},
+    }  # fmt: skip
+    for more in (TRAINED[cell.trained], BATCHES[cell.batch]):
+        for section, keys in more.items():
+            values[section] = {**values.get(section, {}), **keys}
+    config = load(values | sections)
+    check(config)
+    return config
+
+
+def acting(cell: Features) -> Features:
+    """The cell with None in place of each level that would do nothing there."""
+    sizes = {"islands": 1, "tensor": 1, "pipeline": 1, **MESHES[cell.mesh]}
+    sync = cell.sync if sizes["islands"] > 1 else None
+    over = cell.over if sizes["islands"] > 1 else "data"
+    if sync and sizes["data"] == sizes["islands"]:
+        over = "islands"  # nothing else is sent
+    return cell._replace(
+        zero=cell.zero if sizes["data"] > sizes["islands"] else None,
+        schedule=cell.schedule if sizes["pipeline"] > 1 else None,
+        sequence_parallel=cell.sequence_parallel if sizes["tensor"] > 1 else None,
+        sync=sync,
+        over=over if cell.gradients in COMPRESSED else None,
+    )
+
+
+@cache
+def legal() -> list[Features]:
+    """Cells drawn at random, those that the config takes."""
+    draw, cells = random.Random(0), {}
+    for _ in range(DRAWS):
+        cell = acting(Features(*(draw.choice(levels) for levels in LEVELS.values())))
+        try:
+            configuration(cell)
+        except ConfigError:
+            continue
+        cells[cell] = None
+    return list(cells)
+
+
+# --- runs
+
+
+def batch(config: Config, kind: str, step: int) -> dict[str, np.ndarray]:
+    """The global batch of a step, int32 [B, T] and what else its kind has; rows that fill an uneven one up weigh nothing."""
+    if config.model.family == "vit":
+        example = image_batch(config, step)
+    else:
+        text = np.random.default_rng(step).integers(0, config.model.vocab_size, (ROWS, LENGTH + 1), np.int32)
+        example = {"tokens": text[:, :-1], "labels": text[:, 1:]}
+    if kind == "packed":
+        return packed_batch(**example)
+    if kind == "pairs":  # of 5 and 6 tokens, whose answers are the last 3 of them, then padding
+        at = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+        segments = np.select([at < 5, at < 11], [1, 2], 0).astype(np.int32)
+        weights = np.select([(at > 1) & (at < 5), (at > 7) & (at < 11)], [1.0, -1.0], 0.0).astype(np.float32)
+        positions = np.where(segments == 2, at - 5, np.where(segments == 1, at, 0)).astype(np.int32)
+        return example | {
+            "segments": segments, "pairs": (segments > 0).astype(np.int32), "positions": positions, "weights": weights
+        }  # fmt: skip
+    if kind == "uneven":
+        rows, filling = config.train.global_batch_size, padded_batch_size(config) - config.train.global_batch_size
+        example = {name: x[:rows] for name, x in example.items()}
+        example["weights"] = np.ones(example["labels"].shape, np.float32)
+        return {name: np.pad(x, [(0, filling)] + [(0, 0)] * (x.ndim - 1)) for name, x in example.items()}
+    return example
+
+
+def take(program: Program, cell: Features, state: State, steps: range) -> tuple[State, list[dict[str, float]]]:
+    rows = []
+    for step in steps:
+        state, metrics = program.train_step(state, program.place(batch(program.config, cell.batch, step)))
+        rows.append({name: float(np.mean(value)) for name, value in metrics.items()})
+    return state, rows
+
+
+def values(program: Program, state: State) -> dict[str, np.ndarray]:
+    """Of each array what it holds for the model, without padding."""
+    return {name: np.asarray(x) for name, x in GlobalArrays(program).arrays(state).items()}
+
+
+def assert_happened(cell: Features, rows: list[dict[str, float]]) -> None:
+    """What the cell turns on was at work: the scale of float16, bytes saved, exchanges of islands."""
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert all(("loss_scale" in row) == (cell.compute == "float16") for row in rows)
+    if cell.over and not cell.sync and cell.zero not in (2, 3):  # there a gradient is compressed where it is made
+        assert all(row["reduce_error"] > 0 for row in rows)
+    if cell.sync:
+        met = [row["sync_drift"] for row in rows if "sync_drift" in row]
+        assert len(met) >= 2 and all(drift > 0 for drift in met)
+
+
+@cache
+def losses_on_islands(cell: Features) -> list[float]:
+    """Of the same features where each island is one device, which holds all of the state."""
+    islands = MESHES[cell.mesh].get("islands", 1)
+    small = cell._replace(zero=None, schedule=None, remat="none", sequence_parallel=None, offload=False)
+    program = Program(config := configuration(small, mesh={"data": islands, "islands": islands}), make_mesh(config))
+    return [row["loss"] for row in take(program, cell, program.init(), range(STEPS))[1]]
+
+
+def assert_features_hold(cell: Features, directory: Path) -> None:
+    config = configuration(cell, run={"directory": str(directory)})
+    program = Program(config, make_mesh(config))
+    with closing(Checkpointer(config, program)) as checkpointer:
+        state, rows = take(program, cell, checkpointer.restore_or_init()[0], range(SAVED))
+        checkpointer.save(SAVED, state, loss=rows[-1]["loss"])
+        checkpointer.wait()
+    state, more = take(program, cell, state, range(SAVED, STEPS))
+    assert_happened(cell, rows + more)
+    assert copies_differ(state) == []
+    straight = values(program, state)
+    with closing(Checkpointer(config, program)) as checkpointer:
+        resumed, again = take(program, cell, checkpointer.restore_or_init()[0], range(SAVED, STEPS))
+    assert again == more
+    after = values(program, resumed)
+    assert [name for name in straight if straight[name].tobytes() != after[name].tobytes()] == []
+    if not cell.over:
+        tolerance = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}[cell.compute]
+        np.testing.assert_allclose([row["loss"] for row in rows + more], losses_on_islands(cell), rtol=tolerance)
+
+
+HOLE = Features(
+    "i3t2", "kv1", None, None, "none", True, "float32", "int8", "islands", "diloco", "adamw", "all", "even", 0.0, False
+)
+
+
+def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole(tmp_path):
+    assert_features_hold(HOLE, tmp_path)
+
+
+PROGRAMS = 34
+
+
+def met(cell: Features) -> set[Any]:
+    """What meets in a cell, pair by pair; every level of those that act alike is there once."""
+    alike = {"ring": "ring", "topk": "sparse", "powersgd": "sparse", None: None}
+    acts = cell._replace(
+        mesh="islands" if cell.mesh.startswith("i") else "one",
+        zero=cell.zero and cell.zero // 2,
+        remat="none" if cell.remat == "none" else "again",
+        gradients=alike.get(cell.gradients, "quantized"),
+    )
+    cut = ("t2" in cell.mesh, "p2" in cell.mesh)
+    return {pair for pair in pairs((*acts, *cut)) if None not in pair} | set(enumerate(cell))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(PROGRAMS))
+def test_features_meet(number, tmp_path):
+    """Each of a pairwise covering, drawn here since the config is asked about thousands of cells, which no collection should wait for."""
+    cells = covering(legal(), of=met)
+    assert len(cells) <= PROGRAMS
+    if number < len(cells):
+        assert_features_hold(cells[number], tmp_path)
+
+
+LOWERED = """
+import hashlib, sys
+from meshtrain.mesh import fake_cpu_devices
+
+fake_cpu_devices(8)
+from test_features import Features, batch, configuration
+from meshtrain.step import Program
+
+for levels in eval(sys.argv[1]):
+    program = Program(configuration(cell := Features(*levels)))
+    text = program.lower(batch(program.config, cell.batch, 0)).as_text()
+    print(cell, hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def lowered(seed: str, cells: list[Features]) -> str:
+    """A digest a line of each program that a process with this seed of its hashes (so of the order of its sets) traces."""
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent / "helpers")])
+    environment = os.environ | {
+        "PYTHONHASHSEED": seed,
+        "PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    words = [sys.executable, "-c", LOWERED, repr([tuple(cell) for cell in cells])]
+    return subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
+
+
+@pytest.mark.thorough
+def test_processes_whose_sets_have_other_orders_trace_the_same_programs():
+    cells = [HOLE, HOLE._replace(mesh="i2", sync=None, gradients=None, over=None), *covering(legal(), of=met)[::10]]
+    programs = lowered("0", cells)
+    assert len(set(programs.splitlines())) == len(cells) > 4
+    assert lowered("3", cells) == programs
