@@ -21,7 +21,7 @@ from meshtrain.report.diagnosis.layouts import layouts
 from meshtrain.report.diagnosis.tracing import newest_trace
 from meshtrain.report.facts import gather
 from meshtrain.report.trace import MEANING, PARTS, attribute, planned, read_trace
-from meshtrain.telemetry.alerts import AlertState, judge
+from meshtrain.telemetry.alerts import Judge
 from meshtrain.telemetry.catalogue import METRICS
 
 mt.fake_devices(8)
@@ -177,17 +177,16 @@ print(f"largest relative difference of {len(losses[0])} losses: {np.max(np.abs(l
 assert np.allclose(*losses, rtol=1e-4)
 
 # %% [markdown]
-# ## Alerts are a pure function
-# While a run goes on the same rows go through rules: `judge(state, row, heard, now) -> (state, alerts)`. It looks at no clock and no file, so
+# ## Alerts look at no clock
+# While a run goes on the same rows go through rules: `Judge()(row, heard, now) -> alerts`. It looks at no clock and no file, so
 # any story can be told to it. Here is one: forty good steps, three whose loss is no number, and good ones again.
 
 # %%
-state, said = AlertState(), []
+judge, said = Judge(), []
 for step in range(1, 60):
     loss = float("nan") if 40 < step <= 43 else 3.0 - 0.01 * step
     row = {"step": step, "loss": loss, "step_seconds": 0.2, "tokens_per_second": 5000.0, "time": 1000 + 0.2 * step}
-    state, alerts = judge(state, row, "step", row["time"])
-    said += alerts
+    said += judge(row, "step", row["time"])
 for alert in said:
     print(f"step {alert.step}: {alert.rule} {alert.state}: {alert.sentence}")
 assert [a.state for a in said if a.rule == said[0].rule] == ["firing", "resolved"]

@@ -29,9 +29,10 @@ import yaml
 
 from experiments.watch.made_up import Run
 from meshtrain.draw.picture import columns
-from meshtrain.telemetry import dashboard, prometheus_rules
+from meshtrain.telemetry import dashboard
 from meshtrain.telemetry.catalogue import BY_NAME
 from meshtrain.telemetry.exposition import PLAIN
+from meshtrain.telemetry.thresholds import prometheus_rules
 
 PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager")
 SCALE = 1 / 60  # of the rules' durations
@@ -96,7 +97,7 @@ def measure(work: Path) -> list[Check]:
     """All checks, one after the other; servers end with it."""
     checks: list[Check] = []
     rules = work / "rules.yml"
-    rules.write_text(yaml.safe_dump(prometheus_rules.document(SCALE)))
+    rules.write_text(yaml.safe_dump(prometheus_rules(SCALE)))
     checks.append(_promtool("promtool check rules", ["check", "rules", str(rules)]))
     inbox, ports = Inbox(), [_free_port(), _free_port()]
     with Run() as run, _servers(work, rules, run, inbox, *ports):

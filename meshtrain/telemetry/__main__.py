@@ -11,9 +11,9 @@ import yaml
 
 from meshtrain.cli import DONE, Parser, command
 from meshtrain.draw.picture import columns
-from meshtrain.telemetry import dashboard, prometheus_rules
+from meshtrain.telemetry import dashboard
 from meshtrain.telemetry.catalogue import METRICS
-from meshtrain.telemetry.thresholds import THRESHOLDS
+from meshtrain.telemetry.thresholds import THRESHOLDS, prometheus_rules
 
 HEAD = "# Alert rules for Prometheus, from meshtrain/telemetry/thresholds.py: python -m meshtrain.telemetry rules\n"
 
@@ -46,7 +46,7 @@ def dashboard_text() -> str:
 
 
 def rules_text() -> str:
-    return HEAD + yaml.safe_dump(prometheus_rules.document(), sort_keys=False, width=120, allow_unicode=True)
+    return HEAD + yaml.safe_dump(prometheus_rules(), sort_keys=False, width=120, allow_unicode=True)
 
 
 PRINTED = {

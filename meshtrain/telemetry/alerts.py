@@ -1,4 +1,4 @@
-"""Alerts: one pure function judges rows, and a listener of the hub hands what it finds to the sinks.
+"""Alerts: rows are judged by the table of thresholds, and a listener of the hub hands what begins or is over to the sinks.
 
     row ──► signals ──► readings ──┐         bad for long enough          good for long enough
                                    ├─► quiet ───────────────────► firing ─────────────────────► quiet
@@ -11,31 +11,19 @@ listener belongs to a run's first process, which knows all rows.
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from meshtrain.config import Config
 from meshtrain.config.telemetry import AlertTarget, alert_target
 from meshtrain.errors import refusal, say
 from meshtrain.run.directory import ALERTS
 from meshtrain.run.rows import read
-from meshtrain.telemetry.signals import (
-    Disk,
-    Goodput,
-    Heard,
-    LossFinite,
-    LossSpike,
-    Memory,
-    Row,
-    Signal,
-    SignalReading,
-    SlowRank,
-    Stalled,
-    Throughput,
-)
+from meshtrain.telemetry import signals
+from meshtrain.telemetry.signals import Heard, Row, Signal, SignalReading
 from meshtrain.telemetry.sinks import PATIENCE, Log, Sink, sink
-from meshtrain.telemetry.thresholds import BY_RULE, Severity, Threshold
+from meshtrain.telemetry.thresholds import BY_RULE, Severity
 
 
 @dataclass(frozen=True)
@@ -53,78 +41,46 @@ class Alert:
     rank: int | None = None
 
     def row(self) -> dict[str, Any]:
-        """As a line of alerts.jsonl: what is not known is left out."""
+        """Returns a line of alerts.jsonl: what is not known is left out."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-class Standing(NamedTuple):
-    """Of a rule (and rank): whether it fires, and since when readings say otherwise."""
+class Judge:
+    """Judges rows one after the other; it looks at no clock and no file."""
 
-    firing: bool = False
-    since: float | None = None
+    def __init__(self) -> None:
+        self._signals: tuple[Signal, ...] = (
+            signals.LossFinite(), signals.LossSpike(), signals.Throughput(), signals.Stalled(), signals.Memory(),
+            signals.Disk(), signals.SlowRank(), signals.Goodput(),
+        )  # fmt: skip
+        self._step: int | None = None
+        # Of a rule and rank: whether it fires, and since when readings say otherwise.
+        self._firing: set[tuple[str, int | None]] = set()
+        self._since: dict[tuple[str, int | None], float] = {}
 
+    def __call__(self, row: Row, heard: Heard, now: float) -> list[Alert]:
+        """Returns the alerts that a row brings (empty at a tick, which is heard now and then). `now`: seconds since 1970."""
+        if heard == "step" and isinstance(row.get("step"), int):
+            self._step = row["step"]
+        readings = [reading for signal in self._signals for reading in signal.hear(row, heard, now)]
+        return [alert for reading in readings if (alert := self._follow(reading, now)) is not None]
 
-Subject = tuple[str, int | None]  # rule, rank
-
-
-@dataclass(frozen=True)
-class AlertState:
-    """All that is remembered between two rows."""
-
-    signals: tuple[Signal, ...] = (
-        LossFinite(), LossSpike(), Throughput(), Stalled(), Memory(), Disk(), SlowRank(), Goodput(),
-    )  # fmt: skip
-    standings: Mapping[Subject, Standing] = field(default_factory=dict)
-    step: int | None = None
-
-
-def judge(
-    state: AlertState, row: Row, heard: Heard, now: float, thresholds: Mapping[str, Threshold] = BY_RULE
-) -> tuple[AlertState, Sequence[Alert]]:
-    """The state after a row (empty at a tick, which is heard now and then), and the alerts that it brings. `now`: seconds since 1970.
-
-    A rule that has none of the thresholds is not judged.
-    """
-    signals: list[Signal] = []
-    readings: list[SignalReading] = []
-    for signal in state.signals:
-        following, more = signal.after(row, heard, now)
-        signals.append(following)
-        readings += more
-    step = row["step"] if heard == "step" and isinstance(row.get("step"), int) else state.step
-    alerts, standings = [], dict(state.standings)
-    for reading in readings:
-        threshold = thresholds.get(reading.rule)
-        if threshold is None:
-            continue
-        subject = reading.rule, reading.rank
-        before = standings.get(subject, Standing())
-        after = _follow(before, reading, threshold, now)
-        if after.firing != before.firing:
-            alerts.append(_alert(reading, threshold, after.firing, step, now))
-        if after == Standing():
-            standings.pop(subject, None)
-        else:
-            standings[subject] = after
-    return replace(state, signals=tuple(signals), standings=standings, step=step), alerts
-
-
-def _follow(standing: Standing, reading: SignalReading, threshold: Threshold, now: float) -> Standing:
-    turns = threshold.is_good(reading.value) if standing.firing else threshold.is_bad(reading.value)
-    if not turns:
-        return Standing(standing.firing)
-    since = now if standing.since is None else min(standing.since, now)
-    if now - since >= threshold.seconds:
-        return Standing(not standing.firing)
-    return Standing(standing.firing, since)
-
-
-def _alert(reading: SignalReading, threshold: Threshold, firing: bool, step: int | None, now: float) -> Alert:
-    return Alert(
-        time=now, step=step, rule=reading.rule, state="firing" if firing else "resolved", severity=threshold.severity,
-        value=reading.value, limit=threshold.fires if firing else threshold.clears,
-        sentence=f"{reading.sentence if firing else reading.over}.", rank=reading.rank,
-    )  # fmt: skip
+    def _follow(self, reading: SignalReading, now: float) -> Alert | None:
+        threshold, subject = BY_RULE[reading.rule], (reading.rule, reading.rank)
+        fires = subject not in self._firing  # if the reading turns
+        if not (threshold.is_bad(reading.value) if fires else threshold.is_good(reading.value)):
+            self._since.pop(subject, None)
+            return None
+        since = self._since[subject] = min(self._since.get(subject, now), now)
+        if now - since < threshold.seconds:
+            return None
+        del self._since[subject]
+        (self._firing.add if fires else self._firing.remove)(subject)
+        return Alert(
+            time=now, step=self._step, rule=reading.rule, state="firing" if fires else "resolved",
+            severity=threshold.severity, value=reading.value, limit=threshold.fires if fires else threshold.clears,
+            sentence=f"{reading.sentence if fires else reading.over}.", rank=reading.rank,
+        )  # fmt: skip
 
 
 class Alerts:
@@ -133,26 +89,28 @@ class Alerts:
     name = "alerts"
 
     def __init__(self, config: Config, directory: Path) -> None:
-        self._state = AlertState()
+        self._judge = Judge()
         self._sinks: list[Sink] = []
         targets = [alert_target(text) for text in config.telemetry.alerts]
-        standing = left_standing(directory / ALERTS) if AlertTarget("file") in targets else ()
+        earlier = resolved_at_start(directory / ALERTS) if AlertTarget("file") in targets else ()
         for target in targets:
             try:
                 self._sinks.append(sink(target, directory))
             except OSError as error:
                 say(f"alerts are not written to {directory / ALERTS}: {refusal(error)}; training goes on.")
-        for alert in standing:
+        for alert in earlier:
             self._send(alert)
 
-    def __call__(self, row: Mapping[str, Any], source: Heard) -> None:
+    def __call__(self, row: Row, source: Heard) -> None:
         # A row of a step waits a while for the hub; other machines' clocks may be wrong.
         now = row.get("time") if source == "step" else None
-        self._judge(row, source, now or time.time())
+        for alert in self._judge(row, source, now or time.time()):
+            self._send(alert.row())
 
     def tick(self, now: float) -> None:
-        """Time has passed; `now` in seconds since 1970."""
-        self._judge({}, "tick", now)
+        """Hears that time has passed; `now` in seconds since 1970."""
+        for alert in self._judge({}, "tick", now):
+            self._send(alert.row())
 
     def failing(self) -> None:
         """The run ends on an error, which it says on stderr itself."""
@@ -164,28 +122,18 @@ class Alerts:
         for one in self._sinks:
             one.close(deadline)
 
-    def _judge(self, row: Mapping[str, Any], heard: Heard, now: float) -> None:
-        self._state, alerts = judge(self._state, row, heard, now)
-        for alert in alerts:
-            self._send(alert.row())
-
     def _send(self, alert: Mapping[str, Any]) -> None:
         for one in self._sinks:
             one.send(alert)
 
 
-def left_standing(path: Path) -> Sequence[Mapping[str, Any]]:
-    """What an earlier process of the run left firing, resolved: it has ended, and this one judges anew."""
+def resolved_at_start(path: Path) -> Sequence[Mapping[str, Any]]:
+    """Returns what an earlier process of the run left firing, resolved: it has ended, and this one judges anew."""
     newest: dict[Any, dict[str, Any]] = {}
-    rows: Sequence[dict[str, Any]] = ()
     # None that could be read.
     with contextlib.suppress(OSError):
-        rows, _ = read(path)
-    for row in rows:
-        if {"rule", "state", "severity", "sentence"} <= row.keys():
-            newest[row["rule"], row.get("rank")] = row
-    return [
-        row | {"time": time.time(), "state": "resolved", "sentence": "the process that said so has ended."}
-        for row in newest.values()
-        if row["state"] == "firing"
-    ]
+        for row in read(path)[0]:
+            if {"rule", "state", "severity", "sentence"} <= row.keys():
+                newest[row["rule"], row.get("rank")] = row
+    resolved = {"time": time.time(), "state": "resolved", "sentence": "the process that said so has ended."}
+    return [row | resolved for row in newest.values() if row["state"] == "firing"]

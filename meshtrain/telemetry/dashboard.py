@@ -10,8 +10,8 @@ Panels of what a machine does not tell (GPUs on one without) say that there is n
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.telemetry import prometheus_rules
 from meshtrain.telemetry.catalogue import BY_NAME, METRICS, PREFIX, Metric
+from meshtrain.telemetry.thresholds import goodput_queries
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 INFO = f'{PREFIX}process_info{{run=~"$run",rank=~"$rank"}}'
@@ -111,7 +111,7 @@ def _over(metric: Metric) -> dict[str, Any]:
 
 def _goodput() -> dict[str, Any]:
     """The share of a process's time that goes into steps, as the alert rule has it."""
-    steps, seconds = prometheus_rules.goodput("$__rate_interval", "rate")
+    steps, seconds = goodput_queries("$__rate_interval", "rate")
     query = f"{steps} / {seconds} {OF_RUN}"
     meaning = "share of the time, starts left out, in which a process dispatches steps, waits for them and logs them"
     return _panel("timeseries", "goodput", [(query, "{{run}} {{rank}}")], "percentunit", meaning)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshtrain.telemetry import dashboard, prometheus_rules
+from meshtrain.telemetry import dashboard
 from meshtrain.telemetry.__main__ import PRINTED, main
 from meshtrain.telemetry.catalogue import METRICS, PREFIX
-from meshtrain.telemetry.thresholds import THRESHOLDS
+from meshtrain.telemetry.thresholds import THRESHOLDS, Span, prometheus_rules
 
 COPIES = Path(__file__).parents[2] / "configs/monitoring"
-RULES = prometheus_rules.document()["groups"][0]["rules"]
+RULES = prometheus_rules()["groups"][0]["rules"]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 SAMPLES = {metric.sample for metric in METRICS} | {f"{PREFIX}process_info"}
 OVER = {metric.over_processes for metric in METRICS if metric.source == "process"}
@@ -31,7 +31,7 @@ def test_copies_are_those_of_now(name, file, capsys):
 
 def test_what_is_printed_is_read_back_as_it_was():
     assert json.loads(PRINTED["dashboard"][0]()) == dashboard.document()
-    assert yaml.safe_load(PRINTED["rules"][0]()) == prometheus_rules.document()
+    assert yaml.safe_load(PRINTED["rules"][0]()) == prometheus_rules()
 
 
 def test_the_catalogue_names_every_metric_and_every_alert(capsys):
@@ -68,7 +68,7 @@ def test_no_panel_lies_on_another_or_beside_the_page():
 
 
 def test_durations_are_written_as_prometheus_reads_them():
-    assert [prometheus_rules.duration(s) for s in (0.2, 1, 20, 60, 90, 600, 3600, 5400)] == [
+    assert [Span().window(s) for s in (0.2, 1, 20, 60, 90, 600, 3600, 5400)] == [
         "1s", "1s", "20s", "1m", "90s", "10m", "1h", "90m",
     ]  # fmt: skip
 
@@ -77,6 +77,6 @@ def test_durations_are_written_as_prometheus_reads_them():
 @pytest.mark.parametrize("scale", [1.0, 1 / 60])
 def test_promtool_takes_the_rules(scale, tmp_path):
     path = tmp_path / "rules.yaml"
-    path.write_text(yaml.safe_dump(prometheus_rules.document(scale)))
+    path.write_text(yaml.safe_dump(prometheus_rules(scale)))
     checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -13,9 +13,8 @@ from meshtrain.report.diagnosis.diagnose import diagnose
 from meshtrain.report.diagnosis.evidence import Evidence
 from meshtrain.report.rows import Columns
 from meshtrain.report.trace.attribution import Attribution
-from meshtrain.telemetry import alerts as alerts
-from meshtrain.telemetry import prometheus_rules
-from meshtrain.telemetry.thresholds import SAMPLES
+from meshtrain.telemetry.alerts import Judge
+from meshtrain.telemetry.thresholds import SAMPLES, prometheus_rules
 
 CONFIG = (
     *(
@@ -154,7 +153,7 @@ def test_a_rank_that_waits_for_data_alone_is_slow_and_the_loader_is_not_to_blame
 
 def test_the_live_alert_the_report_and_prometheus_call_the_same_ranks_slow():
     dice, config, rows, found = random.Random(0), load({}, [*CONFIG]), steps(), []
-    share, *others = prometheus_rules.document()["groups"][0]["rules"]
+    share, *others = prometheus_rules()["groups"][0]["rules"]
     host, whole = (re.findall(r'phase=~"([a-z|]+)"', share["expr"])[k].split("|") for k in (0, 1))
     (limit,) = re.findall(
         r"< ([0-9.]+)$", next(rule["expr"] for rule in others if rule["labels"]["rule"] == "slow_rank")
@@ -169,12 +168,11 @@ def test_the_live_alert_the_report_and_prometheus_call_the_same_ranks_slow():
         shares = [sum(s[phase] for phase in host) / sum(s[phase] for phase in whole) for s in spent]
         by_prometheus = {rank for rank, one in enumerate(shares) if 1 - (one - min(shares)) < float(limit)}
 
-        state, live = alerts.AlertState(), set()
+        judge, live = Judge(), set()
         for sample in range(SAMPLES):
             for rank in reversed(range(len(spent))):
                 row = {"rank": rank, "phase_seconds": spent[rank]}
-                state, fired = alerts.judge(state, row, "process", 1000.0 + 15 * sample)
-                live |= {alert.rank for alert in fired}
+                live |= {alert.rank for alert in judge(row, "process", 1000.0 + 15 * sample)}
 
         taken = samples(*({"phase_seconds": s} for s in spent), count=1)
         reported = set()
