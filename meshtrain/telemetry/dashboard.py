@@ -19,13 +19,14 @@ INFO = f'{PREFIX}process_info{{run=~"$run",rank=~"$rank"}}'
 OF_RUN = f"* on (instance, job) group_left (run, rank, host) {INFO}"
 # Of what the first process alone tells: whatever ranks are chosen.
 OF_FIRST = f'* on (instance, job) group_left (run) {PREFIX}process_info{{run=~"$run"}}'
-WIDTH, HEIGHT = 8, 7  # of a panel, where the page has 24 columns
 UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "watts": "watt", "celsius": "celsius"}
-OVER = ("min", "median", "max")
+GOODPUT = "share of the time, starts left out, in which a process dispatches steps, waits for them and logs them"
+
+Panel = dict[str, Any]
 
 
 def document() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it."""
+    """Returns the dashboard, as Grafana imports it."""
     return {
         "title": "meshtrain",
         "uid": "meshtrain",
@@ -34,33 +35,33 @@ def document() -> dict[str, Any]:
         "editable": True,
         "time": {"from": "now-3h", "to": "now"},
         "refresh": "10s",
-        "templating": {"list": _variables()},
-        "panels": [{"id": k, **panel} for k, panel in enumerate(_panels(), 1)],
+        "templating": {
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus"},
+                _variable("run", f"label_values({PREFIX}process_info, run)"),
+                _variable("rank", f'label_values({PREFIX}process_info{{run=~"$run"}}, rank)'),
+            ]
+        },
+        "panels": [{"id": k, **panel} for k, panel in enumerate(_placed(), 1)],
     }
 
 
 def queries() -> list[tuple[str, str]]:
-    """(title of the panel, query) of each query, as the dashboard has it."""
+    """Returns (title of the panel, query) of each query, as the dashboard has it."""
     return [(panel["title"], target["expr"]) for panel in document()["panels"] for target in panel.get("targets", ())]
 
 
-def _variables() -> list[dict[str, Any]]:
-    def chosen(name: str, query: str) -> dict[str, Any]:
-        return {
-            "name": name, "type": "query", "datasource": SOURCE, "query": {"query": query, "refId": name}, "refresh": 2,
-            "includeAll": True, "multi": True, "current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".*",
-        }  # fmt: skip
-
-    return [
-        {"name": "datasource", "type": "datasource", "query": "prometheus"},
-        chosen("run", f"label_values({PREFIX}process_info, run)"),
-        chosen("rank", f'label_values({PREFIX}process_info{{run=~"$run"}}, rank)'),
-    ]
+def _variable(name: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name, "type": "query", "datasource": SOURCE, "query": {"query": query, "refId": name}, "refresh": 2,
+        "includeAll": True, "multi": True, "current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".*",
+    }  # fmt: skip
 
 
-def _panels() -> Iterator[dict[str, Any]]:
+def _placed() -> Iterator[Panel]:
+    """Yields the panels of each group below its title, as many side by side as 24 columns hold."""
     below = 0
-    for title, panels in _groups():
+    for title, panels in _groups().items():
         yield {"type": "row", "title": title, "gridPos": {"x": 0, "y": below, "w": 24, "h": 1}, "collapsed": False}
         below += 1
         across = 0
@@ -73,52 +74,50 @@ def _panels() -> Iterator[dict[str, Any]]:
         below += panels[-1]["gridPos"]["h"]
 
 
-def _groups() -> list[tuple[str, list[dict[str, Any]]]]:
+def _groups() -> dict[str, list[Panel]]:
+    steps = [metric for metric in METRICS if metric.source == "step" and metric.name != "step"]
     process = [metric for metric in METRICS if metric.source == "process"]
-    return [
-        ("The run now", [_now(*entry) for entry in _numbers()]),
-        ("Its steps", [_of_steps(metric) for metric in METRICS if metric.source == "step" and metric.name != "step"]),
-        ("Its processes", [_goodput(), *(_of_process(metric) for metric in process)]),
-        ("Over all processes, from the first one", [_over(metric) for metric in process if metric.kind == "gauge"]),
-    ]
+    return {
+        "The run now": list(_now()),
+        "Its steps": [_series(metric, f"{_value(metric)} {OF_FIRST}", "{{run}}") for metric in steps],
+        "Its processes": [_goodput(), *(_of_process(metric) for metric in process)],
+        "Over all processes, from the first one": [_over(metric) for metric in process if metric.kind == "gauge"],
+    }
 
 
-def _numbers() -> Iterator[tuple[str, str, str]]:
-    for name in ("step", "loss", "tokens_per_second", "mfu"):
-        metric = BY_NAME[name]
-        yield name.replace("_", " "), f"{metric.sample} {OF_FIRST}", unit(metric)
-    yield "alerts", 'count(ALERTS{alertname=~"Meshtrain.*",alertstate="firing"}) or vector(0)', "short"
+def _now() -> Iterator[Panel]:
+    numbers = {
+        name.replace("_", " "): (f"{BY_NAME[name].sample} {OF_FIRST}", unit(BY_NAME[name]))
+        for name in ("step", "loss", "tokens_per_second", "mfu")
+    }
+    numbers["alerts"] = 'count(ALERTS{alertname=~"Meshtrain.*",alertstate="firing"}) or vector(0)', "short"
+    for title, (query, of) in numbers.items():
+        yield _panel("stat", title, query, "{{run}}", of, width=4, height=4)
 
 
-def _now(title: str, query: str, unit: str) -> dict[str, Any]:
-    return _panel("stat", title, [(query, "{{run}}")], unit, width=4, height=4)
+def _of_process(metric: Metric) -> Panel:
+    return _series(metric, f"{_value(metric)} {OF_RUN}", " ".join(map(_label, ("run", "rank", *metric.labels))))
 
 
-def _of_steps(metric: Metric) -> dict[str, Any]:
-    return _series(metric, f"{_value(metric)} {OF_FIRST}", "{{run}}")
-
-
-def _of_process(metric: Metric) -> dict[str, Any]:
-    labels = "".join(f" {{{{{label}}}}}" for label in metric.labels)
-    return _series(metric, f"{_value(metric)} {OF_RUN}", f"{{{{run}}}} {{{{rank}}}}{labels}")
-
-
-def _over(metric: Metric) -> dict[str, Any]:
-    labels = "".join(f" {{{{{label}}}}}" for label in metric.labels if label != "device")
+def _over(metric: Metric) -> Panel:
+    labels = ("run", "over", *(label for label in metric.labels if label != "device"))
     query = f"{metric.over_processes} {OF_FIRST}"
-    return _series(metric, query, f"{{{{run}}}} {{{{over}}}}{labels}", title=f"{_title(metric)}, least to greatest")
+    return _series(metric, query, " ".join(map(_label, labels)), title=f"{_title(metric)}, least to greatest")
 
 
-def _goodput() -> dict[str, Any]:
-    """The share of a process's time that goes into steps, as the alert rule has it."""
+def _goodput() -> Panel:
+    """Draws the share of a process's time that goes into steps, as the alert rule has it."""
     steps, seconds = goodput_queries("$__rate_interval", "rate")
     query = f"{steps} / {seconds} {OF_RUN}"
-    meaning = "share of the time, starts left out, in which a process dispatches steps, waits for them and logs them"
-    return _panel("timeseries", "goodput", [(query, "{{run}} {{rank}}")], "percentunit", meaning)
+    return _panel("timeseries", "goodput", query, "{{run}} {{rank}}", "percentunit", GOODPUT)
 
 
-def _series(metric: Metric, query: str, legend: str, title: str = "") -> dict[str, Any]:
-    return _panel("timeseries", title or _title(metric), [(query, legend)], unit(metric), metric.meaning)
+def _series(metric: Metric, query: str, legend: str, title: str = "") -> Panel:
+    return _panel("timeseries", title or _title(metric), query, legend, unit(metric), metric.meaning)
+
+
+def _label(name: str) -> str:
+    return f"{{{{{name}}}}}"
 
 
 def _value(metric: Metric) -> str:
@@ -131,7 +130,7 @@ def _title(metric: Metric) -> str:
 
 
 def unit(metric: Metric) -> str:
-    """Grafana's name for it."""
+    """Returns Grafana's name for it."""
     if metric.kind == "counter":
         # Seconds a second are a share.
         return "percentunit" if metric.unit == "seconds" else "short"
@@ -141,19 +140,10 @@ def unit(metric: Metric) -> str:
 
 
 def _panel(
-    kind: str,
-    title: str,
-    targets: list[tuple[str, str]],
-    unit: str,
-    meaning: str = "",
-    width: int = WIDTH,
-    height: int = HEIGHT,
-) -> dict[str, Any]:
+    kind: str, title: str, query: str, legend: str, unit: str, meaning: str = "", width: int = 8, height: int = 7
+) -> Panel:
     return {
         "type": kind, "title": title, "description": meaning, "datasource": SOURCE, "gridPos": {"w": width, "h": height},
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-        "targets": [
-            {"refId": chr(ord("A") + k), "datasource": SOURCE, "expr": query, "legendFormat": legend}
-            for k, (query, legend) in enumerate(targets)
-        ],
+        "targets": [{"refId": "A", "datasource": SOURCE, "expr": query, "legendFormat": legend}],
     }  # fmt: skip

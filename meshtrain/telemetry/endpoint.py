@@ -22,10 +22,12 @@ from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, Labels, MetricFam
 Row = Mapping[str, Any]
 FEW = 64  # processes, of which each scrape has the newest
 MOST_SILENT = 3.0  # looks at the samples of a process until it is left out, if there is no new one
+PATH = "/metrics"
+PATIENCE = 10.0  # seconds that a reader may take over its request
 
 
 class Board:
-    """Called as a listener of the hub. `totals`: of the hub. `every`: seconds between two looks at the samples of other processes."""
+    """What the page says. `totals`: of the hub. `every`: seconds between two looks at the samples of other processes."""
 
     def __init__(self, rank: int, host: str, run: str, totals: Mapping[str, float], every: float) -> None:
         self._rank, self._totals, self._every = rank, totals, every
@@ -52,7 +54,7 @@ class Board:
                     for labels, value in flat(row.get(metric.name), metric.labels):
                         sums[labels] = sums.get(labels, 0.0) + value
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """Looks at many processes beside the scrapes, and as often as they are read: thousands take longer than a scrape may."""
         if len(self._all) > FEW and time.monotonic() >= self._next:
             self._look()
@@ -65,12 +67,12 @@ class Board:
         self._of_all = list(_over_processes(rows)) if len(rows) > 1 else []
 
     def families(self) -> Iterator[MetricFamily]:
-        """What is known by now."""
+        """Yields what is known by now."""
         if len(self._all) <= FEW:
             self._look()
         with self._lock:
             step, own, totals = dict(self._step), self._own, dict(self._totals)
-            sums = {name: dict(of) for name, of in self._sums.items()}
+            sums = {name: dict(by_labels) for name, by_labels in self._sums.items()}
             of_all = self._of_all
         yield MetricFamily(PREFIX + "process", "info", "what this process is", samples=[(self._info, 1)])
         for metric in METRICS:
@@ -89,12 +91,9 @@ class Board:
 
 
 def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
-    ranks = MetricFamily(
-        PROCESSES_RANK, "gauge", "the process that a value over all processes is of, by metric and over"
-    )
-    for metric in METRICS:
-        if metric.source != "process":
-            continue
+    about = "the process that a value over all processes is of, by metric and over"
+    ranks = MetricFamily(PROCESSES_RANK, "gauge", about)
+    for metric in (metric for metric in METRICS if metric.source == "process"):
         by_labels: dict[Labels, list[tuple[float, int]]] = {}
         for rank, row in rows.items():
             for labels, value in flat(row.get(metric.name), metric.labels):
@@ -112,10 +111,6 @@ def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
 
 def counters(source: Source) -> list[Metric]:
     return [metric for metric in METRICS if metric.source == source and metric.kind == "counter"]
-
-
-PATH = "/metrics"
-PATIENCE = 10.0  # seconds that a reader may take over its request
 
 
 class _Server(ThreadingHTTPServer):
@@ -158,9 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Endpoint:
-    """A listener of the hub, which serves what `board` knows until it is closed. A port that cannot be had is said: then there is no `url`.
+    """A listener of the hub, which serves what `board` knows until it is closed. Port 0: any that is free.
 
-    Port 0: any that is free.
+    A port that cannot be had is reported: then there is no `url`.
     """
 
     name = "the endpoint"
@@ -182,7 +177,7 @@ class Endpoint:
         self._board(row, source)
 
     def tick(self, now: float) -> None:
-        self._board.tick(now)
+        self._board.tick()
 
     def close(self) -> None:
         if self._server is not None:

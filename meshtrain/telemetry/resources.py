@@ -7,8 +7,7 @@ A value that the system does not know is left out. Rates are over the time since
 
 psutil and /proc know the whole machine. A process that is over its cgroup's memory (version 1 or 2, of a container or a Slurm job) is killed,
 however much the machine has left. Kernel documentation: admin-guide/cgroup-v2.rst (memory.max, memory.current, cpu.max) and
-admin-guide/cgroup-v1/memory.rst. Used memory is counted without the inactive file cache, which the
-kernel drops first, as the kubelet counts it.
+admin-guide/cgroup-v1/memory.rst. Used memory is counted without the inactive file cache, which the kernel drops first, as the kubelet does.
 
 NVIDIA's GPUs tell through NVML (extra `gpu`). A board that does not know a value says so by an error, or by a number that cannot be:
 dcgm-exporter's own example has a memory temperature of 9223372036854775794. Both are left out. NVML's load only says that some kernel ran,
@@ -21,25 +20,37 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+Values = dict[str, Any]
+
 # Bits of nvmlClocksEventReasons (nvml.h). Left out: idle, clocks that somebody set, and clocks kept alike over several boards.
 REASONS = {"power_cap": 0x4, "hardware": 0x8, "heat": 0x20, "hardware_heat": 0x40, "power_brake": 0x80}
-
-# What can be, in the unit of the metric.
-POSSIBLE = {
-    "device_memory_used_bytes": (0, 2**50),
-    "device_memory_limit_bytes": (1, 2**50),
-    "device_load_ratio": (0, 1),
-    "device_power_watts": (0, 1e5),
-    "device_temperature_celsius": (-60, 250),
-    "device_memory_temperature_celsius": (1, 250),  # 0 is what boards say that have no sensor
-}
 MEMORY_TEMPERATURE = 82  # NVML_FI_DEV_MEMORY_TEMP
+NO_LIMIT = 2**60  # bytes: version 1 of cgroups says "none" by the largest number of pages there is
+
+
+def _memory_temperature(nvml: Any, gpu: Any) -> float:
+    (value,) = nvml.nvmlDeviceGetFieldValues(gpu, [MEMORY_TEMPERATURE])
+    if value.nvmlReturn:
+        raise nvml.NVMLError(value.nvmlReturn)
+    return value.value.uiVal
+
+
+# By metric, what can be, in its unit, and how NVML is asked.
+GPU_VALUES: dict[str, tuple[float, float, Callable[[Any, Any], float]]] = {
+    "device_memory_used_bytes": (0, 2**50, lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+    "device_memory_limit_bytes": (1, 2**50, lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+    "device_load_ratio": (0, 1, lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
+    "device_power_watts": (0, 1e5, lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+    "device_temperature_celsius": (
+        -60, 250, lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+    ),
+    "device_memory_temperature_celsius": (1, 250, _memory_temperature),  # 0 is what boards say that have no sensor
+}  # fmt: skip
 
 
 class Gpus:
@@ -51,52 +62,30 @@ class Gpus:
         self._handles: dict[str, Any] = {}
         for device in devices:
             with contextlib.suppress(nvml.NVMLError, IndexError, ValueError):
-                self._handles[str(device)] = self._handle(visible[device] if visible else str(device))
-
-    def _handle(self, entry: str) -> Any:
-        """Of an entry of CUDA_VISIBLE_DEVICES: a number, or GPU-... and MIG-... of an identity."""
-        if entry.isdecimal():
-            return self._nvml.nvmlDeviceGetHandleByIndex(int(entry))
-        return self._nvml.nvmlDeviceGetHandleByUUID(entry)
+                # A number, or GPU-... and MIG-... of an identity.
+                entry = visible[device] if visible else str(device)
+                by_number = entry.isdecimal()
+                self._handles[str(device)] = (
+                    nvml.nvmlDeviceGetHandleByIndex(int(entry)) if by_number else nvml.nvmlDeviceGetHandleByUUID(entry)
+                )
 
     def sample(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for device, handle in self._handles.items():
-            for name, value in self._values(handle).items():
-                found.setdefault(name, {})[device] = value
-        return found
-
-    def _values(self, handle: Any) -> dict[str, Any]:
-        nvml, values = self._nvml, dict[str, Any]()
-
-        def take(name: str, ask: Callable[[], float]) -> None:
+        nvml, values = self._nvml, dict[str, dict[str, Any]]()
+        for device, gpu in self._handles.items():
             # Any board lacks something, and older drivers lack functions.
+            for name, (least, most, ask) in GPU_VALUES.items():
+                with contextlib.suppress(nvml.NVMLError, AttributeError, TypeError):
+                    if least <= (value := ask(nvml, gpu)) <= most:
+                        values.setdefault(name, {})[device] = value
             with contextlib.suppress(nvml.NVMLError, AttributeError, TypeError):
-                value, (least, most) = ask(), POSSIBLE[name]
-                if least <= value <= most:
-                    values[name] = value
-
-        take("device_memory_used_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
-        take("device_memory_limit_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total)
-        take("device_load_ratio", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-        take("device_power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-        take("device_temperature_celsius", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        take("device_memory_temperature_celsius", lambda: _field(nvml, handle, MEMORY_TEMPERATURE))
-        with contextlib.suppress(nvml.NVMLError, AttributeError, TypeError):
-            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            values["device_throttled"] = {reason: int(bool(bits & bit)) for reason, bit in REASONS.items()}
+                bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+                reasons = {reason: int(bool(bits & bit)) for reason, bit in REASONS.items()}
+                values.setdefault("device_throttled", {})[device] = reasons
         return values
 
 
-def _field(nvml: Any, handle: Any, number: int) -> float:
-    (value,) = nvml.nvmlDeviceGetFieldValues(handle, [number])
-    if value.nvmlReturn:
-        raise nvml.NVMLError(value.nvmlReturn)
-    return value.value.uiVal
-
-
 def open_gpus(devices: Sequence[int]) -> Gpus | None:
-    """The GPUs that JAX numbers so; None without any, without nvidia-ml-py, or without a driver."""
+    """Returns the GPUs that JAX numbers so; None without any, without nvidia-ml-py, or without a driver."""
     if not devices:
         return None
     try:
@@ -108,11 +97,8 @@ def open_gpus(devices: Sequence[int]) -> Gpus | None:
     return Gpus(devices, nvml)
 
 
-Values = dict[str, Any]
-
-
 class Resources:
-    """Of one process, which is this one.
+    """Of this process.
 
     `directory`: of the run. `limit`: bytes that the process is to stay below, in place of its cgroup's; 0: none. `phases`: its seconds
     by phase so far. `devices`: JAX's, with memory figures of their own. `proc` and `root` as in `Cgroup`.
@@ -141,25 +127,19 @@ class Resources:
         self._spent = {}
 
     def sample(self) -> Values:
-        """A row's values now."""
-        found: Values = {}
-        for part in (
-            self._processor_and_rates,
-            self._memory,
-            self._pressure,
-            self._disk,
-            self._of_devices,
-            self._of_phases,
-        ):
+        """Returns a row's values now."""
+        values: Values = {}
+        parts = (self._rates, self._memory, self._pressure, self._disk, self._of_devices, self._of_phases)
+        for part in parts:
             # A machine without one of them, a container that may not look.
             with contextlib.suppress(OSError, psutil.Error, NotImplementedError, RuntimeError, ValueError, Warning):
-                found |= part()
-        return found
+                values |= part()
+        return values
 
-    def _processor_and_rates(self) -> Values:
-        now = time.perf_counter()
-        counts, before = self._counted(), self._counts
-        seconds, self._since, self._counts = now - self._since, now, counts
+    def _rates(self) -> Values:
+        now, counts = time.perf_counter(), self._counted()
+        before, self._counts = self._counts, counts
+        seconds, self._since = now - self._since, now
         spent = {name: count - before[name] for name, count in counts.items() if name in before}
         values: Values = {}
         if "own" in spent:
@@ -167,21 +147,18 @@ class Resources:
         if spent.get("all", 0) > 0:
             values["machine_cpu_ratio"] = min(1.0, max(0.0, spent["busy"] / spent["all"]))
         # A counter that was set back tells no rate.
-        values |= {name: spent[name] / seconds for name in RATES if spent.get(name, -1) >= 0}
-        return values
+        rates = {name: count / seconds for name, count in spent.items() if name.endswith("_per_second") and count >= 0}
+        return values | rates
 
     def _counted(self) -> dict[str, float]:
-        counts = {"own": time.process_time()}
         times = psutil.cpu_times()._asdict()
         # guest time is part of user time, iowait is no work
-        counts["all"] = sum(seconds for name, seconds in times.items() if not name.startswith("guest"))
-        counts["busy"] = counts["all"] - times["idle"] - times.get("iowait", 0.0)
+        every = sum(seconds for name, seconds in times.items() if not name.startswith("guest"))
+        counts = {"own": time.process_time(), "all": every, "busy": every - times["idle"] - times.get("iowait", 0.0)}
         with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
             if disks := psutil.disk_io_counters():
-                counts |= {
-                    "disk_read_bytes_per_second": disks.read_bytes,
-                    "disk_written_bytes_per_second": disks.write_bytes,
-                }
+                counts["disk_read_bytes_per_second"] = disks.read_bytes
+                counts["disk_written_bytes_per_second"] = disks.write_bytes
         with contextlib.suppress(OSError, RuntimeError):
             cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name in self._cards]
             if cards:
@@ -198,8 +175,7 @@ class Resources:
         rss, machine = self._process.memory_info().rss, psutil.virtual_memory()
         values = {"process_rss_bytes": rss, "memory_used_ratio": 1 - machine.available / machine.total}
         values["swap_used_bytes"] = psutil.swap_memory().used
-        allowed = (self._limit, rss) if self._limit else self._cgroup.memory()
-        if allowed:
+        if allowed := (self._limit, rss) if self._limit else self._cgroup.memory():
             values["memory_limit_bytes"], values["memory_limit_used_ratio"] = allowed[0], allowed[1] / allowed[0]
         return values
 
@@ -222,12 +198,9 @@ class Resources:
         # A GPU's memory belongs to JAX's pool from the first moment: what arrays and programs take of it, only JAX tells.
         for device in self._devices:
             stats = device.memory_stats() or {}
-            for name, key in (
-                ("device_memory_used_bytes", "bytes_in_use"),
-                ("device_memory_limit_bytes", "bytes_limit"),
-            ):
+            for name, key in (("used", "bytes_in_use"), ("limit", "bytes_limit")):
                 if key in stats:
-                    values.setdefault(name, {})[str(device.local_hardware_id)] = stats[key]
+                    values.setdefault(f"device_memory_{name}_bytes", {})[str(device.local_hardware_id)] = stats[key]
         return values
 
     def _of_phases(self) -> Values:
@@ -236,38 +209,21 @@ class Resources:
         return {"phase_seconds": {name: seconds for name, seconds in spent.items() if seconds > 0}} if spent else {}
 
 
-RATES = (
-    "disk_read_bytes_per_second", "disk_written_bytes_per_second", "network_sent_bytes_per_second", "network_received_bytes_per_second",
-)  # fmt: skip
-
-
 def _cards(root: Path) -> set[str]:
     """Network interfaces that are hardware; all but the loopback where none is (a container): bridges would count bytes twice."""
     names = {path.name for path in root.glob("sys/class/net/*")}
     return {name for name in names if (root / "sys/class/net" / name / "device").exists()} or names - {"lo"}
 
 
-NO_LIMIT = 2**60  # bytes: version 1 says "none" by the largest number of pages there is
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Files of one version."""
-
-    limit: str
-    used: str
-    inactive: str  # in memory.stat
-
-
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
-
-
 class Cgroup:
     """Of this process. `proc` and `root` stand before the paths that the kernel names."""
 
+    # The limit, what is used, and the file cache in memory.stat.
+    V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    V2 = ("memory.max", "memory.current", "inactive_file")
+
     def __init__(self, proc: Path = Path("/proc"), root: Path = Path("/")) -> None:
-        self._memory: list[tuple[Path, _Names]] = []
+        self._memory: list[tuple[Path, tuple[str, str, str]]] = []
         self._cpu: list[Path] = []
         with contextlib.suppress(OSError, ValueError):
             for line in (proc / "self/cgroup").read_text().splitlines():
@@ -276,39 +232,34 @@ class Cgroup:
                 mount = root / "sys/fs/cgroup" / names
                 # The group and those above it; in a container the path may be the host's, of which only the mount is there.
                 directory = mount / path.lstrip("/")
-                own = [d for d in (directory, *directory.parents) if d.is_relative_to(mount)]
-                controllers = names.split(",")
-                if {"", "memory"} & {*controllers}:
-                    self._memory += [(d, _V1 if names else _V2) for d in own]
-                if {"", "cpu"} & {*controllers}:
-                    self._cpu += own
+                groups = [d for d in (directory, *directory.parents) if d.is_relative_to(mount)]
+                controllers = {*names.split(",")}
+                if {"", "memory"} & controllers:
+                    self._memory += [(group, self.V1 if names else self.V2) for group in groups]
+                if {"", "cpu"} & controllers:
+                    self._cpu += groups
 
     def memory(self) -> tuple[int, int] | None:
-        """(limit, used) in bytes, of the group above the process that is nearest to its limit; None without a limit."""
-        known = [found for directory, names in self._memory if (found := _memory(directory, names)) is not None]
-        return max(known, key=lambda found: found[1] / found[0], default=None)
+        """Returns (limit, used) in bytes, of the group above the process that is nearest to its limit; None without a limit."""
+        known = []
+        for group, (limit_file, used_file, inactive) in self._memory:
+            # No such file at the root of a hierarchy, and "max" for no limit.
+            with contextlib.suppress(OSError, ValueError):
+                limit, used = int((group / limit_file).read_text()), int((group / used_file).read_text())
+                if 0 < limit < NO_LIMIT:
+                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    known.append((limit, max(0, used - int(stat.get(inactive, 0)))))
+        return max(known, key=lambda pair: pair[1] / pair[0], default=None)
 
     def cores(self) -> float | None:
-        """How many cores' time the groups give the process; None without a limit."""
-        return min((found for directory in self._cpu if (found := _cores(directory)) is not None), default=None)
-
-
-def _memory(directory: Path, names: _Names) -> tuple[int, int] | None:
-    # No such file at the root of a hierarchy, and "max" for no limit.
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = int((directory / names.limit).read_text()), int((directory / names.used).read_text())
-        if 0 < limit < NO_LIMIT:
-            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-            return limit, max(0, used - int(stat.get(names.inactive, 0)))
-    return None
-
-
-def _cores(directory: Path) -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        if (directory / "cpu.max").exists():
-            quota, period = (directory / "cpu.max").read_text().split()
-        else:
-            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if int(quota) > 0:
-            return int(quota) / int(period)
-    return None
+        """Returns how many cores' time the groups give the process; None without a limit."""
+        known = []
+        for group in self._cpu:
+            with contextlib.suppress(OSError, ValueError):
+                if (group / "cpu.max").exists():
+                    quota, period = (group / "cpu.max").read_text().split()
+                else:
+                    quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                if int(quota) > 0:
+                    known.append(int(quota) / int(period))
+        return min(known, default=None)

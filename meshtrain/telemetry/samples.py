@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from meshtrain.errors import refusal, say
 from meshtrain.files import still_names, write_atomically
@@ -35,81 +35,70 @@ SKEW = 60.0  # seconds by which clocks of machines may differ
 
 
 def write_every(seconds: float, processes: int) -> float:
-    """Seconds between a process's samples, where `seconds` are asked for."""
+    """Returns the seconds between a process's samples, where `seconds` are asked for."""
     return max(seconds, processes / WRITES_PER_SECOND)
 
 
 def read_every(seconds: float, processes: int) -> float:
-    """Seconds between two looks at what all have written."""
+    """Returns the seconds between two looks at what all have written."""
     return max(write_every(seconds, processes), processes / READS_PER_SECOND)
 
 
 class Samples:
-    """Appends rows of one process. A row that the disk does not take is lost, and said once until one is taken again."""
+    """Appends rows of one process. A row that the disk does not take is lost, which is reported once until one is taken again."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.path = directory / RESOURCES / f"{rank}.jsonl"
-        self._descriptor: int | None = None
-        self._said = False
+        self._file: IO[bytes] | None = None
+        self._reported = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         try:
             self._append(json.dumps(finite(row), allow_nan=False).encode() + b"\n")
-            self._said = False
+            self._reported = False
         except OSError as error:
-            self._close()
-            if not self._said:
+            self.close()
+            if not self._reported:
                 say(f"samples cannot be written to {self.path}: {refusal(error)}; training goes on without them.")
-            self._said = True
+            self._reported = True
 
     def _append(self, line: bytes) -> None:
-        if self._descriptor is not None and not _names(self.path, self._descriptor):
-            self._close()
-        if self._descriptor is None:
+        if self._file is not None and not still_names(self.path, self._file):
+            self.close()
+        if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._descriptor).st_size
+            self._file = self.path.open("a+b", buffering=0)
+        descriptor = self._file.fileno()
+        size = os.fstat(descriptor).st_size
         # What a full disk, or a killed process, has left torn.
-        torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         line = b"\n" * torn + line
-        if os.write(self._descriptor, line) < len(line):
+        if os.write(descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if size > MOST_BYTES:
-            self._thin()
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            old, new = lines[:-NEWEST_ROWS], lines[-NEWEST_ROWS:]
+            write_atomically(self.path, b"".join([*old[::2], *new]))
+            self.close()
 
-    def _thin(self) -> None:
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        old, new = lines[:-NEWEST_ROWS], lines[-NEWEST_ROWS:]
-        write_atomically(self.path, b"".join([*old[::2], *new]))
-        self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
+    def close(self) -> None:
+        if self._file is not None:
             with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-        self._descriptor = None
-
-    close = _close
-
-
-def _names(path: Path, descriptor: int) -> bool:
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        return still_names(path, file)
+                self._file.close()
+        self._file = None
 
 
 def finite(row: Mapping[str, Any]) -> Row:
-    """Without what is no number: JSON has none of these, and an unknown value is left out."""
-    known: Row = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            known[name] = finite(value)
-        elif not isinstance(value, float) or math.isfinite(value):
-            known[name] = value
-    return known
+    """Returns a row without what is no number: JSON has none of these, and an unknown value is left out."""
+    return {
+        name: finite(value) if isinstance(value, Mapping) else value
+        for name, value in row.items()
+        if not isinstance(value, float) or math.isfinite(value)
+    }
 
 
 def newest(directory: Path, rank: int) -> Row | None:
-    """The last whole row of a process; None if there is none."""
+    """Returns the last whole row of a process; None if there is none."""
     with contextlib.suppress(OSError):
         return next(reversed(list(RowReader(directory / RESOURCES / f"{rank}.jsonl", TAIL).new())), None)
     return None
@@ -138,11 +127,11 @@ class Others:
 
     def __init__(self, directory: Path, processes: int) -> None:
         # Earlier processes of the run wrote there too.
-        self._directory, self._told = directory, dict.fromkeys(range(1, processes), time.time() - SKEW)
+        self._directory, self._latest = directory, dict.fromkeys(range(1, processes), time.time() - SKEW)
 
     def __call__(self) -> Iterator[Row]:
-        for rank, told in self._told.items():
+        for rank, latest in self._latest.items():
             row = newest(self._directory, rank)
-            if row is not None and row.get("time", 0.0) > told:
-                self._told[rank] = row["time"]
+            if row is not None and row.get("time", 0.0) > latest:
+                self._latest[rank] = row["time"]
                 yield row
