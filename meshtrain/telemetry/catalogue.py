@@ -61,8 +61,8 @@ def _process(name: str, unit: str, meaning: str, kind: Kind = "gauge", labels: t
 METRICS: tuple[Metric, ...] = (
     _step("step", "", "optimizer steps taken"),
     _step("loss", "", "training loss of the step, a mean over its tokens (dpo: over its pairs)"),
-    _step("eval_loss", "", "mean loss over held-out data"),
-    _step("eval_accuracy", "", "images: share of the held-out ones whose likeliest class is theirs"),
+    _step("eval_loss", "", "mean loss over validation data"),
+    _step("eval_accuracy", "", "images: share of the validation ones whose argmax class is theirs"),
     _step("rewards_chosen", "", "dpo: beta times the log of how much likelier than the reference, of chosen answers"),
     _step("rewards_rejected", "", "the same of rejected answers"),
     _step("rewards_margins", "", "reward of the chosen answer over that of the rejected one, a mean over pairs"),
@@ -71,22 +71,19 @@ METRICS: tuple[Metric, ...] = (
     _step("learning_rate", "", "learning rate of the step"),
     _step("loss_scale", "", "float16: the loss scale"),
     _step(
-        "skipped",
-        "",
+        "skipped", "",
         "float16: steps skipped so far because their gradient overflowed; of islands by themselves the most of any",
     ),
     _step("reduce_bytes", "bytes", "compressed gradients: bytes that a device sends in a step to sum them"),
     _step("reduce_ratio", "", "the bytes of float32 gradients over those"),
     _step(
-        "reduce_error",
-        "",
+        "reduce_error", "",
         "norm of what compression left out of the gradients, over theirs; not where each microbatch scatters them",
     ),
     _step("residual_norm", "", "error feedback: norm of all that is left out so far, to be sent in later steps"),
     _step("sync_bytes", "bytes", "islands brought together: bytes that a device sent across for it"),
     _step(
-        "sync_drift",
-        "",
+        "sync_drift", "",
         "norm of the mean of what islands moved since they were brought together before (of the fragment)",
     ),
     _step("sync_islands", "", "islands that took part: those whose weights were finite"),
@@ -109,7 +106,8 @@ METRICS: tuple[Metric, ...] = (
     _process("process_rss_bytes", "bytes", "memory of the process that is in RAM"),
     _process("memory_used_ratio", "ratio", "memory of the machine that nothing new could have"),
     _process(
-        "memory_limit_bytes", "bytes", "memory that the process is allowed: telemetry.memory_limit, or its cgroup's"
+        "memory_limit_bytes", "bytes",
+        "memory that the process is allowed: telemetry.memory_limit, or its cgroup's",
     ),
     _process("memory_limit_used_ratio", "ratio", "how much of that is used: by the process, or by all of the cgroup"),
     _process("swap_used_bytes", "bytes", "swap that the machine uses"),
@@ -123,16 +121,12 @@ METRICS: tuple[Metric, ...] = (
     _process("network_sent_bytes_per_second", "", "sent by the machine's network cards; InfiniBand is not counted"),
     _process("network_received_bytes_per_second", "", "received by them"),
     _process(
-        "device_memory_used_bytes",
-        "bytes",
-        "device memory that is taken: by JAX's count, else by NVML's",
+        "device_memory_used_bytes", "bytes", "device memory that is taken: by JAX's count, else by NVML's",
         labels=("device",),
     ),
     _process("device_memory_limit_bytes", "bytes", "device memory that there is to take", labels=("device",)),
     _process(
-        "device_load_ratio",
-        "ratio",
-        "share of the time in which some kernel ran, one that waits included",
+        "device_load_ratio", "ratio", "share of the time in which some kernel ran, one that waits included",
         labels=("device",),
     ),
     _process("device_power_watts", "watts", "power that the board takes", labels=("device",)),
@@ -140,12 +134,10 @@ METRICS: tuple[Metric, ...] = (
     _process("device_memory_temperature_celsius", "celsius", "temperature of its memory", labels=("device",)),
     _process("device_throttled", "", "1: the clock is held down for this reason", labels=("device", "reason")),
     _process(
-        "phase_seconds",
-        "seconds",
+        "phase_seconds", "seconds",
         "of this process's main thread, since the sample before; stopped, queued: while it waited, but the process did not run",
-        "counter",
-        ("phase",),
+        "counter", ("phase",),
     ),
-)
+)  # fmt: skip
 
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -4,7 +4,7 @@
                                ├──► thread, once a second ──► listeners: alerts, trackers, endpoint
     samples ── every 10 s ─────┘
 
-What a listener raises is said once, and from then on it hears no more: what watches a run never ends it.
+What a listener raises is reported once, and from then on it hears no more: what watches a run never ends it.
 """
 
 import math
@@ -47,6 +47,9 @@ class _Task:
     give: Callable[[], Iterable[Row]]
     due: float  # by time.monotonic
 
+    def rows(self) -> list[Row]:
+        return list(self.give())
+
 
 class Hub(RunHook):
     """Of one process; use it as a context. `after_metrics` is the main thread's, listeners are called on a thread of their own.
@@ -66,7 +69,7 @@ class Hub(RunHook):
         self._started = self._behind = False
 
     def listen(self, listener: Listener) -> None:
-        """`listener(row, source)` is called for each row of metrics.jsonl (step) and of resources/ (process) from now on.
+        """Calls `listener(row, source)` for each row of metrics.jsonl (step) and of resources/ (process) from now on.
 
         A `tick(now)` that it has is called every TICK seconds, and a `close()` after the last row; `failing()` first of all, where an error
         ends the run.
@@ -75,12 +78,12 @@ class Hub(RunHook):
         self._start()
 
     def add_up(self, names: Iterable[str]) -> dict[str, float]:
-        """`totals` of such metrics from now on."""
+        """Returns the `totals` of such metrics from now on."""
         self.totals = dict.fromkeys(names, 0.0)
         return self.totals
 
     def repeat(self, seconds: float, give: Callable[[], Iterable[Row]], first: float | None = None) -> None:
-        """The rows that `give` has, every so many seconds, at first after `first`, and once more at the end, go to all listeners."""
+        """Hands the rows that `give` has to all listeners every so many seconds, at first after `first`, and once more at the end."""
         self._tasks.append(_Task(seconds, give, time.monotonic() + (seconds if first is None else first)))
         self._start()
 
@@ -122,36 +125,30 @@ class Hub(RunHook):
         while not self._ending.wait(LATEST):
             self._hand_out()
             self._sample(time.monotonic())
-            self._tick()
+            if time.monotonic() - self._ticked >= TICK:
+                self._ticked = time.monotonic()
+                self._call_each("tick", time.time())
         self._hand_out()
         self._sample(math.inf)
-        for listener in list(self._listeners):
-            self._call(listener, listener, getattr(listener, "close", lambda: None))
+        self._call_each("close")
 
     def _hand_out(self) -> None:
         while self._rows:
-            self._tell(self._rows.popleft(), "step")
+            self._call_each("__call__", self._rows.popleft(), "step")
 
     def _sample(self, now: float) -> None:
         for task in [task for task in self._tasks if task.due <= now]:
             task.due = now + task.seconds
-            for row in self._call(task, task.give, partial(_listed, task.give)) or ():
-                self._tell(row, "process")
+            for row in self._call(task, task.rows, task.give) or ():
+                self._call_each("__call__", row, "process")
 
-    def _tick(self) -> None:
-        if time.monotonic() - self._ticked < TICK:
-            return
-        self._ticked = time.monotonic()
+    def _call_each(self, method: str, *arguments: Any) -> None:
         for listener in list(self._listeners):
-            if tick := getattr(listener, "tick", None):
-                self._call(listener, listener, partial(tick, time.time()))
+            if (bound := getattr(listener, method, None)) is not None:
+                self._call(listener, partial(bound, *arguments), listener)
 
-    def _tell(self, row: Row, source: "Source") -> None:
-        for listener in list(self._listeners):
-            self._call(listener, listener, partial(listener, row, source))
-
-    def _call(self, entry: Any, named: Any, call: Callable[[], Any]) -> Any:
-        """What `call` gives; an `entry` (a listener, a task) whose call fails is left out."""
+    def _call(self, entry: Any, call: Callable[[], Any], named: Any) -> Any:
+        """Returns what `call` gives; an `entry` (a listener, a task) whose call fails is left out."""
         try:
             return call()
         # Whatever it is: a listener may be anybody's.
@@ -163,12 +160,8 @@ class Hub(RunHook):
         return None
 
 
-def _listed(give: Callable[[], Iterable[Row]]) -> list[Row]:
-    return list(give())
-
-
 def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.sharding.Mesh) -> Hub:
-    """The hub of this process, with all that the config asks for. All processes must call it.
+    """Returns the hub of this process, with all that the config asks for. All processes must call it.
 
     Each process samples what it uses and serves its page of metrics; the first one also reads the samples of all, and has alerts and trackers.
     """
@@ -180,14 +173,9 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
 
         heartbeat.watch_pauses()
         devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
-        visible = [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]
-        resources = Resources(
-            directory,
-            limit=int(telemetry.memory_limit * 2**30),
-            phases=heartbeat.phases,
-            devices=devices,
-            gpus=open_gpus(visible),
-        )
+        gpus = open_gpus([device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")])
+        limit = int(telemetry.memory_limit * 2**30)
+        resources = Resources(directory, limit=limit, phases=heartbeat.phases, devices=devices, gpus=gpus)
         every = write_every(telemetry.every, processes)
         # Not all at once: by the golden ratio any number of ranks is spread evenly.
         first = min(FIRST, every) if processes == 1 else rank * 0.618034 % 1 * every
@@ -206,13 +194,13 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
         endpoint = Endpoint(telemetry.bind, telemetry.endpoint + of_machine, board)
         if endpoint.url:
             hub.listen(endpoint)
-    if rank == 0:
-        if telemetry.alerts:
-            from meshtrain.telemetry.alerts import Alerts
+    if rank == 0 and telemetry.alerts:
+        from meshtrain.telemetry.alerts import Alerts
 
-            hub.listen(Alerts(config, directory))
+        hub.listen(Alerts(config, directory))
+    if rank == 0 and telemetry.trackers:
+        from meshtrain.telemetry.trackers import Tracked
+
         for name in telemetry.trackers:
-            from meshtrain.telemetry.trackers import Tracked
-
             hub.listen(Tracked(name, config, directory))
     return hub

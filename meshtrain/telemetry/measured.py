@@ -32,7 +32,7 @@ class _Compiles:
 
 @cache
 def compiles() -> _Compiles:
-    """Counted from the first call on."""
+    """Returns a count that begins with the first call."""
     return _Compiles()
 
 
@@ -57,30 +57,30 @@ class Measured:
         self._compiled = compiles().count, compiles().seconds
 
     def restart(self) -> None:
-        """The next step counts from now."""
+        """Counts the next step from now."""
         self._clock = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """They went by beside the step, such as in an evaluation."""
+        """Leaves out what went by beside the step, such as an evaluation."""
         self._clock += seconds
 
     def step(self, tokens: int, waited: float) -> dict[str, float]:
-        """Values of the step whose metrics have come, to be asked once a step. `waited`: seconds for data so far."""
+        """Returns values of the step whose metrics have come, to be asked once a step. `waited`: seconds for data so far."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         before, self._before = self._before, dict(self._phases())
         # What was taken for waiting may turn out to be a pause.
-        spent = {name: max(0.0, self._before[name] - before.get(name, 0.0)) for name in ("dispatch", "wait")}
+        dispatch, wait = (max(0.0, self._before[name] - before.get(name, 0.0)) for name in ("dispatch", "wait"))
         values = {"tokens": tokens, "tokens_per_second": tokens / seconds, **self._constant}
         values |= {"step_seconds": seconds, "data_wait_seconds": waited - self._waited}
-        values |= {"time": time.time(), "dispatch_seconds": spent["dispatch"], "wait_seconds": spent["wait"]}
+        values |= {"time": time.time(), "dispatch_seconds": dispatch, "wait_seconds": wait}
         self._waited = waited
         if self._peak is not None:
             values["mfu"] = tokens / seconds / self._peak
         return values
 
     def row(self) -> dict[str, float]:
-        """Values since the row before, and as they are now."""
+        """Returns values since the row before, and as they are now."""
         count, seconds = self._compiled
         self._compiled = now = compiles().count, compiles().seconds
         values: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Where alerts go.
 
     log    stderr          file    RUN/alerts.jsonl         at once
-    webhook, command ──► a queue ──► a thread: TRIES times, each with a time limit
+    webhook, command ──► a queue ──► a thread: three times, each with a time limit
 
 Each sink takes an alert as a dict and returns at once; what hangs or refuses costs an alert, never the run.
 """
@@ -46,12 +46,11 @@ def sink(target: AlertTarget, directory: Path) -> Sink:
         return Log()
     if target.kind == "file":
         return File(directory / ALERTS)
-    name = f"{target.kind}:{target.address}"
     if target.kind == "webhook":
         # A URL may hold a password or a token: the host is enough to know it by.
         name = f"webhook to {urlsplit(target.address).hostname}"
         return Delivery(name, lambda alert: post(target.address, alert, directory.name))
-    return Delivery(name, lambda alert: run(shlex.split(target.address), alert))
+    return Delivery(f"{target.kind}:{target.address}", lambda alert: run(shlex.split(target.address), alert))
 
 
 class Log:
@@ -59,7 +58,7 @@ class Log:
 
     def send(self, alert: Sent) -> None:
         state = "alert" if alert["state"] == "firing" else "over"
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(ValueError):
             say(f"{state} ({alert['rule']}): {alert['sentence']}")
 
     def close(self, deadline: float) -> None:
@@ -88,7 +87,7 @@ class Undelivered(Exception):
 
 
 class Delivery:
-    """Hands alerts on one after the other, on a daemon thread; says once that they do not arrive, until one does again."""
+    """Hands alerts on one after the other, on a daemon thread; reports once that they do not arrive, until one does again."""
 
     def __init__(self, name: str, deliver: Callable[[Sent], None], pauses: tuple[float, ...] = PAUSES) -> None:
         self._name, self._deliver, self._pauses = name, deliver, pauses
@@ -122,9 +121,8 @@ class Delivery:
                     break
                 # Whatever it is: a run does not end for an alert.
                 except Exception as error:
-                    why = str(error) or type(error).__name__
                     if pause is None or getattr(error, "final", False):
-                        self._fail(why)
+                        self._fail(str(error) or type(error).__name__)
                         break
                     # The end of a run cuts a pause short: what was refused once is tried again at once.
                     self._ending.wait(pause)
@@ -132,7 +130,7 @@ class Delivery:
     def _fail(self, why: str) -> None:
         if not self._failing:
             self._failing = True
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(ValueError):
                 say(f"alerts are not delivered by {short(self._name)}: {short(why)}; training goes on.")
 
 
@@ -143,41 +141,40 @@ class _Refuse(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def post(url: str, alert: Sent, run_name: str, limit: float | None = None) -> None:
-    """The alert as JSON, with `run` and with its sentence as `text`, which Slack, Mattermost and others show; Undelivered if it is not taken."""
+def post(url: str, alert: Sent, run_name: str, limit: float = LIMIT["webhook"]) -> None:
+    """Posts the alert as JSON, with `run` and with its sentence as `text`, which Slack, Mattermost and others show.
+
+    Undelivered if it is not taken.
+    """
     state = "firing" if alert["state"] == "firing" else "resolved"
     body = {**alert, "run": run_name, "text": f"{run_name}: {state}, {alert['rule']}: {alert['sentence']}"}
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-    )
-    opener = urllib.request.build_opener(_Refuse)
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
     try:
-        opener.open(request, timeout=limit or LIMIT["webhook"]).close()
+        urllib.request.build_opener(_Refuse).open(request, timeout=limit).close()
     except urllib.error.HTTPError as error:
         error.close()
         # Of the client's errors only "too many requests" and a timeout get better by waiting.
         raise Undelivered(f"it answers {error.code}", final=error.code < 500 and error.code not in (408, 429)) from None
-    except (urllib.error.URLError, OSError) as error:
+    except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise Undelivered(refusal(reason) if isinstance(reason, OSError) else str(reason)) from None
 
 
-def run(words: list[str], alert: Sent, limit: float | None = None) -> None:
-    """The command, with the alert as JSON on its standard input; Undelivered if it fails or takes longer than its time."""
-    seconds = limit or LIMIT["command"]
+def run(words: list[str], alert: Sent, limit: float = LIMIT["command"]) -> None:
+    """Runs the command with the alert as JSON on its standard input; Undelivered if it fails or takes longer than its time."""
+    null = subprocess.DEVNULL
     try:
         # A session of its own, so that what it starts is ended with it.
-        process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
     except OSError as error:
         raise Undelivered(refusal(error), final=True) from None
     try:
-        process.communicate(json.dumps(dict(alert)).encode() + b"\n", timeout=seconds)
+        process.communicate(json.dumps(dict(alert)).encode() + b"\n", timeout=limit)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        raise Undelivered(f"it took longer than {seconds:g} s", final=True) from None
+        raise Undelivered(f"it took longer than {limit:g} s", final=True) from None
     if process.returncode:
         raise Undelivered(f"it ended with {process.returncode}")

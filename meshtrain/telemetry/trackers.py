@@ -18,7 +18,9 @@ that will come once more.
 """
 
 import contextlib
+import importlib
 import json
+import math
 import os
 import socket
 import struct
@@ -40,7 +42,7 @@ PROJECT = "meshtrain"
 
 class Tracker(Protocol):
     def row(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a row, its `time` in unix seconds among them, but for `step`."""
+        """Takes the numbers of a row, its `time` in unix seconds among them, but for `step`."""
 
     def close(self) -> None: ...
 
@@ -59,20 +61,12 @@ class Tracked:
         if self._tracker is None:
             self._tracker = self._open()
         # true is no number, though Python counts it as one.
-        numbers = {
-            name: value
-            for name, value in row.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
+        numbers = {key: value for key, value in row.items() if type(value) in (int, float)}
         self._tracker.row(int(numbers.pop("step")), numbers)
 
     def close(self) -> None:
         if self._tracker is not None:
             self._tracker.close()
-
-
-def _tensorboard(config: Config, directory: Path) -> Tracker:
-    return EventFile(directory / "tensorboard")
 
 
 class _Wandb:
@@ -81,8 +75,9 @@ class _Wandb:
         # Its own loop over the machine, and what it reads of the terminal, are not asked for. A question on a terminal would wait for ever.
         settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True, login_timeout=1)
         self._run = wandb.init(
-            dir=str(directory), project=os.environ.get("WANDB_PROJECT", PROJECT), name=directory.name,
-            id=remembered(directory, "wandb", lambda: uuid.uuid4().hex[:8]), resume="allow", config=_settings(config), settings=settings,
+            dir=str(directory), project=os.environ.get("WANDB_PROJECT", PROJECT), name=directory.name, resume="allow",
+            id=remembered(directory, "wandb", lambda: uuid.uuid4().hex[:8]), config=yaml.safe_load(to_yaml(config)),
+            settings=settings,
         )  # fmt: skip
         # Its own count of steps never goes back, as a run that goes on from a checkpoint does.
         self._run.define_metric("*", step_metric="step")
@@ -102,7 +97,8 @@ class _Mlflow:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             where = (directory / "mlruns").as_uri()
         mlflow = _imported("mlflow")
-        self._metric = mlflow.entities.Metric
+        entities = importlib.import_module("mlflow.entities")
+        self._metric = entities.Metric
         self._client = mlflow.MlflowClient(tracking_uri=where)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         known = self._client.get_experiment_by_name(name)
@@ -110,8 +106,11 @@ class _Mlflow:
 
         def begin() -> str:
             run = self._client.create_run(experiment, run_name=directory.name).info.run_id
-            given = [mlflow.entities.Param(key, str(value)) for key, value in _flat(_settings(config)).items()]
-            self._client.log_batch(run, params=given)
+            sections = yaml.safe_load(to_yaml(config)).items()
+            parameters = [
+                entities.Param(f"{section}.{key}", str(value)) for section, keys in sections for key, value in keys.items()
+            ]  # fmt: skip
+            self._client.log_batch(run, params=parameters)
             return run
 
         self._run = remembered(directory, "mlflow", begin)
@@ -119,16 +118,15 @@ class _Mlflow:
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
         when = int(values["time"] * 1000)
-        self._client.log_batch(
-            self._run, metrics=[self._metric(name, value, when, step) for name, value in values.items()]
-        )
+        metrics = [self._metric(name, value, when, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
 
 
 TRACKERS_BY_NAME: dict[str, Callable[[Config, Path], Tracker]] = {
-    "tensorboard": _tensorboard,
+    "tensorboard": lambda _, directory: EventFile(directory / "tensorboard"),
     "wandb": _Wandb,
     "mlflow": _Mlflow,
 }
@@ -137,18 +135,13 @@ TRACKERS_BY_NAME: dict[str, Callable[[Config, Path], Tracker]] = {
 def _imported(name: str) -> Any:
     try:
         # Not at the top: few runs need it, and it takes a second.
-        if name == "wandb":
-            import wandb as library
-        else:
-            import mlflow as library
-            import mlflow.entities
+        return importlib.import_module(name)
     except ImportError:
         raise RuntimeError(f"{name} is not installed; pip install 'meshtrain[{name}]'.") from None
-    return library
 
 
 def remembered(directory: Path, tracker: str, make: Callable[[], str]) -> str:
-    """The tracker's number of this run: that of the first time."""
+    """Returns the tracker's number of this run: that of the first time."""
     path, known = directory / TRACKERS, dict[str, str]()
     with contextlib.suppress(OSError, ValueError):
         known = dict(json.loads(path.read_text()))
@@ -158,13 +151,7 @@ def remembered(directory: Path, tracker: str, make: Callable[[], str]) -> str:
     return known[tracker]
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    return yaml.safe_load(to_yaml(config))
-
-
-def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-
+# --- TensorBoard
 
 POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
 START = 1  # SessionLog.SessionStatus
@@ -183,7 +170,7 @@ TABLE = _table()
 
 
 def masked_crc(data: bytes) -> int:
-    """CRC-32C, turned and shifted so that a CRC of data with CRCs in it stays a good one."""
+    """Returns the CRC-32C, turned and shifted so that a CRC of data with CRCs in it stays a good one."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -197,8 +184,6 @@ def record(message: bytes) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    # A negative one counts from 2^64.
-    number &= 2**64 - 1
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -206,13 +191,13 @@ def _varint(number: int) -> bytes:
     return bytes([*encoded, number])
 
 
-def _text(field: int, content: bytes) -> bytes:
-    """A field of bytes, a text or a message within the message."""
+def _nested(field: int, content: bytes) -> bytes:
+    """Encodes a field of bytes, a text or a message within the message."""
     return _varint(field << 3 | 2) + _varint(len(content)) + content
 
 
 def _event(wall_time: float, step: int, rest: bytes) -> bytes:
-    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + rest
+    return record(b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + rest)
 
 
 class EventFile:
@@ -224,23 +209,23 @@ class EventFile:
         name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         # Unbuffered, so that a killed run loses nothing.
         self._file = (directory / name).open("xb", buffering=0)
-        self._file.write(record(_event(now, 0, _text(3, b"brain.Event:2"))))
+        self._file.write(_event(now, 0, _nested(3, b"brain.Event:2")))
         self._begun = False
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
         when = values.get("time", time.time())
-        written = b"" if self._begun else record(_event(when, step, _text(7, b"\x08" + _varint(START))))
+        start = b"" if self._begun else _event(when, step, _nested(7, b"\x08" + _varint(START)))
         self._begun = True
-        numbers = b"".join(
-            _text(1, _text(1, tag.encode()) + b"\x15" + struct.pack("<f", _float32(value)))
-            for tag, value in values.items()
-        )
-        self._file.write(written + record(_event(when, step, _text(5, numbers))))
+        summary = b"".join(_nested(1, _nested(1, tag.encode()) + _simple_value(value)) for tag, value in values.items())
+        self._file.write(start + _event(when, step, _nested(5, summary)))
 
     def close(self) -> None:
         self._file.close()
 
 
-def _float32(value: float) -> float:
-    """What is too large becomes infinite, as numpy has it; struct would refuse it."""
-    return value if abs(value) <= 3.4028235e38 or value != value else float("inf") * (1 if value > 0 else -1)
+def _simple_value(value: float) -> bytes:
+    try:
+        return b"\x15" + struct.pack("<f", value)
+    # What is too large for float32 becomes infinite, as in NumPy.
+    except OverflowError:
+        return b"\x15" + struct.pack("<f", math.copysign(math.inf, value))
