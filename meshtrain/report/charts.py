@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtrain import units
 from meshtrain.draw import svg
-from meshtrain.draw.svg import FAINT, FIRST, GRID, SECOND, WIDTH
+from meshtrain.draw.svg import FAINT, FIRST, GRID, PALE, SECOND, WIDTH
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.rows import Columns
 
@@ -300,19 +300,41 @@ def _legend(curves: Sequence[Curve]) -> str:
     return "".join(out)
 
 
-def stacked(shares: Sequence[tuple[str, str, float, str]], label: str) -> str:
-    """One bar of shares that sum to 1, and under it (name, figure, share, colour) a line each."""
+class Row(NamedTuple):
+    """A line of a figure: what it is of, its figures, and a bar: a share of the width, the planned one pale beneath it."""
+
+    name: str
+    figures: tuple[str, ...]
+    bar: float
+    colour: str = FIRST
+    planned: float | None = None
+
+
+def bars(rows: Sequence[Row], label: str) -> str:
+    """Draws a line of text for each row, and its bar under it."""
+    body: list[str] = []
+    tall = 34 if all(row.planned is None for row in rows) else 42
+    for i, row in enumerate(rows):
+        body += svg.bar_row(i * tall, row.name, ", ".join(filter(None, row.figures)), 0.0, row.bar, row.colour)
+        if row.planned is not None:
+            width = row.planned * WIDTH
+            body.append(f'<rect x="0" y="{i * tall + 29}" width="{width:.1f}" height="4" rx="2" fill="{PALE}"/>')
+    return svg.chart(tall * len(rows), body, label)
+
+
+def stacked(rows: Sequence[Row], label: str) -> str:
+    """Draws one bar of shares that sum to 1, and under it a line for each row with its two figures."""
     body, x = [], 0.0
-    for _, _, share, colour in shares:
-        body.append(
-            f'<rect x="{x:.2f}" y="2" width="{share * WIDTH:.2f}" height="20" fill="{colour}" stroke="#fff" stroke-width=".7"/>'
-        )
-        x += share * WIDTH
+    for row in rows:
+        place = f'x="{x:.2f}" y="2" width="{row.bar * WIDTH:.2f}" height="20"'
+        body.append(f'<rect {place} fill="{row.colour}" stroke="#fff" stroke-width=".7"/>')
+        x += row.bar * WIDTH
     y = 44
-    for name, figure, share, colour in shares:
-        body.append(f'<rect x="0" y="{y - 10}" width="11" height="11" rx="2" fill="{colour}"/>')
-        body.append(f'<text x="18" y="{y}">{escape(name)}</text>')
-        body.append(f'<text x="{WIDTH - 62}" y="{y}" text-anchor="end" fill="{FAINT}">{escape(figure)}</text>')
-        body.append(f'<text x="{WIDTH}" y="{y}" text-anchor="end">{share:.1%}</text>')
+    for row in rows:
+        seconds, share = row.figures
+        body.append(f'<rect x="0" y="{y - 10}" width="11" height="11" rx="2" fill="{row.colour}"/>')
+        body.append(f'<text x="18" y="{y}">{escape(row.name)}</text>')
+        body.append(f'<text x="{WIDTH - 62}" y="{y}" text-anchor="end" fill="{FAINT}">{escape(seconds)}</text>')
+        body.append(f'<text x="{WIDTH}" y="{y}" text-anchor="end">{share}</text>')
         y += 22
     return svg.chart(y - 8, body, label)

@@ -23,11 +23,12 @@ import numpy as np
 
 from meshtrain.config import short
 from meshtrain.config.follow import differences
-from meshtrain.draw.picture import columns
+from meshtrain.report import text
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import tokens_by_row, warmed_up
 from meshtrain.report.rows import Columns
-from meshtrain.report.summary import summarise
+from meshtrain.report.sections import Section, Table
+from meshtrain.report.summary import setting_text, summarise
 from meshtrain.survive import history as histories
 
 SURE = 0.99  # of an interval: several things are compared
@@ -242,12 +243,18 @@ def sentences(comparison: Comparison) -> list[str]:
     return lines + list(comparison.cannot_tell)
 
 
+def tables(comparison: Comparison) -> list[Section]:
+    """Returns the figures of both runs, and the keys in which their configs differ."""
+    changed = [(path, setting_text(a), setting_text(b)) for path, a, b in comparison.config]
+    keys = Section("What differs in the config", table=Table(("key", *comparison.names), changed, "keys"))
+    figures = Section("", table=Table(("", *comparison.names), comparison.figures))
+    return [figures, keys if changed else Section("", ("Their configs are the same.",))]
+
+
 def render(comparison: Comparison, diagnoses: Sequence[str] = ()) -> str:
     """Returns the comparison for a terminal; with the words of a diagnosis of each run, if one was made."""
     first, second = comparison.names
-    table = columns([["", first, second], *(list(row) for row in comparison.figures)])
-    parts = [f"{first} and {second}: {comparison.verdict}", "\n".join(sentences(comparison)), table]
-    changed = [[f"  {path}", short(a), short(b)] for path, a, b in comparison.config]
-    parts.append(f"config\n{columns(changed)}" if changed else "config: the same")
+    parts = [f"{first} and {second}: {comparison.verdict}", "\n".join(sentences(comparison))]
+    parts += [text.section_text(section).strip("\n") for section in tables(comparison)]
     parts += [f"{name}\n{words.rstrip()}" for name, words in zip(comparison.names, diagnoses, strict=False) if words]
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""The report of one run, or of two, as one self-contained page: no script, nothing fetched, for a phone, a desk and a sheet of A4.
+"""Writes the report of one run, or of two, as one self-contained page: no script, nothing fetched, for a phone, a desk and a sheet of A4.
 
 Its pictures are SVG with a view box, in as many columns as there is room for; tables that are too wide scroll by themselves.
 """
@@ -16,8 +16,11 @@ from meshtrain.report import compare, text
 from meshtrain.report.charts import figures
 from meshtrain.report.compare import Comparison
 from meshtrain.report.facts import RunFacts
-from meshtrain.report.sections import findings, sections, table
-from meshtrain.report.summary import Summary, settings
+from meshtrain.report.sections import Section, sections
+from meshtrain.report.summary import Summary
+from meshtrain.survive import history as histories
+
+MOST_ROWS = 12  # of a table: the newest
 
 STYLE = """
 body { max-width: 1080px; padding: 20px 16px 48px; } p, ul { max-width: 76ch; } h2 { margin-top: 2.2em; } h1 { margin-top: .2em; } h1 ~ h1 { margin-top: 2.4em; padding-top: 1.2em; border-top: 1px solid var(--line); }
@@ -37,7 +40,7 @@ td:not(:last-child) { white-space: nowrap; } td { padding-right: 14px; } td:last
 
 
 def page(facts: Sequence[RunFacts], summaries: Sequence[Summary], compared: Comparison | None = None) -> str:
-    """The page of a run, or of two with what differs between them."""
+    """Returns the page of a run, or of two with what differs between them."""
     title = " and ".join(short(one.name) for one in facts)
     body: list[str] = []
     if compared is not None:
@@ -54,18 +57,38 @@ def _run(facts: RunFacts, summary: Summary, alone: bool) -> Iterator[str]:
     name, _, about = text.title(facts).partition(": ")
     yield f"<h1>{escape(name)}</h1>"
     yield f'<p class="run">{escape(about.replace(" x ", " × ") or str(facts.directory))}</p>'
-    yield f'<p class="verdict"><span class="dot {summary.level}"></span><b>{sentence(summary.verdict)}.</b></p>'
+    yield _verdict(summary.level, summary.verdict)
     # Findings have a section of their own.
     if reasons := [r for r in summary.reasons if not r.finding]:
         lines = "".join(f'<li class="{r.level}">{escape(r.sentence)}</li>' for r in reasons)
         yield f'<ul class="reasons">{lines}</ul>'
     yield _tiles(summary)
-    yield from findings(facts, summary)
+    yield from _findings(facts)
     if alone:
         yield from _charts([facts])
-    yield from sections(facts, summary)
-    yield from _config(facts)
+    for section in sections(facts, summary):
+        yield from _section(section)
     yield from (f'<p class="note">{escape(note)}</p>' for note in facts.notes)
+
+
+def _verdict(level: str, verdict: str) -> str:
+    return f'<p class="verdict"><span class="dot {level}"></span><b>{sentence(verdict)}.</b></p>'
+
+
+def _section(section: Section, style: str = "table") -> Iterator[str]:
+    if section.title:
+        yield f"<h2>{escape(section.title)}</h2>"
+    yield from (f"<p>{sentence(words)}</p>" for words in section.sentences)
+    if section.figures:
+        drawn = (figure(one.title, one.about, one.draw()) for one in section.figures)
+        yield f'<div class="few">{"".join(drawn)}</div>'
+    if section.wide is not None:
+        yield section.wide()
+    if section.table is not None:
+        heads, rows, what = section.table
+        yield pages.table(heads, [[escape(cell) for cell in row] for row in rows[-MOST_ROWS:]], style=style)
+        if len(rows) > MOST_ROWS:
+            yield f"<p>The newest {MOST_ROWS} of {len(rows):,} {what}.</p>"
 
 
 def _tiles(summary: Summary) -> str:
@@ -81,6 +104,29 @@ def _tiles(summary: Summary) -> str:
     return pages.tiles((figures[name], label) for name, label in labels.items() if name in figures)
 
 
+def _findings(facts: RunFacts) -> Iterator[str]:
+    if facts.findings is None:
+        return
+    yield "<h2>Why it is slow: findings</h2>"
+    entries = [f for f in facts.findings if histories.text(f.get("sentence"))]
+    for finding in entries:
+        share, settings = histories.number(finding.get("severity")), finding.get("settings")
+        worth = f"Curing it would win {share:.0%} of a step." if share else ""
+        sure = "" if finding.get("sure", True) else "This is not sure."
+        flags = [f"--set {short(s)}" for s in settings if isinstance(s, str)] if isinstance(settings, list) else []
+        code = f"<p><code>{escape(' '.join(flags))}</code></p>" if flags else ""
+        advice = " ".join(filter(None, (sure, worth, histories.text(finding.get("advice")))))
+        head = escape(histories.text(finding.get("sentence")))
+        yield f'<div class="finding"><p><b>{head}</b></p><p>{escape(advice)}</p>{code}</div>'
+    if not entries:
+        yield "<p>None.</p>"
+    unknown = facts.diagnosis.get("cannot_tell")
+    lines = [histories.text(line) for line in unknown] if isinstance(unknown, list) else []
+    if any(lines):
+        items = "".join(f"<li>{escape(line)}</li>" for line in lines if line)
+        yield f"<p>It cannot be told:</p><ul>{items}</ul>"
+
+
 def _charts(facts: Sequence[RunFacts]) -> Iterator[str]:
     charts = figures(facts)
     if not charts:
@@ -94,37 +140,13 @@ def _charts(facts: Sequence[RunFacts]) -> Iterator[str]:
     yield '<p class="about">Lines are means of neighbouring steps, the bands about them reach from the least to the greatest.</p>'
 
 
-def _config(facts: RunFacts) -> Iterator[str]:
-    changed = settings(facts)
-    if not changed:
-        return
-    yield "<h2>Config</h2>"
-    yield "<p>What is neither at its default nor follows from other keys; config.yaml has all of it.</p>"
-    by_section: dict[str, list[str]] = {}
-    for path, value in changed:
-        section, _, key = path.partition(".")
-        by_section.setdefault(section, []).append(f"{key} {_value(value)}")
-    yield table((), [(section, ", ".join(keys)) for section, keys in by_section.items()])
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return short(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
-
-
 def _compared(comparison: Comparison) -> Iterator[str]:
     a, b = comparison.names
     yield f"<h1>{escape(a)} and {escape(b)}</h1>"
-    level = "good" if comparison.same and not comparison.cannot_tell else "note"
-    yield f'<p class="verdict"><span class="dot {level}"></span><b>{sentence(comparison.verdict)}.</b></p>'
+    yield _verdict("good" if comparison.same and not comparison.cannot_tell else "note", comparison.verdict)
     yield f"<ul>{''.join(f'<li>{sentence(line)}</li>' for line in compare.sentences(comparison))}</ul>"
-    yield table(("", a, b), comparison.figures, "table wraps")
-    if comparison.config:
-        yield "<h2>What differs in the config</h2>"
-        yield table(("key", a, b), [(path, _value(x), _value(y)) for path, x, y in comparison.config], "table wraps")
-    else:
-        yield "<p>Their configs are the same.</p>"
+    for section in compare.tables(comparison):
+        yield from _section(section, "table wraps")
     yield (
         "<p>An interval knows how steps vary within a run, and that neighbouring ones depend on each other; not how another hour, machine or "
         "seed would have been.</p>"

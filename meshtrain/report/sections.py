@@ -1,26 +1,29 @@
-"""The sections of a run's page: how fast it is against what is possible, where its time went, what it holds, what happened to it."""
+"""The sections of a report, each once: sentences, figures and tables, which `text` writes for a terminal and `page` as HTML.
+
+How fast a run is against what is possible, where its time went, what it held, what happened to it, and what was set.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from functools import partial
+from typing import NamedTuple
 
 from meshtrain import units
-from meshtrain.config import short
-from meshtrain.draw import page as pages
-from meshtrain.draw.page import figure, sentence
-from meshtrain.draw.svg import FIRST, PALE, WIDTH, bar_row, chart
+from meshtrain.draw.svg import FIRST, PALE
 from meshtrain.plan import page as plans
-from meshtrain.report import text
-from meshtrain.report.charts import stacked
+from meshtrain.report.charts import Row, bars, stacked
 from meshtrain.report.facts import RunFacts
-from meshtrain.report.measured import StepPart, TimeShare, step_parts
-from meshtrain.report.summary import Summary
+from meshtrain.report.measured import Bounds, MemoryUse, Speed, TimeShare, step_parts
+from meshtrain.report.summary import Summary, alerts_by_rule, firing, loss_text, setting_text, settings
 from meshtrain.survive import history as histories
 from meshtrain.survive import picture
 from meshtrain.survive.ledger import word
+from meshtrain.survive.stats import timeline
 from meshtrain.units import duration
 
-MOST_ROWS = 12  # of a table: the newest
+LEAST_SHARE = 0.0005  # of a time that is shown
 LARGEST_LIFE = 30_000  # bytes of the picture of a run's life: a larger one is drawn by survive stats
+LETTERS = 78  # of the same in a terminal
+TRACED = "A step, by a trace"
 GREY = "#b9c0ca"
 # Seconds have the colour of their kind in the picture of a run's life.
 KINDS = picture.FILL | {"down": "#e3e7ee"}
@@ -31,139 +34,159 @@ COLOURS = {word(kind): colour for kind, colour in KINDS.items()} | {
 }  # fmt: skip
 
 
-def sections(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    """All but the charts and the config."""
-    for section in (_speed, _time, _memory, _faults, _alerts, _checkpoints):
-        yield from section(facts, summary)
+class Figure(NamedTuple):
+    """Rows for a terminal, and what a page draws of them. `about` ends the sentence that `title` begins."""
+
+    title: str
+    about: str
+    rows: Sequence[Row]
+    draw: Callable[[], str]
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table") -> str:
-    """Returns a table of plain text."""
-    return pages.table(heads, [[escape(cell) for cell in row] for row in rows], style=style)
+class Table(NamedTuple):
+    """Plain text, of which the newest rows are shown. `what`: many such rows, in a word."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    what: str = "rows"
 
 
-def _newest(heads: Sequence[str], rows: Sequence[Sequence[str]], what: str) -> Iterator[str]:
-    if rows:
-        yield table(heads, rows[-MOST_ROWS:])
-    if len(rows) > MOST_ROWS:
-        yield f"<p>The newest {MOST_ROWS} of {len(rows):,} {what}.</p>"
+class Section(NamedTuple):
+    """A part of a report under a title. `wide`: a drawing of a page that is as wide as it is; `lines` say the same in a terminal."""
+
+    title: str
+    sentences: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    table: Table | None = None
+    wide: Callable[[], str] | None = None
+    lines: Sequence[str] = ()
 
 
-def _bars(height: int, rows: Sequence[tuple[str, str, float, str]], label: str) -> str:
-    body: list[str] = []
-    for i, (name, value, share, colour) in enumerate(rows):
-        body += bar_row(i * height, name, value, 0.0, share, colour)
-    return chart(height * len(rows), body, label)
+def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
+    """Yields the sections of which the files of a run say something."""
+    if summary.speed is not None:
+        yield _speed(facts, summary.speed, summary.bounds)
+    if summary.wall:
+        yield _time(facts, summary)
+    if summary.held or facts.plan is not None:
+        yield Section("Memory", figures=list(_memory(facts, summary.held)))
+    if facts.survived is not None:
+        yield _faults(facts)
+    if facts.alerts:
+        yield _alerts(facts)
+    if facts.checkpoints:
+        yield _checkpoints(facts)
+    if changed := settings(facts):
+        by_section: dict[str, list[str]] = {}
+        for path, value in changed:
+            section, _, key = path.partition(".")
+            by_section.setdefault(section, []).append(f"{key} {setting_text(value)}")
+        rows = [(section, ", ".join(keys)) for section, keys in by_section.items()]
+        about = "What is neither at its default nor follows from other keys; config.yaml has all of it."
+        yield Section("Config", (about,), table=Table((), rows, "sections"))
 
 
-def findings(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    if facts.findings is None:
-        return
-    yield "<h2>Why it is slow: findings</h2>"
-    entries = [f for f in facts.findings if histories.text(f.get("sentence"))]
-    for finding in entries:
-        share, settings = histories.number(finding.get("severity")), finding.get("settings")
-        worth = f"Curing it would win {share:.0%} of a step." if share else ""
-        sure = "" if finding.get("sure", True) else "This is not sure."
-        flags = [f"--set {short(s)}" for s in settings if isinstance(s, str)] if isinstance(settings, list) else []
-        code = f"<p><code>{escape(' '.join(flags))}</code></p>" if flags else ""
-        advice = " ".join(filter(None, (sure, worth, histories.text(finding.get("advice")))))
-        yield f'<div class="finding"><p><b>{escape(histories.text(finding.get("sentence")))}</b></p><p>{escape(advice)}</p>{code}</div>'
-    if not entries:
-        yield "<p>None.</p>"
-    unknown = facts.diagnosis.get("cannot_tell")
-    lines = [histories.text(line) for line in unknown] if isinstance(unknown, list) else []
-    if any(lines):
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines if line)
-        yield f"<p>It cannot be told:</p><ul>{items}</ul>"
-
-
-def _speed(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    speed, bounds = summary.speed, summary.bounds
-    if speed is None:
-        return
-    yield "<h2>How fast, against what is possible</h2>"
-    yield f"<p>{escape(text.how_fast(speed))}.</p>"
-    if bounds is None or facts.plan is None:
-        return
-    yield f"<p>{sentence(text.against(speed, bounds, facts.plan.cluster.name))}.</p>"
-    steps = text.ladder(speed, bounds)
+def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
+    title = "How fast, against what is possible"
+    how_fast = (
+        f"{units.duration(speed.median)} a step ({units.duration(speed.p10)} to {units.duration(speed.p90)} for 8 of 10), "
+        f"{speed.tokens_per_second:,.0f} tokens/s{'' if speed.mfu is None else f', MFU {speed.mfu:.1%}'}."
+    )
+    plan = facts.plan
+    if bounds is None or plan is None:
+        return Section(title, (how_fast,))
+    times = speed.median / bounds.planned
+    compared = f"{times:.2f} times the planned step" if times >= 1 else f"{1 / times:.2f} times as fast as planned"
+    cluster, roof = plan.cluster.name, units.duration(bounds.roof)
+    against = f"{compared} on {cluster}; the roofline there, bound by {bounds.bound}, is {roof}."
+    steps = ladder(speed, bounds)
     most = max(seconds for _, seconds in steps)
     colours = ("#86bd98", *["#cfe3d5"] * (len(steps) - 3), PALE, FIRST)
-    bars = [
-        (name, f"{units.duration(seconds)}, MFU {bounds.compute / seconds:.1%}", seconds / most, colour)
+    rows = [
+        Row(name, (units.duration(seconds), f"MFU {bounds.compute / seconds:.1%}"), seconds / most, colour)
         for (name, seconds), colour in zip(steps, colours, strict=True)
     ]
-    drawing = _bars(34, bars, "a step against what is possible")
-    measured = figure("A step", "from the peak of the devices to what was measured", drawing)
-    planned = figure("The planned step", f"by part, on {facts.plan.cluster.name}", plans.waterfall(facts.plan))
-    yield f'<div class="few">{measured}{planned}</div>'
+    draw = partial(bars, rows, "a step against what is possible")
+    figures = (
+        Figure("A step", "from the peak of the devices to what was measured", rows, draw),
+        Figure("The planned step", f"by part, on {cluster}", (), partial(plans.waterfall, plan)),
+    )
+    return Section(title, (how_fast, against), figures)
 
 
-def _time(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    if not summary.wall:
-        return
-    yield "<h2>Where the time went</h2>"
-    figures = [figure("The run", f"by {summary.wall_from}", _shares(summary.wall, duration, "the run's time by kind"))]
+def ladder(speed: Speed, bounds: Bounds) -> list[tuple[str, float]]:
+    """Returns the seconds of a step that are possible, from the peak of the devices down to those that were measured."""
+    steps = [("compute at the peak", bounds.compute)]
+    if bounds.bound != "compute":
+        steps.append((f"roofline, bound by {bounds.bound}", bounds.roof))
+    return [*steps, ("planned", bounds.planned), ("measured", speed.median)]
+
+
+def _time(facts: RunFacts, summary: Summary) -> Section:
+    figures = [_shares("The run", f"by {summary.wall_from}", summary.wall, duration, "the run's time by kind")]
     if summary.parts:
-        shares = _shares(summary.parts, units.duration, "a step on the host")
-        figures.append(figure("A step", "as the host spends it", shares))
-    if parts := step_parts(facts):
-        figures.append(figure("A step, by a trace", "shares of it, the planned ones pale beneath", _traced(parts)))
-    yield f'<div class="few">{"".join(figures)}</div>'
-    if facts.survived:
-        life = picture.drawn(facts.survived.history, facts.survived.ledger)
-        if len(life) <= LARGEST_LIFE:
-            yield f'<div class="wide">{life}</div>'
-        else:
-            yield "<p>The picture of its life is too large for a page: survive stats RUN --svg FILE draws it.</p>"
+        figures.append(_shares("A step", "as the host spends it", summary.parts, units.duration, "a step on the host"))
+    if rows := list(_traced(facts)):
+        draw = partial(bars, rows, "parts of a step, by a trace and as planned")
+        figures.append(Figure(TRACED, "shares of it, the planned ones pale beneath", rows, draw))
+    title, survived = "Where the time went", facts.survived
+    if survived is None:
+        return Section(title, figures=figures)
+
+    def life() -> str:
+        drawing = picture.drawn(survived.history, survived.ledger)
+        if len(drawing) <= LARGEST_LIFE:
+            return f'<div class="wide">{drawing}</div>'
+        return "<p>The picture of its life is too large for a page: survive stats RUN --svg FILE draws it.</p>"
+
+    return Section(title, figures=figures, wide=life, lines=list(timeline(survived.history, survived.ledger, LETTERS)))
 
 
-def _traced(parts: Sequence[StepPart]) -> str:
-    most = max(max(part.share or 0.0, part.planned_share or 0.0) for part in parts) or 1.0
-    body: list[str] = []
-    for i, part in enumerate(parts):
-        measured, planned = (" ".join(words) for words in text.measured_and_planned(part))
-        value = measured if part.planned is None else f"{measured}, planned {planned}"
-        body += bar_row(i * 42, part.name, value, 0.0, (part.share or 0.0) / most, FIRST)
-        width = (part.planned_share or 0.0) / most * WIDTH
-        body.append(f'<rect x="0" y="{i * 42 + 29}" width="{width:.1f}" height="4" rx="2" fill="{PALE}"/>')
-    return chart(42 * len(parts), body, "parts of a step, by a trace and as planned")
+def _shares(title: str, about: str, spent: Sequence[TimeShare], number: Callable[[float], str], label: str) -> Figure:
+    rows = [
+        Row(part.name, (number(part.seconds), f"{part.share:.1%}"), part.share, COLOURS.get(part.name, GREY))
+        for part in spent
+        if part.share >= LEAST_SHARE
+    ]
+    return Figure(title, about, rows, partial(stacked, rows, label))
 
 
-def _shares(spent: Sequence[TimeShare], number: Callable[[float], str], label: str) -> str:
-    shown = [part for part in spent if part.share >= text.LEAST_SHARE]
-    bars = [(part.name, number(part.seconds), part.share, COLOURS.get(part.name, GREY)) for part in shown]
-    return stacked(bars, label)
+def _traced(facts: RunFacts) -> Iterator[Row]:
+    parts = step_parts(facts)
+    most = max((max(part.share or 0.0, part.planned_share or 0.0) for part in parts), default=0.0) or 1.0
+
+    def words(seconds: float | None, share: float | None) -> str:
+        known = "-" if seconds is None else units.duration(seconds) if seconds else "0"
+        return known if share is None else f"{known} {share:.0%}"
+
+    for part in parts:
+        planned = "" if part.planned is None else f"planned {words(part.planned, part.planned_share)}"
+        figures = (words(part.seconds, part.share), planned)
+        yield Row(part.name, figures, (part.share or 0.0) / most, planned=(part.planned_share or 0.0) / most)
 
 
-def _memory(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    if not summary.held and facts.plan is None:
-        return
-    yield "<h2>Memory</h2>"
-    figures = []
-    if summary.held:
-        largest = max(max(use.used for use in summary.held), 1.0)
-        bars = [
-            (use.what, " of ".join(text.sizes(use)), min(use.used / (use.limit or largest), 1.0), FIRST)
-            for use in summary.held
-        ]
-        figures.append(figure("Measured", "at most at any time", _bars(34, bars, "memory as measured")))
+def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:
+    if held:
+        largest = max(max(use.used for use in held), 1.0)
+        rows = [Row(use.what, (_of(use.used, use.limit),), min(use.used / (use.limit or largest), 1.0)) for use in held]
+        yield Figure("Measured", "at most at any time", rows, partial(bars, rows, "memory as measured"))
     if facts.plan is not None:
-        usable = units.size(facts.plan.cluster.accelerator.usable_bytes)
-        about = f"{units.size(facts.plan.bytes)} of {usable} a device"
-        figures.append(figure("Planned", about, plans.memory_bars(facts.plan)))
-    yield f'<div class="few">{"".join(figures)}</div>'
+        usable = facts.plan.cluster.accelerator.usable_bytes
+        about = f"{_of(facts.plan.bytes, usable)} a device"
+        row = Row("a device", (_of(facts.plan.bytes, usable),), min(facts.plan.bytes / usable, 1.0))
+        yield Figure("Planned", about, (row,), partial(plans.memory_bars, facts.plan))
 
 
-def _faults(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    if facts.survived is None:
-        return
+def _of(used: float, limit: float | None) -> str:
+    return f"{units.size(used)} of {units.size(limit)}" if limit else units.size(used)
+
+
+def _faults(facts: RunFacts) -> Section:
+    assert facts.survived is not None
     ledger, failures = facts.survived.ledger, facts.survived.reliability.failures
-    yield "<h2>Goodput and faults</h2>"
-    yield (
-        f"<p>Goodput {ledger.goodput:.1%} of {duration(ledger.wall)}, in steps that count; effective {ledger.effective:.1%}, with their data, "
-        f"evaluations and saves. {len(ledger.generations)} generation{'' if len(ledger.generations) == 1 else 's'}.</p>"
+    goodput = (
+        f"Goodput {ledger.goodput:.1%} of {duration(ledger.wall)}, in steps that count; effective {ledger.effective:.1%}, with their data, "
+        f"evaluations and saves. {len(ledger.generations)} generation{'' if len(ledger.generations) == 1 else 's'}."
     )
     rows = [
         (
@@ -175,28 +198,26 @@ def _faults(facts: RunFacts, summary: Summary) -> Iterator[str]:
         )
         for f in failures
     ]
-    yield from _newest(("after", "kind", "blamed", "to the next step", "why"), rows, "faults")
+    table = Table(("after", "kind", "blamed", "to the next step", "why"), rows, "faults")
+    return Section("Goodput and faults", (goodput,), table=table if rows else None)
 
 
-def _alerts(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    if not facts.alerts:
-        return
-    yield "<h2>Alerts</h2>"
-    yield f"<p>{escape(text.alert_counts(facts) or 'None has begun')}.</p>"
+def _alerts(facts: RunFacts) -> Section:
+    counts = ", ".join(f"{n} × {rule}" for rule, n in alerts_by_rule(facts))
     rows = []
     for alert in facts.alerts:
         time, step = histories.number(alert.get("time")), histories.integer(alert.get("step"))
         at = f"{histories.date(time):%m-%d %H:%M:%S}" if time else "-"
         words = [histories.text(alert.get(name)) for name in ("rule", "state", "sentence")]
         rows.append((at, "-" if step is None else f"{step:,}", *words))
-    yield from _newest(("time, UTC", "step", "rule", "state", ""), rows, "alerts")
+    sentence = f"{counts or 'None has begun'}; {len(firing(facts)) or 'none'} still firing."
+    return Section("Alerts", (sentence,), table=Table(("time, UTC", "step", "rule", "state", ""), rows, "alerts"))
 
 
-def _checkpoints(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    if facts.checkpoints:
-        yield "<h2>Checkpoints</h2>"
-        rows = [
-            (c.name, c.problem or c.saved.replace("T", " ").replace("+00:00", " UTC"), *text.checkpoint_figures(c))
-            for c in facts.checkpoints
-        ]
-        yield from _newest(("step", "saved", "loss", "eval loss", "size"), rows, "checkpoints")
+def _checkpoints(facts: RunFacts) -> Section:
+    rows = []
+    for c in facts.checkpoints:
+        size = "-" if c.nbytes is None else units.size(c.nbytes)
+        saved = c.problem or c.saved.replace("T", " ").replace("+00:00", " UTC")
+        rows.append((c.name, saved, loss_text(c.loss), loss_text(c.eval_loss) + (" best" if c.best else ""), size))
+    return Section("Checkpoints", table=Table(("step", "saved", "loss", "eval loss", "size"), rows, "checkpoints"))

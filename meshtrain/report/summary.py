@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshtrain import units
-from meshtrain.config import load
+from meshtrain.config import load, short
 from meshtrain.config.follow import differences, followed
 from meshtrain.report import measured
 from meshtrain.report.facts import RunFacts
@@ -265,6 +265,13 @@ def settings(facts: RunFacts) -> list[tuple[str, Any]]:
         return []
     changed = differences(asdict(load(None)), asdict(config))
     return [(path, now) for path, _, now in changed if path != "run.directory" and not followed(config, path)]
+
+
+def setting_text(value: object) -> str:
+    """Returns a value of the config as a report shows it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return short(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
 
 
 def to_json(facts: RunFacts, summary: Summary) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of a run for a terminal: the answer first, then a few lines for each of its reasons; and words that the page shares."""
+"""Writes the report of a run for a terminal: the answer first, then its reasons, the losses, and the sections."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -8,15 +8,13 @@ import numpy as np
 from meshtrain import units
 from meshtrain.config import short
 from meshtrain.draw.picture import columns
-from meshtrain.report.facts import CheckpointFacts, RunFacts
-from meshtrain.report.measured import Bounds, MemoryUse, Speed, StepPart, TimeShare, step_parts
-from meshtrain.report.summary import Summary, alerts_by_rule, firing, loss_text, settings
-from meshtrain.survive.stats import timeline
+from meshtrain.report.facts import RunFacts
+from meshtrain.report.sections import TRACED, Figure, Section, sections
+from meshtrain.report.summary import Summary
 
 BAR = 30  # letters of the longest bar
 LETTERS = "▁▂▃▄▅▆▇█"
-LEAST_SHARE = 0.0005  # of a time that is shown
-MOST_CHECKPOINTS = 6  # the newest
+MOST_ROWS = 6  # of a table, the newest
 
 
 def sparkline(values: np.ndarray, width: int = 40) -> str:
@@ -51,24 +49,37 @@ def title(facts: RunFacts) -> str:
 def render(facts: RunFacts, summary: Summary, diagnosis: str = "") -> str:
     """Returns the whole of it; with the words of a diagnosis that was just made, in place of the findings of an earlier one."""
     reasons = [r for r in summary.reasons if not (diagnosis and r.finding)]
-    changed = ", ".join(f"{path} {short(value)}" for path, value in settings(facts))
+    left_out = TRACED if diagnosis else ""
     parts = [
         f"{summary.verdict}\n{title(facts)}",
         "\n".join(f"{'!' if r.level == 'bad' else '·'} {r.sentence}" for r in reasons),
         diagnosis.rstrip(),
         "\n".join(_losses(facts, summary)),
-        "\n".join(_speed(facts, summary)),
-        _times(f"where the run's time went, by {summary.wall_from}", summary.wall),
-        _times("a step on the host", summary.parts),
-        "" if diagnosis else _traced(facts),
-        _memory(facts, summary),
-        "\n".join(_survived(facts)),
-        f"alerts {alert_counts(facts) or 'none began'}; {len(firing(facts)) or 'none'} still firing" if facts.alerts else "",
-        _checkpoints(facts),
-        f"config {changed}" if changed else "",
+        *(section_text(section, left_out) for section in sections(facts, summary)),
         "\n".join(f"note: {note}" for note in facts.notes),
-    ]  # fmt: skip
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def section_text(section: Section, left_out: str = "") -> str:
+    """Returns a section as lines; without the figure of a title that is left out."""
+    lines = [section.title, *(f"  {sentence}" for sentence in section.sentences)]
+    for figure in section.figures:
+        if figure.rows and figure.title != left_out:
+            lines += [f"  {figure.title}, {figure.about}", _rows(figure)]
+    if section.table is not None:
+        heads, rows, what = section.table
+        lines.append(columns([*([heads] if heads else []), *rows[-MOST_ROWS:]], "    "))
+        if len(rows) > MOST_ROWS:
+            lines.append(f"    the newest {MOST_ROWS} of {len(rows):,} {what}")
+    return "\n".join([*lines, *(f"  {line}" for line in section.lines)])
+
+
+def _rows(figure: Figure) -> str:
+    rows: Sequence[Sequence[str]] = [
+        [row.name, *row.figures, "█" * max(round(BAR * row.bar), 1) if row.bar else ""] for row in figure.rows
+    ]
+    return columns(rows, "    ")
 
 
 def _losses(facts: RunFacts, summary: Summary) -> Iterator[str]:
@@ -95,108 +106,3 @@ def _eval_losses(summary: Summary) -> str:
         return words
     more = "evaluation" if summary.patience_left == 1 else "evaluations"
     return f"{words}, ends after {summary.patience_left} more {more} without a lower one"
-
-
-def _speed(facts: RunFacts, summary: Summary) -> Iterator[str]:
-    speed, bounds = summary.speed, summary.bounds
-    if speed is None:
-        return
-    yield f"speed  {how_fast(speed)}"
-    if bounds and facts.plan:
-        yield f"       {against(speed, bounds, facts.plan.cluster.name)}"
-        rows = [
-            [f"  {name}", units.duration(seconds), f"{bounds.compute / seconds:.1%}"]
-            for name, seconds in ladder(speed, bounds)
-        ]
-        yield columns([["", "a step", "MFU"], *rows], "       ")
-
-
-def how_fast(speed: Speed) -> str:
-    words = (
-        f"{units.duration(speed.median)} a step ({units.duration(speed.p10)} to {units.duration(speed.p90)} for 8 of 10), "
-        f"{speed.tokens_per_second:,.0f} tokens/s"
-    )
-    return words if speed.mfu is None else f"{words}, MFU {speed.mfu:.1%}"
-
-
-def against(speed: Speed, bounds: Bounds, cluster: str) -> str:
-    """Returns the speed beside the plan, in a sentence."""
-    times = speed.median / bounds.planned
-    how = f"{times:.2f} times the planned step" if times >= 1 else f"{1 / times:.2f} times as fast as planned"
-    return f"{how} on {cluster}; the roofline there, bound by {bounds.bound}, is {units.duration(bounds.roof)}"
-
-
-def ladder(speed: Speed, bounds: Bounds) -> list[tuple[str, float]]:
-    """Returns the seconds of a step that are possible, from the peak of the devices down to those that were measured."""
-    steps = [("compute at the peak", bounds.compute)]
-    if bounds.bound != "compute":
-        steps.append((f"roofline, bound by {bounds.bound}", bounds.roof))
-    return [*steps, ("planned", bounds.planned), ("measured", speed.median)]
-
-
-def _times(head: str, spent: Sequence[TimeShare]) -> str:
-    spent = [part for part in spent if part.share >= LEAST_SHARE]
-    top = max((part.share for part in spent), default=0.0)
-    rows = []
-    for part in spent:
-        bar = "█" * max(round(BAR * part.share / top), 1)
-        rows.append([f"  {part.name}", units.duration(part.seconds), f"{part.share:.1%}", bar])
-    return f"{head}\n{columns(rows)}" if rows else ""
-
-
-def _traced(facts: RunFacts) -> str:
-    rows = []
-    for part in step_parts(facts):
-        measured, planned = measured_and_planned(part)
-        rows.append([f"  {part.name}", *measured, *planned])
-    return columns([["a step, by a trace", "measured", "", "planned", ""], *rows]) if rows else ""
-
-
-def measured_and_planned(part: StepPart) -> list[tuple[str, str]]:
-    """Returns the seconds of a part and their share of a step, where they are known; then those that were planned."""
-    return [
-        ("-" if seconds is None else units.duration(seconds) if seconds else "0", "" if share is None else f"{share:.0%}")
-        for seconds, share in ((part.seconds, part.share), (part.planned, part.planned_share))
-    ]  # fmt: skip
-
-
-def sizes(use: MemoryUse) -> list[str]:
-    """Returns the bytes in use, and their limit where there is one."""
-    return [units.size(use.used), *([units.size(use.limit)] if use.limit else [])]
-
-
-def _memory(facts: RunFacts, summary: Summary) -> str:
-    uses = list(summary.held)
-    if facts.plan:
-        usable = facts.plan.cluster.accelerator.usable_bytes
-        uses.append(MemoryUse("a device, as planned", facts.plan.bytes, usable))
-    rows = []
-    for use in uses:
-        used, *limit = sizes(use)
-        rows.append([f"  {use.what}", used, f"of {limit[0]}" if limit else ""])
-    return f"memory, at most\n{columns(rows)}" if rows else ""
-
-
-def _survived(facts: RunFacts) -> Iterator[str]:
-    if facts.survived is not None:
-        ledger = facts.survived.ledger
-        yield f"goodput {ledger.goodput:.1%}, effective {ledger.effective:.1%}; survive stats says more"
-        yield from (f"  {line}" for line in timeline(facts.survived.history, ledger, 78))
-
-
-def alert_counts(facts: RunFacts) -> str:
-    return ", ".join(f"{n} × {rule}" for rule, n in alerts_by_rule(facts))
-
-
-def _checkpoints(facts: RunFacts) -> str:
-    rows = [
-        [f"  {c.name}", c.problem or c.saved.replace("+00:00", "Z"), *(["", "", ""] if c.problem else checkpoint_figures(c))]
-        for c in facts.checkpoints[-MOST_CHECKPOINTS:]
-    ]  # fmt: skip
-    return columns([["  checkpoint", "saved", "loss", "eval loss", "size"], *rows]) if rows else ""
-
-
-def checkpoint_figures(checkpoint: CheckpointFacts) -> tuple[str, str, str]:
-    """Returns its loss, its eval loss and its size."""
-    size = "-" if checkpoint.nbytes is None else units.size(checkpoint.nbytes)
-    return loss_text(checkpoint.loss), loss_text(checkpoint.eval_loss) + (" best" if checkpoint.best else ""), size

@@ -16,8 +16,9 @@ from meshtrain.config import ConfigError, load
 from meshtrain.plan.shapes import model_flops
 from meshtrain.report.facts import gather
 from meshtrain.report.measured import MemoryUse
+from meshtrain.report.sections import Section, _memory, ladder
 from meshtrain.report.summary import settings, summarise
-from meshtrain.report.text import _memory, ladder, render
+from meshtrain.report.text import render, section_text
 from meshtrain.run.lock import RunLock
 
 OLD = {
@@ -216,7 +217,7 @@ def test_a_supervised_run_has_goodput_and_faults(tmp_path):
     where = Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run")
     summary, text = told(where)
     assert summary.goodput is not None and summary.faults > 0
-    assert "goodput" in text and "by the supervisors' ledger" in text and "fault" in text
+    assert "Goodput" in text and "by the supervisors' ledger" in text and "fault" in text
 
 
 def test_what_follows_from_other_keys_and_defaults_is_no_setting(run):
@@ -272,8 +273,9 @@ def test_the_devices_are_told_from_what_they_reach(tmp_path):
 
 def test_memory_is_told_with_its_limit_where_there_is_one():
     uses = [MemoryUse("a device", 6 * 2**30, 8 * 2**30), MemoryUse("the host", 2**30, None)]
-    written = _memory(SimpleNamespace(plan=None), SimpleNamespace(held=uses))
-    assert [line.split()[2:] for line in written.splitlines()[1:]] == [["6", "GiB", "of", "8", "GiB"], ["1", "GiB"]]
+    figures = list(_memory(SimpleNamespace(plan=None), uses))
+    lines = section_text(Section("Memory", figures=figures)).splitlines()[2:]
+    assert [line.split()[2:-1] for line in lines] == [["6", "GiB", "of", "8", "GiB"], ["1", "GiB"]]
 
 
 def test_devices_that_nothing_tells_of_are_said_to_be_unknown(tmp_path):
