@@ -25,7 +25,7 @@ DONE, FAILED, USAGE, STOPPED = 0, 1, 2, early.STOPPED
 
 
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """A command's `main`, which ends on a sentence and an exit code whatever the user, the system or the reader of its output does."""
+    """Makes a command's `main` end on a sentence and an exit code whatever the user, the system or the reader of its output does."""
 
     @functools.wraps(main)
     def ended(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         early.interrupt()
         at_once = False
         try:
-            with _log_said(), _not_everybodys():
+            with _log_printed(), _umask():
                 code = main(arguments)
         except ConfigError as error:
             say(error)
@@ -45,8 +45,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             # At its end the interpreter would wait for what XLA compiles, and crash on it.
             code, at_once = STOPPED, arguments is None
         except OSError as error:
-            if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
-                say(_sentence(error))
+            _report(error)
             # such a name is bad input, wherever it is met
             code = USAGE if error.errno == errno.ENAMETOOLONG else FAILED
         code = code if _output_is_written() else FAILED
@@ -57,31 +56,26 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     return ended
 
 
-class _Sayer(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
-
-
 @contextlib.contextmanager
-def _log_said() -> Iterator[None]:
-    """While a command runs, what the package logs is said; who imports the package decides of its log as of any other's."""
-    log, sayer = logging.getLogger(__package__), _Sayer()
+def _log_printed() -> Iterator[None]:
+    """Prints what the package logs while a command runs; who imports the package decides of its log as of any other's."""
+    log, handler = logging.getLogger(__package__), logging.Handler()
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     level, propagate = log.level, log.propagate
-    log.addHandler(sayer)
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
-    # What a library hangs on the root would say it again.
-    log.propagate = False
+    log.propagate = False  # a library's handler on the root would print it again
     try:
         yield
     finally:
-        log.removeHandler(sayer)
+        log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
 
 
 @contextlib.contextmanager
-def _not_everybodys() -> Iterator[None]:
-    """While a command runs, nobody else may write to what it makes: they could have it run, as pickled arrays and decisions."""
+def _umask() -> Iterator[None]:
+    """Keeps others from writing to what a command makes: they could have it run, as pickled arrays and decisions."""
     before = os.umask(stat.S_IWOTH)
     os.umask(before | stat.S_IWOTH)
     try:
@@ -92,21 +86,21 @@ def _not_everybodys() -> Iterator[None]:
 
 def _output_is_written() -> bool:
     """Hands on what is left of the output; if that is refused it goes nowhere, or the interpreter would try once more at its end."""
-    # Started with its standard output closed, a process has none.
     if sys.stdout is None:
-        return True
+        return True  # the process was started without one
     try:
         sys.stdout.flush()
         return True
     except OSError as error:
-        if not (isinstance(error, BrokenPipeError) and _reader_is_gone()):
-            say(_sentence(error))
+        _report(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
 
 
-def _sentence(error: OSError) -> str:
-    """A sentence; what is refused of a file has its name, so that what is written and has none is the output."""
+def _report(error: OSError) -> None:
+    """Says what the system has refused; what has no file name and was written is the output, whose reader may have had enough."""
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        return
     if error.filename:
         where = short(error.filename)
     elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
@@ -114,11 +108,10 @@ def _sentence(error: OSError) -> str:
     else:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"the system refused a call ({Path(place.filename).name}, line {place.lineno})"
-    return f"{where}: {refusal(error)}."
+    say(f"{where}: {refusal(error)}.")
 
 
 def _reader_is_gone() -> bool:
-    """Who reads the output, such as `head`, has had enough."""
     try:
         number = sys.stdout.fileno()
     except (AttributeError, io.UnsupportedOperation):
@@ -135,13 +128,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False} | settings)
 
     def add_config(self, required: bool = True) -> None:
-        """--config and --set, as every command that needs a run's config takes them."""
+        """Adds --config and --set, as every command that needs a run's config takes them."""
         self.add_argument("--config", required=required, metavar="FILE", help="the YAML file of the run; see configs/")
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
 
     def add_model(self) -> None:
-        """A model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`)."""
+        """Adds a model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`)."""
         add = self.add_argument
         add("path", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
         add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
@@ -150,15 +143,15 @@ class Parser(argparse.ArgumentParser):
         add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        given = list(sys.argv[1:] if args is None else args)
-        self._check_words(given[: given.index("--")] if "--" in given else given)
-        return super().parse_known_args(given, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        self._check(words[: words.index("--")] if "--" in words else words)
+        return super().parse_known_args(words, namespace)
 
-    def _check_words(self, given: Sequence[str]) -> None:
-        """What argparse has no sentence for: unknown options and commands, by their nearest, and empty words."""
+    def _check(self, words: Sequence[str]) -> None:
+        """Refuses what argparse has no sentence for: unknown options and commands, by their nearest, and empty words."""
         options = [name for action in self._actions for name in action.option_strings]
         commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
-        for word in given:
+        for word in words:
             name = word.partition("=")[0]
             if not word or (name in options and word == f"{name}="):
                 self.error(f"an argument is empty; give {name or 'it'} a value, or leave it out")
@@ -168,9 +161,8 @@ class Parser(argparse.ArgumentParser):
                 if word not in commands:
                     ending = nearest(word, commands) or f"; legal are {', '.join(commands)}."
                     self.error(f"there is no command {word}{ending}")
-                # What follows are the command's own words, which it checks.
-                return
-        if commands is not None and not {"-h", "--help"} & set(given):
+                return  # what follows are the command's own words, which it checks
+        if commands is not None and not {"-h", "--help"} & set(words):
             self.error(f"a command is missing; legal are {', '.join(commands)}.")
 
     def error(self, message: str) -> NoReturn:
@@ -180,16 +172,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(text: str) -> int:
-    """An option's value of at least 1."""
+    """Returns an option's value of at least 1."""
     if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST[int]:
-        raise argparse.ArgumentTypeError(
-            f"{short(repr(text))} is not a whole number of at least 1 and at most {LARGEST[int]}"
-        )
+        legal = f"a whole number of at least 1 and at most {LARGEST[int]}"
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is not {legal}")
     return int(text)
 
 
 def step(text: str) -> int | Literal["newest", "best"]:
-    """An option's value that names a checkpoint of a run."""
+    """Returns an option's value that names a checkpoint of a run."""
     if text == "newest" or text == "best":
         return text  # type: ignore[return-value]
     if not (text.isascii() and text.isdigit()):
@@ -200,25 +191,20 @@ def step(text: str) -> int | Literal["newest", "best"]:
 def check_target(path: str) -> None:
     """Refuses at once what else would be found to be no place for a file when all is done."""
     with _refused(path):
-        try:
-            directory, reachable = stat.S_ISDIR(os.stat(path).st_mode), True
-        except FileNotFoundError:
-            directory, reachable = False, Path(path).resolve().parent.is_dir()
-        if directory:
+        target = Path(path)
+        if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not reachable:
-        raise ConfigError(
-            f"{short(path)} cannot be written: there is no directory {short(Path(path).resolve().parent)}."
-        )
+        there, parent = target.exists(), target.resolve().parent
+    if not there and not parent.is_dir():
+        raise ConfigError(f"{short(path)} cannot be written: there is no directory {short(parent)}.")
 
 
 def write_target(path: str, text: str) -> None:
     """Writes a file that a user has named, and says so; ConfigError if the system refuses."""
     target = Path(path)
     with _refused(path):
-        # What takes a file's place would end /dev/stdout.
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            target.write_text(text, encoding="utf-8")  # as /dev/stdout, whose place no file may take
         else:
             write_atomically(target.resolve(), text.encode())
     say(f"wrote {path}")
@@ -226,11 +212,10 @@ def write_target(path: str, text: str) -> None:
 
 @contextlib.contextmanager
 def _refused(path: str) -> Iterator[None]:
-    """What the system refuses of a file, as a sentence."""
+    """Raises ConfigError for what the system refuses of a file."""
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
-    # A NUL, or half a surrogate pair.
-    except ValueError:
+    except ValueError:  # a NUL, or half a surrogate pair
         raise ConfigError(f"{short(path)} is no path that a file can have.") from None

@@ -68,13 +68,13 @@ def fake_cpu_devices(count: int) -> bool:
 
 
 def _forced_devices() -> int | None:
-    """The fake CPU devices that XLA_FLAGS asks for, if it does."""
+    """Returns the fake CPU devices that XLA_FLAGS asks for, if it does."""
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(forced.group(1)) if forced else None
 
 
 def fake_devices(count: int = 8) -> None:
-    """This process runs on `count` fake CPU devices from now on, whatever accelerators the machine has: a mesh in a notebook.
+    """Has this process run on `count` fake CPU devices from now on, whatever accelerators the machine has: a mesh in a notebook.
 
     ConfigError where JAX has started already with others, and where XLA_FLAGS asks for fewer.
     """
@@ -82,11 +82,11 @@ def fake_devices(count: int = 8) -> None:
         raise ConfigError(f"mt.fake_devices({short(repr(count))}): it must be a number from 1 to {MOST_FAKE_DEVICES}.")
     jax.config.update("jax_platforms", "cpu")
     fake_cpu_devices(count)
-    found = jax.devices()
-    if len(found) < count or kind_of(found[0]) != "cpu":
+    devices = jax.devices()
+    if len(devices) < count or kind_of(devices[0]) != "cpu":
         raise ConfigError(
-            f"JAX has started already, with {len(found)} {kind_of(found[0])} devices (XLA_FLAGS may have asked for them); call "
-            f"mt.fake_devices({count}) before anything uses JAX, after a restart of the kernel."
+            f"JAX has started already, with {len(devices)} {kind_of(devices[0])} devices (XLA_FLAGS may have asked for them); "
+            f"call mt.fake_devices({count}) before anything uses JAX, after a restart of the kernel."
         )
 
 
@@ -116,10 +116,10 @@ def join_cluster() -> None:
         jax.distributed.initialize(address, processes, process, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
     elif in_slurm:
         if "SLURM_STEP_NODELIST" not in os.environ:
-            # In the batch script itself, or in the shell of salloc.
+            # in the batch script itself, or in the shell of salloc
             raise ConfigError(
-                f"this is one process in a job of Slurm's for {tasks} tasks; start it with srun, as in srun python -m meshtrain.train, "
-                "which starts all of them (SLURM_NTASKS=1 before the command runs it alone)."
+                f"this is one process in a job of Slurm's for {tasks} tasks; start it with srun, as in "
+                "srun python -m meshtrain.train, which starts all of them (SLURM_NTASKS=1 before the command runs it alone)."
             )
         jax.distributed.initialize(shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
 
@@ -137,44 +137,41 @@ def _check_port(address: str) -> None:
         if error.errno == errno.EADDRINUSE:
             from meshtrain.run.processes import PortTaken
 
-            raise PortTaken(
-                f"the coordinator cannot listen at {address}: {refusal(error)}; give another port."
-            ) from None
+            sentence = f"the coordinator cannot listen at {address}: {refusal(error)}; give another port."
+            raise PortTaken(sentence) from None
 
 
 def _whole_number(name: str, least: int, most: int) -> int:
     text = os.environ.get(name)
     if text is None or not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
-        found = "not set" if text is None else short(repr(text))
-        raise ConfigError(
-            f"{name} is {found}; with JAX_COORDINATOR_ADDRESS set it must be a whole number from {least} to {most}."
-        )
+        value = "not set" if text is None else short(repr(text))
+        legal = f"a whole number from {least} to {most}"
+        raise ConfigError(f"{name} is {value}; with JAX_COORDINATOR_ADDRESS set it must be {legal}.")
     return int(text)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of a config over the given devices (real, fake or described), else over JAX's own.
+    """Makes the mesh of a config over the given devices (real, fake or described), else over JAX's own.
 
     Raises ConfigError when there are fewer devices than the mesh has places.
     """
-    shape, needed, asked, own = config.mesh, config.mesh.devices, True, devices is None
+    shape, needed, in_time, own = config.mesh, config.mesh.devices, True, devices is None
     if devices is None:
         processes = joined_processes()
         fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
         if processes > 1 and fakes:
-            # Its share of the mesh, whatever else was asked for: each process is to have a part of it.
+            # whatever else was asked for: each process is to have a part of the mesh
             fakes = math.ceil(needed / processes)
-        asked = fake_cpu_devices(fakes) if fakes else True
+        in_time = not fakes or fake_cpu_devices(fakes)
         ask_for_pool()
         try:
             devices = jax.devices()
-        # An assertion where JAX_PLATFORMS names what this machine has not.
         except (RuntimeError, AssertionError) as error:
-            asked_for = os.environ.get("JAX_PLATFORMS", "any")
-            said = str(error).partition("\n")[0] or f"JAX_PLATFORMS is {asked_for}, which is not there"
-            raise ConfigError(
-                f"JAX finds no devices to run on: {short(said)}; JAX_PLATFORMS=cpu runs on fake CPU devices."
-            ) from None
+            # an assertion, without a word, where JAX_PLATFORMS names what this machine has not
+            asked = f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', 'any')}, which is not there"
+            reason = short(str(error).partition("\n")[0] or asked)
+            sentence = f"JAX finds no devices to run on: {reason}; JAX_PLATFORMS=cpu runs on fake CPU devices."
+            raise ConfigError(sentence) from None
     if len(devices) < needed:
         kind = devices[0].platform
         if kind != "cpu":
@@ -183,23 +180,28 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             hint = f"run.fake_devices fakes at most {MOST_FAKE_DEVICES}"
         elif (forced := _forced_devices()) is not None:
             hint = f"XLA_FLAGS asks for {forced}, which wins over run.fake_devices, so ask for {needed} there"
-        elif asked:
+        elif in_time:
             hint = f"to fake them, set run.fake_devices={needed}"
         else:
             hint = (
-                "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the kernel) "
-                "and make this mesh before anything else uses JAX"
+                "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the "
+                "kernel) and make this mesh before anything else uses JAX"
             )
         raise ConfigError(f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}.")
     if own and shape.cluster:
         devices = _in_cluster_order(devices, shape.cluster)
-    if own:
-        _check_processes(devices, shape)
+    with_devices = {device.process_index for device in devices[:needed]}
+    # A process without a device would have no rows to read.
+    if own and (idle := {device.process_index for device in devices} - with_devices):
+        raise ConfigError(
+            f"process {min(idle)} has no device of the mesh {shape}, whose {needed} devices {len(with_devices)} processes have; "
+            "start fewer processes, or give a larger mesh."
+        )
     return Mesh(arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes))
 
 
 def device_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
-    """The name of each device of this run, HOST/NUMBER: the machine and which of its devices it is. All processes must call it."""
+    """Returns the name of each device of this run, HOST/NUMBER: the machine and which of its devices it is. All processes must call it."""
     from meshtrain.run.processes import gathered
 
     hosts, counts = gathered(socket.gethostname()), Counter[str]()
@@ -212,32 +214,21 @@ def device_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
 
 
 def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Device]:
-    """The devices as the cluster file at `path` orders them; ConfigError where it does not say of one of them where it stands."""
+    """Returns the devices as the cluster file at `path` orders them; ConfigError where it does not say of one where it stands."""
     from meshtrain.cluster.cluster import load_cluster
 
     order = {name: place for place, name in enumerate(load_cluster(path).device_order)}
+    file = f"mesh.cluster {short(path)}"
     if not order:
+        way_out = "let python -m meshtrain.probe write the file, or leave the key out"
+        raise ConfigError(f"{file} has no device_order; {way_out}.")
+    names = dict(zip(devices, device_names(devices), strict=True))
+    if unknown := [name for name in names.values() if name not in order]:
         raise ConfigError(
-            f"mesh.cluster {short(path)} has no device_order; let python -m meshtrain.probe write the file, or leave the key out."
-        )
-    names = device_names(devices)
-    if unknown := [name for name in names if name not in order]:
-        raise ConfigError(
-            f"mesh.cluster {short(path)} says nothing of {len(unknown)} of the {len(names)} devices that are there, {short(unknown[0])} for one; "
+            f"{file} says nothing of {len(unknown)} of the {len(names)} devices that are there, {short(unknown[0])} for one; "
             "probe them again, or leave the key out."
         )
-    places = [order[name] for name in names]
-    return [device for _, device in sorted(zip(places, devices, strict=True), key=lambda pair: pair[0])]
-
-
-def _check_processes(devices: Sequence[jax.Device], shape: MeshConfig) -> None:
-    """ConfigError if a process has none of the devices of the mesh, the first ones: it would have no rows to read."""
-    held = {device.process_index for device in devices[: shape.devices]}
-    if idle := {device.process_index for device in devices} - held:
-        raise ConfigError(
-            f"process {min(idle)} has no device of the mesh {shape}, whose "
-            f"{shape.devices} devices {len(held)} processes have; start fewer processes, or give a larger mesh."
-        )
+    return sorted(devices, key=lambda device: order[names[device]])
 
 
 def check_axes(mesh: Mesh) -> None:
@@ -247,14 +238,14 @@ def check_axes(mesh: Mesh) -> None:
 
 
 def part_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of one device's part of an array, or of one that is only described."""
+    """Returns the bytes of one device's part of an array, or of one that is only described."""
     assert x.sharding is not None
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def arranged(devices: Sequence[jax.Device], shape: MeshConfig) -> np.ndarray:
-    """The devices as an array of `shape.axes`, numbered as `mesh.order` says: by default tensor ranks are nearest to each other and
-    stages farthest apart, within an island.
+    """Returns the devices as an array of `shape.axes`, numbered as `mesh.order` says: by default tensor ranks are nearest to each other
+    and stages farthest apart, within an island.
 
     In their own order, which on machines with a switch is the order of the links; on a torus by their coordinates, as far as each
     process then still has neighbouring rows of the batch, unless a file says how they stand (`mesh.cluster`).
@@ -281,7 +272,7 @@ def _rows_are_neighbours(grid: np.ndarray, data_axes: int) -> bool:
 
 
 def platform(mesh: Mesh) -> str:
-    """cpu, gpu or tpu, from the mesh's own devices."""
+    """Returns cpu, gpu or tpu, from the mesh's own devices."""
     return kind_of(mesh.devices.flat[0])
 
 
@@ -290,7 +281,7 @@ def kind_of(device: jax.Device) -> str:
 
 
 def own_rows(sharding: NamedSharding, rows: int) -> slice:
-    """The rows of a global batch of `rows` from the first to the last that this process's devices hold: all that it must read.
+    """Returns the rows of a global batch of `rows` from the first to the last that this process's devices hold: all that it must read.
 
     They hold all of them but where a process ends one stage and begins the next, and the data ranks between are elsewhere.
     """
@@ -300,7 +291,7 @@ def own_rows(sharding: NamedSharding, rows: int) -> slice:
 
 
 def of_own_rows(sharding: NamedSharding, own: np.ndarray, rows: int) -> jax.Array:
-    """The global array of `rows` rows of which this process gives its own (see `own_rows`).
+    """Returns the global array of `rows` rows of which this process gives its own (see `own_rows`).
 
     JAX's `make_array_from_process_local_data` does not take rows that lie between those that the devices hold.
     """

@@ -8,7 +8,7 @@ read, and beside a run that goes on. A directory of Hugging Face's (config.json,
 """
 
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from meshtrain.hf import loading
 from meshtrain.hf.hf_directory import config_of
 from meshtrain.hf.peft import Adapters, with_adapters
 from meshtrain.hf_families import is_hf_directory
-from meshtrain.inputs import PATCHES, a_batch, inputs, pad_rows, some_ids, some_patches
+from meshtrain.inputs import PATCHES, TOKENS, a_batch, inputs, pad_rows, some_ids, some_patches
 from meshtrain.mesh import check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.run.processes import first_decides, gathered
@@ -58,12 +58,11 @@ class Model(Shown):
         Of a model of images logits [B, classes] of patches [B, N, P].
         """
         if self.program.of_images:
-            found = {PATCHES: some_patches(given, self.config.model)}
-            return self.program.logits(self.params, self._placed(found)[PATCHES])[: len(found[PATCHES]), 0]
-        ids = some_ids("tokens", given, self.config.model.vocab_size)
+            patches = some_patches(given, self.config.model)
+            return self.program.logits(self.params, self._placed({PATCHES: patches})[PATCHES])[: len(patches), 0]
+        ids = some_ids(TOKENS, given, self.config.model.vocab_size)
         self._check_length(ids.shape[1])
-        placed = self._placed({"tokens": ids})
-        return self.program.logits(self.params, placed["tokens"])[: len(ids)]
+        return self.program.logits(self.params, self._placed({TOKENS: ids})[TOKENS])[: len(ids)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
         """Mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
@@ -71,10 +70,10 @@ class Model(Shown):
 
         The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
         """
-        found = a_batch(batch, self.config)
+        arrays = a_batch(batch, self.config)
         if not self.program.of_images:
-            self._check_length(int(found["positions"].max()) + 1 if "positions" in found else found["tokens"].shape[1])
-        return float(self.program.eval_step(self.params, self._placed(found)))
+            self._check_length(int(arrays["positions"].max()) + 1 if "positions" in arrays else arrays[TOKENS].shape[1])
+        return float(self.program.eval_step(self.params, self._placed(arrays)))
 
     @cached_property
     def weights(self) -> dict[str, jax.Array]:
@@ -135,33 +134,34 @@ def read_model(
     while len(removed) < TRIES:
         directory = _choose(root, step, damaged, removed)
         before = _identity(directory)
-        found: list[str] = []
+        damage: list[str] = []
         model = error = None
         try:
-            found = problems(directory)
-            model = None if found else _model(directory, mesh, precision, **how)
+            damage = problems(directory)
+            model = None if damage else _model(directory, mesh, precision, **how)
         except Exception as raised:
             error = raised
-        # a step that is removed is renamed first: under its own name it was whole all the while
-        if not _unchanged(directory, before):
+        # A step that is removed is renamed first: under its own name it was whole all the while, for every process.
+        if not all(gathered(_identity(directory) == before)):
             removed.append(directory)
         elif error is not None:
             raise error
         elif model is None:
-            damaged[directory] = f"checkpoint {directory} is damaged: {'; '.join(found)}"
+            damaged[directory] = f"checkpoint {directory} is damaged: {'; '.join(damage)}"
         else:
             for sentence in damaged.values():
                 warnings.warn(f"{sentence}; it is passed over.", stacklevel=2)
             return model
     raise ConfigError(
-        f"{TRIES} checkpoints in {root} were removed while they were read, one after the other; a larger checkpoint.keep leaves them longer."
+        f"{TRIES} checkpoints in {root} were removed while they were read, one after the other; "
+        "a larger checkpoint.keep leaves them longer."
     )
 
 
 def read_config(
     path: str | Path, step: int | Literal["newest", "best"] = "newest", precision: str | None = None
 ) -> Config:
-    """The config of the model that `read_model` would read, on one device; ConfigError if there is none. Nothing is verified."""
+    """Returns the config of the model that `read_model` would read, on one device; ConfigError if there is none. Nothing is verified."""
     root = Path(path).expanduser().absolute()
     one = MeshConfig().shape
     if is_hf_directory(root):
@@ -170,7 +170,7 @@ def read_config(
 
 
 def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any) -> Model:
-    """The model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
+    """Returns the model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
     config = _with_precision(replaced(config_of(root), mesh=mesh.shape), precision)
     adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
     config = with_adapters(config, adapters)
@@ -182,15 +182,21 @@ def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str 
 
 
 def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: Container[Path]) -> Path:
-    """The directory of the step asked for, or of the newest that is not known to be damaged; ConfigError if there is none."""
+    """Returns the directory of a step; of "newest" and "best" those that are known to be damaged are left out. ConfigError if there is none."""
     there = {d.name: d for d in map(Path, first_decides(lambda: [str(d) for d in steps.directories(root)]))}
     if not there:
         raise ConfigError(f"there is no checkpoint in {short(root)}; give a run directory that has one, or one step.")
-    if step in ("newest", "best"):
-        if left := [d for d in there.values() if d not in damaged]:
-            return left[-1] if step == "newest" else _best(root, left)
+    left = [d for d in there.values() if d not in damaged]
+    if step in ("newest", "best") and not left:
         newest = list(there.values())[-1]
         raise ConfigError(f"every checkpoint in {root} is damaged ({damaged[newest]}); give another.")
+    if step == "newest":
+        return left[-1]
+    if step == "best":
+        evaluated = list(map(Path, first_decides(lambda: [str(d) for d in by_eval_loss(root)])))
+        if best := [d for d in evaluated if d in left]:
+            return best[0]
+        raise ConfigError(no_best(root, evaluated))
     wanted = there.get(str(step))
     if wanted is None or wanted in removed:
         what = "there is no" if wanted is None and not removed else "the run has removed, while it was read,"
@@ -200,26 +206,13 @@ def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: C
     return wanted
 
 
-def _best(root: Path, left: Sequence[Path]) -> Path:
-    """Of the steps that are not known to be damaged that with the lowest eval loss; ConfigError if none has one."""
-    found = list(map(Path, first_decides(lambda: [str(d) for d in by_eval_loss(root)])))
-    if best := [d for d in found if d in left]:
-        return best[0]
-    raise ConfigError(no_best(root, found))
-
-
-def _identity(directory: Path) -> list[int] | None:
-    """By what this step differs from a later one of the same name; None if it is not there."""
+def _identity(directory: Path) -> tuple[int, int, int] | None:
+    """Returns by what this step differs from a later one of the same name; None if it is not there."""
     try:
-        found = (directory / steps.COMMIT).stat()
+        marker = (directory / steps.COMMIT).stat()
     except OSError:
         return None
-    return [found.st_dev, found.st_ino, found.st_mtime_ns]
-
-
-def _unchanged(directory: Path, before: list[int] | None) -> bool:
-    """Whether every process still finds the step that it began to read."""
-    return all(gathered(_identity(directory) == before))
+    return marker.st_dev, marker.st_ino, marker.st_mtime_ns
 
 
 def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Model:
@@ -232,7 +225,7 @@ def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Mo
 
 
 def _config(manifest: StepManifest, mesh: Mapping[str, int], precision: str | None = None) -> Config:
-    """The run's config, of which keys that this version does not know are left out, on another mesh and nothing else in `parallel`."""
+    """Returns the run's config, without keys that this version does not know, on another mesh and with nothing else in `parallel`."""
     sections = known(manifest.config, Config)
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call

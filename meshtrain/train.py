@@ -99,9 +99,8 @@ def train(
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
             if supervision.supervised is not None:
                 supervision.fail(failure, PLAIN)
-            # All processes raise these alike.
             if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
-                raise
+                raise  # as all processes do
             if jax.distributed.is_initialized():
                 end_at_once(failure, FAILED, PLAIN)
             if failure is error:
@@ -112,7 +111,7 @@ def train(
 def _run(
     config: Config, directory: Path, supervision: Supervision, stop: StopSignals, closing: ExitStack, **parts: Any
 ) -> int:
-    """Builds what a run needs, each once and in order, takes the steps, and ends the run."""
+    """Builds what a run needs in order, takes the steps, and ends the run."""
     heartbeat = supervision.heartbeat
     heartbeat.phase("open")
     data, held_out = open_data(config)
@@ -139,12 +138,8 @@ def _run(
         for sentence in _opening(program, data, start, evaluation):
             report.write(sentence)
         measures = measured(program, heartbeat.phases)
-        hooks: list[RunHook] = [
-            record,
-            hub,
-            report,
-            NumbersCheck(config, start, lambda s: program.is_finite(s), lambda: evaluation.ended),
-        ]
+        check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
+        hooks: list[RunHook] = [record, hub, report, check]
         if config.telemetry.trace_at:
             from meshtrain.telemetry.trace import Tracer
 
@@ -199,7 +194,7 @@ class Loop:
         """Takes the steps after `start`, until all are taken, evaluation ends the run, or it is asked to stop; returns the last step."""
         steps, step, stopping = self.program.config.train.steps, start, stop.requested
         synchronous = platform(self.program.mesh) == "cpu"  # steps in flight together deadlock fake devices
-        pending: tuple[int, dict[str, jax.Array]] | None = None
+        pending: tuple[int, dict[str, jax.Array]] | None = None  # the step whose metrics are still on the devices
         while step < steps and not stopping and not self.evaluation.ended:
             for hook in self.hooks:
                 hook.before_batch(step + 1)
@@ -217,27 +212,30 @@ class Loop:
             pending = step, metrics
             for hook in self.hooks:
                 hook.after_step(step, train_step, metrics)
-            evaluates = self.evaluation.due(step)
             # Asked once a step, so that a request is met by a save, and by every process alike.
             stopping = stop.requested
             saves = self.checkpointer.due(step) or step == steps or stopping
-            if evaluates or saves or synchronous:
-                evaluated = self.evaluate(state) if evaluates else {}
-                eval_loss = evaluated.get("eval_loss")
-                is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
-                row, pending = self.log(*pending, evaluated), None
-                if saves or is_best or self.evaluation.ended:
-                    due = self.checkpointer.due(step) or is_best
-                    self.supervision.heartbeat.begin_save(step, due)
-                    for hook in self.hooks:
-                        hook.before_save(step, state)
-                    self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
+            if saves or synchronous or self.evaluation.due(step):
+                self.pause(step, state, metrics, saves)
+                pending = None
         if pending is not None:
             self.log(*pending)
         return step
 
+    def pause(self, step: int, state: State, metrics: dict[str, Any], saves: bool) -> None:
+        """Waits for a step; evaluates and saves its state where that is due, or the state is the best so far."""
+        evaluated = self.evaluate(state) if self.evaluation.due(step) else {}
+        eval_loss = evaluated.get("eval_loss")
+        is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
+        row = self.log(step, metrics, evaluated)
+        if saves or is_best or self.evaluation.ended:
+            self.supervision.heartbeat.begin_save(step, self.checkpointer.due(step) or is_best)
+            for hook in self.hooks:
+                hook.before_save(step, state)
+            self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
+
     def compiled(self, state: State, batch: Batch, step: int) -> jax.stages.Compiled:
-        """The step after `step` steps for this shape of batch; compiling is reported, and does not count as a step's time."""
+        """Returns the step after `step` steps for this shape of batch; compiling is reported, and does not count as a step's time."""
         train_step, shape = self.program.step_after(step), inputs(batch).shape
         key = train_step, shape
         if key not in self.steps:
@@ -247,8 +245,7 @@ class Loop:
             if self.program.islands is not None:
                 self.program.islands.prepare()
             meet(f"compiled for {shape}, program {len(self.steps)}", COMPILING)
-            sizes = " x ".join(map(str, shape))
-            self.report(f"compiled for batches of {sizes} in {time.perf_counter() - began:.1f} s")
+            self.report(f"compiled for batches of {' x '.join(map(str, shape))} in {time.perf_counter() - began:.1f} s")
             self.measures.restart()
         return self.steps[key]
 
@@ -256,11 +253,10 @@ class Loop:
         """Waits for the metrics of `step`, and hands its row, with what it `evaluated` to, to the hooks."""
         self.supervision.heartbeat.phase("wait")
         islands, config = self.program.islands, self.program.config
-        values = (
-            {name: float(x) for name, x in jax.device_get(metrics).items()}
-            if islands is None
-            else islands.visible(metrics)
-        )
+        if islands is None:
+            values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        else:
+            values = islands.visible(metrics)
         self.supervision.heartbeat.took(step)
         row = {"step": step, **values} | self.measures.step(self.data.tokens(step - 1), self.loader.waited)
         row |= evaluated or {}
@@ -273,7 +269,7 @@ class Loop:
         return row
 
     def evaluate(self, state: State) -> dict[str, float]:
-        """The loss on held-out data."""
+        """Returns the metrics of validation."""
         self.supervision.heartbeat.phase("wait")
         jax.block_until_ready(state)
         self.supervision.heartbeat.phase("eval")
@@ -299,11 +295,12 @@ class OffloadCheck(RunHook):
 
 
 def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evaluation) -> list[str]:
-    """Sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is left to do."""
-    config, mesh = program.config, program.config.mesh
+    """Returns sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is left to do."""
+    config, devices = program.config, program.mesh.devices.size
+    trained = trained_text(config.model, config.lora, config.train.trainable)
     lines = [
-        f"{config.model.family} with {program.layout.parameters:,} parameters{trained_text(config.model, config.lora, config.train.trainable)} on {mesh} "
-        f"({program.mesh.devices.size} {platform(program.mesh)} devices), "
+        f"{config.model.family} with {program.layout.parameters:,} parameters{trained} on {config.mesh} "
+        f"({devices} {platform(program.mesh)} devices), "
         f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
         data.describe(),
         *([f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"] if config.train.epochs else []),
@@ -311,21 +308,18 @@ def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evalu
         *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
     ]
     if start >= config.train.steps:
-        lines.append(f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do")
-    elif evaluation.ended:
-        lines.append(f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on")
-    else:
-        lines += [*evaluation.opening(), *([f"going on after step {start}"] if start else [])]
-    return lines
+        return [*lines, f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do"]
+    if evaluation.ended:
+        return [*lines, f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on"]
+    return [*lines, *evaluation.opening(), *([f"going on after step {start}"] if start else [])]
 
 
 def _closing(evaluation: Evaluation, step: int, last: Mapping[str, float]) -> list[str]:
-    """Sentences on the saves that no row of metrics follows (`last`: their metrics), and on the evaluations."""
+    """Returns sentences on the saves that no row of metrics follows (`last`: their metrics), and on the evaluations."""
     lines = evaluation.closing(step)
     if last:
-        size, seconds = last["checkpoint_bytes"] / 1e6, last["checkpoint_seconds"]
-        blocking = last["checkpoint_blocked_seconds"]
-        lines.insert(0, f"last save: {size:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking")
+        size, seconds, blocking = (last[f"checkpoint_{name}"] for name in ("bytes", "seconds", "blocked_seconds"))
+        lines.insert(0, f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking")
     return lines
 
 

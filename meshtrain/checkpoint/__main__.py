@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -29,24 +29,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one_step = "a run directory (its newest step is taken) or one step"
     any_steps = "a run directory, its checkpoints/, or one step"
-    for name, text, paths in (
-        ("ls", "steps, dates, losses and sizes", {"directory": any_steps}),
-        ("show", "one step: losses, config, versions, the tree of arrays", {"directory": one_step}),
-        ("verify", "compare every file with its digest; exit code 1 if a step is damaged", {"directory": any_steps}),
-        ("diff", "what differs between two checkpoints; exit code 1 if anything does", {"first": one_step, "second": one_step}),
+    for function, text, paths in (
+        (ls, "steps, dates, losses and sizes", {"directory": any_steps}),
+        (show, "one step: losses, config, versions, the tree of arrays", {"directory": one_step}),
+        (verify, "compare every file with its digest; exit code 1 if a step is damaged", {"directory": any_steps}),
+        (diff, "what differs between two checkpoints; exit code 1 if anything does", {"first": one_step, "second": one_step}),
     ):  # fmt: skip
-        parsed = commands.add_parser(name, help=text, description=text)
+        parsed = commands.add_parser(function.__name__, help=text, description=text)
+        parsed.set_defaults(function=function)
         for path, meaning in paths.items():
             parsed.add_argument(path, type=Path, help=meaning)
-        if name in ("show", "verify"):
+        if function in (show, verify):
             text = "this step of a run: its number, newest, or best (the lowest eval loss)"
             parsed.add_argument("--step", type=_step, metavar="N", help=text)
-        if name == "diff":
+        if function is diff:
             parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
     options = parser.parse_args(arguments)
-    functions: dict[str, Callable[[argparse.Namespace], int]] = {"ls": ls, "show": show, "verify": verify, "diff": diff}
     try:
-        return functions[options.command](options)
+        code: int = options.function(options)
+        return code
     except OSError as error:
         if not error.filename:
             raise
@@ -68,9 +69,8 @@ def ls(options: argparse.Namespace) -> int:
         saved = m.saved.replace("+00:00", "Z")
         mark = "  best" if directory in best else ""
         print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}{mark}")
-    one = directories == [options.directory.absolute()]
-    for path in [] if one else sorted(directories[0].parent.iterdir()):
-        if path not in directories:
+    if directories != [options.directory.absolute()]:
+        for path in sorted(set(directories[0].parent.iterdir()) - set(directories)):
             name = path.name if path.name.isprintable() else ascii(path.name)
             print(f"{name:>9}  no checkpoint: {_kind(path)}")
     return INTACT
@@ -86,7 +86,8 @@ def _kind(path: Path) -> str:
 
 
 def show(options: argparse.Namespace) -> int:
-    directory, m = _read((_directories(options.directory) if options.step is None else _named(options))[-1])
+    directory = _named(options)[-1]
+    m = _manifest(directory)
     print(f"step {m.step} in {short(directory)}")
     size = units.size(digests.total_bytes(directory))
     print(f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {size}")
@@ -111,7 +112,7 @@ def show(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     damaged = False
-    for directory in _directories(options.directory) if options.step is None else _named(options):
+    for directory in _named(options):
         began = time.perf_counter()
         try:
             StepManifest.read(directory)
@@ -130,16 +131,23 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-    (first, a), (second, b) = (_read(_directories(path)[-1]) for path in (options.first, options.second))
-    for directory in () if options.no_values else (first, second):
-        if damage := digests.problems(directory):
-            raise ConfigError(f"{directory} is damaged: {'; '.join(damage)}; --no-values compares all but the arrays.")
-    lines = list(_differences(first, a, second, b, values=not options.no_values))
+    first, second = (_directories(path)[-1] for path in (options.first, options.second))
+    a, b = _manifest(first), _manifest(second)
+    lines = list(_differences(a, b))
+    if not options.no_values:
+        for directory in (first, second):
+            if damage := digests.problems(directory):
+                damaged = f"{directory} is damaged: {'; '.join(damage)}"
+                raise ConfigError(f"{damaged}; --no-values compares all but the arrays.")
+        for name in sorted(a.leaves.keys() & b.leaves.keys()):
+            if _type(a, name) == _type(b, name):
+                lines += _compare(name, _array(first, name, a), _array(second, name, b))
     print("\n".join(lines) if lines else "the same")
     return DAMAGED if lines else INTACT
 
 
-def _differences(first: Path, a: StepManifest, second: Path, b: StepManifest, values: bool) -> Iterator[str]:
+def _differences(a: StepManifest, b: StepManifest) -> Iterator[str]:
+    """Yields a line on each thing in which two manifests differ."""
     for what in ("step", "loss", "eval_loss"):
         if getattr(a, what) != getattr(b, what):
             yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
@@ -152,11 +160,13 @@ def _differences(first: Path, a: StepManifest, second: Path, b: StepManifest, va
         if a.versions.get(name) != b.versions.get(name):
             yield f"version {name}: {a.versions.get(name)} | {b.versions.get(name)}"
     for name in sorted(a.leaves.keys() | b.leaves.keys()):
-        old, new = (f"{r['dtype']}{r['shape']}" if r else "absent" for r in (a.leaves.get(name), b.leaves.get(name)))
-        if old != new:
-            yield f"array {name}: {old} | {new}"
-        elif values and (sentence := _compare(_array(first, name, a), _array(second, name, b))):
-            yield f"array {name}: {sentence}"
+        if _type(a, name) != _type(b, name):
+            yield f"array {name}: {_type(a, name)} | {_type(b, name)}"
+
+
+def _type(manifest: StepManifest, name: str) -> str:
+    record = manifest.leaves.get(name)
+    return f"{record['dtype']}{record['shape']}" if record else "absent"
 
 
 def _array(directory: Path, name: str, manifest: StepManifest) -> np.ndarray:
@@ -165,12 +175,12 @@ def _array(directory: Path, name: str, manifest: StepManifest) -> np.ndarray:
     return np.asarray(arrays.read(directory / steps.place(record), {name: target})[name])
 
 
-def _compare(a: np.ndarray, b: np.ndarray) -> str | None:
+def _compare(name: str, a: np.ndarray, b: np.ndarray) -> Iterator[str]:
     different = (a != b) & ~((a != a) & (b != b))  # NaNs are the same
-    if not different.any():
-        return None
-    largest = np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))
-    return f"{int(different.sum()):,} of {a.size:,} numbers differ, by up to {largest:.3g} (largest {np.max(np.abs(a)):.3g})"
+    if different.any():
+        largest = np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))
+        by = f"by up to {largest:.3g} (largest {np.max(np.abs(a)):.3g})"
+        yield f"array {name}: {int(different.sum()):,} of {a.size:,} numbers differ, {by}"
 
 
 def _directories(path: Path) -> list[Path]:
@@ -183,12 +193,14 @@ def _directories(path: Path) -> list[Path]:
 
 
 def _named(options: argparse.Namespace) -> list[Path]:
-    """Returns the one step that --step names; ConfigError if there is none."""
-    directories, path = _directories(options.directory), options.directory.absolute()
+    """Returns the one step that --step names, or all; ConfigError if there is none."""
+    directories = _directories(options.directory)
+    if options.step is None:
+        return directories
     if options.step == "newest":
         return directories[-1:]
     if options.step == "best":
-        if best := by_eval_loss(path)[:1]:
+        if best := by_eval_loss(options.directory.absolute())[:1]:
             return best
         raise ConfigError(no_best(options.directory, ()))
     if named := [d for d in directories if d.name == options.step]:
@@ -203,9 +215,9 @@ def _step(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is none; give a number, newest or best")
 
 
-def _read(directory: Path) -> tuple[Path, StepManifest]:
+def _manifest(directory: Path) -> StepManifest:
     try:
-        return directory, StepManifest.read(directory)
+        return StepManifest.read(directory)
     except UNREADABLE as problem:
         raise ConfigError(f"{directory} cannot be read: {problem}.") from None
 

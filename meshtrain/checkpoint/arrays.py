@@ -40,9 +40,8 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
 
     ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand.
     """
-    # Orbax refuses to read nothing
     if not targets:
-        return {}
+        return {}  # Orbax refuses to read nothing
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.pytree.loading.partial_load = True
@@ -72,10 +71,7 @@ def freed_blocks_returned() -> Iterator[None]:
     glibc learns to keep freed blocks of up to 32 MB for itself, in an arena a thread; what is read and rearranged in many parts
     then peaks at up to twice its size (experiments/bench_checkpoint.py). No effect with another C library.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
-        yield
-        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
     mallopt(M_MMAP_THRESHOLD, SMALL)
     try:
         yield
@@ -83,23 +79,17 @@ def freed_blocks_returned() -> Iterator[None]:
         mallopt(M_MMAP_THRESHOLD, ADAPTED)
 
 
-# --- a save that fails is reported in one sentence by whoever asked for it; what Orbax and its threads print besides is left out
-
 unraisable_hook = sys.unraisablehook  # the one before ours
 
 
 def without_tracebacks() -> None:
-    """Keeps Orbax from logging tracebacks of its own, and its closed event loops, and what was to run on them, from being reported."""
-    logging.getLogger("absl").addFilter(_is_no_traceback)
+    """Keeps Orbax and its threads from printing tracebacks of a save that failed, which is reported in one sentence anyway."""
+    logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
     # The garbage collector meets them whenever it comes by.
     warnings.filterwarnings("ignore", r"coroutine 'OrbaxLayout\..*' was never awaited", RuntimeWarning)
     if sys.unraisablehook is not _report:
         global unraisable_hook
         unraisable_hook, sys.unraisablehook = sys.unraisablehook, _report
-
-
-def _is_no_traceback(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _report(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -18,13 +18,15 @@ from meshtrain.run.versions import versions
 from meshtrain.step import Program, State
 
 
-class Checkpointer:
+class Checkpointer(Saver):
     """Restores and saves the states of `program`; holds its run directory's lock until `close`.
 
     `say` takes what a person should know, on the first process; by default it goes to stderr. ConfigError if another run is in
     the directory. With several processes all of them call every method alike. `read` holds the digests of what the data are read
     from, `digest` and `validation_digest`: every checkpoint keeps them, and one that was trained on other data is refused.
     """
+
+    lock: RunLock | None = None  # on the first process
 
     def __init__(
         self,
@@ -33,12 +35,10 @@ class Checkpointer:
         say: Callable[[str], None] = say,
         read: Mapping[str, str] | None = None,
     ) -> None:
-        self.config, self.program, self._data_digests = config, program, dict(read or {})
-        self._converter = GlobalArrays(program)
-        self._root = Path(config.run.directory).absolute() / CHECKPOINTS
-        self._say = lambda sentence: say(sentence) if is_first() else None
-        self._saver = Saver(config, self._converter, self._root, self._say, self._data_digests)
-        self.lock: RunLock | None = None  # on the first process
+        root = Path(config.run.directory).absolute() / CHECKPOINTS
+        on_first = lambda sentence: say(sentence) if is_first() else None  # noqa: E731
+        super().__init__(config, GlobalArrays(program), root, on_first, dict(read or {}))
+        self.program = program
         if config.checkpoint.allow or config.checkpoint.weights_only:
             from meshtrain.checkpoint.restoring import check_keys
 
@@ -55,16 +55,35 @@ class Checkpointer:
         The files of an earlier run, from which this one does not go on, are set aside. ConfigError if the config or the data do not fit
         the checkpoint, or if all there is is damaged, lost or of a newer format.
         """
-        if any(digests != self._data_digests for digests in gathered(self._data_digests)):
+        if any(digests != self.data_digests for digests in gathered(self.data_digests)):
             raise ConfigError(
                 "the processes of this run read different data; on every machine the same must be under data.source."
             )
-        start = find(self.config, self._root, self._say)
+        start = find(self.config, self.root, self.say)
         state, step = (self._init(), 0) if start is None else self._restore(start)
         if start is None or not start.own:
-            first_decides(partial(set_aside_earlier, self._root, self.config.checkpoint.resume, self._say))
-        self._converter.compile()
+            first_decides(partial(set_aside_earlier, self.root, self.config.checkpoint.resume, self.say))
+        self.converter.compile()
         return state, step
+
+    def due(self, step: int) -> bool:
+        """Returns whether checkpoint.every asks for a save after `step`."""
+        return bool(self.config.checkpoint.every) and step % self.config.checkpoint.every == 0
+
+    def close(self) -> None:
+        """Waits for a save that still runs, then lets go of the run directory."""
+        super().close()
+        self._release_lock()
+
+    def _enter(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.lock = RunLock(self.root.parent)
+        for sentence in steps.remove_leftovers(self.root):
+            self.say(sentence)
+
+    def _release_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
     def _init(self) -> State:
         """Returns the state before the first step, with the weights of model.weights if there are any."""
@@ -77,7 +96,7 @@ class Checkpointer:
         initial = layout.map(lambda weight, x: x if weight.adapter else x.delete(), state.params)
         with freed_blocks_returned():
             params = loading.read(layout, Path(weights).expanduser(), initial)
-        self._say(f"started from the weights in {weights}.")
+        self.say(f"started from the weights in {weights}.")
         return self.program.from_weights(state, params)
 
     def _restore(self, start: Start) -> tuple[State, int]:
@@ -85,13 +104,13 @@ class Checkpointer:
 
         weights_only = start.manifest.weights_alone or (self.config.checkpoint.weights_only and not start.own)
         for sentence in first_decides(partial(self._changes, start, weights_only)):
-            self._say(sentence)
+            self.say(sentence)
         with freed_blocks_returned():
             if weights_only:
-                return start_from_weights(self._converter, start, self._say), 0
-            state = restore(self._converter, start, self._say)
+                return start_from_weights(self.converter, start, self.say), 0
+            state = restore(self.converter, start, self.say)
         if start.own:
-            self._saver.go_on_from(start)
+            self.go_on_from(start)
         return state, start.manifest.step
 
     def _changes(self, start: Start, weights_only: bool) -> list[str]:
@@ -106,49 +125,10 @@ class Checkpointer:
         notes += restoring.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
         if not weights_only:
             notes += restoring.compare_versions(manifest.versions, versions())
-            notes += restoring.compare_data(manifest, self.config, self._data_digests, where)
+            notes += restoring.compare_data(manifest, self.config, self.data_digests, where)
             if self.program.islands is not None or any(record.get("islands") for record in manifest.leaves.values()):
                 from meshtrain.checkpoint import resharding
 
                 resharding.check_sync_start(manifest.config, manifest.step, self.config.parallel.sync, where)
-                notes += filter(None, [resharding.regrouping_note(self._converter.entries, manifest.leaves)])
+                notes += resharding.regrouping_notes(self.converter.entries, manifest.leaves)
         return notes
-
-    def due(self, step: int) -> bool:
-        """Whether checkpoint.every asks for a save after `step`."""
-        return bool(self.config.checkpoint.every) and step % self.config.checkpoint.every == 0
-
-    def save(self, step: int, state: State, loss: float, eval_loss: float | None = None) -> None:
-        """Starts writing the state after `step` steps; returns once `state` may be donated. Waits for a save that still runs.
-
-        CheckpointError if that one failed and checkpoint.on_failed_save is stop. A step that is on disk already is not saved again.
-        """
-        self._saver.save(step, state, loss, eval_loss)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the last call, else {}."""
-        return self._saver.metrics()
-
-    @property
-    def newest(self) -> int | None:
-        """The newest step on disk, as far as this process knows."""
-        return self._saver.on_disk
-
-    def wait(self) -> None:
-        """Returns when every save is on disk; CheckpointError if the last one failed."""
-        self._saver.wait()
-
-    def close(self) -> None:
-        """Waits for a save that still runs, then lets go of the run directory."""
-        self._saver.close()
-        self._release_lock()
-
-    def _enter(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        self.lock = RunLock(self._root.parent)
-        for sentence in steps.remove_leftovers(self._root):
-            self._say(sentence)
-
-    def _release_lock(self) -> None:
-        if self.lock is not None:
-            self.lock.release()

@@ -18,6 +18,7 @@ from meshtrain.files import write_atomically
 
 Files = dict[str, tuple[int, list[str]]]  # path within the step -> bytes, digests of its blocks
 BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a time, so that they stay in the cache
+THREADS = min(16, os.cpu_count() or 1)
 
 
 def write(directory: Path, known: Files | None = None) -> int:
@@ -25,16 +26,15 @@ def write(directory: Path, known: Files | None = None) -> int:
     known = known or {}
     paths = sorted(p for p in directory.rglob("*") if p.is_file() and p.name not in (COMMIT, DIGESTS))
     sizes = {str(p.relative_to(directory)): p.stat().st_size for p in paths}
-    new = {name: size for name, size in sizes.items() if name not in known}
-    blocks = [(name, start) for name, size in new.items() for start in range(0, max(size, 1), BLOCK)]
+    blocks = [(n, start) for n, size in sizes.items() if n not in known for start in range(0, max(size, 1), BLOCK)]
     files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
     files |= {name: {"bytes": size, "sha256": expected} for name, (size, expected) in known.items()}
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, digests, strict=True):
             files[name]["sha256"].append(digest)
     write_atomically(directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode())
-    return sum(new.values())
+    return sum(size for name, size in sizes.items() if name not in known)
 
 
 def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
@@ -54,7 +54,7 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
             sentences.append(f"{name} {problem}{_shared(directory / name)}")
         else:
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         in_blocks = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts])
         return sentences + [sentence for sentence in in_blocks if sentence is not None]
 
@@ -101,7 +101,6 @@ def _size_problem(path: Path, size: int) -> str | None:
 def _problem(directory: Path, name: str, start: int, expected: str, block: int) -> str | None:
     try:
         digest = digest_of(directory / name, start, block)
-    # a bad sector, say
     except OSError as error:
         return f"{name} cannot be read: {refusal(error)}"
     if digest == expected:
@@ -110,12 +109,9 @@ def _problem(directory: Path, name: str, start: int, expected: str, block: int) 
 
 
 def _shared(path: Path) -> str:
-    """Returns how a sentence on a damaged file ends: in which other steps it is damaged."""
-    try:
-        others = path.stat().st_nlink - 1
-    except OSError:
-        return ""
-    return f", a file that {others} other{' step has' if others == 1 else ' steps have'} too" if others else ""
+    """Returns the end of a sentence on a damaged file that other steps link to."""
+    others = path.stat().st_nlink - 1 if os.path.exists(path) else 0
+    return f", a file that {others} other{' step has' if others == 1 else ' steps have'} too" if others > 0 else ""
 
 
 def digest_of(path: Path, start: int, block: int) -> str:
@@ -129,7 +125,3 @@ def digest_of(path: Path, start: int, block: int) -> str:
             digest.update(view[:n])
             left -= n
     return digest.hexdigest()
-
-
-def _threads() -> int:
-    return min(16, os.cpu_count() or 1)

@@ -55,7 +55,7 @@ class GlobalArray:
 
     @property
     def parameter(self) -> Placed:
-        """Returns the leaf, of an array that has one."""
+        """The leaf, of an array that has one."""
         assert self.leaf is not None
         return self.leaf
 
@@ -66,7 +66,7 @@ class GlobalArray:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Returns its record in a manifest."""
+        """Its record in a manifest."""
         record: dict[str, Any] = {"shape": list(self.shape), "dtype": str(self.live.dtype)}
         record |= {"islands": self.islands} if self.islands else {}
         return {**record, "frozen": True} if self.frozen else record
@@ -120,18 +120,16 @@ class GlobalArrays:
     def to_write(
         self, state: State | Tree, frozen: bool = True
     ) -> Callable[[], dict[str, jax.Array]] | dict[str, jax.Array]:
-        """Returns the global arrays of a live state, with or without the frozen ones. If they take time to make, returns a function that
-        makes them once, whatever becomes of the state.
+        """Returns the global arrays of a live state, with or without the frozen ones. If they take time to make, returns a function
+        that makes them once, whatever becomes of the state.
         """
         entries = [e for e in self.entries if frozen or not e.frozen]
         if jax.process_count() > 1 or not any(self.batches(entries)):
             return self.arrays(state, frozen)
-        from meshtrain.checkpoint import rearrangement
+        from meshtrain.checkpoint.rearrangement import host_blocks
 
         live = self._by_name(state)
-        blocks = dict(
-            zip((e.name for e in entries), rearrangement.host_blocks([live[e.name] for e in entries]), strict=True)
-        )
+        blocks = host_blocks({e.name: live[e.name] for e in entries})
         return lambda: {e.name: self.assembled(e, blocks.pop(e.name)) for e in entries}
 
     def assembled(self, entry: GlobalArray, blocks: "Sequence[Block]") -> jax.Array:
@@ -188,7 +186,7 @@ class GlobalArrays:
         live_arrays: dict[str, jax.Array] = {}
         for place in steps.PLACES:
             here = [e for e in entries if steps.place(leaves[e.name]) == place]
-            as_stored = [e for e in here if self._is_global(e)]
+            as_stored = [e for e in here if self.is_global(e)]
             live_arrays |= arrays.read(directory / place, {e.name: e.live for e in as_stored})
             for batch in self.batches(here):
                 stored = arrays.read(directory / place, {e.name: self.stored(e) for e in batch})
@@ -218,15 +216,12 @@ class GlobalArrays:
 
     def stored(self, entry: GlobalArray) -> jax.ShapeDtypeStruct:
         """Returns the array on disk, on the mesh."""
-        if self._is_global(entry):
+        if self.is_global(entry):
             return entry.live
         spec = entry.grouped(self._rearrangement(entry).spec)
         return jax.ShapeDtypeStruct(entry.shape, entry.live.dtype, sharding=NamedSharding(self.mesh, spec))
 
-    def as_live(self, entry: GlobalArray, stored: jax.Array) -> jax.Array:
-        return stored if self._is_global(entry) else self.rearranged("live", [entry], [stored])[0]
-
-    def _is_global(self, entry: GlobalArray) -> bool:
+    def is_global(self, entry: GlobalArray) -> bool:
         """Whether the live layout is the global one."""
         leaf = entry.leaf
         return leaf is None or (leaf.padded == leaf.shape and (not leaf.stacked or self.layout.in_order))
@@ -236,7 +231,7 @@ class GlobalArrays:
         sizes = np.cumsum([math.prod(leaf.shape) for leaf in self.layout.flat])
         part = {leaf.name: PARTS * size // (sizes[-1] + 1) for leaf, size in zip(self.layout.flat, sizes, strict=True)}
         batch_of = lambda e: (e.frozen, e.name.removesuffix(e.parameter.name), part.get(e.parameter.name))  # noqa: E731
-        changing = sorted((e for e in entries if not self._is_global(e)), key=lambda e: e.frozen)
+        changing = sorted((e for e in entries if not self.is_global(e)), key=lambda e: e.frozen)
         for _, batch in itertools.groupby(changing, batch_of):
             yield list(batch)
 

@@ -1,4 +1,4 @@
-"""manifest.json of a step: everything of a checkpoint but the arrays, and what it may hold."""
+"""manifest.json of a step: everything of a checkpoint but the arrays; what it may hold is checked, so that no reader need ask."""
 
 import dataclasses
 import datetime
@@ -51,8 +51,8 @@ class StepManifest:
     ) -> "StepManifest":
         return cls(
             step=step,
-            loss=_finite(loss),
-            eval_loss=_finite(eval_loss),
+            loss=float(loss) if math.isfinite(loss) else None,
+            eval_loss=None if eval_loss is None or not math.isfinite(eval_loss) else float(eval_loss),
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             data={"batches": step, **data_digests},
             rng={"seed": config.run.seed, "step": step},
@@ -72,22 +72,17 @@ class StepManifest:
             raise Damaged(problem)
         if problems := digests.problems(directory, only=[MANIFEST]):
             raise Damaged(problems[0])
-        manifest = cls._parsed(steps.parsed(directory / MANIFEST))
+        content = steps.parsed(directory / MANIFEST)
+        if not isinstance(content, dict):
+            raise Damaged(f"{MANIFEST} is no manifest")
+        content = {"hooks": {}, **content}  # older checkpoints have none
+        for name, is_legal in LEGAL.items():
+            if name not in content or not is_legal(content[name]):
+                raise Damaged(f"{MANIFEST} has no legal {name}")
+        manifest = cls(**{name: content[name] for name in LEGAL})
         if steps.is_number(directory.name) and directory.name != str(manifest.step):
             raise Renamed(manifest.step)
         return manifest
-
-    @classmethod
-    def _parsed(cls, content: Any) -> "StepManifest":
-        """Damaged unless everything has the type that is written, so that nobody after this need ask."""
-        if not isinstance(content, dict):
-            raise Damaged(f"{MANIFEST} is no manifest")
-        # Checkpoints from before parts of the model could be replaced do not name them.
-        content = {"hooks": {}, **content}
-        for field in dataclasses.fields(cls):
-            if field.name not in content or not LEGAL[field.name](content[field.name]):
-                raise Damaged(f"{MANIFEST} has no legal {field.name}")
-        return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
 
     def write(self, directory: Path) -> None:
         write_atomically(directory / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1).encode())
@@ -101,24 +96,19 @@ def _is_loss(x: Any) -> bool:
     return x is None or type(x) is float
 
 
-def _is_dtype(name: Any) -> bool:
+def _is_record(x: Any) -> bool:
+    """Whether it is the record of an array."""
     try:
-        if not isinstance(name, str) or np.dtype(name).name != name:
-            return False
-    except (TypeError, ValueError):
+        shape, dtype = x["shape"], np.dtype(x["dtype"])
+    except (KeyError, TypeError, ValueError):
         return False
-    return name == "bool" or jnp.issubdtype(name, jnp.number)
+    is_shape = isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(math.prod(shape))
+    is_dtype = dtype.name == x["dtype"] and (dtype.name == "bool" or jnp.issubdtype(dtype, jnp.number))
+    return is_shape and is_dtype and type(x.get("frozen", True)) is bool
 
 
-def _is_leaf(x: Any) -> bool:
-    if not isinstance(x, dict) or not isinstance(shape := x.get("shape"), list):
-        return False
-    legal = all(map(_is_count, shape)) and _is_count(math.prod(shape)) and _is_dtype(x.get("dtype"))
-    return legal and type(x.get("frozen", True)) is bool
-
-
-def _is_dict(x: Any, is_value: Callable[[Any], bool]) -> bool:
-    return isinstance(x, dict) and all(map(is_value, x.values()))
+def _each(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, dict) and all(map(is_value, x.values()))
 
 
 # What each key of a manifest may hold.
@@ -129,12 +119,8 @@ LEGAL: dict[str, Callable[[Any], bool]] = {
     "saved": lambda x: isinstance(x, str),
     "data": lambda x: isinstance(x, dict) and _is_count(x.get("batches")),
     "rng": lambda x: isinstance(x, dict) and type(x.get("seed")) is int,
-    "leaves": lambda x: _is_dict(x, _is_leaf),
-    "config": lambda x: _is_dict(x, lambda section: isinstance(section, dict)),
-    "versions": lambda x: _is_dict(x, lambda version: isinstance(version, str)),
-    "hooks": lambda x: _is_dict(x, lambda name: isinstance(name, str)),
+    "leaves": _each(_is_record),
+    "config": _each(lambda section: isinstance(section, dict)),
+    "versions": _each(lambda version: isinstance(version, str)),
+    "hooks": _each(lambda name: isinstance(name, str)),
 }
-
-
-def _finite(loss: float | None) -> float | None:
-    return float(loss) if loss is not None and math.isfinite(loss) else None

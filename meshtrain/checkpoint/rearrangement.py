@@ -18,8 +18,9 @@ shardings alone, replicates here):
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -35,15 +36,12 @@ Block = tuple[Bounds, np.ndarray]
 # --- in host memory
 
 
-def host_blocks(live: Sequence[jax.Array]) -> list[list[Block]]:
+def host_blocks(live: Mapping[str, jax.Array]) -> dict[str, list[Block]]:
     """Returns the blocks of each array, each once, in host memory; on CPU devices the arrays' own, which a donation then leaves alone."""
-    shards = [[shard for shard in x.addressable_shards if shard.replica_id == 0] for x in live]
-    for shard in (shard for shards_of_one in shards for shard in shards_of_one):
+    shards = {name: [s for s in x.addressable_shards if s.replica_id == 0] for name, x in live.items()}
+    for shard in itertools.chain(*shards.values()):
         shard.data.copy_to_host_async()
-    return [
-        [(_bounds(shard.index, x.shape), np.asarray(shard.data)) for shard in shards_of_one]
-        for x, shards_of_one in zip(live, shards, strict=True)
-    ]
+    return {name: [(_bounds(s.index, x.shape), np.asarray(s.data)) for s in shards[name]] for name, x in live.items()}
 
 
 def assembled(

@@ -39,7 +39,7 @@ from meshtrain.checkpoint.rearrangement import rearrangement
 from meshtrain.checkpoint.restoring import earlier_config
 from meshtrain.config.reduce import SyncConfig
 from meshtrain.errors import ConfigError
-from meshtrain.parallel.layout import Layout, shard_spec
+from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.sizes import over_islands, q_spread
 from meshtrain.parallel.sync import states
@@ -63,15 +63,11 @@ def restore_residuals(converter: GlobalArrays, start: Start) -> tuple[dict[str, 
     restored = arrays.read(start.directory / steps.ARRAYS, {e.name: e.live for e in same})
     for entry in resharded:
         restored[entry.name] = _reshard_residual(converter, before, start, entry)
-    sentences = []
+    sentences, left_out = [], "what compression had left out of gradients is"
     if resharded:
-        sentences.append(
-            "what compression had left out of gradients is shared out evenly among the ranks of this mesh."
-        )
+        sentences.append(f"{left_out} shared out evenly among the ranks of this mesh.")
     if any(name.startswith(RESIDUAL) for name in leaves.keys() - {e.name for e in entries}):
-        sentences.append(
-            "what compression had left out of gradients is dropped where nothing is fed back from here on."
-        )
+        sentences.append(f"{left_out} dropped where nothing is fed back from here on.")
     if any(_is_residual(e) for e in initial):
         sentences.append("error feedback starts with nothing left out.")
     if not all(_is_residual(e) for e in initial):
@@ -131,18 +127,14 @@ def _reshard_residual(converter: GlobalArrays, before: Layout, start: Start, ent
     # how the compressed part of a gradient lies, without the ranks that have one each
     weight = now if over_islands(layout.config) else replace(now, padded=now.whole, zero_dim=None)
     way = rearrangement(layout, weight, mesh)
-    in_order = weight.padded == weight.shape and (not weight.stacked or layout.in_order)
-    spec = shard_spec(weight) if in_order else way.spec
-    sum_over_ranks = jax.jit(
-        lambda x: before.canonical_leaf(then, jnp.sum(x, axis=0)), out_shardings=NamedSharding(mesh, spec)
-    )
-    total = sum_over_ranks(x)
+    sharding = NamedSharding(mesh, way.spec)
+    total = jax.jit(lambda x: before.canonical_leaf(then, jnp.sum(x, axis=0)), out_shardings=sharding)(x)
     x.delete()
 
     def part(total: jax.Array) -> jax.Array:
-        return (total if in_order else way.to_live(total))[None] / entry.shape[0]
+        return way.to_live(total)[None] / entry.shape[0]
 
-    mapped = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=entry.live.sharding.spec, check_vma=False)
+    mapped = jax.shard_map(part, mesh=mesh, in_specs=way.spec, out_specs=entry.live.sharding.spec, check_vma=False)
     return jax.block_until_ready(jax.jit(mapped)(total))
 
 
@@ -178,18 +170,20 @@ def check_sync_start(old: Mapping[str, Any], step: int, sync: SyncConfig, where:
         )
 
 
-def regrouping_note(entries: Sequence[GlobalArray], leaves: Leaves) -> str | None:
+def regrouping_notes(entries: Sequence[GlobalArray], leaves: Leaves) -> list[str]:
     """Returns a sentence where this run has other groups than the checkpoint."""
     pairs = {(leaves[e.name].get("islands", 0), e.islands) for e in entries if e.name in leaves}
-    changed = [(was, now) for was, now in pairs if was != now]
-    if not changed:
-        return None
-    was, now = changed[0]
-    if not was:
-        return f"the {now} islands begin with the weights and moments of the checkpoint, whose data ranks were all brought together at every step."
-    then = f"each of the {now} islands begins with" if now else "the run goes on with"
-    weights = "weights and moments, and the outer momentum is kept" if now else "moments, and the outer model"
-    return f"the checkpoint has {was} islands of their own: {then} the mean of their {weights}."
+    for was, now in pairs:
+        if not was and now:
+            weights = "the weights and moments of the checkpoint"
+            return [
+                f"the {now} islands begin with {weights}, whose data ranks were all brought together at every step."
+            ]
+        if was != now:
+            then = f"each of the {now} islands begins with" if now else "the run goes on with"
+            weights = "weights and moments, and the outer momentum is kept" if now else "moments, and the outer model"
+            return [f"the checkpoint has {was} islands of their own: {then} the mean of their {weights}."]
+    return []
 
 
 def from_means(
@@ -240,7 +234,8 @@ def _mean(
         mean_and_finite = jax.jit(partial(_mean_and_finite, entry.name), out_shardings=shardings)
         array, each = mean_and_finite(array, all_finite if finite is None else finite)
         all_finite = np.asarray(each)
-    return _of_all_groups(converter.as_live(one, array), entry), all_finite
+    live = array if converter.is_global(one) else converter.rearranged("live", [one], [array])[0]
+    return _of_all_groups(live, entry), all_finite
 
 
 def _mean_and_finite(name: str, x: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -71,12 +71,12 @@ class Saver:
         data_digests: Mapping[str, str],
     ) -> None:
         self.config, self.converter, self.root, self.say, self.data_digests = config, converter, root, say, data_digests
-        self.newest: int | None = None  # the last step whose save is settled
         self._frozen = steps.frozen({e.name: e.record for e in converter.entries})
         if self._frozen and is_first():
             from meshtrain.checkpoint.frozen import FrozenCopies
 
             self._copies = FrozenCopies(config.checkpoint.keep, say)
+        self._settled: int | None = None  # the last step whose save is known to be on disk
         self._failure: str | None = None  # why the last save failed
         self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -85,24 +85,28 @@ class Saver:
 
     def go_on_from(self, start: Start) -> None:
         """The run goes on from a step of its own, verified and restored."""
-        self.newest = start.manifest.step
+        self._settled = start.manifest.step
         before = steps.frozen(start.manifest.leaves)
         if before == self._frozen:
             self._add_copy(start.directory)
         elif other := [name for name, record in before.items() if record != self._frozen.get(name)]:
             was, now = (records.get(other[0], {}).get("dtype") for records in (before, self._frozen))
             self.say(
-                f"{other[0]} is frozen as {was} in {start.directory} and held as {now} from here on: what is frozen is written again."
+                f"{other[0]} is frozen as {was} in {start.directory} and held as {now} from here on: "
+                "what is frozen is written again."
             )
 
-    def save(self, step: int, state: State, loss: float, eval_loss: float | None) -> None:
-        """Starts writing; returns once `state` may be donated. CheckpointError if the save before failed and that is to stop the run."""
+    def save(self, step: int, state: State, loss: float, eval_loss: float | None = None) -> None:
+        """Starts writing the state after `step` steps; returns once it may be donated. Waits for a save that still runs.
+
+        CheckpointError if that one failed and checkpoint.on_failed_save is stop. A step that is on disk already is not saved again.
+        """
         began = time.perf_counter()
         if failure := self._settle():
             if self.config.checkpoint.on_failed_save == "stop":
                 raise CheckpointError(failure)
             self.say(failure)
-        if step == self.newest:
+        if step == self._settled:
             return
         directory = self.root / f"{step}{steps.WRITING}"
         write: Callable[[], Written] | Exception
@@ -112,7 +116,12 @@ class Saver:
             reason, is_linked = gathered([refused, linked is not None])[0]
             if reason:
                 raise _NoDirectory(reason)
-            write = self._copy_to_host(directory, state, is_linked)
+            values = self.converter.to_write(state, frozen=not is_linked)
+            if callable(values):
+                write = lambda make=values: self._begin(directory, make())  # noqa: E731
+            else:
+                written = self._begin(directory, values)
+                write = lambda: written  # noqa: E731
         # reported, and counted as failed, when the save is settled
         except Exception as error:
             write = error
@@ -122,16 +131,16 @@ class Saver:
         self._writing = step, finish
 
     @property
-    def on_disk(self) -> int | None:
-        """The last step that is on disk; the first process knows of a save as soon as it is, the others when the next one begins."""
+    def newest(self) -> int | None:
+        """The newest step on disk; the first process knows of a save as soon as it is, the others when the next one begins."""
         if self._writing is not None and is_first():
             step, finish = self._writing
             if finish.done() and finish.result() is None:
                 return step
-        return self.newest
+        return self._settled
 
     def wait(self) -> None:
-        """Waits for the save under way; CheckpointError if the last one failed."""
+        """Returns when every save is on disk; CheckpointError if the last one failed."""
         self._settle()
         if self._failure:
             raise CheckpointError(self._failure)
@@ -143,7 +152,7 @@ class Saver:
         self._pool.shutdown()
 
     def metrics(self) -> dict[str, float]:
-        """Returns sums over the saves finished since the last call, {} if there is none."""
+        """Returns checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the last call, else {}."""
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
         return {name: sum(save[name] for save in finished) for name in finished[0]} if finished else {}
 
@@ -157,7 +166,7 @@ class Saver:
         # a process's own reason comes first
         self._failure = min((f for f in failures if f), key=lambda f: ELSEWHERE in f, default=None)
         if self._failure is None:
-            self.newest = step
+            self._settled = step
             self._add_copy(self.root / str(step))
         elif self._copies is not None:
             self._copies.keep_one()
@@ -169,22 +178,14 @@ class Saver:
 
     def _make_directory(self, directory: Path) -> tuple[str | None, digests.Files | None]:
         """Makes the directory, on the first process; returns why it cannot be made, or None, and the files that are linked into it."""
+        if not is_first():
+            return None, None
         try:
-            if is_first():
-                self._make_room(directory)
-                directory.mkdir(parents=True)
-                return None, None if self._copies is None else self._copies.link(directory)
+            self._make_room(directory)
+            directory.mkdir(parents=True)
+            return None, None if self._copies is None else self._copies.link(directory)
         except OSError as error:
             return str(error), None
-        return None, None
-
-    def _copy_to_host(self, directory: Path, state: State, linked: bool) -> Callable[[], Written]:
-        """Takes the values to be written from the state; returns the rest of the work, for the thread."""
-        values = self.converter.to_write(state, frozen=not linked)
-        if callable(values):
-            return lambda: self._begin(directory, values())
-        written = self._begin(directory, values)
-        return lambda: written
 
     def _begin(self, directory: Path, values: Mapping[str, jax.Array]) -> Written:
         """Has Orbax begin to write each place's arrays."""
@@ -228,18 +229,16 @@ class Saver:
                 self._finished.append(spent | {"checkpoint_bytes": written})
         # whatever it was, training need not end with it: on_failed_save says
         except Exception as error:
-            # Before what was written is removed, which makes room.
+            # asked before what was written is removed, which makes room
             reason = _reason(error, self.root)
-            # The others see by this that there is nothing to wait for.
+            # The other processes see by this that there is nothing to wait for. What could not be made is not ours to remove.
             if not isinstance(error, _NoDirectory):
-                # Under this name it is gone at once, though not all may go while others still write there.
                 with contextlib.suppress(OSError):
                     steps.remove(directory)
-            before = self.newest is not None and (self.root / str(self.newest) / steps.COMMIT).exists()
-            intact = f"step {self.newest} is intact" if before else "there is none before it"
+            before = self._settled is not None and (self.root / str(self._settled) / steps.COMMIT).exists()
+            intact = f"step {self._settled} is intact" if before else "there is none before it"
             return f"the checkpoint of step {step} could not be written: {reason}; {intact}."
         if is_first():
-            # The save is done, whether or not there is room for the note.
             try:
                 note_checkpoint(self.root.parent, step)
             except OSError as error:
@@ -278,8 +277,8 @@ class Saver:
 
 
 def _failure(response: Response | Exception, directory: Path, final: Path) -> Exception | None:
-    """Waits until Orbax has written; returns what kept it from it. _FailedElsewhere once another process has removed the directory: Orbax
-    itself would wait for five minutes.
+    """Waits until Orbax has written; returns what kept it from it. _FailedElsewhere once another process has removed the directory:
+    Orbax itself would wait for five minutes.
     """
     if isinstance(response, Exception):
         return response
@@ -295,9 +294,8 @@ def _failure(response: Response | Exception, directory: Path, final: Path) -> Ex
                 response.result(POLL_EVERY)
                 return None
             except TimeoutError:
-                # One of Orbax's own, which comes whenever it is asked.
                 if time.monotonic() - began < POLL_EVERY / 2:
-                    raise
+                    raise  # Orbax's own, and not that of this look
             if not _is_there(directory, opened) and not final.exists():
                 raise _FailedElsewhere(ELSEWHERE)
     except Exception as error:

@@ -3,12 +3,13 @@
 Everything random in it is a function of run.seed, the step and the row: the same on every mesh, and after a resume.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from meshtrain.config.key import Resume, key
 from meshtrain.config.model import positions_of
-from meshtrain.errors import ConfigError, listed_divisors
+from meshtrain.errors import listed_divisors
 from meshtrain.families import FAMILIES
 from meshtrain.sources import SOURCES, has_images, has_text
 
@@ -49,74 +50,55 @@ class ImagesConfig:
 # fmt: on
 
 
-def check(config: Any) -> None:
-    """Raises ConfigError for keys that contradict a family of images, or one of text."""
+def problems(config: Any) -> Iterator[str]:
+    """Yields a sentence on keys that contradict a family of images, or one of text."""
     model, data, train = config.model, config.data, config.train
-    family = FAMILIES[model.family]
+    family, of_images = FAMILIES[model.family], " or ".join(name for name in FAMILIES if FAMILIES[name].images)
+    reads = f"model.family {family.name} reads {'images' if family.images else 'text'}"
     for name, value, wanted in (("data.format", data.format, IMAGES), ("train.objective", train.objective, "classify")):
         if family.images and value != wanted:
-            raise ConfigError(
-                f"{name} is {value}, but model.family {family.name} reads images; leave it out, or set it to {wanted}."
-            )
+            yield f"{name} is {value}, but {reads}; leave it out, or set it to {wanted}."
         if value == wanted and not family.images:
-            raise ConfigError(
-                f"{name} is {value}, but model.family {family.name} reads text; of images is {_families()}."
-            )
-    if not family.images:
-        if data.images != ImagesConfig():
-            raise ConfigError(
-                f"the section data.images asks for something, but model.family {family.name} reads text; of images is {_families()}."
-            )
-        if not has_text(data.source):
-            raise ConfigError(
-                f"data.source is {data.source}, which holds images, but model.family {family.name} reads text; of images is {_families()}."
-            )
+            yield f"{name} is {value}, but {reads}; of images is {of_images}."
+    if family.images:
+        yield from _source_problems(data)
+        yield from _size_problems(model, data.images)
+        if train.sequence_length != (positions := positions_of(model)):
+            but = f"but an image has {positions} positions of model.patch_size {model.patch_size}"
+            yield f"train.sequence_length is {train.sequence_length}, {but}; leave it out."
         return
-    _check_source(data)
-    _check_sizes(model, data.images)
-    if train.sequence_length != (positions := positions_of(model)):
-        raise ConfigError(
-            f"train.sequence_length is {train.sequence_length}, but an image has {positions} positions of model.patch_size {model.patch_size}; "
-            "leave it out."
-        )
+    if data.images != ImagesConfig():
+        yield f"the section data.images asks for something, but {reads}; of images is {of_images}."
+    if not has_text(data.source):
+        yield f"data.source is {data.source}, which holds images, but {reads}; of images is {of_images}."
 
 
-def _families() -> str:
-    return " or ".join(name for name in FAMILIES if FAMILIES[name].images)
-
-
-def _check_source(data: Any) -> None:
+def _source_problems(data: Any) -> Iterator[str]:
     words = " or ".join(filter(has_images, SOURCES))
     for name, value in (("data.source", data.source), ("data.validation_source", data.validation_source)):
         if value is not None and not has_images(value):
-            raise ConfigError(f"{name} is {value}, which holds no images; name a folder of them, arrays, or {words}.")
+            yield f"{name} is {value}, which holds no images; name a folder of them, arrays, or {words}."
     if data.source in SOURCES and SOURCES[data.source].rows is not None and data.validation_source is not None:
-        raise ConfigError(
-            f"data.validation_source is given, but with data.source {data.source} the held-out images are drawn too; leave it out."
-        )
+        with_source = f"with data.source {data.source} the held-out images are drawn too"
+        yield f"data.validation_source is given, but {with_source}; leave it out."
     # Keys of text alone, and their defaults.
     for name, default in (("batching", "window"), ("mixture", ()), ("template", None), ("tokenizer", "byte")):
         if (value := getattr(data, name)) != default:
-            raise ConfigError(f"data.{name} is {value}, but images have none; leave it out.")
+            yield f"data.{name} is {value}, but images have none; leave it out."
 
 
-def _check_sizes(model: Any, images: ImagesConfig) -> None:
-    if model.image_size % model.patch_size:
-        raise ConfigError(
-            f"model.patch_size {model.patch_size} does not divide model.image_size {model.image_size}; legal are {listed_divisors(model.image_size)}."
-        )
+def _size_problems(model: Any, images: ImagesConfig) -> Iterator[str]:
+    size, channels = model.image_size, model.channels
+    if size % model.patch_size:
+        legal = listed_divisors(size)
+        yield f"model.patch_size {model.patch_size} does not divide model.image_size {size}; legal are {legal}."
     for name in ("mean", "std"):
-        if len(values := getattr(images, name)) not in (0, 1, model.channels):
-            raise ConfigError(
-                f"data.images.{name} has {len(values)} numbers, but model.channels is {model.channels}; give one, or one for each channel."
-            )
-    if images.policy != "none" and model.channels not in (1, 3):
-        raise ConfigError(
-            f"data.images.policy is {images.policy}, but model.channels is {model.channels}; its operations are for 1 (grey) and 3 (red, green, "
-            "blue)."
-        )
-    if images.shift >= model.image_size:
-        raise ConfigError(
-            f"data.images.shift is {images.shift}, which moves images of model.image_size {model.image_size} out of sight; legal are at most "
-            f"{model.image_size - 1}."
-        )
+        if len(values := getattr(images, name)) not in (0, 1, channels):
+            has = f"has {len(values)} numbers, but model.channels is {channels}"
+            yield f"data.images.{name} {has}; give one, or one for each channel."
+    if images.policy != "none" and channels not in (1, 3):
+        but = f"but model.channels is {channels}; its operations are for 1 (grey) and 3 (red, green, blue)"
+        yield f"data.images.policy is {images.policy}, {but}."
+    if images.shift >= size:
+        moves = f"which moves images of model.image_size {size} out of sight"
+        yield f"data.images.shift is {images.shift}, {moves}; legal are at most {size - 1}."

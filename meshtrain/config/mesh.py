@@ -7,7 +7,7 @@ Data is cut into islands of equal size; `MeshConfig.shape` has the axes of the m
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshtrain.config.key import key
@@ -84,19 +84,20 @@ class MeshConfig:
 # fmt: on
 
 
-def check(mesh: MeshConfig) -> None:
-    """Raises ConfigError for islands that data cannot be cut into, and for an order that is none of the axes."""
+def problems(mesh: MeshConfig) -> Iterator[str]:
+    """Yields a sentence on islands that data cannot be cut into, and on an order that is none of the axes."""
     if mesh.data % mesh.islands:
-        raise ConfigError(
-            f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {listed_divisors(mesh.data)}."
-        )
+        legal = listed_divisors(mesh.data)
+        yield f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {legal}."
+    must_be = f"it must be {', '.join(ORDER)} in any order"
     for axis in mesh.order:
         if axis not in ORDER:
-            raise ConfigError(
-                f"mesh.order has {short(repr(axis))}; it must be {', '.join(ORDER)} in any order"
-                + (nearest(axis, ORDER) or ".")
-            )
-    if len(mesh.order) != len(ORDER) or set(mesh.order) != set(ORDER):
-        raise ConfigError(
-            f"mesh.order is [{', '.join(mesh.order)}]; it must be {', '.join(ORDER)} in any order, each once."
-        )
+            yield f"mesh.order has {short(repr(axis))}; {must_be}{nearest(axis, ORDER) or '.'}"
+    if sorted(mesh.order) != sorted(ORDER):
+        yield f"mesh.order is [{', '.join(mesh.order)}]; {must_be}, each once."
+
+
+def check(mesh: MeshConfig) -> None:
+    """Raises ConfigError for a section that contradicts itself."""
+    for sentence in problems(mesh):
+        raise ConfigError(sentence)

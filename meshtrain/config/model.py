@@ -1,5 +1,6 @@
 """What is trained: the sections `model` and `lora`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,36 +41,24 @@ def positions_of(model: "ModelConfig") -> int:
     return patches_of(model)[0] + (model.pool == "class")
 
 
-def check(model: "ModelConfig") -> None:
-    """Raises ConfigError for keys of a resolved section that contradict each other."""
-    family = FAMILIES[model.family]
-    if model.heads % model.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {listed_divisors(model.heads)}."
-        )
-    if family.rotary and model.head_dim % 2:
-        raise ConfigError(
-            f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
-        )
-    if model.window and not family.causal:
-        raise ConfigError(
-            f"model.window is {model.window}, but in {family.name} attention goes both ways, and a window reaches back only; leave it out."
-        )
-    if family.images:
-        _check_images(model)
-
-
-def _check_images(model: "ModelConfig") -> None:
+def problems(model: "ModelConfig") -> Iterator[str]:
+    """Yields a sentence on keys of a resolved section that contradict each other."""
     family, positions = FAMILIES[model.family], positions_of(model)
-    for name in ("tied_head", "scaled_embedding"):
+    if model.heads % model.kv_heads:
+        legal = listed_divisors(model.heads)
+        yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
+    if family.rotary and model.head_dim % 2:
+        yield f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
+    if model.window and not family.causal:
+        but = f"but in {family.name} attention goes both ways, and a window reaches back only"
+        yield f"model.window is {model.window}, {but}; leave it out."
+    for name in ("tied_head", "scaled_embedding") if family.images else ():
         if getattr(model, name):
-            raise ConfigError(
-                f"model.{name} is true, but {family.name} reads patches, and has no embedding of tokens; leave it out."
-            )
-    if family.positions == "learned" and model.max_positions != positions:
-        raise ConfigError(
-            f"model.max_positions is {model.max_positions}, but an image has {positions} positions; leave it out, and it follows."
-        )
+            but = f"but {family.name} reads patches, and has no embedding of tokens"
+            yield f"model.{name} is true, {but}; leave it out."
+    if family.images and family.positions == "learned" and model.max_positions != positions:
+        but = f"but an image has {positions} positions"
+        yield f"model.max_positions is {model.max_positions}, {but}; leave it out, and it follows."
 
 
 # A key keeps together what it says.

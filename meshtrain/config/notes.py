@@ -18,12 +18,8 @@ def notes(config: Config) -> list[str]:
 
 
 def _notes(config: Config) -> Iterator[str]:
-    mesh, parallel, batch, rows = (
-        config.mesh,
-        config.parallel,
-        config.train.global_batch_size,
-        padded_batch_size(config),
-    )
+    mesh, parallel = config.mesh, config.parallel
+    batch, rows = config.train.global_batch_size, padded_batch_size(config)
     if rows > batch:
         yield (
             f"train.global_batch_size {batch} does not divide over mesh.data {mesh.data} x parallel.microbatches {parallel.microbatches}: "
@@ -46,15 +42,13 @@ def _notes(config: Config) -> Iterator[str]:
         if parallel.layer_split is not None:
             yield "parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage."
     if mesh.islands > 1 and parallel.zero_stage and mesh.shards == 1:
-        yield (
-            f"parallel.zero_stage {parallel.zero_stage} shards nothing: each of the {mesh.islands} islands is one data rank, and has all of "
-            "the state."
-        )
+        each = f"each of the {mesh.islands} islands is one data rank, and has all of the state"
+        yield f"parallel.zero_stage {parallel.zero_stage} shards nothing: {each}."
     uncompressed = (parallel.reduce.algorithm, parallel.reduce.compression) == ("psum", "none")
     if mesh.islands > 1 and not parallel.zero_stage and uncompressed and not parallel.sync.every:
         yield (
-            f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: every data rank has all of the state, and gradients are "
-            "summed over all of data at once."
+            f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: every data rank has all of the state, and "
+            "gradients are summed over all of data at once."
         )
 
 
@@ -67,16 +61,12 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
         return f"{simulate(table, Durations()).bubble_fraction:.0%}"
 
     if microbatches < stages:
+        better = "more would shorten that"
         # The table of a file is for one number of microbatches.
-        better = (
-            f"{4 * stages} would bring that to {idle(4 * stages)}."
-            if schedule in SCHEDULES
-            else "more would shorten that."
-        )
-        yield (
-            f"parallel.microbatches {microbatches} is fewer than mesh.pipeline {stages}: every stage idles {idle(microbatches)} of the step; "
-            + better
-        )
+        if schedule in SCHEDULES:
+            better = f"{4 * stages} would bring that to {idle(4 * stages)}"
+        few = f"parallel.microbatches {microbatches} is fewer than mesh.pipeline {stages}"
+        yield f"{few}: every stage idles {idle(microbatches)} of the step; {better}."
     # What one program for all stages costs a table of one's own; the named schedules are made for it.
     entry = SCHEDULES.get(schedule)
     if entry and entry.formulas:

@@ -1,12 +1,12 @@
 """How gradients travel over data: the sections `parallel.reduce` and `parallel.sync`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshtrain.allreduce import ALGORITHMS
 from meshtrain.compression import COMPRESSIONS
 from meshtrain.config.key import Resume, key
-from meshtrain.errors import ConfigError
 
 # Of top-k's ratio: a number with its place takes twice the bytes of a float32.
 MOST_RATIO = 0.5
@@ -98,40 +98,60 @@ def keeps_feedback(config: Any) -> bool:
     return reduce.compression != "none" and (reduce.feedback or COMPRESSIONS[reduce.compression].low_rank)
 
 
-def check(config: Any) -> None:
-    """ConfigError for gradients that cannot travel so."""
-    _check_algorithm(config)
-    _check_compression(config)
-    _check_kept(config)
-    _check_sync(config)
+def problems(config: Any) -> Iterator[str]:
+    """Yields a sentence on gradients that cannot travel so."""
+    yield from _algorithm_problems(config)
+    yield from _compression_problems(config)
+    yield from _sync_problems(config)
 
 
-def _check_compression(config: Any) -> None:
-    reduce, zero = config.parallel.reduce, config.parallel.zero_stage
-    if reduce.compression != "none" and reduce.over == "data" and config.mesh.data > 1 and not zero:
-        out = "set it to 1, 2 or 3" + (", or parallel.reduce.over to islands." if config.mesh.islands > 1 else ".")
-        raise ConfigError(
-            f"parallel.reduce.compression {reduce.compression} over data is for gradients that ZeRO scatters, but parallel.zero_stage is 0; {out}"
+def _algorithm_problems(config: Any) -> Iterator[str]:
+    mesh, zero, reduce = config.mesh, config.parallel.zero_stage, config.parallel.reduce
+    named, algorithm = f"parallel.reduce.algorithm is {reduce.algorithm}", ALGORITHMS[reduce.algorithm]
+    if reduce.algorithm == "psum" or mesh.data == 1:
+        return
+    if reduce.compression != "none":
+        other = f"parallel.reduce.compression {reduce.compression}, which has an exchange of its own"
+        yield f"{named}, and {other}; leave one of them out."
+    if algorithm.by_levels and mesh.islands == 1:
+        yield f"{named}, which sums in islands first, but mesh.islands is 1; give mesh.islands, or algorithm ring."
+    if not zero or mesh.shards == 1:
+        return
+    # On CPU a stage that is idle skips its work, and a message is one of all devices: those that skip it would be waited for.
+    if zero >= 2 and mesh.pipeline > 1 and not config.parallel.zero_hold:
+        yield (
+            f"{named}, whose messages all stages send together, but with parallel.zero_stage {zero} and mesh.pipeline "
+            f"{mesh.pipeline} each stage scatters gradients by itself; set parallel.zero_hold to true."
+        )
+    if why := algorithm.no_scatter(mesh.shards):
+        yield (
+            f"{named}, {why}, but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its state; give "
+            f"zero_stage 0, or algorithm {algorithm.instead}."
         )
 
 
-def _check_kept(config: Any) -> None:
-    """What keeps something of a gradient needs the whole of it, once a step; across islands its shard is enough."""
-    reduce = config.parallel.reduce
+def _compression_problems(config: Any) -> Iterator[str]:
+    reduce, zero = config.parallel.reduce, config.parallel.zero_stage
+    named = f"parallel.reduce.compression {reduce.compression}"
+    if reduce.compression != "none" and reduce.over == "data" and config.mesh.data > 1 and not zero:
+        islands = ", or parallel.reduce.over to islands" if config.mesh.islands > 1 else ""
+        scattered = "for gradients that ZeRO scatters, but parallel.zero_stage is 0"
+        yield f"{named} over data is {scattered}; set it to 1, 2 or 3{islands}."
+    # What keeps something of a gradient needs the whole of it, once a step; across islands its shard is enough.
     if keeps_feedback(config) and reduce.over == "data" and scatters_at_use(config):
         what = "with parallel.reduce.feedback" if reduce.feedback else "with its Q"
-        raise ConfigError(
-            f"parallel.reduce.compression {reduce.compression} {what} compresses a step's gradients once, but parallel.zero_stage "
-            f"{config.parallel.zero_stage} scatters them wherever they are made; set parallel.zero_hold to true, or zero_stage to 1."
+        yield (
+            f"{named} {what} compresses a step's gradients once, but parallel.zero_stage {zero} scatters them wherever they "
+            "are made; set parallel.zero_hold to true, or zero_stage to 1."
         )
     if reduce.compression == "topk" and reduce.ratio > MOST_RATIO:
-        raise ConfigError(
-            f"parallel.reduce.ratio is {reduce.ratio}, but topk sends 8 bytes for a number and its place, which float32 needs 4 for; give "
-            f"at most {MOST_RATIO}, or leave parallel.reduce.compression out."
+        yield (
+            f"parallel.reduce.ratio is {reduce.ratio}, but topk sends 8 bytes for a number and its place, which float32 needs "
+            f"4 for; give at most {MOST_RATIO}, or leave parallel.reduce.compression out."
         )
 
 
-def _check_sync(config: Any) -> None:
+def _sync_problems(config: Any) -> Iterator[str]:
     sync, reduce, islands, layers = (
         config.parallel.sync,
         config.parallel.reduce,
@@ -141,92 +161,45 @@ def _check_sync(config: Any) -> None:
     if not sync.every:
         for name, unused in (("start", 0), ("fragments", 1), ("delay", 0)):
             if (value := getattr(sync, name)) != unused:
-                raise ConfigError(
-                    f"parallel.sync.{name} is {value}, but parallel.sync.every is 0, so that islands never step by themselves; give every."
-                )
+                but = "but parallel.sync.every is 0, so that islands never step by themselves"
+                yield f"parallel.sync.{name} is {value}, {but}; give every."
         return
     if islands == 1:
-        raise ConfigError(
-            f"parallel.sync.every is {sync.every}, but mesh.islands is 1: there is nothing to bring together; give at least 2 islands."
-        )
+        but = "but mesh.islands is 1: there is nothing to bring together"
+        yield f"parallel.sync.every is {sync.every}, {but}; give at least 2 islands."
     if sync.delay >= sync.every:
-        raise ConfigError(
-            f"parallel.sync.delay {sync.delay} is not less than parallel.sync.every {sync.every}: what is sent must arrive before it is "
-            f"sent again; legal are at most {sync.every - 1}."
+        yield (
+            f"parallel.sync.delay {sync.delay} is not less than parallel.sync.every {sync.every}: what is sent must arrive "
+            f"before it is sent again; legal are at most {sync.every - 1}."
         )
     if sync.fragments > min(sync.every, layers):
-        raise ConfigError(
-            f"parallel.sync.fragments {sync.fragments} is more than parallel.sync.every {sync.every} steps or model.layers {layers}: each "
-            f"has a step and a layer of its own; legal are at most {min(sync.every, layers)}."
+        yield (
+            f"parallel.sync.fragments {sync.fragments} is more than parallel.sync.every {sync.every} steps or model.layers "
+            f"{layers}: each has a step and a layer of its own; legal are at most {min(sync.every, layers)}."
         )
     if reduce.compression != "none" and (reduce.feedback or not COMPRESSIONS[reduce.compression].in_blocks):
-        raise ConfigError(
-            f"parallel.reduce.compression {reduce.compression} keeps from step to step what it left out, but with parallel.sync.every "
-            "islands send what they moved, not gradients; give bfloat16, float8, int8 or int4 with parallel.reduce.feedback: false."
+        yield (
+            f"parallel.reduce.compression {reduce.compression} keeps from step to step what it left out, but with "
+            "parallel.sync.every islands send what they moved, not gradients; give bfloat16, float8, int8 or int4 with "
+            "parallel.reduce.feedback: false."
         )
 
 
-def notes(config: Any) -> list[str]:
-    """What is legal but costs something, or has no use, a sentence each."""
-    return _compression_notes(config) + _sync_notes(config)
-
-
-def _compression_notes(config: Any) -> list[str]:
-    reduce, mesh = config.parallel.reduce, config.mesh
-    if reduce.compression == "none":
-        return []
-    if mesh.data == 1:
-        return [f"parallel.reduce.compression {reduce.compression} has no use with mesh.data 1: no gradients are sent."]
-    if reduce.over == "islands" and mesh.islands == 1:
-        return [
-            f"parallel.reduce.compression {reduce.compression} has no use over islands with mesh.islands 1: none is far from another."
-        ]
-    return []
-
-
-def _sync_notes(config: Any) -> list[str]:
-    sync, steps = config.parallel.sync, config.train.steps
+def notes(config: Any) -> Iterator[str]:
+    """Yields a sentence on what is legal but costs something, or has no use."""
+    reduce, mesh, sync = config.parallel.reduce, config.mesh, config.parallel.sync
+    no_use = f"parallel.reduce.compression {reduce.compression} has no use"
+    if reduce.compression != "none" and mesh.data == 1:
+        yield f"{no_use} with mesh.data 1: no gradients are sent."
+    elif reduce.compression != "none" and reduce.over == "islands" and mesh.islands == 1:
+        yield f"{no_use} over islands with mesh.islands 1: none is far from another."
     if not sync.every:
-        return []
-    found = []
-    left = (steps - sync.start) % sync.every
+        return
+    steps, left = config.train.steps, (config.train.steps - sync.start) % sync.every
     if steps <= sync.start:
-        found.append(
-            f"parallel.sync.start {sync.start} is not less than train.steps {steps}: islands never step by themselves."
-        )
-    elif left or sync.delay:
-        lost = left or sync.delay
-        found.append(
+        yield f"parallel.sync.start {sync.start} is not less than train.steps {steps}: islands never step by themselves."
+    elif lost := left or sync.delay:
+        yield (
             f"the last {lost} steps of islands by themselves never reach the shared model: train.steps - parallel.sync.start is "
             f"{steps - sync.start}, parallel.sync.every {sync.every}, parallel.sync.delay {sync.delay}."
-        )
-    return found
-
-
-def _check_algorithm(config: Any) -> None:
-    mesh, zero, reduce = config.mesh, config.parallel.zero_stage, config.parallel.reduce
-    named = f"parallel.reduce.algorithm is {reduce.algorithm}"
-    if reduce.algorithm == "psum" or mesh.data == 1:
-        return
-    if reduce.compression != "none":
-        raise ConfigError(
-            f"{named}, and parallel.reduce.compression {reduce.compression}, which has an exchange of its own; leave one of them out."
-        )
-    algorithm = ALGORITHMS[reduce.algorithm]
-    if algorithm.by_levels and mesh.islands == 1:
-        raise ConfigError(
-            f"{named}, which sums in islands first, but mesh.islands is 1; give mesh.islands, or algorithm ring."
-        )
-    if not zero or mesh.shards == 1:
-        return
-    # On CPU a stage that is idle skips its work, and a message is one of all devices: those that skip it would be waited for.
-    if zero >= 2 and mesh.pipeline > 1 and not config.parallel.zero_hold:
-        raise ConfigError(
-            f"{named}, whose messages all stages send together, but with parallel.zero_stage {zero} and mesh.pipeline {mesh.pipeline} each "
-            "stage scatters gradients by itself; set parallel.zero_hold to true."
-        )
-    if why := algorithm.no_scatter(mesh.shards):
-        raise ConfigError(
-            f"{named}, {why}, but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its state; give zero_stage 0, or "
-            f"algorithm {algorithm.instead}."
         )

@@ -9,6 +9,7 @@ Several may be listed; each alert goes to all of them.
 """
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -52,16 +53,16 @@ class TelemetryConfig:
 # fmt: on
 
 
-def check(telemetry: TelemetryConfig, steps: float) -> None:
-    """Raises ConfigError for keys that contradict each other. `steps`: of the whole run."""
+def problems(telemetry: TelemetryConfig, steps: float) -> Iterator[str]:
+    """Yields a sentence on keys that contradict each other, ConfigError for no place of alerts. `steps`: of the whole run."""
     for text in telemetry.alerts:
         alert_target(text)
     for name in ("trackers", "alerts", "trace_at"):
         values = getattr(telemetry, name)
         if twice := [value for k, value in enumerate(values) if value in values[:k]]:
-            raise ConfigError(f"telemetry.{name} has {twice[0]} twice; name it once.")
+            yield f"telemetry.{name} has {twice[0]} twice; name it once."
     if late := [step for step in telemetry.trace_at if step > steps]:
-        raise ConfigError(f"telemetry.trace_at has {late[0]}, but train.steps is {steps}: that step is never reached.")
+        yield f"telemetry.trace_at has {late[0]}, but train.steps is {steps}: that step is never reached."
 
 
 class AlertTarget(NamedTuple):

@@ -23,7 +23,8 @@ def leaves(built):
 
 def together(canonical, entries, live):
     """The canonical arrays of live ones."""
-    return [canonical.assembled(e, blocks) for e, blocks in zip(entries, rearrangement.host_blocks(live), strict=True)]
+    blocks = rearrangement.host_blocks(dict(zip((e.name for e in entries), live, strict=True)))
+    return [canonical.assembled(e, blocks[e.name]) for e in entries]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,7 +87,7 @@ def test_live_blocks_are_let_go_leaf_by_leaf(monkeypatch):
 
     def watched(live):
         found = held(live)
-        blocks.extend([weakref.ref(block) for _, block in of_one] for of_one in found)
+        blocks.extend([weakref.ref(block) for _, block in of_one] for of_one in found.values())
         return found
 
     def counted(*given):
