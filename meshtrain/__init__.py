@@ -66,8 +66,8 @@ if not TYPE_CHECKING:
             there = f"; it is mt.schedule.{name}" if name in getattr(schedule, "__all__", ()) else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
         home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
-        found = globals()[name] = getattr(home, name) if _HOMES[name] else home
-        return found
+        globals()[name] = getattr(home, name) if _HOMES[name] else home
+        return globals()[name]
 
 
 def __dir__() -> list[str]:

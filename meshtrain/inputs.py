@@ -25,17 +25,17 @@ FLOATS = (PATCHES, MIX, WEIGHTS)  # float32; all others are int32
 
 
 def input_name(batch: Mapping[str, Any]) -> str:
-    """What the embedding reads is called."""
+    """Returns the name of what the embedding reads."""
     return PATCHES if PATCHES in batch else TOKENS
 
 
 def inputs(batch: Mapping[str, Array]) -> Array:
-    """What the embedding reads: rows along the first axis (behind microbatches, where they are cut)."""
+    """Returns what the embedding reads: rows along the first axis (behind microbatches, where they are cut)."""
     return batch[input_name(batch)]
 
 
 def row_shape(name: str, config: Config) -> tuple[int, ...]:
-    """The shape of one row of an array of a batch."""
+    """Returns the shape of one row of an array of a batch."""
     if not FAMILIES[config.model.family].images:
         return (config.train.sequence_length,)
     return patches_of(config.model) if name == PATCHES else (1,)
@@ -54,61 +54,58 @@ OF_IMAGES = (OTHER_LABELS, MIX, WEIGHTS)  # beside patches and labels
 PAIRS = ("segments", "positions", "weights", "pairs")  # what a batch of pairs cannot do without
 
 
-def a_config(given: Any, taker: str) -> Config:
-    """The config that `taker` was given; ConfigError for a path, a dict and whatever else is none."""
-    if isinstance(given, Config):
-        return given
-    raise ConfigError(f"{taker} takes a config, and was given {short(repr(given))}; make one with mt.load(...).")
+def a_config(value: Any, taker: str) -> Config:
+    """Returns the config that `taker` was called with; ConfigError for a path, a dict and whatever else is none."""
+    if isinstance(value, Config):
+        return value
+    raise ConfigError(f"{taker} takes a config, and was given {short(repr(value))}; make one with mt.load(...).")
 
 
-def a_batch(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
-    """A batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments, float32 weights and pairs;
-    of images see `meshtrain.inputs`.
+def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+    """Returns a batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments, float32 weights and
+    pairs; of images see `meshtrain.inputs`.
 
     ConfigError for arrays that are missing or unknown, of different shapes, or with ids beyond the vocabulary; for a batch without
     pairs where the objective is dpo, and with them where it is not.
     """
     of_images = FAMILIES[config.model.family].images
     read, others = (PATCHES, OF_IMAGES) if of_images else (TOKENS, tuple(OTHERS))
-    if not isinstance(given, Mapping) or not {read, LABELS} <= given.keys() <= {read, LABELS, *others}:
-        found = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    if not isinstance(batch, Mapping) or not {read, LABELS} <= batch.keys() <= {read, LABELS, *others}:
+        has = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         what = "a batch of images" if of_images else "a batch"
-        raise ConfigError(f"{what} has {read}, labels and perhaps {', '.join(others)}; this one has {found}.")
-    return _images(given, config) if of_images else _text(given, config)
+        raise ConfigError(f"{what} has {read}, labels and perhaps {', '.join(others)}; this one has {has}.")
+    return _images(batch, config) if of_images else _text(batch, config)
 
 
-def _text(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
-    objective, missing = config.train.objective, [name for name in PAIRS if name not in given]
+def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+    objective, missing = config.train.objective, [name for name in PAIRS if name not in batch]
     if objective == "dpo" and missing:
-        raise ConfigError(
-            f"train.objective is dpo, and a batch of pairs has {', '.join(PAIRS)}; this one lacks {', '.join(missing)}."
-        )
-    if objective != "dpo" and "pairs" in given:
-        raise ConfigError(
-            f"this batch has pairs, which train.objective {objective} does not learn from; leave them out."
-        )
-    arrays = {name: some_ids(name, given[name], config.model.vocab_size) for name in ("tokens", "labels")}
-    arrays |= {name: np.asarray(given[name], kind) for name, kind in OTHERS.items() if name in given}
+        has = f"a batch of pairs has {', '.join(PAIRS)}"
+        raise ConfigError(f"train.objective is dpo, and {has}; this one lacks {', '.join(missing)}.")
+    if objective != "dpo" and "pairs" in batch:
+        unused = f"which train.objective {objective} does not learn from"
+        raise ConfigError(f"this batch has pairs, {unused}; leave them out.")
+    arrays = {name: some_ids(name, batch[name], config.model.vocab_size) for name in (TOKENS, LABELS)}
+    arrays |= {name: np.asarray(batch[name], kind) for name, kind in OTHERS.items() if name in batch}
     for name, array in arrays.items():
-        if array.shape != arrays["tokens"].shape:
-            raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(arrays['tokens'].shape)}.")
+        if array.shape != arrays[TOKENS].shape:
+            raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(arrays[TOKENS].shape)}.")
     if "pairs" in arrays:
-        pairs, most = arrays["pairs"], arrays["pairs"].shape[1] // 2
-        if pairs.min() < 0 or pairs.max() > most:
+        pairs, length = arrays["pairs"], arrays["pairs"].shape[1]
+        if pairs.min() < 0 or pairs.max() > length // 2:
             wrong = pairs.min() if pairs.min() < 0 else pairs.max()
-            raise ConfigError(
-                f"pairs have the number {wrong}; in a row of {pairs.shape[1]} labels they are 1 to {most}, 0: none."
-            )
+            legal = f"in a row of {length} labels they are 1 to {length // 2}, 0: none"
+            raise ConfigError(f"pairs have the number {wrong}; {legal}.")
     return arrays
 
 
-def _images(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
-    if (OTHER_LABELS in given) != (MIX in given):
+def _images(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+    if (OTHER_LABELS in batch) != (MIX in batch):
         raise ConfigError(f"mixed images have both {OTHER_LABELS} and {MIX}; this batch has only one of them.")
-    labels = [name for name in (LABELS, OTHER_LABELS) if name in given]
-    arrays = {PATCHES: some_patches(given[PATCHES], config.model)}
-    arrays |= {name: some_ids(name, given[name], config.model.vocab_size) for name in labels}
-    arrays |= {name: np.asarray(given[name], np.float32) for name in (MIX, WEIGHTS) if name in given}
+    labels = [name for name in (LABELS, OTHER_LABELS) if name in batch]
+    arrays = {PATCHES: some_patches(batch[PATCHES], config.model)}
+    arrays |= {name: some_ids(name, batch[name], config.model.vocab_size) for name in labels}
+    arrays |= {name: np.asarray(batch[name], np.float32) for name in (MIX, WEIGHTS) if name in batch}
     wanted = (len(arrays[PATCHES]), 1)
     for name, array in arrays.items():
         if name != PATCHES and array.shape != wanted:
@@ -118,31 +115,38 @@ def _images(given: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
     return arrays
 
 
-def some_patches(given: ArrayLike, model: ModelConfig) -> np.ndarray:
-    """Patches [B, N, P] as float32; ConfigError for anything else, such as the images themselves."""
-    try:
-        found = np.asarray(given)
-    except ValueError:
-        raise ConfigError("patches are rows of different lengths; they must be numbers [B, N, P].") from None
-    number, size = patches_of(model)
-    if found.ndim != 3 or not len(found) or found.shape[1:] != (number, size) or found.dtype.kind not in "fiu":
+def some_patches(values: ArrayLike, model: ModelConfig) -> np.ndarray:
+    """Returns patches [B, N, P] as float32; ConfigError for anything else, such as the images themselves."""
+    patches = _array(PATCHES, values, "numbers [B, N, P]")
+    number, numbers = patches_of(model)
+    if (
+        patches.ndim != 3
+        or not len(patches)
+        or patches.shape[1:] != (number, numbers)
+        or patches.dtype.kind not in "fiu"
+    ):
+        side, patch = model.image_size, model.patch_size
         raise ConfigError(
-            f"patches are {found.dtype}{list(found.shape)}; they must be numbers [B, {number}, {size}]: of images of {model.image_size} x "
-            f"{model.image_size} x {model.channels} cut into patches of {model.patch_size} x {model.patch_size}, row by row."
+            f"patches are {patches.dtype}{list(patches.shape)}; they must be numbers [B, {number}, {numbers}]: of images of "
+            f"{side} x {side} x {model.channels} cut into patches of {patch} x {patch}, row by row."
         )
-    return found.astype(np.float32, copy=False)
+    return patches.astype(np.float32, copy=False)
 
 
-def some_ids(name: str, given: ArrayLike, vocabulary: int) -> np.ndarray:
-    """Ids [B, T] as int32; ConfigError for anything else, which would be computed with all the same."""
-    try:
-        ids = np.asarray(given)
-    except ValueError:
-        raise ConfigError(f"{name} are rows of different lengths; they must be whole numbers [B, T].") from None
+def some_ids(name: str, values: ArrayLike, vocabulary: int) -> np.ndarray:
+    """Returns ids [B, T] as int32; ConfigError for anything else, which would be computed with all the same."""
+    ids = _array(name, values, "whole numbers [B, T]")
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise ConfigError(f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T].")
     if ids.min() < 0 or ids.max() >= vocabulary:
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        away = "; what should not count in the loss has the weight 0 in `weights`" if name == "labels" else ""
+        away = "; what should not count in the loss has the weight 0 in `weights`" if name == LABELS else ""
         raise ConfigError(f"{name} have the id {wrong}; the model's are 0 to {vocabulary - 1}{away}.")
     return ids.astype(np.int32, copy=False)
+
+
+def _array(name: str, values: ArrayLike, legal: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ConfigError(f"{name} are rows of different lengths; they must be {legal}.") from None

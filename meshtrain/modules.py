@@ -25,7 +25,6 @@ class CallableModule(ModuleType):
 
 
 def callable_as(module: str, function: Callable[..., Any]) -> None:
-    """From now on a call of the module (its __name__) is a call of `function`."""
-    found: Any = sys.modules[module]
-    found.__class__ = CallableModule
-    found.function = function
+    """Makes a call of the module (its __name__) a call of `function`."""
+    imported: Any = sys.modules[module]
+    imported.__class__, imported.function = CallableModule, function

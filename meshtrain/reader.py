@@ -52,15 +52,15 @@ class Model(Shown):
         self.config: Config = program.config
         self.step, self.directory = step, directory
 
-    def __call__(self, given: ArrayLike) -> jax.Array:
+    def __call__(self, values: ArrayLike) -> jax.Array:
         """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids.
 
         Of a model of images logits [B, classes] of patches [B, N, P].
         """
         if self.program.of_images:
-            patches = some_patches(given, self.config.model)
+            patches = some_patches(values, self.config.model)
             return self.program.logits(self.params, self._placed({PATCHES: patches})[PATCHES])[: len(patches), 0]
-        ids = some_ids(TOKENS, given, self.config.model.vocab_size)
+        ids = some_ids(TOKENS, values, self.config.model.vocab_size)
         self._check_length(ids.shape[1])
         return self.program.logits(self.params, self._placed({TOKENS: ids})[TOKENS])[: len(ids)]
 

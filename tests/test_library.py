@@ -102,13 +102,6 @@ except mt.ConfigError as error:
     assert "run.directory /proc/nowhere cannot be written" in second
 
 
-def test_load_takes_a_file_or_none_and_overrides(tmp_path):
-    (tmp_path / "mine.yaml").write_text("mesh: {data: 2}")
-    assert mt.load(None) == mt.Config(**vars(mt.load(None)))
-    written, given = mt.load(tmp_path / "mine.yaml", ["mesh.tensor=2"]), mt.load(None, ["mesh.data=2", "mesh.tensor=2"])
-    assert written.mesh == given.mesh
-
-
 def test_plan_is_the_planners_estimate_on_a_cluster_of_any_name():
     config = mt.load(None, ["mesh.data=8", "run.fake_devices=8"])
     assert isinstance(mt.plan(config), Plan) and mt.plan(config).cluster.accelerator.platform == "cpu"

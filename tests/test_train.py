@@ -264,12 +264,6 @@ def test_print_config_prints_yaml_that_loads_to_the_same_config(tmp_path, capsys
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_both_families_train_with_dropout(tmp_path, name):
-    model = TINY["model"] | {"family": name, "dropout": 0.1}
-    assert main([*write(tmp_path, model=model), "--set", "train.steps=2"]) == 0
-
-
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """python -m meshtrain.train in a process of its own, which finds its devices itself."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}

@@ -60,7 +60,7 @@ def _refuse_lost(root: Path) -> None:
     if steps.committed_in(root):
         return
     noted = noted_checkpoint(root.parent)
-    # Their marker was written before they got their names, so that it has gone since.
+    # A step gets its marker before its name: of these it has gone since.
     unmarked = [d.name for d in steps.directories(root) if d.is_dir() and any(d.iterdir())]
     if noted is None and not unmarked:
         return
@@ -97,10 +97,8 @@ def problems(directory: Path) -> list[str]:
         except steps.Damaged as damage:
             return str(damage)
         except steps.NewerFormat as newer:
-            raise ConfigError(
-                f"checkpoint {directory} has format {newer.number}, and this meshtrain reads up to {steps.FORMAT}; "
-                "update meshtrain, or give another run.directory."
-            ) from None
+            reads = f"this meshtrain reads up to {steps.FORMAT}; update meshtrain, or give another run.directory"
+            raise ConfigError(f"checkpoint {directory} has format {newer.number}, and {reads}.") from None
 
     if problem := first_decides(manifest):
         return [problem]
@@ -160,9 +158,8 @@ def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Pat
         except (steps.Damaged, steps.NewerFormat):
             continue
         if step > newest:
-            sentences.append(
-                f"checkpoint {other} is step {step}, renamed; it is passed over, and gone on from only as {step}."
-            )
+            passed_over = f"it is passed over, and gone on from only as {step}"
+            sentences.append(f"checkpoint {other} is step {step}, renamed; {passed_over}.")
     return sentences
 
 
@@ -186,7 +183,8 @@ def no_best(path: Path, damaged: Collection[Path]) -> str:
     """Returns why no step there is the best, in a sentence; `damaged`: those that have an eval loss."""
     if damaged:
         return f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
-    return f"no checkpoint in {path} has an eval loss, so none is the best; give a step, or newest (eval.every has a run evaluate)."
+    none = f"no checkpoint in {path} has an eval loss, so none is the best"
+    return f"{none}; give a step, or newest (eval.every has a run evaluate)."
 
 
 def retained(eval_losses: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, str]:

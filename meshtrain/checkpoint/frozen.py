@@ -56,16 +56,14 @@ class FrozenCopies:
         step, files = copies[0]
         try:
             _link(step, directory, files)
-        except OSError as error:
-            reason = refusal(error)
-        else:
             return files
+        except OSError as error:
+            if (reason := refusal(error)) not in self._refused:
+                self._refused.add(reason)
+                again = "they are written again, as at each later save that meets the same."
+                self._say(f"the frozen weights in {step} cannot be linked to ({reason}); {again}")
         if (directory / steps.FROZEN).exists():
             shutil.rmtree(directory / steps.FROZEN)
-        if reason not in self._refused:
-            self._refused.add(reason)
-            again = "they are written again, as at each later save that meets the same."
-            self._say(f"the frozen weights in {step} cannot be linked to ({reason}); {again}")
         return None
 
 
@@ -74,9 +72,9 @@ def _link(step: Path, directory: Path, files: digests.Files) -> None:
     parents = set()
     for name, (size, _) in files.items():
         source, target = step / name, directory / name
-        found = source.lstat()
+        status = source.lstat()
         # what a person has put somewhere else would be missing in a copy of the step
-        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise OSError("a file there is not as it was written")
         target.parent.mkdir(parents=True, exist_ok=True)
         parents |= {target.parent, *(p for p in target.parent.parents if directory in p.parents)}

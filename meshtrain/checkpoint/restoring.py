@@ -31,8 +31,10 @@ SHAPES = (Resume.SHAPE, Resume.SIZE)
 CONTENT = (Resume.CONTENT, Resume.TOKENS)
 REFUSED = (*SHAPES, *CONTENT, Resume.ADAPTERS, Resume.REFUSED)
 
-OTHER_ADAPTERS = "give another run.directory (of a run without adapters checkpoint.resume: PATH with checkpoint.weights_only: true takes the weights)"
-
+OTHER_ADAPTERS = (
+    "give another run.directory (of a run without adapters checkpoint.resume: PATH with checkpoint.weights_only: true takes "
+    "the weights)"
+)
 # --- what may differ
 
 
@@ -52,9 +54,8 @@ def check_keys(config: Config) -> None:
             ending = nearest(name, rules) or f"; legal are {', '.join(legal)}."
             raise ConfigError(f"checkpoint.allow has {name!r}{ending}")
         if rules[name] is Resume.ADAPTERS:
-            raise ConfigError(
-                f"checkpoint.allow has {name}, but a checkpoint's adapters cannot change; {OTHER_ADAPTERS}."
-            )
+            but = "but a checkpoint's adapters cannot change"
+            raise ConfigError(f"checkpoint.allow has {name}, {but}; {OTHER_ADAPTERS}.")
         if rules[name] in SHAPES and not (config.checkpoint.weights_only and rules[name] is Resume.SIZE):
             only = ", only" if config.checkpoint.weights_only else "; with checkpoint.weights_only"
             sizes = " and ".join(name for name, rule in rules.items() if rule is Resume.SIZE)
@@ -120,7 +121,6 @@ def compare_data(manifest: StepManifest, config: Config, digests: Mapping[str, s
 
 def _other_content(manifest: StepManifest, config: Config, digest: str) -> str:
     names = config.data.mixture or (config.data.source,)
-    # One part a source, in their order.
     parts = zip(names, manifest.data["digest"].split("+"), digest.split("+"), strict=True)
     changed = {name: f"{now}, was {before}" for name, before, now in parts if now != before}
     of_mixture = "mixture: " if config.data.mixture else ""
@@ -155,7 +155,8 @@ def _way_out(rules: Collection[Resume], names: str, weights_only: bool) -> str:
     if all(rule is Resume.SIZE for rule in rules):
         if weights_only:
             return f"{allow} takes what fits and initialises the rest"
-        return f"in another run.directory, checkpoint.resume: PATH with checkpoint.weights_only: true and {allow} starts from its weights"
+        resume = "checkpoint.resume: PATH with checkpoint.weights_only: true"
+        return f"in another run.directory, {resume} and {allow} starts from its weights"
     if Resume.ADAPTERS in rules:
         return f"set it back, or {OTHER_ADAPTERS}"
     if any(rule in SHAPES for rule in rules):
@@ -204,9 +205,8 @@ def start_from_weights(converter: GlobalArrays, start: Start, say: Callable[[str
     live |= converter.read(start.directory, leaves, same)
     for entry in resized:
         live[entry.name] = converter.resized(start.directory, leaves, entry, live[entry.name])
-        say(
-            f"{entry.name} is {list(entry.shape)}; the checkpoint has {leaves[entry.name]['shape']} of it, the rest is as initialised."
-        )
+        stored = leaves[entry.name]["shape"]
+        say(f"{entry.name} is {list(entry.shape)}; the checkpoint has {stored} of it, the rest is as initialised.")
     say(f"started from the weights of step {start.manifest.step} in {start.directory}.")
     return converter.program.from_weights(state, jax.tree.unflatten(jax.tree.structure(state.params), live.values()))
 
@@ -230,8 +230,8 @@ def _check_adapters(converter: GlobalArrays, start: Start) -> None:
     config, before = converter.program.config, LoraConfig(**section | {"targets": tuple(section["targets"])})
     if name := lora_difference(config.model, before, config.lora):
         raise ConfigError(
-            f"checkpoint {start.directory} has adapters with lora.{name} {section[name]}, and this config has {getattr(config.lora, name)}; "
-            "give it the same section lora, or start from their merge (python -m meshtrain.adopt merge)."
+            f"checkpoint {start.directory} has adapters with lora.{name} {section[name]}, and this config has "
+            f"{getattr(config.lora, name)}; give it the same section lora, or start from their merge (python -m meshtrain.adopt merge)."
         )
 
 

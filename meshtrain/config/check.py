@@ -14,10 +14,10 @@ from meshtrain.config.follow import padded_batch_size, row_shards
 from meshtrain.config.schema import ACTIVATIONS, AUTO, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
+from meshtrain.files import nearest_file
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.table import MAX_ENTRIES
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
-from meshtrain.text import nearest_file
 
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide

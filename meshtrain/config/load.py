@@ -6,7 +6,6 @@ Values are decoded by the type that `schema` declares, since YAML itself reads `
 
 import contextlib
 import dataclasses
-import operator
 import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -22,8 +21,8 @@ from meshtrain.config.key import Resume, keys
 from meshtrain.config.schema import Config
 from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
 from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.files import read_text
 from meshtrain.schedule.table import Table
-from meshtrain.text import read_text
 
 MAX_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
 MAX_BITS = 2**13  # of a whole number that is written in decimals
@@ -45,17 +44,16 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
             raise ConfigError(f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None.")
         values = read_given(Config, source, "config", "--config", EXAMPLE)
     config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
-    given = set(_changed(config.model) if isinstance(source, Config) else values.get("model", {}))
+    model_keys = set(_changed(config.model) if isinstance(source, Config) else values.get("model", {}))
     # A text is a sequence of texts too, its letters.
     listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not listed or not all(isinstance(override, str) for override in overrides):
-        raise ConfigError(
-            f"the overrides are {short(repr(overrides))}; they must be a list of texts, such as ['mesh.data=2']."
-        )
+        legal = "a list of texts, such as ['mesh.data=2']"
+        raise ConfigError(f"the overrides are {short(repr(overrides))}; they must be {legal}.")
     for override in overrides:
         config = _override(config, override)
-        given.add(override.partition("=")[0].strip().removeprefix("model."))
-    config = resolve(_with_weights(config, given))
+        model_keys.add(override.partition("=")[0].strip().removeprefix("model."))
+    config = resolve(_with_weights(config, model_keys))
     check(config)
     return config
 
@@ -77,16 +75,16 @@ class _Dumper(yaml.SafeDumper):
 
 def _changed(section: Any) -> Iterator[str]:
     """Yields the keys of a section that are not at their defaults."""
-    return (name for name, key in keys(type(section)).items() if operator.attrgetter(name)(section) != key.default)
+    return (name for name, key in keys(type(section)).items() if getattr(section, name) != key.default)
 
 
-def _with_weights(config: Config, given: Set[str]) -> Config:
-    """Fills the section model from the config.json of model.weights. Raises ConfigError where a key that is given contradicts it.
+def _with_weights(config: Config, model_keys: Set[str]) -> Config:
+    """Fills the section model from the config.json of model.weights. Raises ConfigError where one of `model_keys` contradicts it.
 
     A config that says all of it, as a run's own does, needs the directory no longer.
     """
     weights = config.model.weights
-    if weights is None or {"family", "layers", "d_model", "vocab_size"} <= given:
+    if weights is None or {"family", "layers", "d_model", "vocab_size"} <= model_keys:
         return config
     from meshtrain.hf_families import section_of
 
@@ -97,13 +95,12 @@ def _with_weights(config: Config, given: Set[str]) -> Config:
         raise ConfigError(f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}") from None
     # what no weight depends on may be otherwise
     free = {name for name, key in keys(type(config.model)).items() if key.resume is Resume.REPORTED}
-    theirs = {name: value for name, value in theirs.items() if name not in given & free}
-    for name in given & theirs.keys():
+    theirs = {name: value for name, value in theirs.items() if name not in model_keys & free}
+    for name in model_keys & theirs.keys():
         ours = getattr(config.model, name)
         if ours != theirs[name]:
-            raise ConfigError(
-                f"model.{name} is {ours}, but the model in {short(weights)} has {theirs[name]}; leave the key out."
-            )
+            has = f"but the model in {short(weights)} has {theirs[name]}"
+            raise ConfigError(f"model.{name} is {ours}, {has}; leave the key out.")
     return put(config, model=theirs)
 
 
@@ -112,14 +109,13 @@ def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
         node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
         data = error.args[-1]
+        sentence = f"{GIVEN} hold {short(repr(data))}; they may be texts, paths, numbers, switches and lists."
         if isinstance(data, Table):
-            raise ConfigError(
+            sentence = (
                 f"{GIVEN} hold the schedule table {short(data.name)} itself; write it to a file, with "
                 "Path('mine.csv').write_text(table.to_csv()), and give that path."
-            ) from None
-        raise ConfigError(
-            f"{GIVEN} hold {short(repr(data))}; they may be texts, paths, numbers, switches and lists."
-        ) from None
+            )
+        raise ConfigError(sentence) from None
     except (yaml.YAMLError, RecursionError) as error:
         reason = problem(error)[1] if isinstance(error, yaml.YAMLError) else TOO_DEEP
         raise ConfigError(f"{GIVEN} are no config: {reason}.") from None
@@ -142,10 +138,10 @@ def read_section(kind: type, path: str | Path, what: str, flag: str, example: st
     return filled(kind(), read_given(kind, path, what, flag, example))
 
 
-def filled(base: Any, given: Mapping[str, Any]) -> Any:
-    """Returns a dataclass with the given values in the place of its own, section by section."""
+def filled(base: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a dataclass with other values in the place of its own, section by section."""
     changed = {}
-    for name, new in given.items():
+    for name, new in values.items():
         section = getattr(base, name)
         changed[name] = filled(section, new) if dataclasses.is_dataclass(section) else new
     return dataclasses.replace(base, **changed)
@@ -169,7 +165,7 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(f"{_at(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}.")
-    hints, given = typing.get_type_hints(kind), dict[str, Any]()
+    hints, values = typing.get_type_hints(kind), dict[str, Any]()
     for key_node, value_node in node.value:
         where = _at(source, key_node)
         if not isinstance(key_node, yaml.ScalarNode):
@@ -177,19 +173,19 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
         name = key_node.value
         if name not in hints:
             raise ConfigError(f"{where}: {_unknown(kind, prefix, name)}")
-        if name in given:
+        if name in values:
             raise ConfigError(f"{where}: {prefix}{name} stands here twice.")
         if dataclasses.is_dataclass(hints[name]):
             section = typing.cast(type, hints[name])
             empty = value_node.tag == NULL
-            given[name] = {} if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
+            values[name] = {} if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
         elif typing.get_origin(hints[name]) is tuple and dataclasses.is_dataclass(typing.get_args(hints[name])[0]):
             section = typing.get_args(hints[name])[0]
-            given[name] = _sections(section, value_node, f"{prefix}{name}", source, what)
+            values[name] = _sections(section, value_node, f"{prefix}{name}", source, what)
         else:
             where = f"{_at(source, value_node)}: {prefix}{name}"
-            given[name] = value(hints[name], keys(kind)[name], value_node, where)
-    return given
+            values[name] = value(hints[name], keys(kind)[name], value_node, where)
+    return values
 
 
 def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
@@ -201,7 +197,7 @@ def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) ->
 
 
 def _override(config: Config, text: str) -> Config:
-    path, equals, given = (part.strip() for part in text.partition("="))
+    path, equals, new = (part.strip() for part in text.partition("="))
     source = f"--set {short(text)}"
     *sections, name = path.split(".")
     if not (equals and sections and all(sections) and name):
@@ -221,16 +217,12 @@ def _override(config: Config, text: str) -> Config:
     if dataclasses.is_dataclass(hints[name]):
         inner = ", ".join(typing.get_type_hints(hints[name]))
         raise ConfigError(f"{source}: {path} is a section; give one of its keys, {inner}.")
-    return put(config, **nested(path, value(hints[name], keys(kind)[name], _override_node(given), f"{source}: {path}")))
-
-
-def _override_node(text: str) -> yaml.Node:
-    """Returns a value of the command line: YAML where it begins as a list, a mapping or a quoted text, else the text as it is, # and : included."""
     node = None
-    if text.startswith(("[", "{", "'", '"')):
+    # all other values are the text as it is, # and : included
+    if new.startswith(("[", "{", "'", '"')):
         with contextlib.suppress(yaml.YAMLError):
-            node = compose(text)
-    return node or plain(text)
+            node = compose(new)
+    return put(config, **nested(path, value(hints[name], keys(kind)[name], node or plain(new), f"{source}: {path}")))
 
 
 def _unknown(kind: type, prefix: str, name: str) -> str:

@@ -65,17 +65,17 @@ class SyncConfig:
 
 
 def gathers_at_use(config: Any) -> bool:
-    """ZeRO-3 without holding: weights are gathered where they are used, forward and backward (see `parallel.zero`)."""
+    """Returns whether weights are gathered where they are used, forward and backward: ZeRO-3 without holding (see `parallel.zero`)."""
     return config.parallel.zero_stage == 3 and config.mesh.shards > 1 and not config.parallel.zero_hold
 
 
 def scatters_at_use(config: Any) -> bool:
-    """ZeRO-2 and 3 without holding: gradients are scattered where they are made, in the backward."""
+    """Returns whether gradients are scattered where they are made, in the backward: ZeRO-2 and 3 without holding."""
     return config.parallel.zero_stage >= 2 and config.mesh.shards > 1 and not config.parallel.zero_hold
 
 
 def overlaps_reduce_scatter(config: Any) -> bool:
-    """Gradients that are held over the step are scattered over data as soon as they are complete, while the device goes on.
+    """Returns whether gradients that are held over the step are scattered over data as soon as they are complete, while the device goes on.
 
     A compression with a memory needs one reduction of all of a weight's gradient. With several islands the second sum has to wait for
     the first, and XLA then hides neither.
@@ -93,7 +93,7 @@ def sums_in_place(config: Any) -> bool:
 
 
 def keeps_feedback(config: Any) -> bool:
-    """Compression keeps something from step to step: what it left out, or PowerSGD's Q."""
+    """Returns whether compression keeps something from step to step: what it left out, or PowerSGD's Q."""
     reduce = config.parallel.reduce
     return reduce.compression != "none" and (reduce.feedback or COMPRESSIONS[reduce.compression].low_rank)
 

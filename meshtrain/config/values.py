@@ -128,9 +128,8 @@ def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
     if text == "":
         raise ConfigError(f"{where} is empty; it must be a text.")
     if node.tag == BOOL and node.style is None:
-        raise ConfigError(
-            f"{where} is {text}, which YAML takes for true or false; if the text is meant, write '{text}' in quotes."
-        )
+        quoted = f"if the text is meant, write '{text}' in quotes"
+        raise ConfigError(f"{where} is {text}, which YAML takes for true or false; {quoted}.")
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
         raise ConfigError(f"{wrong} in UTF-8, without control characters.")
     if len(text) > MAX_CHARACTERS:
@@ -169,12 +168,9 @@ def _nearest_integer(text: str) -> str:
 
 def _range(hint: type, key: Key) -> str:
     bounds = {"at least": key.least, "above": key.above, "at most": _most(hint, key)}
-    parts = [
-        f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}"
-        for word, bound in bounds.items()
-        if bound is not None
-    ]
-    return " and ".join(parts) + (f", in {key.unit}" if key.unit else "")
+    text = lambda bound: f"{bound:g}" if isinstance(bound, float) else str(bound)  # noqa: E731
+    legal = " and ".join(f"{word} {text(bound)}" for word, bound in bounds.items() if bound is not None)
+    return f"{legal}, in {key.unit}" if key.unit else legal
 
 
 def _most(hint: type, key: Key) -> float:

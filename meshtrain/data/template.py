@@ -17,7 +17,7 @@ from typing import Any
 
 from meshtrain.data.chat import Unfit
 from meshtrain.errors import ConfigError, short
-from meshtrain.text import read_text
+from meshtrain.files import read_text
 
 CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
 MOST_BYTES = 16 << 20  # of either file

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.files import read_text
 from meshtrain.shown import Shown
-from meshtrain.text import read_text
 
 F, B, W = 0, 1, 2
 PLACEMENTS = ("loop", "v")

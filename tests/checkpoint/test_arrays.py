@@ -60,11 +60,6 @@ def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch
     assert [str(u.exc_value) for u in passed] == ["something else", "Event loop is closed"]
 
 
-def test_the_hook_is_there_as_soon_as_checkpoints_are_imported():
-    command = "import sys, meshtrain.checkpoint.arrays as q; assert sys.unraisablehook is q._report"
-    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
-
-
 def test_what_orbax_began_and_never_awaited_is_not_printed_and_of_all_else_it_is():
     command = """
 import meshtrain.checkpoint

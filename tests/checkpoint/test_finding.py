@@ -9,7 +9,7 @@ import pytest
 from checkpoint_runs import config, numbered, program, same, saved
 
 from meshtrain.checkpoint import Checkpointer, steps
-from meshtrain.checkpoint.finding import by_eval_loss, no_best, retained
+from meshtrain.checkpoint.finding import by_eval_loss, retained
 from meshtrain.config import CheckpointConfig, ConfigError
 from meshtrain.run.directory import NEWEST
 
@@ -87,26 +87,12 @@ def test_truncated_and_missing_files_are_caught_in_each_kind_of_file(fault, run)
         shutil.copytree(kept, newest)
 
 
-def test_a_damaged_step_is_kept_for_a_person_to_look_at(run):
-    (run / "checkpoints" / "3" / steps.MANIFEST).write_text("{}")
-    restored(run)
-    assert (run / "checkpoints" / "3.damaged" / steps.MANIFEST).read_text() == "{}"
-    assert restored(run)[2] == []  # said once
-
-
 def test_two_damaged_steps_are_both_reported(run):
     for step in ("2", "3"):
         (run / "checkpoints" / step / steps.MANIFEST).unlink()
     step, state, said = restored(run)
     assert step == 1 and same(state, numbered(program(), seed=1))
     assert [f"{k} is damaged: manifest.json is missing" in s for k, s in zip((3, 2), said, strict=True)] == [True, True]
-
-
-def test_an_empty_step_directory_is_never_the_newest(run):
-    (run / "checkpoints" / "9").mkdir()
-    step, _, said = restored(run)
-    assert step == 3
-    assert "9 is damaged: it has no COMMIT file" in said[0]
 
 
 def test_an_empty_step_directory_alone_does_not_keep_a_run_from_starting(tmp_path):
@@ -258,16 +244,6 @@ def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path)
         restored(tmp_path)
 
 
-def test_a_misspelt_auto_is_answered(tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume is atuo, .* did you mean auto"):
-        restored(tmp_path, resume="atuo")
-
-
-def test_a_path_without_checkpoints_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="but there is no checkpoint; give auto, never, or a run directory"):
-        restored(tmp_path / "new", resume=str(tmp_path / "nothing"))
-
-
 # --- the data
 
 
@@ -301,48 +277,38 @@ def test_steps_are_in_the_order_of_their_eval_losses_and_of_equal_ones_the_earli
         assert [d.name for d in by_eval_loss(path)] == ["3", "4", "2"]
 
 
-def test_where_no_step_has_an_eval_loss_none_is_the_best(run, tmp_path):
-    assert by_eval_loss(run) == by_eval_loss(tmp_path) == []
-    assert "has an eval loss, so none is the best; give a step" in no_best(run, ())
-    assert "that has an eval loss is damaged; give a step" in no_best(run, [run / "checkpoints" / "3"])
-
-
-def flip(arrays):
-    """A bit of a step's arrays."""
-    path = max(files(arrays), key=lambda p: p.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def staying(losses, **keys):
-    return set(retained(losses, CheckpointConfig(**keys)))
-
-
-def test_the_newest_stay_by_step():
-    assert staying({1: None, 10: None, 9: None, 2: None}, keep=2) == {9, 10}
-
-
-def test_fewer_than_keep_all_stay():
-    assert staying({1: None, 2: None}, keep=3) == {1, 2}
-
-
-def test_the_lowest_eval_losses_stay():
-    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 4.0}
-    assert staying(losses, keep=1, keep_best=1) == {2, 5}
-    assert staying(losses, keep=1, keep_best=2) == {2, 3, 5}
-    assert staying(losses, keep=1, keep_best=0) == {5}
-
-
-def test_an_eval_loss_that_is_no_number_is_never_best():
-    assert staying({1: math.nan, 2: 5.0, 3: None}, keep=1, keep_best=1) == {2, 3}
-
-
-def test_multiples_stay_for_ever():
-    assert staying(dict.fromkeys(range(1, 11)), keep=1, keep_every=4) == {4, 8, 10}
-
-
 @pytest.mark.parametrize("step", [7, 9, 10])
 def test_each_that_stays_has_its_reason(step):
     reasons = retained({7: 1.0, 8: 2.0, 9: 3.0, 10: 4.0}, CheckpointConfig(keep=1, keep_best=1, keep_every=9))
     assert reasons[step] == {7: "best by eval loss", 9: "a multiple of 9", 10: "one of the newest 1"}[step]
+
+
+EVALUATED = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 4.0}
+
+
+@pytest.mark.parametrize(
+    ("losses", "keys", "stay"),
+    [
+        ({1: None, 10: None, 9: None, 2: None}, {"keep": 2}, {9, 10}),
+        ({1: None, 2: None}, {"keep": 3}, {1, 2}),
+        (EVALUATED, {"keep": 1, "keep_best": 1}, {2, 5}),
+        (EVALUATED, {"keep": 1, "keep_best": 2}, {2, 3, 5}),
+        (EVALUATED, {"keep": 1, "keep_best": 0}, {5}),
+        ({1: math.nan, 2: 5.0, 3: None}, {"keep": 1, "keep_best": 1}, {2, 3}),
+        (dict.fromkeys(range(1, 11)), {"keep": 1, "keep_every": 4}, {4, 8, 10}),
+    ],
+)
+def test_the_newest_the_best_and_every_nth_stay(losses, keys, stay):
+    assert retained(losses, CheckpointConfig(**keys)).keys() == stay
+
+
+@pytest.mark.parametrize(
+    ("resume", "sentence"),
+    [
+        ("atuo", r"checkpoint\.resume is atuo, .* did you mean auto"),
+        ("{}/nothing", "but there is no checkpoint; give auto, never, or a run directory"),
+    ],
+)
+def test_what_names_no_checkpoint_is_refused(resume, sentence, tmp_path):
+    with pytest.raises(ConfigError, match=sentence):
+        restored(tmp_path / "new", resume=resume.format(tmp_path))

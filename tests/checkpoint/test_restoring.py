@@ -25,10 +25,6 @@ def reported(new, weights_only=False, **old):
     return compare(before, new, "checkpoint x", weights_only)
 
 
-def test_the_same_config_changes_nothing():
-    assert reported(config()) == []
-
-
 @pytest.mark.parametrize(
     "section, key, old, new",
     [
@@ -69,15 +65,6 @@ def test_what_may_change_is_reported():
     ]
 
 
-def test_the_directory_and_how_to_resume_are_not_worth_a_word():
-    assert reported(config("elsewhere", checkpoint={"resume": "never"})) == []
-
-
-def test_llama_has_no_position_table_that_a_longer_sequence_would_change():
-    new = config(train={"sequence_length": 32}, checkpoint={"allow": ["train.sequence_length"]})
-    assert reported(new) == ["train.sequence_length was 16 and is 32 from here on."]
-
-
 def test_a_key_of_an_inner_section_goes_by_its_line_too():
     old = {"parallel": {"reduce": {"compression": "int8"}}}
     assert reported(config(parallel={"reduce": {"compression": "int8", "block": 64}}), **old) == [
@@ -89,20 +76,6 @@ def test_a_key_of_an_inner_section_goes_by_its_line_too():
     before = dataclasses.asdict(config())
     del before["parallel"]["reduce"], before["parallel"]["sync"]
     assert compare(before, config(), "x", weights_only=False) == [], "a checkpoint older than the section"
-
-
-def test_islands_are_reported_and_never_refused():
-    assert reported(config(mesh={"data": 4, "islands": 2}), mesh={"data": 4}) == [
-        "mesh.islands was 1 and is 2 from here on."
-    ]
-    assert reported(config(mesh={"data": 4}), mesh={"data": 4, "islands": 4}) == [
-        "mesh.islands was 4 and is 1 from here on."
-    ]
-
-
-def test_a_refused_key_that_is_allowed_by_name_is_reported_instead():
-    new = config(run={"seed": 1}, checkpoint={"allow": ["run.seed"]})
-    assert reported(new) == ["run.seed was 0 and is 1 from here on."]
 
 
 def test_a_key_that_the_old_config_did_not_know_is_not_compared():
@@ -158,11 +131,6 @@ def test_weights_alone_may_go_to_another_run_but_not_to_another_model():
         reported(config(model={"layers": 6}), weights_only=True)
     with pytest.raises(ConfigError, match=r"data\.tokenizer is a\.json but was byte"):
         reported(config(data={"tokenizer": "a.json"}), weights_only=True)
-
-
-def test_a_model_of_another_size_is_shown_the_way_through_its_weights():
-    with pytest.raises(ConfigError, match=r"checkpoint.weights_only: true and checkpoint.allow: \[model.layers\]"):
-        reported(config(model={"layers": 6}))
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,6 @@ def test_every_bit_of_the_marker_and_of_the_digests_counts(step):
     assert steps.commit_problem(step) is None
 
 
-def test_a_directory_without_marker_is_no_checkpoint(step):
-    (step / steps.COMMIT).unlink()
-    assert "it has no COMMIT file" in steps.commit_problem(step)
-
-
-def test_missing_digests_are_named(step):
-    (step / steps.DIGESTS).unlink()
-    assert steps.commit_problem(step) == "digests.json is missing"
-
-
 @pytest.mark.parametrize(
     "first",
     [

@@ -53,20 +53,6 @@ def test_every_schedule_runs_on_one_stage_whatever_its_chunks(schedule):
     ]
 
 
-def test_a_schedule_with_chunks_of_its_own_needs_layers_for_them_once_there_are_stages():
-    with pytest.raises(
-        ConfigError, match=r"mesh.pipeline 2 x parallel.virtual_stages 2 makes 4 stages, more than model.layers 3"
-    ):
-        configuration(model={"layers": 3}, mesh={"pipeline": 2}, parallel={"schedule": "v_1f1b"})
-
-
-def test_layer_split_that_was_asked_for_is_not_remarked_upon():
-    config = configuration(
-        mesh={"pipeline": 2}, parallel={"microbatches": 2, "layer_split": [1, 4]}, model={"layers": 5}
-    )
-    assert notes(config) == []
-
-
 def test_every_size_offered_as_legal_is_legal():
     """The numbers in the sentences can be taken at their word."""
     for bad, key in (({"mesh": {"tensor": 4}}, "tensor"), ({"mesh": {"data": 5}}, "data")):

@@ -47,18 +47,10 @@ def test_numbers_are_decoded_by_the_declared_type_whatever_yaml_thinks_they_are(
     assert rate == value and isinstance(rate, float)
 
 
-def test_whole_numbers_may_be_grouped(read):
-    assert read("train: {steps: 1_000}").train.steps == 1000
-
-
-@pytest.mark.parametrize("text", ["true", "True", "yes", "on"])
-def test_switches_understand_every_yes(text, read):
-    assert read(f"parallel: {{sequence_parallel: {text}}}").parallel.sequence_parallel is True
-
-
-@pytest.mark.parametrize("text", ["false", "no", "Off"])
-def test_switches_understand_every_no(text, read):
-    assert read(f"parallel: {{sequence_parallel: {text}}}").parallel.sequence_parallel is False
+@pytest.mark.parametrize("text", ["true", "True", "yes", "on", "false", "no", "Off"])
+def test_switches_understand_every_yes_and_no(text, read):
+    switch = read(f"parallel: {{sequence_parallel: {text}}}").parallel.sequence_parallel
+    assert switch is (text.lower() in ("true", "yes", "on"))
 
 
 def test_texts_that_yaml_takes_for_something_else_stay_texts(read):
@@ -75,11 +67,6 @@ def test_null_stands_for_what_follows_from_other_keys(read):
     assert (model.d_ff, model.tied_head, model.max_positions) == (384, True, 40)
     config = read("parallel: {virtual_stages: 1, microbatches: 2, schedule: v_1f1b}\ndata: {rows_multiple: ~}")
     assert (config.parallel.virtual_stages, config.data.rows_multiple) == (2, 16)
-
-
-def test_lists_are_tuples_of_the_declared_type(read):
-    text = "model: {layers: 5, heads: 2}\nmesh: {pipeline: 2}\nparallel: {layer_split: [2, 3], microbatches: 2}"
-    assert read(text).parallel.layer_split == (2, 3)
 
 
 def test_overrides_come_after_the_file_and_the_last_one_wins(read):
@@ -198,11 +185,6 @@ def test_every_key_is_documented():
 )
 def test_every_config_that_ships_is_legal(path):
     assert load(path).run.directory == f"runs/{path.stem}"
-
-
-def test_sections_cannot_be_changed_after_loading(read):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        read("mesh: {data: 2}").mesh.data = 4
 
 
 def test_another_config_is_loaded_with_overrides_and_what_followed_follows_again(read):

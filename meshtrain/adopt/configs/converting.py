@@ -29,7 +29,7 @@ from meshtrain.adopt.configs.key_rows import (
 from meshtrain.config import Config, load
 from meshtrain.config.values import compose, problem
 from meshtrain.errors import ConfigError, short
-from meshtrain.text import read_text
+from meshtrain.files import read_text
 
 LLAMA_FACTORY, DEEPSPEED = "LLaMA-Factory", "DeepSpeed"
 TABLES: dict[str, Table] = {LLAMA_FACTORY: llama_factory.TABLE, DEEPSPEED: deepspeed.TABLE}
