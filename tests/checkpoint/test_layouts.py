@@ -1,82 +1,110 @@
-"""Saved on one layout, restored on another: the same bits in the canonical layout, and a run that goes on as if nothing happened."""
+"""Saved on one layout, restored on another: the same bits as global arrays, and a run that goes on as if nothing happened."""
+
+from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import LAYOUTS, config, program, take
+from checkpoint_runs import LAYOUTS, build_for, config, take
 from covering import thorough_but
 
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.checkpoint.global_arrays import GlobalArrays
+from meshtrain.config import Config
 
 STEPS, AFTER, TOLERANCE = 3, 3, 2e-6  # steps before and after the checkpoint; relative, of each loss after it
+ISLANDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "1 island": ({"data": 8}, {"zero_stage": 3}),
+    "2 islands": ({"data": 8, "islands": 2}, {"zero_stage": 3}),
+    "4 islands": ({"data": 8, "islands": 4}, {"zero_stage": 1}),
+    "2 islands, tensor 2": ({"data": 4, "tensor": 2, "islands": 2}, {"zero_stage": 2, "microbatches": 2}),
+    "2 islands, pipeline 2": ({"data": 2, "pipeline": 2, "islands": 2}, {"zero_stage": 3, "microbatches": 4}),
+}
 ONE, CUBE, DATA, FLAT, PIPE, INTERLEAVED, V = LAYOUTS
+I1, I2, I4, TENSOR, STAGES = ISLANDS
 PAIRS = [
     (ONE, CUBE), (CUBE, DATA), (DATA, INTERLEAVED),  # CUBE -> DATA: all three axes and the ZeRO stage
     (INTERLEAVED, V), (V, FLAT), (FLAT, PIPE), (PIPE, ONE),
+    (I1, I2), (I2, TENSOR), (TENSOR, I4), (I4, STAGES), (STAGES, I1), (I1, I4), (I4, I1),
 ]  # fmt: skip
+NOW = {(INTERLEAVED, V), (I2, TENSOR)}  # of the others' arrays tests/checkpoint/test_global_arrays.py keeps every bit
+
+
+def settings(layout: str, directory: str = "unused") -> Config:
+    if layout in LAYOUTS:
+        return config(directory, layout)
+    mesh, parallel = ISLANDS[layout]
+    return config(directory, mesh=mesh, parallel=parallel)
+
+
+@cache
+def program(layout):
+    return build_for(settings(layout))
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """For each layout, made when asked for: the run directory after STEPS steps, its canonical arrays and the losses of the next steps."""
-    made = {}
+    """For each layout, made when asked for: the run directory after STEPS steps, its global arrays and the losses of the next steps."""
 
+    @cache
     def source(layout):
-        if layout not in made:
-            directory = tmp_path_factory.mktemp("run")
-            checkpointer = Checkpointer(config(directory, layout), program(layout))
-            state, loss = checkpointer.restore_or_init()[0], np.nan
-            for step in range(1, STEPS + 1):
-                state, loss = take(program(layout), state, step)
-            checkpointer.save(STEPS, state, loss)
-            before = {name: np.array(x) for name, x in GlobalArrays(program(layout)).arrays(state).items()}
-            checkpointer.close()
-            made[layout] = directory, before, losses_after(layout, state)
-        return made[layout]
+        directory, built = str(tmp_path_factory.mktemp("run")), program(layout)
+        checkpointer = Checkpointer(settings(layout, directory), built)
+        state, loss = checkpointer.restore_or_init()[0], np.nan
+        for step in range(1, STEPS + 1):
+            state, loss = take(built, state, step)
+        checkpointer.save(STEPS, state, loss)
+        before = {name: np.array(x) for name, x in GlobalArrays(built).arrays(state).items()}
+        checkpointer.close()
+        return directory, before, losses_after(built, state)
 
     return source
 
 
-def losses_after(layout, state):
+def losses_after(built, state):
     """Of the next AFTER steps: the first shows the weights, the others the optimizer's state as well."""
     losses = []
     for step in range(STEPS + 1, STEPS + AFTER + 1):
-        state, loss = take(program(layout), state, step)
+        state, loss = take(built, state, step)
         losses.append(loss)
     return np.array(losses)
 
 
-NOW = {(INTERLEAVED, V)}  # of the others' arrays tests/checkpoint/test_global_arrays.py keeps every bit
+def restored(directory, layout):
+    said: list[str] = []
+    checkpointer = Checkpointer(settings(layout, directory), program(layout), say=said.append)
+    state, step = checkpointer.restore_or_init()
+    checkpointer.close()
+    assert step == STEPS == int(state.step)
+    return state, said
 
 
 @pytest.mark.parametrize("pair", thorough_but(PAIRS, NOW.__contains__), ids=" -> ".join)
 def test_a_run_goes_on_on_another_layout(pair, sources):
     first, second = pair
     directory, before, expected = sources(first)
-    checkpointer = Checkpointer(config(directory, second), program(second), say=lambda _: None)
-    state, step = checkpointer.restore_or_init()
-    checkpointer.close()
-    assert step == STEPS == int(state.step)
-    for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(program(second).state_shapes), strict=True):
+    state, said = restored(directory, second)
+    built = program(second)
+    for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(built.state_shapes), strict=True):
         assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
-    for name, x in GlobalArrays(program(second)).arrays(state).items():
+    for name, x in GlobalArrays(built).arrays(state).items():
         assert np.array_equal(np.asarray(x), before[name]), name
-    differences = np.abs(losses_after(second, state) - expected) / expected
-    print(f"{first} -> {second}: the losses of the next {AFTER} steps differ by {differences}")
-    assert np.all(differences <= TOLERANCE)
+    old, new = (program(layout).config.mesh.islands for layout in pair)
+    assert (f"mesh.islands was {old} and is {new} from here on." in said) == (old != new)
+    assert np.all(np.abs(losses_after(built, state) - expected) <= TOLERANCE * expected)
 
 
 def test_on_the_same_layout_the_losses_are_the_same_bits(sources):
     directory, _, expected = sources(INTERLEAVED)
-    checkpointer = Checkpointer(config(directory, INTERLEAVED), program(INTERLEAVED))
-    state, _ = checkpointer.restore_or_init()
-    checkpointer.close()
-    assert np.array_equal(losses_after(INTERLEAVED, state), expected)
+    state, _ = restored(directory, INTERLEAVED)
+    assert np.array_equal(losses_after(program(INTERLEAVED), state), expected)
 
 
-def test_the_pairs_change_all_axes_and_the_zero_stage_and_meet_every_layout_on_both_sides():
-    assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == set(LAYOUTS)
+def test_the_pairs_change_all_axes_the_zero_stage_and_islands_and_meet_every_layout_on_both_sides():
+    assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == LAYOUTS.keys() | ISLANDS.keys()
     (mesh, parallel), (other, others) = LAYOUTS[CUBE], LAYOUTS[DATA]
     assert all(a != b for a, b in zip(mesh, other, strict=True))
     assert parallel.get("zero_stage", 1) != others["zero_stage"]
+    between = {tuple(ISLANDS[x][0].get("islands", 1) for x in pair) for pair in PAIRS if pair[0] in ISLANDS}
+    assert between >= {(a, b) for a in (1, 2, 4) for b in (1, 2, 4) if a != b}
