@@ -68,69 +68,30 @@ class Family:
 EXACT_GELU = "gelu_exact"
 ACTIVATIONS = dict.fromkeys(("silu", "gelu", EXACT_GELU, "relu"))
 
+four_times = lambda d_model: 4 * d_model  # noqa: E731
+
+# fmt: off
 LLAMA = Family(
-    name="llama",
-    centred_norms=False,
-    positions="rotary",
-    gated=True,
-    activation="silu",
-    biases=False,
-    tied_head=False,
+    "llama", centred_norms=False, positions="rotary", gated=True, activation="silu", biases=False, tied_head=False,
     d_ff=lambda d_model: 32 * math.ceil(8 * d_model / 3 / 32),
 )
-
-GEMMA2 = replace(
-    LLAMA,
-    name="gemma2",
-    activation="gelu",
-    tied_head=True,
-    d_ff=lambda d_model: 4 * d_model,
-    norm_plus_one=True,
-    post_norms=True,
-    scaled_embedding=True,
-    score_cap=50.0,
-    logit_cap=30.0,
-    window=4096,
-    global_every=2,
+GPT2 = Family(
+    "gpt2", centred_norms=True, positions="learned", gated=False, activation="gelu", biases=True, tied_head=True, d_ff=four_times,
 )
-
+GEMMA2 = replace(
+    LLAMA, name="gemma2", activation="gelu", tied_head=True, d_ff=four_times, norm_plus_one=True, post_norms=True,
+    scaled_embedding=True, score_cap=50.0, logit_cap=30.0, window=4096, global_every=2,
+)
 FAMILIES = Registry(
     LLAMA,
     replace(LLAMA, name="mistral"),
     replace(LLAMA, name="qwen2", biased_qkv=True),
     replace(LLAMA, name="qwen3", qk_norm=True),
-    Family(
-        name="gpt2",
-        centred_norms=True,
-        positions="learned",
-        gated=False,
-        activation="gelu",
-        biases=True,
-        tied_head=True,
-        d_ff=lambda d_model: 4 * d_model,
-    ),
+    GPT2,
     GEMMA2,
     replace(
-        GEMMA2,
-        name="gemma3",
-        qk_norm=True,
-        score_cap=0.0,
-        logit_cap=0.0,
-        window=1024,
-        global_every=6,
-        rope_theta_local=10000.0,
+        GEMMA2, name="gemma3", qk_norm=True, score_cap=0.0, logit_cap=0.0, window=1024, global_every=6, rope_theta_local=10000.0,
     ),
-    Family(
-        name="vit",
-        centred_norms=True,
-        positions="learned",
-        gated=False,
-        activation=EXACT_GELU,
-        biases=True,
-        tied_head=False,
-        d_ff=lambda d_model: 4 * d_model,
-        images=True,
-        causal=False,
-        head_bias=True,
-    ),
+    replace(GPT2, name="vit", activation=EXACT_GELU, tied_head=False, images=True, causal=False, head_bias=True),
 )
+# fmt: on
