@@ -191,11 +191,14 @@ def step(text: str) -> int | Literal["newest", "best"]:
 def check_target(path: str) -> None:
     """Refuses at once what else would be found to be no place for a file when all is done."""
     with _refused(path):
-        target = Path(path)
-        if target.is_dir():
+        try:
+            directory, reachable = stat.S_ISDIR(os.stat(path).st_mode), True
+        except FileNotFoundError:
+            directory, reachable = False, Path(path).resolve().parent.is_dir()
+        if directory:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        there, parent = target.exists(), target.resolve().parent
-    if not there and not parent.is_dir():
+    if not reachable:
+        parent = Path(path).resolve().parent
         raise ConfigError(f"{short(path)} cannot be written: there is no directory {short(parent)}.")
 
 

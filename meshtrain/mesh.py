@@ -190,13 +190,14 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         raise ConfigError(f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}.")
     if own and shape.cluster:
         devices = _in_cluster_order(devices, shape.cluster)
-    with_devices = {device.process_index for device in devices[:needed]}
-    # A process without a device would have no rows to read.
-    if own and (idle := {device.process_index for device in devices} - with_devices):
-        raise ConfigError(
-            f"process {min(idle)} has no device of the mesh {shape}, whose {needed} devices {len(with_devices)} processes have; "
-            "start fewer processes, or give a larger mesh."
-        )
+    if own:
+        # A process without a device would have no rows to read.
+        with_devices = {device.process_index for device in devices[:needed]}
+        if idle := {device.process_index for device in devices} - with_devices:
+            raise ConfigError(
+                f"process {min(idle)} has no device of the mesh {shape}, whose {needed} devices {len(with_devices)} processes "
+                "have; start fewer processes, or give a larger mesh."
+            )
     return Mesh(arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes))
 
 
