@@ -153,7 +153,7 @@ def flipped(p: Place) -> None:
 
         def at(self: Any, moment: str, step: int | None = None, given: Any = (None, None)) -> Any:
             if moment == "dispatch" and step == 3:
-                given = injector.Injector._flip(None, 3, given)  # type: ignore[arg-type]
+                given = injector._flip(None, given)  # type: ignore[arg-type]
             return real(self, moment, step, given) if step is not None else real(self, moment)
 
         supervision.Supervision.at = at  # type: ignore[method-assign, assignment]

@@ -185,15 +185,15 @@ def _slow_disk(rank: int) -> None:
 
 
 def _slow_rank(rank: int) -> None:
-    from meshtrain.survive.supervision import Supervision
+    from meshtrain.survive.health import Health
 
-    whole = Supervision.check_product
+    whole = Health.check_product
 
     def late(self, *arguments):  # type: ignore[no-untyped-def]
         time.sleep(0.3 if rank == 1 else 0.0)
         return whole(self, *arguments)
 
-    Supervision.check_product = late  # type: ignore[method-assign]
+    Health.check_product = late  # type: ignore[method-assign]
 
 
 def _fill_memory(rank: int) -> None:

@@ -14,7 +14,7 @@
 - `decide`: what follows, as one pure function; `detectors`: all kinds of faults, and who is to blame; `forming`: the mesh for what is left.
 - `stragglers`, `health`: slow ranks, and devices that compute wrongly. `heartbeat`, `supervised`, `supervision`: a training process's side. `injector`: faults on
   purpose (`meshtrain.config.inject`).
-- `history`: what the nodes have written; `ledger`, `reliability`: the facts that follow; `stats`, `status`, `picture`: as text and as a page.
+- `history`: what the nodes have written; `ledger`, `reliability`: the facts that follow; `stats`, `picture`: as text and as a page.
 
 Allocation, queues and new nodes are the scheduler's: `meshtrain.launch` writes what starts a supervisor a node there.
 

@@ -15,13 +15,12 @@ from meshtrain.config.inject import KINDS, FaultRequest, parse, requests
 from meshtrain.errors import nearest, say, short
 from meshtrain.files import write_atomically
 from meshtrain.launch import flags
-from meshtrain.survive import history, picture, stats, status
+from meshtrain.survive import history, picture, stats
 from meshtrain.survive.records import NAME
 from meshtrain.survive.store import SURVIVE, refuse_unsafe
 from meshtrain.survive.supervisor import Supervisor
 
 ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
-
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -36,24 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"Besides, python -m meshtrain.survive {'|'.join(COMMANDS)}: each has --help.",
     )
     parser.add_config()
-    parser.add_argument(
-        "--node", default=None, help="this node's name, which no other node of the run has; default: the host's"
-    )
-    parser.add_argument("--address", default=None, help="how other nodes reach this one; default: the host's name")
+    parser.add_argument("--node", help="this node's name, which no other node of the run has; default: the host's")
+    parser.add_argument("--address", help="how other nodes reach this one; default: the host's name")
     parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain.plan --flags shows them")  # fmt: skip
     if words and not words[0].startswith("-"):
         ending = nearest(words[0], COMMANDS) or "; legal are " + ", ".join(COMMANDS) + "."
         parser.error(f"there is no command {short(words[0])}{ending}")
     options = parser.parse_args(words)
     config = load(options.config, options.set)
-    host = socket.gethostname()
-    node = host if options.node is None else options.node
+    node = socket.gethostname() if options.node is None else options.node
     if not NAME.fullmatch(node):
         raise ConfigError(
             f"--node is {short(repr(node))}; a node's name has letters, digits, dots, dashes and underscores, at most 64, and begins "
             "with a letter or a digit."
         )
-    address = options.address or ("127.0.0.1" if config.survive.most == 1 else host)
+    address = options.address or ("127.0.0.1" if config.survive.most == 1 else socket.gethostname())
     if not ADDRESS.fullmatch(address):
         raise ConfigError(f"--address is {short(repr(address))}; it must be a host's name or IP address.")
     _check(requests(config.survive.inject), config.survive.most, "the run")
@@ -82,8 +78,11 @@ def _warn_if_unreachable() -> None:
 def _set_flags(config: Config, cluster: str) -> None:
     settings = flags.settings(config, named(cluster, config.mesh.devices), flags.installed(), os.environ)
     for entry in settings:
-        left = f"{entry.name} is left alone: {entry.left}."
-        say(left if entry.left else f"{entry.name}={entry.value}: {entry.reason}.")
+        say(
+            f"{entry.name} is left alone: {entry.left}."
+            if entry.left
+            else f"{entry.name}={entry.value}: {entry.reason}."
+        )
     os.environ.update(flags.environment(settings, os.environ))
 
 
@@ -113,16 +112,12 @@ def _inject(arguments: Sequence[str]) -> int:
     if options.fault is None:
         parser.error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
     asked = parse(options.fault, "the command")
-    if options.run:
-        run = Path(options.run)
-    else:
-        runs = sorted(path.parent for path in Path("runs").glob(f"*/{SURVIVE}"))
-        if len(runs) != 1:
-            raise ConfigError(
-                f"there are {len(runs)} supervised runs in runs/; name one after the fault, as in survive inject kill@40:1 runs/mine."
-            )
-        run = runs[0]
-    directory = run / SURVIVE / "inject"
+    runs = [Path(options.run)] if options.run else [path.parent for path in Path("runs").glob(f"*/{SURVIVE}")]
+    if len(runs) != 1:
+        raise ConfigError(
+            f"there are {len(runs)} supervised runs in runs/; name one after the fault, as in survive inject kill@40:1 runs/mine."
+        )
+    run, directory = runs[0], runs[0] / SURVIVE / "inject"
     if not directory.is_dir():
         raise ConfigError(f"{run} is no run that a supervisor looks after; give its run.directory.")
     refuse_unsafe(run)
@@ -143,8 +138,8 @@ def _status(arguments: Sequence[str]) -> int:
         prog="python -m meshtrain.survive status",
         description="What a run does now: its nodes, their steps, what happened lately.",
     )
-    parser.add_argument("run", metavar="RUN", help="the run's directory")
-    print(status.show(Path(parser.parse_args(arguments).run)), end="")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
+    print(stats.show_status(parser.parse_args(arguments).run), end="")
     return DONE
 
 
@@ -153,20 +148,13 @@ def _stats(arguments: Sequence[str]) -> int:
         prog="python -m meshtrain.survive stats",
         description="Where a run's time went, its faults, how reliable its nodes are.",
     )
-    parser.add_argument("run", metavar="RUN", help="the run's directory")
-    parser.add_argument(
-        "--cluster", metavar="NAME", help="beside what `plan` predicts for this cluster, or for one in a file"
-    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="the same for programs")
-    parser.add_argument("--svg", metavar="FILE", help="writes a picture of the run's life")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="writes a picture of the run's life")
     options = parser.parse_args(arguments)
-    run = Path(options.run)
     if options.svg:
-        write_atomically(Path(options.svg), picture.svg(run).encode())
-    if options.json:
-        print(json.dumps(stats.to_json(run, options.cluster), indent=2))
-    else:
-        print(stats.show(run, options.cluster), end="")
+        write_atomically(options.svg, picture.svg(options.run).encode())
+    print(json.dumps(stats.to_json(options.run), indent=2) + "\n" if options.json else stats.show(options.run), end="")
     return DONE
 
 

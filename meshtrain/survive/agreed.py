@@ -4,7 +4,6 @@ The command serves an engine that knows only the highest of their codes: before 
 run's newest plan, and afterwards ends with the code that they have agreed on since; if on none, with what the engine's code stands for.
 """
 
-import argparse
 import contextlib
 import re
 import sys
@@ -50,11 +49,10 @@ def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str
     steps: int | None = config.train.steps
     if config.train.epochs:
         # The steps follow once the data is open: then as the run has found them.
-        try:
+        steps = None
+        with contextlib.suppress(ConfigError):
             train = load(run / CONFIG).train
             steps = train.steps if train.epochs == config.train.epochs else None
-        except ConfigError:
-            steps = None
     if steps is not None and step >= steps:
         return f"step {step} of {steps} was taken"
     # What cannot be read the run itself will report.
@@ -64,19 +62,13 @@ def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str
     return None
 
 
-def _number(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,12}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m meshtrain.survive.agreed", description="What a run on several nodes came to.")
     parser.add_argument("run", type=Path, help="the run directory")
-    parser.add_argument("--after", type=_number, help="the newest plan before the supervisors were started")
+    parser.add_argument("--after", type=int, help="the newest plan before the supervisors were started")
     parser.add_argument(
-        "--otherwise", type=_number, default=FAILED, help="an exit code, where the run was not declared over"
+        "--otherwise", type=int, default=FAILED, help="an exit code, where the run was not declared over"
     )
     options = parser.parse_args(arguments)
     if options.after is None:

@@ -26,7 +26,7 @@ from meshtrain.orphans import die_with_parent
 from meshtrain.run.rows import parse
 from meshtrain.survive.heartbeat import CODES, VARIABLE
 from meshtrain.survive.records import Node, ProcessEnd, Rank, record_of
-from meshtrain.survive.store import read_file
+from meshtrain.survive.store import opened, read_file
 from meshtrain.survive.supervised import BEAT, LEASE, LEASE_SIZE
 
 STACKS = 0.3  # seconds that a process gets to write its stacks before it is ended
@@ -129,9 +129,8 @@ class TrainingProcess:
             kind = "peer" if code == -signal.SIGABRT and ABORTED.search(self._tail()) else "signal"
             known = -code in signal.Signals.__members__.values()
             name = signal.Signals(-code).name if known else f"signal {-code}"
-            return ProcessEnd(
-                code, kind, f"was ended by {name} in the phase {self.rank.phase}, after step {step}", step
-            )
+            sentence = f"was ended by {name} in the phase {self.rank.phase}, after step {step}"
+            return ProcessEnd(code, kind, sentence, step)
         if code in (0, 75):
             return ProcessEnd(code, "ok" if code == 0 else "stopped", "ended", step)
         fault = parse(read_file(self.files / f"rank-{self.number}.fault.json", MOST_READ)) or {}
@@ -226,10 +225,6 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
 
 def _sweep(memory: Path) -> None:
     """Removes what supervisors that were killed have left in memory: their leases are neither held nor new."""
-
-    def opened(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
     for directory in memory.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), open(directory / LEASE, opener=opened) as lease:
             if time.time() - os.fstat(lease.fileno()).st_mtime > LEFT:

@@ -65,7 +65,7 @@ class Heartbeat:
         self._stepped = 0.0  # seconds in the phases of steps when the newest was taken
         self._before = self.name  # the phase before this one
         self._since = time.perf_counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watching = False
 
     def phase(self, name: str) -> None:
@@ -73,11 +73,11 @@ class Heartbeat:
         self._go_on(name)
 
     def took(self, step: int) -> None:
-        """The devices have finished step `step`: the phase `log`, in which that many steps are taken."""
+        """Goes on to `log`: the devices have finished step `step`."""
         self._go_on("log", step)
 
     def begin_save(self, step: int, due: bool) -> None:
-        """The phase `save`, of the state after `step` steps."""
+        """Goes on to `save`, of the state after `step` steps."""
         self._go_on("save", due=step if due else None)
 
     def _go_on(self, name: str, taken: int | None = None, due: int | None = None) -> None:
@@ -99,40 +99,30 @@ class Heartbeat:
     def pace(self) -> float | None:
         """Median seconds of the last steps; None before there is one."""
         with self._lock:
-            return self._median()
+            return statistics.median(self._steps) if self._steps else None
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase so far, of the one that goes on too."""
         with self._lock:
-            return self._phases()
-
-    def _phases(self) -> dict[str, float]:
-        spent = self._spent | self._paused
-        spent[self.name] += time.perf_counter() - self._since
-        spent[WAIT] = max(0.0, spent[WAIT] - sum(self._paused.values()))
-        return spent
-
-    def _median(self) -> float | None:
-        return statistics.median(self._steps) if self._steps else None
+            spent = self._spent | self._paused
+            spent[self.name] += time.perf_counter() - self._since
+            spent[WAIT] = max(0.0, spent[WAIT] - sum(self._paused.values()))
+            return spent
 
     def values(self) -> dict[str, Any]:
         """All that is known, as the supervisor's file has it."""
         with self._lock:
-            now = time.perf_counter() - self._since
-            seconds = self.seconds | {KIND_OF[self.name]: self.seconds[KIND_OF[self.name]] + now}
-            phases = self._phases()
+            phases, kind, now = self.phases(), KIND_OF[self.name], time.perf_counter() - self._since
             return {
-                "n": self.changes, "alive": self.alive, "step": self.step, "phase": self.name, "pace": self._median(),
+                "n": self.changes, "alive": self.alive, "step": self.step, "phase": self.name, "pace": self.pace,
                 "phases": rounded({name: phases[name] for name in STEPPING}),
-                "seconds": rounded(seconds), "at_save": self.at_save,
+                "seconds": rounded(self.seconds | {kind: self.seconds[kind] + now}), "at_save": self.at_save,
                 "saved": self.saved, "start": self.start, "matmul": self.matmul, "collectives": self.collectives,
                 "cache": self.cache,
             }  # fmt: skip
 
-    # --- the thread that sees when the process does not run
-
     def watch_pauses(self) -> None:
-        """From now on it is known when the process does not run."""
+        """Begins the thread that sees when the process does not run."""
         if not self._watching:
             from meshtrain.survive.supervised import watch
 
@@ -140,7 +130,7 @@ class Heartbeat:
             threading.Thread(target=watch, args=(self,), name="meshtrain-heartbeat", daemon=True).start()
 
     def pause(self, late: Mapping[str, float]) -> None:
-        """The process did not run for so many seconds, up to now, by the reason."""
+        """Counts seconds, up to now, in which the process did not run, by the reason."""
         with self._lock:
             # The main thread may have gone on since.
             half = time.perf_counter() - sum(late.values()) / 2
@@ -167,7 +157,7 @@ def begun() -> Heartbeat | None:
 
 
 def begin() -> None:
-    """`begun`, for a process that only starts: what is wrong ends it with a sentence."""
+    """Begins the heartbeat of a process that only starts: what is wrong ends it with a sentence."""
     try:
         begun()
     except ConfigError as error:

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -107,21 +108,9 @@ def date(time: float) -> datetime:
 # --- files
 
 
-def folder(run: Path) -> Path:
-    """Returns where the supervisors of `run` write; ConfigError if it is no such run."""
-    directory, is_run = run / SURVIVE, False
-    with contextlib.suppress(OSError, ValueError):
-        if directory.is_dir():
-            return directory
-        is_run = run.is_dir()
-    if is_run:
-        raise ConfigError(f"{short(run)} is no run of `meshtrain.survive`: it holds no directory {SURVIVE}/.")
-    raise ConfigError(f"there is no run directory {short(run)}.")
-
-
 def read(run: Path) -> History:
     """Reads all that the nodes of `run` have written; ConfigError if `run` is no run under supervision."""
-    directory, lines, torn = folder(run), dict[str, Sequence[Fields]](), 0
+    directory, lines, torn = _folder(run), dict[str, Sequence[Fields]](), 0
     for name, path in _named(directory, "events.", ".jsonl"):
         lines[name], broken = decode_rows(read_file(path, EVENTS_MOST).splitlines(keepends=True))
         torn += broken
@@ -133,9 +122,20 @@ def read(run: Path) -> History:
 
 def read_records(run: Path) -> tuple[dict[str, Node], int]:
     """Returns each node's record at this moment, and how many could not be read."""
-    files = _named(folder(run) / "nodes", "", ".json")
+    files = _named(_folder(run) / "nodes", "", ".json")
     nodes = {name: decode(Node, read_file(path, LARGEST)) for name, path in files}
     return {name: node for name, node in nodes.items() if node is not None}, list(nodes.values()).count(None)
+
+
+def _folder(run: Path) -> Path:
+    is_run = False
+    with contextlib.suppress(OSError, ValueError):
+        if (run / SURVIVE).is_dir():
+            return run / SURVIVE
+        is_run = run.is_dir()
+    if is_run:
+        raise ConfigError(f"{short(run)} is no run of `meshtrain.survive`: it holds no directory {SURVIVE}/.")
+    raise ConfigError(f"there is no run directory {short(run)}.")
 
 
 def _named(directory: Path, before: str, after: str) -> list[tuple[str, Path]]:
@@ -151,11 +151,11 @@ def _named(directory: Path, before: str, after: str) -> list[tuple[str, Path]]:
 
 
 def together(
-    lines: Mapping[str, Iterable[Fields]], plans: Iterable[RestartPlan], records: Mapping[str, Node], torn: int = 0
+    lines: Mapping[str, Iterable[Fields]], plans: Sequence[RestartPlan], records: Mapping[str, Node], torn: int = 0
 ) -> History:
     """Returns a history of what each node wrote, put on one clock. What bears no possible time is torn."""
     ahead = clocks(lines)
-    events, decided, alive = [], [], {}
+    events = []
     for node, rows in lines.items():
         for row in rows:
             wall, name = number(row.get("wall")), row.get("event")
@@ -163,16 +163,13 @@ def together(
                 torn += 1
             else:
                 events.append(RunEvent(wall - ahead.get(node, 0.0), node, name, row))
-    for plan in plans:
-        if (wall := number(plan.wall)) is None:
-            torn += 1
-        else:
-            decided.append(replace(plan, wall=wall - ahead.get(plan.leader, 0.0)))
-    for name, record in records.items():
-        if (wall := number(record.wall)) is None:
-            torn += 1
-        else:
-            alive[name] = replace(record, wall=wall - ahead.get(name, 0.0))
+    decided = [replace(p, wall=p.wall - ahead.get(p.leader, 0.0)) for p in plans if number(p.wall) is not None]
+    alive = {
+        name: replace(r, wall=r.wall - ahead.get(name, 0.0))
+        for name, r in records.items()
+        if number(r.wall) is not None
+    }
+    torn += len(plans) - len(decided) + len(records) - len(alive)
     events.sort(key=lambda event: event.time)
     decided.sort(key=lambda plan: plan.number)
     return History(tuple(events), tuple(decided), alive, ahead, torn)
@@ -184,16 +181,16 @@ def clocks(lines: Mapping[str, Iterable[Fields]]) -> dict[str, float]:
     A leader judges the clocks that it sees; leadership moves, so clocks are compared from node to node. Of several judgements of the same
     two the median counts: a record is seen a moment after it was written, now and then much later.
     """
-    judged: dict[tuple[str, str], list[float]] = {}
+    judged = defaultdict[tuple[str, str], list[float]](list)
     for leader, rows in lines.items():
         for row in rows:
             node, ahead = row.get("node"), number(row.get("ahead"))
             if row.get("event") == "clock" and ahead is not None and isinstance(node, str) and node != leader:
-                judged.setdefault((leader, node), []).append(ahead)
-    beside: dict[str, list[tuple[str, float]]] = {}
+                judged[leader, node].append(ahead)
+    beside = defaultdict[str, list[tuple[str, float]]](list)
     for (leader, node), seconds in judged.items():
-        beside.setdefault(leader, []).append((node, statistics.median(seconds)))
-        beside.setdefault(node, []).append((leader, -statistics.median(seconds)))
+        beside[leader].append((node, statistics.median(seconds)))
+        beside[node].append((leader, -statistics.median(seconds)))
     known: dict[str, float] = {}
     # A node that nobody has judged is on a clock that nobody doubts.
     for first in sorted(beside, key=lambda name: (-len(beside[name]), name)):

@@ -43,14 +43,17 @@ class Injector:
     """The faults of this training process; none without a supervisor. `asked`: survive.inject of the config."""
 
     def __init__(self, heartbeat: Heartbeat, asked: Iterable[str]) -> None:
-        self._heartbeat, self._pending, self._known = heartbeat, list[FaultRequest](), set[str]()
-        self._nap: float | None = None
-        self._stuck = threading.Event()  # for the thread that reads data
+        self.heartbeat, self._pending, self._known = heartbeat, list[FaultRequest](), set[str]()
+        self.nap = 0.0  # seconds that each step takes more: the fault `slow`
+        self.stuck = threading.Event()  # for the thread that reads data
         if heartbeat.supervised is None:
             return
-        self._local, self._rank = heartbeat.supervised.local, heartbeat.supervised.rank
-        self._requests, self._done = heartbeat.supervised.survive / "inject", heartbeat.supervised.survive / "injected"
-        self._checkpoints = heartbeat.supervised.survive.parent / CHECKPOINTS
+        self._rank, survive = heartbeat.supervised.rank, heartbeat.supervised.survive
+        self._requests, self._done, self.checkpoints = (
+            survive / "inject",
+            survive / "injected",
+            survive.parent / CHECKPOINTS,
+        )
         self._take(requests(asked))
         # A thread of its own, since the disk may hang. What is asked for already is due at once.
         looked = threading.Event()
@@ -59,36 +62,33 @@ class Injector:
 
     def at(self, moment: Moment, step: int | None = None, step_inputs: StepInputs = (None, None)) -> StepInputs:
         """Injects what is due at this moment after `step` steps, by default those of the newest checkpoint; returns the step's inputs."""
-        for request in list(self._pending):
-            if request.kind.moment != moment:
+        for request in [r for r in self._pending if r.kind.moment == moment]:
+            taken = self.newest_checkpoint() or 0 if step is None else step
+            if taken < request.step or not self._is_possible(request.kind.name):
                 continue
-            taken = self._newest_checkpoint() or 0 if step is None else step
-            if taken >= request.step and self._is_possible(request) and self._claims(request):
-                if request.kind.name != "slow" or self._nap is None:
-                    say(f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}.")
-                step_inputs = _FAULTS[request.kind.name](self, taken, step_inputs) or step_inputs
+            self._pending.remove(request)
+            if claimed(self._done, request):
+                say(f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}.")
+                step_inputs = _FAULTS[request.kind.name](self, step_inputs) or step_inputs
+        if self.nap and moment == "dispatch":
+            time.sleep(self.nap)
         return step_inputs
 
     def in_loader(self) -> None:
         """On the thread that reads data."""
-        while self._stuck.is_set():
+        while self.stuck.is_set():
             time.sleep(1)
 
-    def _newest_checkpoint(self) -> int | None:
+    def newest_checkpoint(self) -> int | None:
         from meshtrain.checkpoint.steps import committed_in
 
-        return max(committed_in(self._checkpoints), default=None)
+        return max(committed_in(self.checkpoints), default=None)
 
-    def _is_possible(self, request: FaultRequest) -> bool:
-        """A checkpoint can be damaged, or be in the way of the end of a restore, if there is one."""
-        return request.kind.name not in ("damage", "kill-restore") or self._newest_checkpoint() is not None
-
-    def _claims(self, request: FaultRequest) -> bool:
-        """Takes a request off the list; returns whether no process has injected it before."""
-        if request.kind.name == "slow":
-            return self._nap is not None or self._heartbeat.pace is not None
-        self._pending.remove(request)
-        return claimed(self._done, request)
+    def _is_possible(self, kind: str) -> bool:
+        """A checkpoint can be damaged, or be in the way of the end of a restore, if there is one; half a step's time is known after one."""
+        if kind == "slow":
+            return self.heartbeat.pace is not None
+        return kind not in ("damage", "kill-restore") or self.newest_checkpoint() is not None
 
     def _take(self, asked: Iterable[FaultRequest]) -> None:
         for request in asked:
@@ -106,107 +106,97 @@ class Injector:
                 # A name that begins with a dot is a file still being written.
                 names = [name for name in sorted(os.listdir(self._requests)) if not name.startswith(".")]
             for name in names:
-                if name not in refused:
-                    try:
-                        self._take(parse(name, str(self._requests)))
-                    except ConfigError as error:
+                try:
+                    self._take(parse(name, str(self._requests)))
+                except ConfigError as error:
+                    if name not in refused:
                         refused.add(name)
                         say(error)
             looked.set()
             time.sleep(LOOK_EVERY)
 
-    # --- the faults
 
-    def _exhaust(self, *_: object) -> None:
-        import jax
-        import jax.numpy as jnp
+# --- the faults of a training process
 
-        jax.block_until_ready(jax.jit(lambda: jnp.zeros((TOO_MANY,), jnp.float32))())
 
-    def _kill_in_save(self, *_: object) -> None:
-        """On a thread: as soon as the save that begins now has a directory."""
-        from meshtrain.checkpoint.steps import WRITING
+def _exhaust(*_: object) -> None:
+    import jax
+    import jax.numpy as jnp
 
-        def wait() -> None:
-            while not any(self._checkpoints.glob(f"*{WRITING}")):
-                time.sleep(0.0005)
-            _kill()
+    jax.block_until_ready(jax.jit(lambda: jnp.zeros((TOO_MANY,), jnp.float32))())
 
-        threading.Thread(target=wait, daemon=True).start()
 
-    def _sleep(self, *_: object) -> NoReturn:
-        while True:
-            time.sleep(3600)
+def _kill_in_save(injector: Injector, _: StepInputs) -> None:
+    """On a thread: as soon as the save that begins now has a directory."""
+    from meshtrain.checkpoint.steps import WRITING
 
-    def _hold_gil(self, *_: object) -> None:
-        nothing = os.pipe()[0]
-        # PyDLL, unlike CDLL, keeps the lock during a call. A read goes on after the signal that asks for stacks; a sleep would end.
-        ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)
-
-    def _sleep_in_kernel(self, *_: object) -> None:
-        """A vfork's parent sleeps until the child execs; this child first opens a pipe that nobody writes to.
-
-        Another process lets the child go when this one has ended.
-        """
-        fifo = Path(tempfile.mkdtemp(dir=self._local)) / "nobody"
-        os.mkfifo(fifo, 0o600)
-        lets_go = 'while kill -0 "$1" 2>/dev/null; do sleep 0.2; done; : <> "$2"; rm -r "${2%/*}"'
-        subprocess.Popen(["sh", "-c", lets_go, "sh", str(os.getpid()), str(fifo)])
-        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, str(fifo), os.O_RDONLY, 0)])
-
-    def _never_ready(self, _: int, step_inputs: StepInputs) -> StepInputs:
-        import jax
-
-        state, batch = step_inputs
-        self._heartbeat.phase("wait")  # where the other ranks are by then; a CPU may wait in the call itself
-
-        def never(x: np.ndarray) -> np.ndarray:
-            self._sleep()
-
-        def gate(x: jax.Array) -> jax.Array:
-            return jax.jit(lambda y: jax.pure_callback(never, jax.ShapeDtypeStruct(y.shape, y.dtype), y))(x)
-
-        read = inputs(batch)
-        parts = [gate(shard.data) for shard in read.addressable_shards]
-        gated = jax.make_array_from_single_device_arrays(read.shape, read.sharding, parts)
-        return state, {**batch, input_name(batch): gated}
-
-    def _poison(self, _: int, step_inputs: StepInputs) -> StepInputs:
-        state, batch = step_inputs
-
-        def nan(part: np.ndarray) -> None:
-            part.flat[0] = np.nan
-
-        # what lies there for all layers, [layers, in, out]: a matrix, of which every token needs each number
-        return _changed_at(state, lambda leaf: leaf.ndim >= 3, nan), batch
-
-    def _flip(self, _: int, step_inputs: StepInputs) -> StepInputs:
-        import jax
-
-        state, batch = step_inputs
-        most = max(map(_copies, jax.tree.leaves(state.params)))
-
-        def flip(part: np.ndarray) -> None:
-            part.reshape(-1).view(np.uint32)[0] ^= np.uint32(1 << FLIPPED_BIT)
-
-        return _changed_at(state, lambda leaf: _copies(leaf) == most, flip), batch
-
-    def _drag(self, *_: object) -> None:
-        if self._nap is None:
-            self._nap = max((self._heartbeat.pace or 0.0) / 2, SHORTEST_NAP)
-        time.sleep(self._nap)
-
-    def _damage(self, *_: object) -> None:
-        from meshtrain.checkpoint.steps import ARRAYS
-
-        arrays = self._checkpoints / str(self._newest_checkpoint()) / ARRAYS
-        largest = max((p for p in arrays.rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p))
-        with largest.open("r+b") as file:
-            file.seek(largest.stat().st_size // 2)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
+    def wait() -> None:
+        while not any(injector.checkpoints.glob(f"*{WRITING}")):
+            time.sleep(0.0005)
         _kill()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _sleep(*_: object) -> NoReturn:
+    while True:
+        time.sleep(3600)
+
+
+def _hold_gil(*_: object) -> None:
+    nothing = os.pipe()[0]
+    # PyDLL, unlike CDLL, keeps the lock during a call. A read goes on after the signal that asks for stacks; a sleep would end.
+    ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)
+
+
+def _sleep_in_kernel(injector: Injector, _: StepInputs) -> None:
+    """A vfork's parent sleeps until the child execs; this child first opens a pipe that nobody writes to.
+
+    Another process lets the child go when this one has ended.
+    """
+    assert injector.heartbeat.supervised is not None
+    fifo = Path(tempfile.mkdtemp(dir=injector.heartbeat.supervised.local)) / "nobody"
+    os.mkfifo(fifo, 0o600)
+    lets_go = 'while kill -0 "$1" 2>/dev/null; do sleep 0.2; done; : <> "$2"; rm -r "${2%/*}"'
+    subprocess.Popen(["sh", "-c", lets_go, "sh", str(os.getpid()), str(fifo)])
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, str(fifo), os.O_RDONLY, 0)])
+
+
+def _never_ready(injector: Injector, step_inputs: StepInputs) -> StepInputs:
+    import jax
+
+    state, batch = step_inputs
+    injector.heartbeat.phase("wait")  # where the other ranks are by then; a CPU may wait in the call itself
+
+    def gate(x: jax.Array) -> jax.Array:
+        return jax.jit(lambda y: jax.pure_callback(_sleep, jax.ShapeDtypeStruct(y.shape, y.dtype), y))(x)
+
+    read = inputs(batch)
+    parts = [gate(shard.data) for shard in read.addressable_shards]
+    gated = jax.make_array_from_single_device_arrays(read.shape, read.sharding, parts)
+    return state, {**batch, input_name(batch): gated}
+
+
+def _poison(_: Injector, step_inputs: StepInputs) -> StepInputs:
+    state, batch = step_inputs
+
+    def nan(part: np.ndarray) -> None:
+        part.flat[0] = np.nan
+
+    # what lies there for all layers, [layers, in, out]: a matrix, of which every token needs each number
+    return _changed_at(state, lambda leaf: leaf.ndim >= 3, nan), batch
+
+
+def _flip(_: Injector, step_inputs: StepInputs) -> StepInputs:
+    import jax
+
+    state, batch = step_inputs
+    most = max(map(_copies, jax.tree.leaves(state.params)))
+
+    def flip(part: np.ndarray) -> None:
+        part.reshape(-1).view(np.uint32)[0] ^= np.uint32(1 << FLIPPED_BIT)
+
+    return _changed_at(state, lambda leaf: _copies(leaf) == most, flip), batch
 
 
 def _copies(leaf: "jax.Array") -> int:
@@ -228,37 +218,55 @@ def _changed_at(state: Any, chosen: Callable[["jax.Array"], bool], change: Calla
     return state._replace(params=jax.tree.unflatten(tree, leaves))
 
 
-def _send(number: int) -> Callable[..., None]:
-    return lambda *_: os.kill(os.getpid(), number)
+def _drag(injector: Injector, _: StepInputs) -> None:
+    injector.nap += max((injector.heartbeat.pace or 0.0) / 2, SHORTEST_NAP)
 
 
-_kill = _send(signal.SIGKILL)
+def _damage(injector: Injector, _: StepInputs) -> None:
+    from meshtrain.checkpoint.steps import ARRAYS
+
+    arrays = injector.checkpoints / str(injector.newest_checkpoint()) / ARRAYS
+    largest = max((p for p in arrays.rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p))
+    with largest.open("r+b") as file:
+        middle = largest.stat().st_size // 2
+        byte = os.pread(file.fileno(), 1, middle)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), middle)
+    _kill()
 
 
 def _raise(*_: object) -> NoReturn:
     raise RuntimeError("an exception that was injected")
 
 
-_FAULTS: dict[str, Callable[[Injector, int, StepInputs], StepInputs | None]] = {
+def _send(number: int) -> Callable[..., None]:
+    return lambda *_: os.kill(os.getpid(), number)
+
+
+_kill = _send(signal.SIGKILL)
+
+_FAULTS: dict[str, Callable[[Injector, StepInputs], StepInputs | None]] = {
     **dict.fromkeys(("kill", "kill-compile", "kill-restore", "kill-two", "kill-forming", "crash-loop"), _kill),
     "segv": _send(signal.SIGSEGV),
     "abort": lambda *_: os.abort(),
     "preempt": _send(signal.SIGTERM),
     "frozen": _send(signal.SIGSTOP),
-    "out-of-memory": Injector._exhaust,
+    "out-of-memory": _exhaust,
     "error": _raise,
-    "kill-save": Injector._kill_in_save,
-    "asleep": Injector._sleep,
-    "loader": lambda injector, *_: injector._stuck.set(),
-    "gil": Injector._hold_gil,
-    "d-state": Injector._sleep_in_kernel,
-    "collective": Injector._never_ready,
-    "nan": Injector._poison,
-    "nan-always": Injector._poison,
-    "bit-flip": Injector._flip,
-    "slow": Injector._drag,
-    "damage": Injector._damage,
+    "kill-save": _kill_in_save,
+    "asleep": _sleep,
+    "loader": lambda injector, _: injector.stuck.set(),
+    "gil": _hold_gil,
+    "d-state": _sleep_in_kernel,
+    "collective": _never_ready,
+    "nan": _poison,
+    "nan-always": _poison,
+    "bit-flip": _flip,
+    "slow": _drag,
+    "damage": _damage,
 }
+
+
+# --- the faults of a node
 
 
 class NodeInjector:
@@ -268,17 +276,20 @@ class NodeInjector:
     """
 
     def __init__(self, supervisor: "Supervisor") -> None:
-        self.supervisor = supervisor
+        self.supervisor, self.done = supervisor, supervisor.store.root / "injected"
         self.requests = {r.name: r for r in requests(supervisor.config.survive.inject)}
         self._looked = -LOOK_EVERY
-        self.silent_until: float | None = None
+        self._silent_until: float | None = None
         self._taken: socket.socket | None = None  # the port that somebody else has
 
     def look(self, now: float) -> None:
         """Injects what is due; may not come back."""
         if now - self._looked >= LOOK_EVERY:
             self._looked = now
-            self._read()
+            for text in self.supervisor.store.asked():
+                # The training processes report what is no request.
+                with contextlib.suppress(ConfigError):
+                    self.requests |= {r.name: r for r in parse(text) if not (self.done / r.name).exists()}
         node = self.supervisor.node
         if node.rank is None or node.end is not None:
             return
@@ -295,14 +306,13 @@ class NodeInjector:
 
     def is_silent(self, now: float) -> bool:
         """Returns whether the node is to be taken for gone; at the end of that it is a new one."""
-        if self.silent_until is not None and now >= self.silent_until:
-            self.silent_until = None
-            supervisor, identity = self.supervisor, uuid.uuid4().hex
+        if self._silent_until is not None and now >= self._silent_until:
+            self._silent_until, supervisor, identity = None, self.supervisor, uuid.uuid4().hex
             supervisor.node = replace(
                 supervisor.node, incarnation=identity, state="idle", generation=0, acked=0, rank=None, end=None
             )
             supervisor.store.log("join", incarnation=identity, host=supervisor.node.host, pid=os.getpid())
-        return self.silent_until is not None
+        return self._silent_until is not None
 
     def port(self, free: int) -> int:
         """Returns the port that this node publishes: one that is taken, where that is asked for."""
@@ -315,29 +325,23 @@ class NodeInjector:
 
     def _claims(self, request: FaultRequest) -> bool:
         del self.requests[request.name]
-        return claimed(self.supervisor.store.root / "injected", request)
+        return claimed(self.done, request)
 
     def _inject(self, request: FaultRequest, now: float) -> None:
-        supervisor, name = self.supervisor, request.kind.name
+        supervisor, name, child = self.supervisor, request.kind.name, self.supervisor.child
         console.report(f"{request.name}: {request.kind.does}, injected into {supervisor.node.name}.")
         console.finish()
-        child = supervisor.child
-        if name in ("node-lost", "leader-lost", "coordinator-lost", "node-returns") and child is not None:
-            os.killpg(child.process.pid, signal.SIGKILL)
-        if name == "node-returns":
-            supervisor.discard()
-            self.silent_until = now + 2 * supervisor.options.node_timeout
-        elif name == "supervisor-frozen":
+        if name == "supervisor-frozen":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif name == "store-lost":
-            supervisor.store.lose()
-        else:
+            return
+        if name == "store-lost":
+            supervisor.store.lost = True
+            return
+        if child is not None:
+            os.killpg(child.process.pid, signal.SIGKILL)
+        if name != "node-returns":
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _read(self) -> None:
-        """Takes requests of `survive inject`; the training processes report what is no request."""
-        for text in self.supervisor.store.asked():
-            with contextlib.suppress(ConfigError):
-                for request in parse(text):
-                    if not (self.supervisor.store.root / "injected" / request.name).exists():
-                        self.requests.setdefault(request.name, request)
+        if child is not None:
+            child.process.wait()
+            child.close()
+        supervisor.child, self._silent_until = None, now + 2 * supervisor.options.node_timeout

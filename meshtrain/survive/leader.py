@@ -20,7 +20,7 @@ from meshtrain.survive.console import report
 from meshtrain.survive.decide import Decision, SupervisorOptions, decide, quarantined
 from meshtrain.survive.forming import formed
 from meshtrain.survive.records import Node, RestartPlan
-from meshtrain.survive.store import Store
+from meshtrain.survive.store import Store, config_of
 from meshtrain.survive.stragglers import Stragglers
 from meshtrain.survive.view import View
 
@@ -32,7 +32,7 @@ class Leader:
         self.config, self.run, self.store, self.view, self.options = config, run, store, view, options
         self.stragglers = Stragglers()
         self.leads = False
-        self.waits = ""  # for what, as it was reported
+        self._waits = ""  # for what, as it was reported
         self._shape = ""  # the newest mesh, as a sentence
         self._cleared = 0  # the newest generation of which `cleared` was reported
 
@@ -52,12 +52,11 @@ class Leader:
             options = replace(options, holder=holder(self.run))
         decision = decide(time.time(), self.view.nodes, plan, self.view.history, options)
         waits = decision.reason if decision.verdict == "wait" else ""
-        if waits and waits != self.waits:
+        if waits and waits != self._waits:
             report(f"waiting: {waits}.")
-        self.waits = waits
-        if decision.verdict in ("form", "run", "stop") or (
-            decision.verdict == "over" and not (plan and plan.state == "over")
-        ):
+        self._waits = waits
+        is_over = plan is not None and plan.state == "over"
+        if decision.verdict in ("form", "run", "stop") or (decision.verdict == "over" and not is_over):
             self._propose(decision, plan, node)
 
     def _propose(self, decision: Decision, plan: RestartPlan | None, node: Node) -> None:
@@ -70,8 +69,8 @@ class Leader:
             "quarantined": quarantined(plan, now) if decision.quarantined is None and plan else decision.quarantined or {},
         }  # fmt: skip
         if verdict == "form":
-            forming = {"generation": generation + 1, "state": "forming", "members": plan.members if plan else []}
-            new = RestartPlan(**fields | forming)
+            members = plan.members if plan else []
+            new = RestartPlan(**fields | {"generation": generation + 1, "state": "forming", "members": members})
         else:
             assert plan is not None
             if verdict == "run":
@@ -81,18 +80,14 @@ class Leader:
         if not self.store.propose(new):
             return
         if verdict == "run":
-            self.store.log(
-                "formed", generation=new.generation, members=new.members, mesh=new.mesh, microbatches=new.microbatches, kind=new.kind,
-                reason=new.reason,
-            )  # fmt: skip
+            shown = ("generation", "members", "mesh", "microbatches", "kind", "reason")
+            self.store.log("formed", **{name: getattr(new, name) for name in shown})
             report(f"generation {new.generation} on {', '.join(new.members)}: {self._shape}.")
         else:
             blamed = f" (blamed: {', '.join(new.blamed)})" if new.blamed else ""
             report(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
-            self.store.log(
-                "over" if verdict == "over" else "verdict", verdict=verdict, kind=decision.kind, reason=decision.reason,
-                blamed=list(decision.blamed), generation=generation, step=decision.step, code=decision.code,
-            )  # fmt: skip
+            logged = ("verdict", "kind", "reason", "blamed", "generation", "step", "code")
+            self.store.log("over" if verdict == "over" else "verdict", **{name: fields[name] for name in logged})
         self.view.look(time.monotonic(), node)
 
     def _formed(self, decision: Decision, plan: RestartPlan, fields: dict[str, Any]) -> RestartPlan:
@@ -103,13 +98,13 @@ class Leader:
         config = replace(generation.config, run=replace(generation.config.run, directory=str(self.run)))
         first = by_name[members[0]]
         host = f"[{first.address}]" if ":" in first.address else first.address  # IPv6
+        cause = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")}
         new = RestartPlan(
-            **fields | {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")} | {
-                "state": "running", "members": members, "incarnations": [by_name[m].incarnation for m in members],
-                "coordinator": f"{host}:{first.port}", "mesh": config.mesh.shape, "microbatches": config.parallel.microbatches,
-            }
+            **fields | cause, state="running", members=members, incarnations=[by_name[m].incarnation for m in members],
+            coordinator=f"{host}:{first.port}", mesh=config.mesh.shape, microbatches=config.parallel.microbatches,
         )  # fmt: skip
-        write_atomically(self.store.config(new), to_yaml(config).encode())
+        self.store.generation(new.generation)
+        write_atomically(config_of(self.store.root, new), to_yaml(config).encode())
         return new
 
     def _report(self) -> None:

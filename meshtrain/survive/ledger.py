@@ -9,8 +9,11 @@ In SPMD all ranks do the same at once, so the time of a generation is that of ra
 went without a sign, to the verdict. The kinds sum to the wall time by construction; `other` is how much of that is not known.
 """
 
+import math
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ COUNTED = ("init", "restore", "compile", "data", "step", "eval", "checkpoint")
 KINDS = (*COUNTED, "lost", "down", "other")
 WORD = {"checkpoint": "save", "init": "start, end", "other": "not counted", "data": "waiting for data"}
 GOOD_EXITS = (0, 75)  # done; stopped after a save
+EVERYTHING = math.inf  # instead of a step: all that a generation did counts
 
 
 def word(kind: str) -> str:
@@ -29,23 +33,21 @@ def word(kind: str) -> str:
     return WORD.get(kind, kind)
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(NamedTuple):
     """What rank 0 had spent when it began to save a step."""
 
-    time: float
     step: int
+    time: float
     seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class TimeSpan:
+class TimeSpan(NamedTuple):
     """A stretch of a generation's time; within one between two saves the order is not known, and shown as that of `COUNTED`."""
 
     began: float
     ended: float
-    kind: str
-    lost: bool
+    kind: str  # `lost` for all that had to be done again
+    did: str  # the kind, whether it was lost or not
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,7 @@ class GenerationTime:
     exit: int | None  # of its rank 0; none: still there, or gone without a sign
     saves: tuple[Save, ...]
     spans: tuple[TimeSpan, ...]
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by kind, as in the ledger; sums to ended - began
-
-    @property
-    def steps(self) -> int:
-        """Steps taken, as far as is known."""
-        return max((self.step or 0) - self.start, 0) if self.start is not None else 0
+    seconds: Mapping[str, float]  # by kind, as in the ledger; sums to ended - began
 
 
 @dataclass(frozen=True)
@@ -107,65 +104,44 @@ def ledger(history: History) -> Ledger:
     last = history.newest
     joins = [event.time for event in history.of("join")] or [event.time for event in history.events[:1]]
     began = min(joins, default=last)
-    logs: dict[int, _GenerationLog] = {}
+    events = defaultdict[int, list[RunEvent]](list)
     for event in history.of("started", "going", "save", "ended"):
-        generation = event.integer("generation")
-        if generation is not None:
-            logs.setdefault(generation, _GenerationLog(generation)).add(event)
-    order = [logs[n] for n in sorted(logs)]
-    ends = [_end(history, log, order[i + 1 : i + 2], last) for i, log in enumerate(order)]
+        if (generation := event.integer("generation")) is not None:
+            events[generation].append(event)
+    logs = [_GenerationLog(generation, events[generation]) for generation in sorted(events)]
+    ends = [_end(history, log, logs[i + 1 : i + 2], last) for i, log in enumerate(logs)]
     generations, after = [], began
-    for i, (log, (end, alive)) in enumerate(zip(order, ends, strict=True)):
+    for i, (log, (end, alive)) in enumerate(zip(logs, ends, strict=True)):
         first = min(max(log.began, after), last)
         after = min(max(end, first), last)
-        limit = min((later.start for later in order[i + 1 :] if later.start is not None), default=None)
+        limit = min((later.start for later in logs[i + 1 :] if later.start is not None), default=None)
         generations.append(_generation(log, first, after, alive, limit, history))
     return Ledger(began, max(last, after), tuple(generations))
 
 
 class _GenerationLog:
-    """The events of one generation."""
+    """What one generation logged: of rank 0, or the nearest to it that has logged anything where rank 0's node has left nothing."""
 
-    def __init__(self, generation: int) -> None:
+    def __init__(self, generation: int, events: Sequence[RunEvent]) -> None:
         self.number = generation
-        self.started: dict[int, RunEvent] = {}
-        self.ends: dict[int, RunEvent] = {}
-        self.saves: list[Save] = []
-        self.start: int | None = None
-
-    def add(self, event: RunEvent) -> None:
-        rank = event.integer("rank") or 0
-        if (start := event.integer("start")) is not None:
-            self.start = start
-        if event.name == "started":
-            self.started.setdefault(rank, event)
-        elif event.name == "ended":
-            self.ends[rank] = event
-        elif event.name == "save" and (step := event.integer("step")) is not None:
-            self.saves.append(Save(event.time, step, _seconds(event.fields.get("seconds"))))
-
-    @property
-    def rank(self) -> int:
-        """Rank 0, or the nearest to it that has logged anything where rank 0's node has left nothing."""
-        return min({**self.started, **self.ends}, default=0)
-
-    @property
-    def end(self) -> RunEvent | None:
-        return self.ends.get(self.rank)
-
-    @property
-    def node(self) -> str:
-        event = self.started.get(self.rank) or self.end
-        return event.node if event else ""
-
-    @property
-    def began(self) -> float:
-        """When it started; where that line is missing, as long before its end as it counted, or at its first save."""
-        if self.rank in self.started:
-            return self.started[self.rank].time
-        if self.end is not None:
-            return self.end.time - sum(_seconds(self.end.fields.get("seconds")).values())
-        return min((save.time - sum(save.seconds.values()) for save in self.saves), default=float("inf"))
+        bounds = [e for e in events if e.name in ("started", "ended")]
+        rank = min((e.integer("rank") or 0 for e in bounds), default=0)
+        bounds = [e for e in bounds if (e.integer("rank") or 0) == rank]
+        started = next((e for e in bounds if e.name == "started"), None)
+        self.end = next((e for e in reversed(bounds) if e.name == "ended"), None)
+        first = started or self.end
+        self.node = first.node if first else ""
+        self.start = next((start for e in reversed(events) if (start := e.integer("start")) is not None), None)
+        steps = [(step, e) for e in events if e.name == "save" and (step := e.integer("step")) is not None]
+        saves = (Save(step, e.time, _seconds(e.fields.get("seconds"))) for step, e in steps)
+        self.saves = sorted(saves, key=lambda save: (save.step, save.time))
+        if started:
+            self.began = started.time
+        elif self.end:
+            # Where the line of its start is missing, as long before its end as it counted, or at its first save.
+            self.began = self.end.time - sum(_seconds(self.end.fields.get("seconds")).values())
+        else:
+            self.began = min((save.time - sum(save.seconds.values()) for save in self.saves), default=math.inf)
 
 
 def _seconds(value: object) -> dict[str, float]:
@@ -174,17 +150,15 @@ def _seconds(value: object) -> dict[str, float]:
     return {kind: max(number(fields.get(kind)) or 0.0, 0.0) for kind in COUNTED}
 
 
-def _end(history: History, log: _GenerationLog, following: list[_GenerationLog], last: float) -> tuple[float, bool]:
+def _end(history: History, log: _GenerationLog, following: Sequence[_GenerationLog], last: float) -> tuple[float, bool]:
     """Returns when its rank 0 ended, and whether it is still there."""
     if log.end is not None:
         return log.end.time, False
-
-    def ends(plan_generation: int, state: str) -> bool:
-        return plan_generation > log.number or (plan_generation == log.number and state == "over")
-
     # Its node has gone without a sign: until others decided to go on without it, or took its place.
-    times = [plan.wall for plan in history.plans if ends(plan.generation, plan.state)] + [l.began for l in following]
-    end = min((time for time in times if time >= log.began), default=None)
+    times = [
+        p.wall for p in history.plans if p.generation > log.number or (p.generation, p.state) == (log.number, "over")
+    ]
+    end = min((time for time in [*times, *(f.began for f in following)] if time >= log.began), default=None)
     if end is not None:
         # The verdict came a moment before; others, such as that a rank is slow, end nothing.
         verdicts = [e.time for e in history.of("verdict") if e.integer("generation") == log.number]
@@ -196,64 +170,60 @@ def _end(history: History, log: _GenerationLog, following: list[_GenerationLog],
     return (last, not history.over) if end is None else (end, False)
 
 
-EVERYTHING = float("inf")  # instead of a step: all that a generation did counts
-
-
 def _generation(
     log: _GenerationLog, began: float, ended: float, alive: bool, limit: int | None, history: History
 ) -> GenerationTime:
     """Returns a generation between `began` and `ended`; `limit`: the step that a later one went on from, None if none did."""
-    saves = sorted(log.saves, key=lambda save: (save.step, save.time))
-    total, step, exit = _total(log, alive, history)
-    if total is not None and saves:
-        total = {kind: max(total[kind], saves[-1].seconds[kind]) for kind in COUNTED}
-    marks = [save.seconds for save in saves] + ([total] if total is not None else [])
-    counted, known = sum(marks[-1].values()) if marks else 0.0, ended - began
+    saves, (total, step, exit) = log.saves, _total(log, alive, history)
+    marks: list[tuple[float, Mapping[str, float]]] = [(save.step, save.seconds) for save in saves]
+    if total is not None:
+        least = saves[-1].seconds if saves else total
+        marks.append((EVERYTHING, {kind: max(total[kind], least[kind]) for kind in COUNTED}))
+    counted, known = sum(marks[-1][1].values()) if marks else 0.0, ended - began
     # Of clocks that differ by more than they were thought to, the node's own monotonic one is right about shares.
     scale = min(1.0, known / counted) if counted else 1.0
     # A process counts once it has come so far: what was before is its start-up. What it had counted when a save began says how long that
     # was; the supervisor sees a save a moment later, so the shortest. What is left was after its last count: frozen, for one.
     starts = [known - counted * scale, *(save.time - began - sum(save.seconds.values()) for save in saves)]
     before = max(min(starts), 0.0) if marks else 0.0
-    spans, spent, at = [], dict.fromkeys(COUNTED, 0.0), began + before
-    kept_step = _kept_step(log, saves, limit, alive, step, exit)
+    resumed = _resumed_step(log, limit, alive, step, exit)
+    spans, spent, at = [], dict.fromkeys(COUNTED, 0.0), began
+
+    def spend(kind: str, seconds: float, lost: bool) -> None:
+        nonlocal at
+        spans.append(TimeSpan(at, min(at + seconds, ended), "lost" if lost else kind, kind))
+        at = spans[-1].ended
+
     if before:
-        spans.append(TimeSpan(began, at, "init", kept_step is None))
-    for i, mark in enumerate(marks):
-        mark_step = saves[i].step if i < len(saves) else EVERYTHING
-        lost = kept_step is None or mark_step > kept_step
+        spend("init", before, resumed is None)
+    for mark_step, mark in marks:
         for kind in COUNTED:
-            more = max(mark[kind] - spent[kind], 0.0) * scale
+            if more := max(mark[kind] - spent[kind], 0.0) * scale:
+                spend(kind, more, resumed is None or mark_step > resumed)
             spent[kind] = max(mark[kind], spent[kind])
-            if more:
-                spans.append(TimeSpan(at, min(at + more, ended), kind, lost))
-                at = min(at + more, ended)
     if ended - at > 1e-9:
         # What it did after its last count, if its supervisor has logged in which phase it ended.
-        last_kind = KIND_OF.get(log.end.text("phase"), "other") if log.end is not None else "other"
-        spans.append(TimeSpan(at, ended, last_kind, kept_step != EVERYTHING))
+        spend(KIND_OF.get(log.end.text("phase"), "other") if log.end else "other", ended - at, resumed != EVERYTHING)
     seconds = dict.fromkeys(KINDS, 0.0)
     for span in spans:
-        seconds["lost" if span.lost else span.kind] += span.ended - span.began
+        seconds[span.kind] += span.ended - span.began
     newest = max([save.step for save in saves] + ([step] if step is not None else []), default=None)
     return GenerationTime(
         log.number, log.node, began, ended, log.start, newest, exit, tuple(saves), tuple(spans), seconds
     )
 
 
-def _kept_step(
-    log: _GenerationLog, saves: list[Save], limit: int | None, alive: bool, step: int | None, exit: int | None
+def _resumed_step(
+    log: _GenerationLog, limit: int | None, alive: bool, step: int | None, exit: int | None
 ) -> float | None:
     """Returns the step of the newest save that a later generation built on, EVERYTHING, or None where it built on nothing of this one."""
-    if limit is None:
-        if alive or exit in GOOD_EXITS:
-            return EVERYTHING
-        # It failed, and nobody has gone on yet: they will from its newest save.
-        return saves[-1].step if saves else None
-    # Stopped in good order: what it took is in a last save, which no schedule had due.
-    if exit in GOOD_EXITS and step is not None and (log.start or 0) < step <= limit:
+    if limit is None and (alive or exit in GOOD_EXITS):
         return EVERYTHING
-    return max((save.step for save in saves if save.step <= limit), default=None)
+    # Stopped in good order: what it took is in a last save, which no schedule had due.
+    if limit is not None and exit in GOOD_EXITS and step is not None and (log.start or 0) < step <= limit:
+        return EVERYTHING
+    # If it failed, and nobody has gone on yet: they will from its newest save.
+    return max((save.step for save in log.saves if limit is None or save.step <= limit), default=None)
 
 
 def _total(
@@ -285,42 +255,34 @@ class NodeLife(NamedTuple):
 def lives(history: History, times: Ledger) -> list[NodeLife]:
     """Returns every node that has written anything, in the order of its name's numbers: n2 before n10."""
 
-    def by_numbers(name: str) -> list[tuple[bool, int, str]]:
-        digits = "".join(c if c.isdecimal() else " " for c in name).split()
-        return [(False, 0, name.rstrip("0123456789")), *((True, int(d[:18]), "") for d in digits)]
+    def by_numbers(name: str) -> list[tuple[str, int]]:
+        return [(letters, int(digits or 0)) for letters, digits in re.findall(r"([^0-9]*)([0-9]*)", name)]
 
     ends = {g.number: g.ended for g in times.generations}
-    names = {e.node for e in history.events} | set(history.records)
-    nodes = {name: NodeLife(name, [], []) for name in sorted(names, key=by_numbers)}
-    begun: dict[str, tuple[int, int, float]] = {}
-    heard: dict[str, float] = {}
-
-    def close(node: str, time: float) -> None:
-        if node in begun:
-            generation, rank, began = begun.pop(node)
-            ended = max(began, min(time, ends.get(generation, time)))
-            nodes[node].processes.append((generation, rank, began, ended))
-
+    of_node: dict[str, list[RunEvent]] = {name: [] for name in history.records}
     for event in history.events:
-        there, generation = nodes[event.node].there, event.integer("generation")
-        if event.name == "join" or not there:
-            there.append((event.time, event.time))
-            close(event.node, heard.get(event.node, event.time))
-        there[-1] = (there[-1][0], event.time)
-        if event.name == "started" and generation is not None:
-            close(event.node, event.time)
-            begun[event.node] = (generation, event.integer("rank") or 0, event.time)
-        elif event.name == "ended":
-            ends.setdefault(generation or 0, event.time)
-            close(event.node, event.time)
-        heard[event.node] = event.time
-    for node in list(begun):
-        close(node, times.ended)
-    for name, record in history.records.items():
-        if there := nodes[name].there:
-            first, last = there[-1]
-            there[-1] = (first, max(last, min(record.wall, times.ended)))
-    return list(nodes.values())
+        of_node.setdefault(event.node, []).append(event)
+    nodes = []
+    for name in sorted(of_node, key=by_numbers):
+        events, node = of_node[name], NodeLife(name, [], [])
+        for i, event in enumerate(events):
+            if event.name == "join" or not node.there:
+                node.there.append((event.time, event.time))
+            node.there[-1] = (node.there[-1][0], event.time)
+            generation = event.integer("generation")
+            if event.name == "started" and generation is not None:
+                # Until it ended or another one began; where its node came back, until the last that was heard before.
+                until = next(
+                    (k for k in range(i + 1, len(events)) if events[k].name in ("started", "ended", "join")), None
+                )
+                until = until - 1 if until is not None and events[until].name == "join" else until
+                end = min(times.ended if until is None else events[until].time, ends.get(generation, math.inf))
+                node.processes.append((generation, event.integer("rank") or 0, event.time, max(event.time, end)))
+        if node.there and name in history.records:
+            first, last = node.there[-1]
+            node.there[-1] = (first, max(last, min(history.records[name].wall, times.ended)))
+        nodes.append(node)
+    return nodes
 
 
 def dominant(spans: Sequence[TimeSpan], began: float, ended: float, columns: int) -> list[str]:
@@ -328,12 +290,11 @@ def dominant(spans: Sequence[TimeSpan], began: float, ended: float, columns: int
     seconds = (ended - began) / columns or 1.0
     spent: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in spans:
-        kind = "lost" if span.lost else span.kind
         first, last = (int((time - began) / seconds) for time in (span.began, span.ended))
         for i in range(max(first, 0), min(last + 1, columns)):
             begins = began + i * seconds
             share = min(span.ended, begins + seconds) - max(span.began, begins)
-            spent[i][kind] = spent[i].get(kind, 0.0) + max(share, 0.0)
+            spent[i][span.kind] = spent[i].get(span.kind, 0.0) + max(share, 0.0)
     for column in spent:
         column[""] = seconds - sum(column.values())
     return [max(column, key=lambda kind: column[kind]) for column in spent]

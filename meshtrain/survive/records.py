@@ -7,7 +7,6 @@ What is none is passed over, as if it were not there.
 """
 
 import dataclasses
-import functools
 import json
 import re
 import types
@@ -75,8 +74,9 @@ class Node:
     leaving: bool = False
     rank: Rank | None = None
     end: ProcessEnd | None = None
-    # Of config and code, and versions: `survive.view`.
-    digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    digests: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # of config and code, and versions: `survive.view`
     age: float = 0.0  # seconds since its record changed, on the reader's clock
     known: float = 0.0  # seconds since the reader saw it first
     ended_for: float = 0.0  # seconds since the reader saw that its process has ended
@@ -142,42 +142,31 @@ def decode(kind: type[T], text: bytes) -> T | None:
 
 def record_of(kind: type[T], fields: Mapping[str, Any]) -> T | None:
     """Returns the record of fields that were read as JSON, or None, as `decode`."""
-    values = {}
-    for entry, inner in _fields(kind):  # type: ignore[arg-type]
-        if entry.name not in fields:
-            if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
-                return None
-            continue
-        value = fields[entry.name]
-        if inner is not None and value is not None:
-            value = record_of(inner, value) if isinstance(value, Mapping) else None
-            if value is None:
-                return None
-        elif not _fits(value, entry.type):
-            return None
-        values[entry.name] = value
-    return kind(**values)
+    try:
+        return _checked(fields, kind)  # type: ignore[no-any-return]
+    except TypeError:
+        return None
 
 
-@functools.cache
-def _fields(kind: Any) -> list[tuple[Any, Any]]:
-    """Returns the fields of a record, each with the type of the record in it, if it holds one."""
-    entries = dataclasses.fields(kind)
-    inner = [[t for t in (e.type, *typing.get_args(e.type)) if dataclasses.is_dataclass(t)] for e in entries]
-    return [(entry, kinds[0] if kinds else None) for entry, kinds in zip(entries, inner, strict=True)]
-
-
-def _fits(value: Any, kind: Any) -> bool:
+def _checked(value: Any, kind: Any) -> Any:
+    """Returns a value of JSON as its type has it; TypeError if it is of another one, or lacks a field."""
     if isinstance(kind, types.UnionType):
-        return any(_fits(value, k) for k in typing.get_args(kind))
-    if kind is types.NoneType:
-        return value is None
+        if value is None:
+            return None
+        kind = typing.get_args(kind)[0]  # of X | None
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(v, inner[0]) for v in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(v, inner[1]) for v in value.values())
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        entries = [entry for entry in dataclasses.fields(kind) if entry.name in value]
+        return kind(**{entry.name: _checked(value[entry.name], entry.type) for entry in entries})  # type: ignore[operator]
+    if origin is list and isinstance(value, list):
+        return [_checked(v, inner[0]) for v in value]
+    if origin is dict and isinstance(value, dict):
+        return {name: _checked(v, inner[1]) for name, v in value.items()}
     if kind in (int, float):
         # Neither infinite nor without a value, nor too large to be reckoned with.
-        return isinstance(value, int | kind) and not isinstance(value, bool) and -MOST <= value <= MOST
-    return isinstance(value, kind)
+        is_one = isinstance(value, int | kind) and not isinstance(value, bool) and -MOST <= value <= MOST
+    else:
+        is_one = origin is None and isinstance(value, kind)
+    if not is_one:
+        raise TypeError(f"{kind} is expected")
+    return value

@@ -38,8 +38,7 @@ class Reliability:
     """What a history says of failures. Times in seconds; none: not known."""
 
     failures: tuple[Failure, ...]
-    # Seconds in which the run was to go on: all but those between its being over and its being started again.
-    exposed: float
+    exposed: float  # seconds in which the run was to go on: without those between its end and its being started again
     between: float | None  # mean time between failures
     between_least: float  # with which it is consistent, at SURE
     between_most: float
@@ -56,11 +55,19 @@ class Reliability:
 def reliability(history: History, times: Ledger) -> Reliability:
     """Returns the failures of a history, and what its own figures, put into Daly's formulas, predict."""
     events = failures(history)
-    exposed = _exposed(history, times)
+    away = 0.0
+    for end in (plan.wall for plan in history.plans if plan.state == "over"):
+        back = min((e.time for e in history.of("join", "formed") if e.time > end), default=times.ended)
+        away += max(min(back, times.ended) - end, 0.0)
+    exposed = max(times.wall - away, 0.0)
     between = exposed / len(events) if events else None
-    least, most = mean_bounds(exposed, len(events))
     noticed, restart = _mean(f.noticed for f in events), _mean(f.restart for f in events)
-    write, interval, interval_steps = saving(times)
+
+    # A save's own time is in what had been spent by the next.
+    pairs = [pair for generation in times.generations for pair in pairwise(generation.saves)]
+    write = _mean(after.seconds["checkpoint"] - before.seconds["checkpoint"] for before, after in pairs)
+    interval = _mean(after.seconds["step"] - before.seconds["step"] for before, after in pairs)
+    interval_steps = _mean(after.step - before.step for before, after in pairs)
     taken = _steps_that_count(times)
     step = times.seconds["step"] / taken if taken else None
     expected = advised = None
@@ -72,7 +79,7 @@ def reliability(history: History, times: Ledger) -> Reliability:
         if between and write:
             advised = max(1, round(daly(write, between) / (interval / interval_steps)))
     return Reliability(
-        events, exposed, between, least, most, noticed, restart, write, interval, interval_steps, step, expected, advised
+        events, exposed, between, *mean_bounds(exposed, len(events)), noticed, restart, write, interval, interval_steps, step, expected, advised
     )  # fmt: skip
 
 
@@ -80,9 +87,8 @@ def failures(history: History) -> tuple[Failure, ...]:
     """Returns every failure, in order of time; of one generation once, however often it was planned."""
     first = {e.integer("generation"): e.time for e in reversed(list(history.of("going"))) if e.integer("rank") == 0}
     judged = {e.integer("generation"): e.time for e in history.of("verdict")}
-    ends = [e for e in history.of("ended") if e.integer("rank") == 0]
-    ends_in = [(e.integer("generation"), e.time, e.number("phase_seconds")) for e in ends]
-    stood = {generation: time - seconds for generation, time, seconds in ends_in if seconds is not None}
+    ends = [(e, e.number("phase_seconds")) for e in history.of("ended") if e.integer("rank") == 0]
+    stood = {e.integer("generation"): e.time - seconds for e, seconds in ends if seconds is not None}
     by_generation: dict[int, Failure] = {}
     for plan in history.plans:
         given_up = plan.state == "over" and plan.code not in GOOD_EXITS
@@ -108,7 +114,7 @@ def by_node(events: Sequence[Failure]) -> list[tuple[str, int]]:
     return Counter(name for f in events for name in f.blamed or ("",)).most_common()
 
 
-def mean_bounds(seconds: float, number: int, sure: float = SURE) -> tuple[float, float]:
+def mean_bounds(seconds: float, number: int) -> tuple[float, float]:
     """Returns bounds of the mean time between failures, of which `number` came in `seconds`, if they are memoryless.
 
     2T / chi-square with 2n + 2 and with 2n degrees of freedom: exact for n failures that a Poisson process had in a given time (Garwood 1936,
@@ -118,18 +124,9 @@ def mean_bounds(seconds: float, number: int, sure: float = SURE) -> tuple[float,
     from scipy.special import gammaincinv
 
     if not number:
-        return (seconds / -math.log(1 - sure), math.inf)
-    tail = (1 - sure) / 2
+        return (seconds / -math.log(1 - SURE), math.inf)
+    tail = (1 - SURE) / 2
     return seconds / float(gammaincinv(number + 1, 1 - tail)), seconds / float(gammaincinv(number, tail))
-
-
-def saving(times: Ledger) -> tuple[float | None, float | None, float | None]:
-    """Returns means of a save: seconds for which it stops training; seconds of steps, and steps, since the one before."""
-    pairs = [pair for generation in times.generations for pair in pairwise(generation.saves)]
-    # A save's own time is in what had been spent by the next.
-    writes = (after.seconds["checkpoint"] - before.seconds["checkpoint"] for before, after in pairs)
-    works = (after.seconds["step"] - before.seconds["step"] for before, after in pairs)
-    return _mean(writes), _mean(works), _mean(after.step - before.step for before, after in pairs)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -145,15 +142,6 @@ def _steps_that_count(times: Ledger) -> int:
             limit = min((s for s in starts[i + 1 :] if s is not None), default=generation.step)
             steps += max(min(limit, generation.step) - generation.start, 0)
     return steps
-
-
-def _exposed(history: History, times: Ledger) -> float:
-    """Returns the seconds in which the run was to go on, without those between its end and its being started again."""
-    away = 0.0
-    for end in (plan.wall for plan in history.plans if plan.state == "over"):
-        back = min((e.time for e in history.of("join", "formed") if e.time > end), default=times.ended)
-        away += max(min(back, times.ended) - end, 0.0)
-    return max(times.wall - away, 0.0)
 
 
 def _apart(history: History, times: Ledger) -> float:

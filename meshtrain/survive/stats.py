@@ -1,42 +1,127 @@
-"""What became of a run's time, how often it failed and why, and how that compares with what was predicted: tables, and the same as JSON."""
+"""A run's history as text: what goes on in it now; what became of its time, how often it failed and why; and the same as JSON."""
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshtrain.cluster.cluster import named
-from meshtrain.config import ConfigError, load
 from meshtrain.draw.picture import columns
-from meshtrain.plan.estimate import plan
-from meshtrain.plan.failures import FailureCosts, faults
 from meshtrain.survive import history as histories
-from meshtrain.survive.history import History
+from meshtrain.survive.history import History, date, number, text
 from meshtrain.survive.ledger import Ledger, dominant, ledger, word
+from meshtrain.survive.records import Node
 from meshtrain.survive.reliability import SURE, Reliability, by_kind, by_node, failures, reliability
-from meshtrain.survive.store import config_of
+from meshtrain.survive.stragglers import own_share
 from meshtrain.units import duration
 
 BAR = 30  # letters of the longest bar
 LETTER = {
     "init": "i", "restore": "r", "compile": "c", "data": "d", "step": "S", "eval": "e", "checkpoint": "k", "lost": "x", "down": ".", "other": "?",
 }  # fmt: skip
+WATCH = 2.5  # seconds in which every supervisor writes something
+LATELY = 5  # reasons that are shown
 
 
-def show(run: Path, cluster: str | None = None) -> str:
-    """Returns the tables of `run`; with a known cluster's name or file, beside what `plan` predicts for it. ConfigError if it is no such run."""
+# --- now
+
+
+def show_status(run: Path, watch: float = WATCH, sleep: Callable[[float], None] = time.sleep) -> str:
+    """Returns what goes on in `run`, whose records are watched for at most `watch` seconds; ConfigError if it is no run under supervision.
+
+    Whether a node lives is seen by whether it writes: neither its clock nor a file's time, which another machine has set, shows it.
+    """
+
+    def signs() -> dict[str, tuple[str, int]]:
+        return {name: (node.incarnation, node.sequence) for name, node in histories.read_records(run)[0].items()}
+
+    first, alive = signs(), set[str]()
+    began, waiting = time.monotonic(), not histories.read(run).over
+    while waiting and len(alive) < len(first) and time.monotonic() - began < watch:
+        sleep(0.1)
+        alive |= {name for name, sign in signs().items() if sign != first.get(name)}
+    history = histories.read(run)
+    waited = time.monotonic() - began if waiting else None
+    return _joined(_decision(history), _nodes(history, alive, waited), _lately(history), _torn(history))
+
+
+def _decision(history: History) -> str:
+    if not history.plans:
+        return "waiting for nodes: nothing is decided yet"
+    plan = history.plans[-1]
+    leader, why = f"leader {text(plan.leader)}", text(plan.reason) or text(plan.kind)
+    if plan.state == "over":
+        return f"over, exit code {plan.code}: {why}\n{leader}"
+    lines = [f"generation {plan.generation} {text(plan.state)}: {why}"]
+    if plan.mesh:
+        sizes = " x ".join(f"{text(axis)} {size}" for axis, size in plan.mesh.items())
+        lines.append(f"mesh {sizes}, {plan.microbatches} microbatches")
+    coordinator = f"; coordinator {text(plan.coordinator)}" if plan.coordinator else ""
+    idle = {name for name, node in history.records.items() if node.state == "idle" and not node.leaving}
+    spares = ", ".join(sorted(idle - set(plan.members)))
+    lines.append(leader + coordinator + (f"; spare {spares}" if spares else ""))
+    for name, until in plan.quarantined.items():
+        left = (number(until) or 0.0) - history.ahead.get(plan.leader, 0.0) - history.newest
+        if left > 0:
+            lines.append(f"{text(name)} is left out for another {duration(left)}")
+    return "\n".join(lines)
+
+
+def _nodes(history: History, alive: set[str], waited: float | None) -> str:
+    """Returns a row for each node, in the order of ranks; `waited`: how long they were watched, None where there is nothing to wait for."""
+    members = history.plans[-1].members if history.plans else []
+    order = {name: i for i, name in enumerate(members)}
+    rows = [["node", "rank", "host", "state", "step", "phase", "a step", "not waiting", "sign of life"]]
+    for name in sorted({*history.records, *members}, key=lambda name: (order.get(name, len(order)), name)):
+        node = history.records.get(name)
+        if node is None:
+            rows.append([text(name), "-", "", "", "-", "-", "-", "-", "none"])
+            continue
+        rank, *about = ["-"] * 5
+        if node.rank is not None and node.state != "idle":
+            since = f" for {_maybe(number(node.rank.phase_age))}" if node.state == "running" else ""
+            share, pace = own_share(node.rank.phases or {}), _maybe(number(node.rank.pace))
+            rank, phase = str(node.rank.number), text(node.rank.phase) + since
+            about = [str(node.rank.step), phase, pace, "-" if share is None else f"{share:.0%}"]
+        life = "now" if name in alive else f"{date(node.wall):%Y-%m-%d %H:%M:%S} UTC"
+        if name not in alive and waited is not None:
+            life = f"none in {duration(waited)}; the last says {life}"
+        rows.append([text(name), rank, text(node.host), _state(node), *about, life])
+    return columns(rows) if len(rows) > 1 else ""
+
+
+def _state(node: Node) -> str:
+    if node.state == "ended" and node.end is not None:
+        return f"ended: {text(node.end.sentence) or text(node.end.kind)}"
+    return "leaving" if node.leaving else text(node.state)
+
+
+def _lately(history: History) -> str:
+    lines: list[str] = []
+    for plan in history.plans:
+        if plan.state != "running" and plan.reason:
+            blamed = f" (blamed: {text(', '.join(plan.blamed))})" if plan.blamed else ""
+            what = f"generation {plan.generation} {text(plan.state)}: {text(plan.reason)}{blamed}"
+            lines.append(f"  {date(plan.wall):%H:%M:%S}  {what}")
+    return "\n".join(["lately", *lines[-LATELY:]]) if lines else ""
+
+
+# --- the whole of it
+
+
+def show(run: Path) -> str:
+    """Returns the tables of `run`; ConfigError if it is no run under supervision."""
     history = histories.read(run)
     times = ledger(history)
     figures = reliability(history, times)
-    parts = [_headline(history, times), _times(times), "\n".join(timeline(history, times))]
-    parts += [_failures(figures)] if figures.failures else []
-    parts.append(_reliability(figures, times, predicted(run, history, cluster) if cluster else None, cluster))
-    parts += [torn(history.torn)] if history.torn else []
-    return "\n\n".join(parts) + "\n"
+    life = "\n".join(timeline(history, times))
+    return _joined(
+        _headline(history, times), _times(times), life, _failures(figures), _formulas(figures, times), _torn(history)
+    )
 
 
-def to_json(run: Path, cluster: str | None = None) -> dict[str, Any]:
+def to_json(run: Path) -> dict[str, Any]:
     """Returns the same figures under their names. Seconds; times in seconds since 1970; null is what is not known."""
     history = histories.read(run)
     times = ledger(history)
@@ -50,109 +135,94 @@ def to_json(run: Path, cluster: str | None = None) -> dict[str, Any]:
         ],
         "failures_by_kind": dict(by_kind(figures.failures)), "failures_by_node": dict(by_node(figures.failures)),
         "reliability": asdict(figures),
-        "predicted": asdict(predicted(run, history, cluster)) if cluster else None,
     })  # fmt: skip
-
-
-def predicted(run: Path, history: History, cluster: str) -> FailureCosts:
-    """Returns what `plan` predicts of failures on a cluster, for the config of the newest generation of `run`."""
-    root, plans = histories.folder(run), history.plans
-    configs = [path for p in plans if p.state == "running" and (path := config_of(root, p)).exists()]
-    if not configs:
-        raise ConfigError(
-            f"no generation of {run} has a config yet, for which --cluster could be planned; leave it out."
-        )
-    config = load(configs[-1])
-    return faults(plan(config, named(cluster, config.mesh.devices)))
-
-
-def torn(number: int) -> str:
-    """Returns a sentence on what could not be read."""
-    lines = "line was" if number == 1 else "lines were"
-    return f"{number} torn {lines} left out: cut off, or not what a supervisor writes."
 
 
 def timeline(history: History, times: Ledger, width: int = 100) -> list[str]:
     """Returns lines for a terminal: what rank 0 mostly did in each stretch of time, faults beneath, and what the letters mean."""
     spans, width = [span for generation in times.generations for span in generation.spans], max(width, 20)
-    columns, seconds = dominant(spans, times.began, times.ended, width), times.wall / width or 1.0
+    parts, seconds = dominant(spans, times.began, times.ended, width), times.wall / width or 1.0
     marks = [" "] * width
     for failure in failures(history):
         i = min(max(int((failure.time - times.began) / seconds), 0), width - 1)
         marks[i] = "!" if marks[i] == " " else "‼"
-    letters, marked = "".join(LETTER[kind or "down"] for kind in columns), "".join(marks).rstrip()
+    letters, marked = "".join(LETTER[kind or "down"] for kind in parts), "".join(marks).rstrip()
     legend = ", ".join(f"{letter} {word(kind)}" for kind, letter in LETTER.items() if letter in letters)
     legend += f"; a letter is {duration(seconds)}"
     return [letters, marked, f"{legend}; ! a fault"] if marked else [letters, legend]
 
 
-def _headline(history: History, times: Ledger) -> str:
-    nodes = len({e.node for e in history.events})
-    state = f"over, {histories.text(history.plans[-1].reason)}" if history.over else "not over"
-    counts = f"{_counted(len(times.generations), 'generation')} on {_counted(nodes, 'node')}"
-    return f"{counts}; {duration(times.wall)} since {histories.date(times.began):%Y-%m-%d %H:%M:%S} UTC; {state}"
-
-
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _times(times: Ledger) -> str:
-    def share(seconds: float) -> str:
-        return f"{seconds / times.wall:.1%}" if times.wall else "-"
+def _headline(history: History, times: Ledger) -> str:
+    nodes = len({e.node for e in history.events})
+    state = f"over, {text(history.plans[-1].reason)}" if history.over else "not over"
+    counts = f"{counted(len(times.generations), 'generation')} on {counted(nodes, 'node')}"
+    return f"{counts}; {duration(times.wall)} since {date(times.began):%Y-%m-%d %H:%M:%S} UTC; {state}"
 
-    rows = [["kind", "seconds", "share", ""]]
-    top = max(times.seconds.values(), default=0.0) or 1.0
-    for kind, seconds in times.seconds.items():
-        if seconds:
-            rows.append([word(kind), f"{seconds:,.1f}", share(seconds), "█" * max(round(BAR * seconds / top), 1)])
-    rows.append(["together", f"{times.wall:,.1f}", share(times.wall), ""])
+
+def _times(times: Ledger) -> str:
+    rows, top = [["kind", "seconds", "share", ""]], max(times.seconds.values(), default=0.0) or 1.0
+    for kind, seconds in [*times.seconds.items(), ("together", times.wall)]:
+        if seconds or kind == "together":
+            bar = "" if kind == "together" else "█" * max(round(BAR * seconds / top), 1)
+            share = f"{seconds / times.wall:.1%}" if times.wall else "-"
+            rows.append([word(kind), f"{seconds:,.1f}", share, bar])
     good = f"goodput {times.goodput:.1%}, in steps that count; effective {times.effective:.1%}, with their data, evaluations and saves"
     return f"{_right(rows, 1, 2)}\n{good}"
 
 
 def _failures(figures: Reliability) -> str:
     hours, events = figures.exposed / 3600, figures.failures
+    if not events:
+        return ""
 
     def table(head: str, counts: Iterable[tuple[str, int]]) -> str:
         rows = [[head, "failures", "an hour"]]
-        rows += [[histories.text(name), str(n), f"{n / hours:.3g}" if hours else "-"] for name, n in counts]
+        rows += [[text(name) or "nobody", str(n), f"{n / hours:.3g}" if hours else "-"] for name, n in counts]
         return _right(rows, 1, 2)
 
-    return "\n\n".join((
-        _counted(len(events), "failure") + (f", {len(events) / hours:.3g} an hour" if hours else ""),
-        table("kind", by_kind(events)),
-        table("node", [(name or "nobody", n) for name, n in by_node(events)]),
-    ))  # fmt: skip
+    often = counted(len(events), "failure") + (f", {len(events) / hours:.3g} an hour" if hours else "")
+    return "\n\n".join((often, table("kind", by_kind(events)), table("node", by_node(events))))
 
 
-def _reliability(figures: Reliability, times: Ledger, plan: FailureCosts | None, cluster: str | None) -> str:
-    """Returns a table of what was measured, what Daly's formulas make of that, and what the planner predicts."""
-    rows = [["", "measured", "by formula", *([f"planned for {histories.text(cluster)}"] if plan else [])]]
-
-    def row(name: str, measured: str, formula: str = "", planned: str = "") -> None:
-        rows.append([name, measured, formula, *([planned] if plan else [])])
-
+def _formulas(figures: Reliability, times: Ledger) -> str:
+    """Returns a table of what was measured, and what Daly's formulas make of that."""
     least, most = _maybe(figures.between_least), _maybe(figures.between_most)
-    row("mean time between failures", _maybe(figures.between), "", duration(plan.between) if plan else "")
-    row(f"  {SURE:.0%} sure", f"{least} to {most}" if figures.failures else f"over {least}")
-    row("last progress to verdict", _maybe(figures.noticed))
-    row("verdict to first step again", _maybe(figures.restart))
-    row("a save stops training for", _maybe(figures.write), "", duration(plan.copy) if plan else "")
-    every = "-" if figures.interval_steps is None else f"{figures.interval_steps:.3g} steps"
-    advised = "-" if figures.advised is None else f"{figures.advised:,} steps"
-    row("checkpoint.every", every, advised, f"{plan.interval_steps:,} steps" if plan and plan.interval_steps else "")
-    expected = "-" if figures.expected is None else f"{figures.expected:.1%}"
-    configured = plan.configured_goodput if plan else None
-    row("goodput", f"{times.goodput:.1%}", expected, "-" if configured is None else f"{configured:.1%}")
+    rows = [
+        ("", "measured", "by formula"),
+        ("mean time between failures", _maybe(figures.between), ""),
+        (f"  {SURE:.0%} sure", f"{least} to {most}" if figures.failures else f"over {least}", ""),
+        ("last progress to verdict", _maybe(figures.noticed), ""),
+        ("verdict to first step again", _maybe(figures.restart), ""),
+        ("a save stops training for", _maybe(figures.write), ""),
+        ("checkpoint.every", _maybe(figures.interval_steps, "{:.3g} steps"), _maybe(figures.advised, "{:,} steps")),
+        ("goodput", f"{times.goodput:.1%}", _maybe(figures.expected, "{:.1%}")),
+    ]
     return f"{columns(rows)}\nthe formulas take failures to be memoryless"
 
 
-def _maybe(seconds: float | None) -> str:
-    return "-" if seconds is None else "any" if math.isinf(seconds) else duration(seconds)
+def _maybe(value: float | None, form: str = "") -> str:
+    """Returns a number as text, seconds where it has no form; a dash where it is not known."""
+    if value is None:
+        return "-"
+    return form.format(value) if form else "any" if math.isinf(value) else duration(value)
 
 
 def _right(rows: list[list[str]], *numbers: int) -> str:
     """Returns columns as text, those of numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([[cell.rjust(widths[i]) if i in numbers else cell for i, cell in enumerate(row)] for row in rows])
+
+
+def _torn(history: History) -> str:
+    if not history.torn:
+        return ""
+    lines = "line was" if history.torn == 1 else "lines were"
+    return f"{history.torn} torn {lines} left out: cut off, or not what a supervisor writes."
+
+
+def _joined(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"

@@ -20,6 +20,7 @@ import re
 import stat
 import time
 import uuid
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Store:
         self.next_number = 1  # of a plan, as far as this node has seen
         self._pending = b""  # events
         self._published = ""  # the incarnation that its record is of
-        self._lost = False
+        self.lost = False  # the fault `store-lost`: nothing of it can be reached from here
         refuse_unsafe(run)
         for part in ("", "plans", "nodes", "inject", "injected"):
             with contextlib.suppress(FileExistsError):
@@ -57,9 +58,7 @@ class Store:
     def publish(self, node: Node) -> None:
         """Writes this node's record; ConfigError if another supervisor has written one under its name since the last time."""
         self._reach()
-        # Not blocking: what stands there may be a pipe that nobody reads.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(self.root / "nodes" / f"{self.name}.json", flags, 0o600)
+        descriptor = opened(self.root / "nodes" / f"{self.name}.json", os.O_RDWR | os.O_CREAT)
         try:
             self._refuse_other(os.pread(descriptor, RECORD, 0))
             os.pwrite(descriptor, encode(node, RECORD), 0)
@@ -75,7 +74,7 @@ class Store:
             for entry in entries:
                 name, ending = os.path.splitext(entry.name)
                 if ending == ".json" and NAME.fullmatch(name):
-                    records[name] = _read(entry.path, RECORD)
+                    records[name] = read_file(entry.path, RECORD, NO_RECORD)
         return records
 
     def publish_config(self, text: str) -> None:
@@ -86,7 +85,7 @@ class Store:
 
     def read_config(self, name: str) -> bytes:
         """Reads the config of a node; nothing if there is none."""
-        return _read(self.root / "nodes" / f"{name}.config", LARGEST)
+        return read_file(self.root / "nodes" / f"{name}.config", LARGEST, NO_RECORD)
 
     # --- plans
 
@@ -97,7 +96,7 @@ class Store:
             numbers = {int(e.name[:-5]) for e in entries if PLAN.fullmatch(e.name)}
         self.next_number = max(numbers, default=0) + 1
         for number in numbers - self._plans.keys():
-            plan = decode(RestartPlan, _read(self._plan(number), LARGEST))
+            plan = decode(RestartPlan, read_file(self._plan(number), LARGEST, NO_RECORD))
             if plan is not None and plan.number == number and plan.is_complete():
                 self._plans[number] = plan
         return [self._plans[number] for number in sorted(self._plans)]
@@ -124,12 +123,11 @@ class Store:
 
     def log(self, event: str, **fields: Any) -> None:
         """Appends an event. What a full disk does not take waits for the next one: a run need not end for it."""
-        if self._lost:
+        if self.lost:
             return
         self._pending += json.dumps({"wall": time.time(), "event": event, **fields}).encode() + b"\n"
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            descriptor = os.open(self.root / f"events.{self.name}.jsonl", flags, 0o600)
+            descriptor = opened(self.root / f"events.{self.name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 self._pending = self._pending[os.write(descriptor, self._pending) :]
             finally:
@@ -141,11 +139,6 @@ class Store:
         """Returns the faults that `survive inject` asked for."""
         return sorted(os.listdir(self.root / "inject"))
 
-    def config(self, plan: RestartPlan) -> Path:
-        """Returns where the config of a plan's processes stands; its directory is made."""
-        self.generation(plan.generation)
-        return config_of(self.root, plan)
-
     def generation(self, number: int) -> Path:
         """Returns the directory of a generation's files, which is made."""
         path = self.root / f"gen-{number}"
@@ -154,16 +147,12 @@ class Store:
 
     # --- the store is gone, or is another's
 
-    def lose(self) -> None:
-        """From now on nothing of it can be reached from here: the fault `store-lost`."""
-        self._lost = True
-
     def _reach(self) -> None:
-        if self._lost:
+        if self.lost:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.root))
         # Renamed away, and another run has begun under its name: a record of ours there would take that run from it.
         if self._published and self.root.stat().st_ino != self._directory:
-            self._refuse_other(_read(self.root / "nodes" / f"{self.name}.json", RECORD))
+            self._refuse_other(read_file(self.root / "nodes" / f"{self.name}.json", RECORD, NO_RECORD))
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.root))
 
     def _refuse_other(self, record: bytes) -> None:
@@ -202,25 +191,20 @@ def other_supervisor(node: Node, root: Path) -> ConfigError:
     )
 
 
-def _read(path: str | Path, most: int) -> bytes:
-    """Returns what stands there; nothing of what is no record, for which no supervisor may stop."""
+def opened(path: str | Path, flags: int) -> int:
+    """Opens a file of ours: follows no link, and does not wait where a pipe stands that nobody reads."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def read_file(path: str | Path, most: int, passed_over: Container[int] | None = None) -> bytes:
+    """Returns up to `most` bytes of a regular file; nothing of a link, a pipe or a device, nor of what cannot be read.
+
+    `passed_over`: the only errors that count as nothing.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return os.read(descriptor, most)
-        finally:
-            os.close(descriptor)
+        with open(path, "rb", opener=opened) as file:
+            return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
     except OSError as error:
-        if error.errno in NO_RECORD:
-            return b""
-        raise
-
-
-def read_file(path: str | Path, most: int) -> bytes:
-    """Returns up to `most` bytes of a regular file; nothing of a link, a pipe or a device, nor of what cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            return file.read(most) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
-    except OSError:
+        if passed_over is not None and error.errno not in passed_over:
+            raise
         return b""

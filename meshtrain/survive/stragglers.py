@@ -77,14 +77,13 @@ class Stragglers:
 
     def look(self, nodes: Sequence[Node], plan: RestartPlan) -> Iterator[tuple[str, float, str]]:
         """Yields (node, score, sentence) of those whose new figures were slow three times in a row; each once."""
-        current = [n for n in nodes if n.name in plan.members and n.generation == self.generation]
-        ranks = {n.name: n.rank for n in current if n.rank}
-        hosts = {n.name: n.host for n in current}
+        current = {n.name: n for n in nodes if n.name in plan.members and n.generation == self.generation}
+        ranks = {name: n.rank for name, n in current.items() if n.rank}
         for name, of, score, words in [*self._paces(ranks), *self._product_scores(ranks)]:
             self._times[name, of] = self._times.get((name, of), 0) + 1 if score < SLOW else 0
             if self._times[name, of] >= TIMES and name not in self._reported:
                 self._reported.add(name)
-                sentence = f"rank {ranks[name].number} on {name} ({hosts[name]}) is slow: {words}."
+                sentence = f"rank {ranks[name].number} on {name} ({current[name].host}) is slow: {words}."
                 yield name, round(score, 3), sentence
 
     def _paces(self, ranks: Mapping[str, Rank]) -> list[tuple[str, str, float, str]]:

@@ -55,20 +55,25 @@ class Supervised:
 
     @classmethod
     def read(cls, text: str) -> "Supervised":
-        """From the JSON of the variable; ConfigError if it is not what a supervisor writes."""
+        """Reads the JSON of the variable; ConfigError if it is not what a supervisor writes."""
+        kinds: dict[str, Any] = {
+            "local": Path,
+            "generation": Path,
+            "number": int,
+            "rank": int,
+            "fence": float,
+            "survive": Path,
+        }
         try:
             values = json.loads(text)
-            return cls(
-                Path(values["local"]), Path(values["generation"]), int(values["number"]), int(values["rank"]),
-                float(values["fence"]), Path(values["survive"]),
-            )  # fmt: skip
+            return cls(**{name: kind(values[name]) for name, kind in kinds.items()})
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ConfigError(
                 f"{VARIABLE} is {short(repr(text))}; it is set by the supervisor only, so unset it."
             ) from None
 
     def own(self, ending: str) -> Path:
-        """A file of this rank in the generation's directory."""
+        """Returns a file of this rank in the generation's directory."""
         return self.generation / f"rank-{self.rank}.{ending}"
 
 
@@ -133,13 +138,12 @@ class SupervisedHeartbeat(Heartbeat):
                 )
 
     def note(self, kind: str, sentence: str, ranks: Sequence[int] | None = None) -> None:
-        path = self.supervised.own("fault.json")
-        fault: Mapping[str, Any] = {"kind": kind, "sentence": sentence, "step": self.step}
+        fault = {"kind": kind, "sentence": sentence, "step": self.step}
         content = json.dumps(fault if ranks is None else {**fault, "ranks": list(ranks)}).encode()
 
         def write() -> None:
             with contextlib.suppress(OSError):
-                write_atomically(path, content)
+                write_atomically(self.supervised.own("fault.json"), content)
 
         # A disk that hangs may not keep the process alive.
         writer = threading.Thread(target=write, daemon=True)
@@ -216,8 +220,7 @@ class BatchLog:
     def add(self, batch: Mapping[str, np.ndarray]) -> None:
         """Takes the checksums of the next batch, on the loader's thread."""
         read = inputs(batch)
-        weights = batch.get(WEIGHTS, np.ones((len(read), 1)))
-        counts = weights.any(axis=1)
+        counts = batch.get(WEIGHTS, np.ones((len(read), 1))).any(axis=1)
         self._ahead.append([zlib.crc32(row.tobytes()) for row in read[counts]])
 
     def write(self, step: int, first: int) -> None:

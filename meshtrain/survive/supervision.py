@@ -33,11 +33,11 @@ Tree = Any
 
 
 class Supervision(RunHook):
-    """Of one training process, for as long as it lives."""
+    """Serves the supervisor of one training process, for as long as it lives."""
 
     _injector: "Injector | None" = None
-    _health: "Health | None" = None
     _batches: "BatchLog | None" = None
+    _health: "Health"
     _program: "Program"
     _newest: Callable[[], int | None]
 
@@ -66,7 +66,7 @@ class Supervision(RunHook):
     # --- before the first step
 
     def build(self, program: "Program") -> None:
-        """The devices are there, and nothing is compiled yet."""
+        """Begins to look after the devices, which are there; nothing is compiled yet."""
         from meshtrain.survive.health import Health
 
         self._program = program
@@ -86,15 +86,15 @@ class Supervision(RunHook):
         jax.monitoring.register_event_listener(count)
 
     def start(self, state: Tree, step: int, newest: Callable[[], int | None]) -> None:
-        """`step` steps are taken, to this state; SickDevice under a supervisor if it is not the same wherever it must be.
+        """Notes that `step` steps are taken, to this state; SickDevice under a supervisor if it is not the same wherever it must be.
 
         `newest` returns the newest step on disk.
         """
         self._newest = newest
         self.heartbeat.start, self.heartbeat.step, self.heartbeat.saved = step, step, newest()
         if self.supervised is not None:
-            self.check_copies(state)
-        self.check_product(state)
+            self._health.check_copies(state)
+        self._health.check_product(state)
 
     def read(self, batch: dict[str, np.ndarray]) -> None:
         """Notes this process's rows of the next batch, on the thread that reads."""
@@ -118,14 +118,14 @@ class Supervision(RunHook):
             # A large program's text takes seconds to read.
             Thread(target=self._name_collectives, args=(compiled,), daemon=True).start()
         self.heartbeat.phase("dispatch")
-        self.check_product(state)
+        self._health.check_product(state)
         state, batch = self.at("dispatch", step - 1, (state, batch))
         if platform(self._program.mesh) == "cpu":
             self.heartbeat.phase("wait")  # such devices may compute within the call
         return state, batch
 
     def before_save(self, step: int, state: Tree) -> None:
-        self.check_copies(state)
+        self._health.check_copies(state)
         self.at("save", step)
 
     def _name_collectives(self, compiled: jax.stages.Compiled) -> None:
@@ -133,16 +133,6 @@ class Supervision(RunHook):
         from meshtrain import hlo
 
         self.heartbeat.collectives = hlo.collectives(compiled, self._program.mesh, self._program.busy).in_a_line
-
-    # --- devices
-
-    def check_copies(self, state: Tree) -> None:
-        if self._health is not None:
-            self._health.check_copies(state)
-
-    def check_product(self, busy_with: Tree) -> None:
-        if self._health is not None:
-            self._health.check_product(busy_with)
 
     # --- the end
 

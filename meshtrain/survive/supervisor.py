@@ -29,16 +29,23 @@ from meshtrain.survive.detectors import timeout
 from meshtrain.survive.injector import NodeInjector
 from meshtrain.survive.leader import Leader, sizes
 from meshtrain.survive.records import Node, ProcessEnd, RestartPlan
-from meshtrain.survive.store import Store
+from meshtrain.survive.store import Store, config_of
 from meshtrain.survive.view import View, config_text, digests, this_machine
 
 POLL = 0.2
 # A node that cannot reach the store ends its process after this share of survive.node_timeout: before the others take it for lost.
 CUT_OFF = 0.6
 GIVEN_UP = 300.0  # seconds without a store after which a supervisor ends
-STATE = 16  # bytes a parameter, of float32 masters and up to three arrays of an optimizer
+STATE = 16  # bytes a parameter, of float32 weights and up to three arrays of an optimizer
 SLOW_DISK = 50e6  # bytes a second, of one node
 UNENDED = 30.0  # seconds after SIGKILL: the process is in the kernel, and its node of no use
+NEWS = (
+    "state",
+    "generation",
+    "acked",
+    "leaving",
+    "end",
+)  # of a node's record: published at once where one of them has changed
 
 
 class Supervisor:
@@ -64,14 +71,15 @@ class Supervisor:
             name, uuid.uuid4().hex, socket.gethostname(), machine=this_machine(), pid=os.getpid(), address=address,
             digests=digests(config),
         )  # fmt: skip
-        self.view = View(self.store, self.options, self.node.incarnation)
+        self.view = View(self.store, self.options)
         self.leader = Leader(config, self.run_directory, self.store, self.view, self.options)
         self.injector = NodeInjector(self)
         self.child: TrainingProcess | None = None
         self.killed_at: float | None = None
         self.stopping = 0  # requests to stop that have come
         self.asked_to_stop = -1  # the generation whose process it has asked to stop
-        self.published = self.reached = self.began = time.monotonic()
+        self.published: Node | None = None
+        self.published_at = self.reached = self.began = time.monotonic()
         self.saved: int | None = None
         self.going = False
 
@@ -168,24 +176,24 @@ class Supervisor:
         )  # fmt: skip
 
     def _log_progress(self, child: TrainingProcess) -> None:
-        rank, generation, number = child.rank, child.generation, child.number
+        rank, at = child.rank, {"generation": child.generation, "rank": child.number}
         if not self.going and rank.start is not None and rank.step > rank.start:
             self.going = True
-            cache = child.heartbeat.get("cache")
-            self.store.log("going", generation=generation, rank=number, start=rank.start, cache=cache)
+            self.store.log("going", **at, start=rank.start, cache=child.heartbeat.get("cache"))
         save = child.heartbeat.get("at_save")
-        if number == 0 and isinstance(save, dict) and save.get("step") != self.saved:
+        if child.number == 0 and isinstance(save, dict) and save.get("step") != self.saved:
             self.saved = save.get("step")
-            self.store.log("save", generation=generation, rank=0, step=self.saved, seconds=save.get("seconds"))
+            self.store.log("save", **at, step=self.saved, seconds=save.get("seconds"))
 
     def _start(self, plan: RestartPlan) -> None:
         number = plan.members.index(self.node.name)
         files = self.store.generation(plan.generation)
         others = ("SLURM_", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_P")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self.store.root / "compiled"))
-        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(self.store.root / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }  # fmt: skip
+        environment |= {name: value for name, value in os.environ.items() if not name.startswith(others)}
         if len(plan.members) > 1:
             assert plan.coordinator is not None
             environment |= {
@@ -193,11 +201,10 @@ class Supervisor:
             }  # fmt: skip
             if number == 0:
                 environment["JAX_COORDINATOR_BIND_ADDRESS"] = plan.coordinator
-        fence = CUT_OFF * self.options.node_timeout
         running = replace(self.node, state="running", generation=plan.generation, rank=None, end=None)
         # Before it is so, lest this supervisor be gone in between and nobody know of the process.
         self.store.publish(replace(running, sequence=self.node.sequence + 1))
-        command = self.command(self.store.config(plan))
+        command, fence = self.command(config_of(self.store.root, plan)), CUT_OFF * self.options.node_timeout
         self.child = TrainingProcess(command, environment, files, plan.generation, number, fence)
         self.saved, self.going = None, False
         self.node = replace(running, rank=self.child.rank)
@@ -225,13 +232,6 @@ class Supervisor:
         self.child, self.killed_at = None, None
         return True
 
-    def discard(self) -> None:
-        """Forgets its process, which has been killed."""
-        if self.child is not None:
-            self.child.process.wait()
-            self.child.close()
-            self.child = None
-
     # --- the store
 
     def _publish(self, now: float) -> None:
@@ -239,11 +239,17 @@ class Supervisor:
         if self.stopping and not self.node.leaving:
             self.node = replace(self.node, leaving=True)
             self.store.log("left")
-        if now - self.published >= self.options.heartbeat or self.view.is_news(self.node):
+        if now - self.published_at >= self.options.heartbeat or self._is_news():
             self.node = replace(self.node, sequence=self.node.sequence + 1, wall=time.time())
             self.store.publish(self.node)
-            self.view.published(self.node)
-            self.published = now
+            self.published, self.published_at = self.node, now
+
+    def _is_news(self) -> bool:
+        node, last = self.node, self.published
+        if last is None or any(getattr(node, name) != getattr(last, name) for name in NEWS):
+            return True
+        # A rank that was slow and no longer is must not be taken for stuck.
+        return bool(node.rank and last.rank and last.rank.phase_age > self.options.heartbeat > node.rank.phase_age)
 
     def _cut_off(self, seconds: float, error: OSError) -> int | None:
         """The store refuses: others may take this node for lost, and form without it."""
@@ -288,15 +294,10 @@ class Supervisor:
 
     def _fence(self) -> None:
         """Ends what silent nodes of this machine have left of a generation that is over."""
-        generation = self.view.generation
         for node in self.view.nodes:
-            silent = node.age >= self.options.node_timeout and node.generation < generation
-            if (
-                silent
-                and node.machine
-                and node.machine == self.node.machine
-                and kill_left_behind(node, self.store.root)
-            ):
+            silent = node.age >= self.options.node_timeout and node.generation < self.view.generation
+            is_here = node.machine and node.machine == self.node.machine
+            if silent and is_here and kill_left_behind(node, self.store.root):
                 report(f"the process of {node.name}, which is silent, is ended: the run goes on without it.")
 
 

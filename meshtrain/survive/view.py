@@ -34,10 +34,10 @@ MOST_KEYS = 4  # that are named of a config that differs
 
 
 class View:
-    """One supervisor's view of the run; `incarnation` is the supervisor's own."""
+    """One supervisor's view of the run."""
 
-    def __init__(self, store: Store, options: SupervisorOptions, incarnation: str) -> None:
-        self.store, self.options, self.incarnation = store, options, incarnation
+    def __init__(self, store: Store, options: SupervisorOptions) -> None:
+        self.store, self.options = store, options
         self.nodes: list[Node] = []
         self.history: list[RestartPlan] = []
         self.plan: RestartPlan | None = None
@@ -51,7 +51,6 @@ class View:
         self._plan_since = 0.0
         self._old: int | None = None  # the newest plan when we began, if the run was over by then
         self._clocks: dict[str, float] = {}
-        self._published: Node | None = None
         self._next_read = 0.0
         self._looked: float | None = None
         # Seconds spent looking, up to the last reading, of which ages are; and since.
@@ -66,8 +65,7 @@ class View:
         if self._old is None:
             self._old = newest.number if newest and newest.state == "over" else 0
         if newest and (self.plan is None or newest.number != self.plan.number):
-            self._plan_since = now
-            self._next_read = now
+            self._plan_since = self._next_read = now
         over = max((i for i, p in enumerate(plans[:-1]) if p.state == "over"), default=-1)
         self.plan = replace(newest, age=now - self._plan_since) if newest else None
         self.history = plans[over + 1 : -1]
@@ -80,9 +78,7 @@ class View:
             self._next_read = now + min((time.thread_time() - began) / READ_SHARE, self.options.heartbeat / 2)
         self._first.setdefault(own.name, self._watched)
         others = [
-            self._timed(node, self._age(name), self._differs[name])
-            for name, node in self._records.items()
-            if name != own.name
+            self._timed(n, self._age(n), self._differs[n.name]) for n in self._records.values() if n.name != own.name
         ]
         self.nodes = sorted([*others, self._timed(own, 0.0, own.differs)], key=lambda n: n.name)
 
@@ -94,42 +90,29 @@ class View:
         known = self._watched - self._first.get(node.name, self._watched)
         return replace(node, age=age, known=known, ended_for=ended_for, differs=differs)
 
-    def _age(self, name: str) -> float:
-        return self._watched - self._changed[name] if name in self._changed else float("inf")
+    def _age(self, node: Node) -> float:
+        return self._watched - self._changed[node.name] if node.name in self._changed else float("inf")
 
     def _read(self, own: Node) -> None:
         for name, text in self.store.nodes().items():
             if text == self._texts.get(name):
                 continue
-            node = decode(Node, text)
+            node, before = decode(Node, text), self._records.get(name)
             # In the middle of being rewritten, or damaged: what stood there before holds, and ages.
             if node is None or node.name != name:
                 continue
-            if name in self._texts:
+            is_new = before is None or node.incarnation != before.incarnation
+            if before is not None:
                 self._changed[name] = self._watched
-                if name not in self._first or node.incarnation != self._records[name].incarnation:
+                if name not in self._first or is_new:
                     self._first[name] = self._watched
             if node.digests == own.digests:
                 self._differs[name] = ""
-            elif name not in self._records or node.incarnation != self._records[name].incarnation:
-                configs = self.store.read_config(name), self.store.read_config(own.name)
-                self._differs[name] = difference(node, own, *configs)
+            elif is_new:
+                self._differs[name] = difference(
+                    node, own, self.store.read_config(name), self.store.read_config(own.name)
+                )
             self._texts[name], self._records[name] = text, node
-
-    # --- writing
-
-    def is_news(self, node: Node) -> bool:
-        """Returns whether a node's record has changed, since it was published, in more than its ages."""
-        last = self._published
-        if last is None or any(
-            getattr(node, name) != getattr(last, name) for name in ("state", "generation", "acked", "leaving", "end")
-        ):
-            return True
-        # A rank that was slow and no longer is must not be taken for stuck.
-        return bool(node.rank and last.rank and last.rank.phase_age > self.options.heartbeat > node.rank.phase_age)
-
-    def published(self, node: Node) -> None:
-        self._published = node
 
     # --- what follows from it
 
@@ -140,12 +123,14 @@ class View:
         # A node that has just come may not take a node of the run for gone sooner than one that has watched it all the time.
         if unheard and since < (self.options.node_timeout if at_work else 2.5 * self.options.heartbeat):
             return False
-        live = [n for n in self.nodes if n.age < self.options.node_timeout]
-        return own.name == min(live, key=lambda n: (n.leaving, n.name)).name
+        return own.name == min(self._live(), key=lambda n: (n.leaving, n.name)).name
 
     def is_first(self, own: Node) -> bool:
         """Returns whether this node will have the coordinator, as far as can be known: of the live ones it has the lowest name."""
-        return own.name == min(n.name for n in self.nodes if n.age < self.options.node_timeout)
+        return own.name == min(n.name for n in self._live())
+
+    def _live(self) -> list[Node]:
+        return [n for n in self.nodes if n.age < self.options.node_timeout]
 
     def is_old(self, plan: RestartPlan) -> bool:
         """Returns whether a plan is of a run that was over before this supervisor began."""
@@ -160,11 +145,10 @@ class View:
         """Returns whether a node that leaves is needed no longer: its process has ended, and others decide, or it stands alone."""
         if own.state == "running":
             return False
-        plan = self.plan
-        live = [n for n in self.nodes if n.name != own.name and n.age < self.options.node_timeout]
-        if not live and (plan is None or plan.state == "forming" or self.is_old(plan)):
+        plan, others = self.plan, [n for n in self._live() if n.name != own.name]
+        if not others and (plan is None or plan.state == "forming" or self.is_old(plan)):
             return True
-        if all(n.leaving for n in live):
+        if all(n.leaving for n in others):
             return False
         if plan is None or own.name not in plan.members:
             return True
@@ -190,8 +174,8 @@ class View:
         members = set(zip(last.members, last.incarnations, strict=True)) if last else set()
         if (own.name, own.incarnation) in members:
             return
-        for node in self.nodes:
-            if node.differs and (node.name, node.incarnation) in members and node.age < self.options.node_timeout:
+        for node in self._live():
+            if node.differs and (node.name, node.incarnation) in members:
                 raise ConfigError(f"{node.differs}.")
 
     def refuse_twin(self, name: str) -> None:
@@ -246,22 +230,22 @@ def digests(config: Config) -> dict[str, str]:
 
 def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) -> str:
     """Returns a sentence on how a node differs from this one; empty if it does not. A config is empty where there is none."""
+    pairs = {
+        name: (node.digests.get(name, "unknown"), own.digests.get(name, "unknown"))
+        for name in {**node.digests, **own.digests}
+    }
+    differ = {name: pair for name, pair in sorted(pairs.items()) if pair[0] != pair[1]}
     parts = []
-    for name in sorted(node.digests.keys() | own.digests.keys(), key=("config", "code").__contains__, reverse=True):
-        theirs, ours = node.digests.get(name, "unknown"), own.digests.get(name, "unknown")
-        if theirs == ours:
-            continue
-        if name == "config":
-            keys = [
-                f"{key} is {short(str(b))} on {node.name} and {short(str(a))} on {own.name}"
-                for key, a, b in differences(parse(own_config) or {}, parse(their_config) or {})
-            ]
-            more = [f"{len(keys) - MOST_KEYS} more keys differ"] if len(keys) > MOST_KEYS else []
-            parts += [*keys[:MOST_KEYS], *more] or ["its config is another"]
-        elif name == "code":
-            parts.append("its meshtrain is of other source code")
-        else:
-            parts.append(f"{name} is {theirs} on {node.name} and {ours} on {own.name}")
+    if differ.pop("config", None):
+        keys = [
+            f"{key} is {short(str(theirs))} on {node.name} and {short(str(ours))} on {own.name}"
+            for key, ours, theirs in differences(parse(own_config) or {}, parse(their_config) or {})
+        ]
+        more = [f"{len(keys) - MOST_KEYS} more keys differ"] if len(keys) > MOST_KEYS else []
+        parts += [*keys[:MOST_KEYS], *more] or ["its config is another"]
+    if differ.pop("code", None):
+        parts.append("its meshtrain is of other source code")
+    parts += [f"{name} is {theirs} on {node.name} and {ours} on {own.name}" for name, (theirs, ours) in differ.items()]
     if not parts:
         return ""
     return (

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from meshtrain.config import ConfigError, load
 from meshtrain.config.inject import KINDS, parse
 from meshtrain.mesh import fake_cpu_devices
 from meshtrain.survive.heartbeat import Heartbeat, begun
-from meshtrain.survive.injector import _FAULTS, SHORTEST_NAP, Injector
+from meshtrain.survive.injector import _FAULTS, Injector
 
 STEP = 3  # at which the faults are asked for
 
@@ -312,9 +311,17 @@ def test_nothing_is_injected_without_a_supervisor(tmp_path):
     assert given == (state, None)
 
 
-@pytest.mark.parametrize(("pace", "nap"), [(None, SHORTEST_NAP), (2.0, 1.0)])
-def test_a_slow_process_naps_for_half_a_step(pace, nap, monkeypatch):
+def test_a_slow_process_naps_for_half_a_step(tmp_path, monkeypatch):
     naps: list[float] = []
+    monkeypatch.setattr(Injector, "_look", lambda self, looked: looked.set())
+    heartbeat = Heartbeat()
+    heartbeat.supervised = supervised(tmp_path)
+    injector = Injector(heartbeat, ["slow@1:0"])
     monkeypatch.setattr(time, "sleep", naps.append)
-    Injector._drag(SimpleNamespace(_nap=None, _heartbeat=SimpleNamespace(pace=pace)))
-    assert naps == [nap]
+    injector.at("dispatch", 5)
+    assert naps == [], "how long a step takes is not known"
+    monkeypatch.setattr(Heartbeat, "pace", 2.0)
+    injector.at("data", 5)
+    for step in (5, 6):
+        injector.at("dispatch", step)
+    assert naps == [1.0, 1.0]

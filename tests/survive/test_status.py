@@ -7,7 +7,7 @@ import pytest
 from synthetic_history import Synthetic
 
 from meshtrain.config import ConfigError
-from meshtrain.survive import status
+from meshtrain.survive import stats
 from meshtrain.survive.history import read
 
 NODE = {
@@ -57,7 +57,7 @@ def row(text, name):
 
 
 def test_status_says_what_goes_on(going):
-    text = status.show(going, watch=0.0)
+    text = stats.show_status(going, watch=0.0)
     assert text.startswith(
         "generation 3 running: rank 2 was killed\nmesh data 2 x tensor 4 x pipeline 1, 8 microbatches\n"
     )
@@ -73,7 +73,7 @@ def test_who_writes_lives_and_who_does_not_is_told_of_with_its_last_word(going):
         write(going / "survive", "n1", NODE | {"wall": 1e6, "sequence": 8, "rank": RANK})
         time.sleep(0.02)
 
-    text = status.show(going, watch=0.1, sleep=goes_on)
+    text = stats.show_status(going, watch=0.1, sleep=goes_on)
     assert row(text, "n1").endswith("  now")
     assert re.search(r"none in \d+ ms", row(text, "n0")) and row(text, "n0").endswith(
         "the last says 1970-01-01 00:16:42 UTC"
@@ -88,14 +88,14 @@ def test_watching_ends_once_all_have_written(going):
             write(going / "survive", name, NODE | {"wall": 1e3, "sequence": next(sequence)})
 
     began = time.monotonic()
-    status.show(going, watch=30.0, sleep=goes_on)
+    stats.show_status(going, watch=30.0, sleep=goes_on)
     assert time.monotonic() - began < 5
 
 
 def test_a_process_that_ended_says_how(going):
     end = {"exit": -9, "kind": "signal", "sentence": "killed by signal 9", "step": 120, "ranks": []}
     write(going / "survive", "n1", NODE | {"wall": 1002.0, "state": "ended", "rank": RANK, "end": end})
-    assert "ended: killed by signal 9" in row(status.show(going, watch=0.0), "n1")
+    assert "ended: killed by signal 9" in row(stats.show_status(going, watch=0.0), "n1")
 
 
 def test_a_finished_run_is_not_waited_for(tmp_path):
@@ -104,23 +104,23 @@ def test_a_finished_run_is_not_waited_for(tmp_path):
     def never(seconds):
         raise AssertionError("it was watched")
 
-    text = status.show(made, sleep=never)
+    text = stats.show_status(made, sleep=never)
     assert text.startswith("over, exit code 0: ")
     assert "lately" in text and "forming" in text
 
 
 def test_a_directory_that_is_no_run_is_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"is no run of `meshtrain.survive`: it holds no directory survive/\.$"):
-        status.show(tmp_path)
+        stats.show_status(tmp_path)
     with pytest.raises(ConfigError, match=r"^there is no run directory .*nowhere\.$"):
-        status.show(tmp_path / "nowhere")
+        stats.show_status(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="there is no run directory"):
-        status.show(tmp_path / ("x" * 300))
+        stats.show_status(tmp_path / ("x" * 300))
 
 
 def test_before_anything_is_decided(tmp_path):
     (tmp_path / "survive").mkdir()
-    assert status.show(tmp_path) == "waiting for nodes: nothing is decided yet\n"
+    assert stats.show_status(tmp_path) == "waiting for nodes: nothing is decided yet\n"
 
 
 def test_what_is_cut_or_strange_is_left_out_and_counted(going):
@@ -139,14 +139,14 @@ def test_what_is_cut_or_strange_is_left_out_and_counted(going):
     assert set(found.records) == {"n0", "n3"}
     # 6 lines (a last one without an end may still be written), a record, a plan, a link
     assert found.torn == 9
-    assert "9 torn lines were left out" in status.show(going, watch=0.0)
+    assert "9 torn lines were left out" in stats.show_status(going, watch=0.0)
 
 
 def test_words_of_a_record_cannot_move_the_cursor(going):
     write(
         going / "survive", "n1", NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": "\x1b[2J"}}
     )
-    text = status.show(going, watch=0.0)
+    text = stats.show_status(going, watch=0.0)
     assert "\x1b" not in text and "\\x1b[2J\\nfake" in text
 
 
@@ -157,4 +157,4 @@ def test_a_record_of_wrong_types_is_no_traceback(going):
         (at / "plans" / "000007.json").write_text(
             json.dumps({key: value for key in PLAN} | {"number": 7, "generation": 3, "wall": 1003.0})
         )
-        assert "n1" in status.show(going, watch=0.0)
+        assert "n1" in stats.show_status(going, watch=0.0)

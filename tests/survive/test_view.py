@@ -20,7 +20,7 @@ from meshtrain.survive.view import View, config_text, difference, digests, this_
 def view(tmp_path: Path) -> View:
     """Of node n0, that has seen n1 change."""
     (tmp_path / "run").mkdir()
-    found = View(Store(tmp_path / "run", "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=6.0), "own")
+    found = View(Store(tmp_path / "run", "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=6.0))
     other = Store(tmp_path / "run", "n1")
     for sequence in (1, 2):
         other.publish(Node("n1", "first", sequence=sequence))
@@ -110,7 +110,7 @@ def test_who_knows_all_leads_at_once_if_it_has_the_lowest_name_and_stays(view: V
 
 
 def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(tmp_path: Path) -> None:
-    own = View(Store(tmp_path, "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=1.0), "own")
+    own = View(Store(tmp_path, "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=1.0))
     own.refuse_twin("n0")
     other = Store(tmp_path, "n0")
     other.publish(Node("n0", "other", machine=this_machine(), pid=2**22 + 1))
