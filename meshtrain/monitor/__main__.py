@@ -6,7 +6,7 @@ A run is a block of a few lines; where there is no room for these, and where the
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
 
@@ -50,39 +50,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     watched = [WatchedRun(run) for run in options.runs]
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    width = console.width if console.is_terminal else WIDE
     # Ctrl-C is how one leaves it.
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         if options.once:
+            width = console.width if console.is_terminal else WIDE
             console.print(screen([run.look() for run in watched], width, sys.maxsize))
-        elif console.is_terminal:
-            with Live(console=console, auto_refresh=False) as live:
+            return DONE
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
+        while True:
+            looks = [run.look() for run in watched]
+            if live is None:
+                print("\n".join(map(line, looks)), flush=True)
+            else:
                 # The last line stays free for the cursor.
-                show = lambda looks: live.update(screen(looks, console.width, console.height - 1), refresh=True)  # noqa: E731
-                _follow(watched, options.every, show)
-        else:
-            _follow(watched, options.every, lambda looks: print("\n".join(map(line, looks)), flush=True))
+                live.update(screen(looks, console.width, console.height - 1), refresh=True)
+            if all(look.over for look in looks):
+                break
+            time.sleep(options.every)
     return DONE
 
 
-def _follow(watched: Sequence[WatchedRun], every: float, show: Callable[[Sequence[Look]], None]) -> None:
-    while True:
-        looks = [run.look() for run in watched]
-        show(looks)
-        if all(look.over for look in looks):
-            return
-        time.sleep(every)
-
-
 def screen(looks: Sequence[Look], width: int, height: int) -> RenderableType:
-    """All runs, in blocks if these fit into `height` lines."""
+    """Returns all runs, in blocks if these fit into `height` lines."""
     blocks = [list(_block(look, width)) for look in looks]
-    if sum(len(block) + 1 for block in blocks) - 1 > height:
-        lines = [_styled(line(look), look) for look in looks]
+    lines = [one for block in blocks for one in [*block, Text()]][:-1]
+    if len(lines) > height:
+        lines = [Text(line(look), STYLE[look.summary.state] if look.summary else "dim") for look in looks]
         more = len(lines) - height
         lines = [*lines[: height - 1], Text(f"and {more + 1} more")] if more > 0 else lines
-    else:
-        lines = [one for block in blocks for one in [*block, Text()]][:-1]
     for one in lines:
         one.truncate(width, overflow="ellipsis")
         one.no_wrap = True
@@ -90,18 +85,15 @@ def screen(looks: Sequence[Look], width: int, height: int) -> RenderableType:
 
 
 def line(look: Look) -> str:
-    """A run in one plain line."""
+    """Returns a run in one plain line."""
     summary = look.summary
     if summary is None:
         return f"{look.name}: there is no run in {look.directory} yet"
-    parts = [f"{summary.state}{f', {duration(look.left)} left' if look.left is not None else ''}"]
-    of = f"/{summary.steps}" if summary.steps else ""
-    parts.append(f"step {summary.step}{of}")
+    left = f", {duration(look.left)} left" if look.left is not None else ""
+    parts = [f"{summary.state}{left}", f"step {summary.step}{f'/{summary.steps}' if summary.steps else ''}"]
     if summary.loss is not None:
         parts.append(f"loss {look.columns.known('loss')[-1]:.4f}")
-    parts += _figures(look)
-    parts += [f"! {alert}" for alert in look.alerts]
-    parts += [f"! {one}" for one in look.lagging]
+    parts += [*_figures(look), *(f"! {sentence}" for sentence in (*look.alerts, *look.lagging))]
     return f"{look.name}: {'  '.join(parts)}"
 
 
@@ -123,46 +115,33 @@ def _block(look: Look, width: int) -> Iterator[Text]:
         (look.name, "bold"), "  ", (summary.state, STYLE[summary.state]), f"  step {summary.step:,}{of}  "
     )
     left = f"  {duration(look.left)} left" if look.left is not None else ""
-    if summary.steps:
-        room = min(width - head.cell_len - len(left) - 5, 40)
-        if room >= 8:
-            done = min(summary.step / summary.steps, 1.0)
-            full = round(room * done)
-            head.append("━" * full, "green" if summary.state == "done" else "blue").append(
-                "━" * (room - full), "bright_black"
-            )
-            head.append(f" {done:.0%}")
+    room = min(width - head.cell_len - len(left) - 5, 40)
+    if summary.steps and room >= 8:
+        done = min(summary.step / summary.steps, 1.0)
+        full = round(room * done)
+        head.append("━" * full, "green" if summary.state == "done" else "blue")
+        head.append("━" * (room - full), "bright_black").append(f" {done:.0%}")
     yield head.append(left)
-    short = 20 if width < NARROW else 40
-    losses = look.columns.known("loss")
+    is_alive, short = summary.state in ("going on", "stalled"), 20 if width < NARROW else 40
+    losses, evals = look.columns.known("loss"), look.columns.known("eval_loss")
     if losses.size:
-        evals = look.columns.known("eval_loss")
-        held = f"  eval {evals[-1]:.4f}" if evals.size else ""
+        words = f"  eval {evals[-1]:.4f}" if evals.size else ""
         if summary.eval_least is not None:
-            held += f"  lowest {summary.eval_least:.4f}, step {summary.eval_least_step:,}"
+            words += f"  lowest {summary.eval_least:.4f}, step {summary.eval_least_step:,}"
         if summary.accuracy is not None:
-            held += f"  accuracy {summary.accuracy:.1%}"
-        yield Text.assemble("  loss ", (f"{losses[-1]:.4f} ", "bold"), (sparkline(losses, short), "blue"), held)
-    if summary.patience_left and summary.state in ("going on", "stalled"):
+            words += f"  accuracy {summary.accuracy:.1%}"
+        yield Text.assemble("  loss ", (f"{losses[-1]:.4f} ", "bold"), (sparkline(losses, short), "blue"), words)
+    if summary.patience_left and is_alive:
         yield Text(f"  ends after {summary.patience_left} more without a lower eval loss", "dim")
-    figures = list(_figures(look))
-    if figures:
-        rate = look.columns.known("tokens_per_second")
-        figures.insert(1, sparkline(rate, short // 2))
+    if figures := list(_figures(look)):
+        figures.insert(1, sparkline(look.columns.known("tokens_per_second"), short // 2))
         yield Text("  " + "  ".join(figures))
-    if look.phases and summary.state in ("going on", "stalled"):
+    if look.phases and is_alive:
         yield Text(f"  phases: {look.phases}", "dim")
-    sentences = [*look.alerts, *look.lagging]
-    sentences += [
-        reason.sentence for reason in summary.reasons if reason.level == "bad" and reason.sentence not in sentences
-    ]
-    for sentence in sentences:
+    bad = [reason.sentence for reason in summary.reasons if reason.level == "bad"]
+    for sentence in dict.fromkeys([*look.alerts, *look.lagging, *bad]):
         for words in wrap(sentence, width, initial_indent="  ! ", subsequent_indent="    ", max_lines=MOST_LINES):
             yield Text(words, "red")
-
-
-def _styled(words: str, look: Look) -> Text:
-    return Text(words, STYLE[look.summary.state] if look.summary else "dim")
 
 
 if __name__ == "__main__":

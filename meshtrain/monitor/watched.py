@@ -5,9 +5,9 @@
 
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshtrain.config import Config, ConfigError, short
@@ -19,9 +19,9 @@ from meshtrain.run.best import Best, evaluation_of
 from meshtrain.run.directory import ALERTS, CONFIG, METRICS
 from meshtrain.run.lock import in_use
 from meshtrain.run.rows import Row, RowReader
-from meshtrain.survive import history as histories
 from meshtrain.survive import stragglers
 from meshtrain.survive.heartbeat import STEPPING
+from meshtrain.survive.history import number, read_records, text
 from meshtrain.survive.records import Node
 from meshtrain.survive.store import SURVIVE
 from meshtrain.units import duration
@@ -40,17 +40,17 @@ class Look:
 
     name: str
     directory: Path
-    summary: Summary | None
-    columns: Columns  # of the newest rows
-    alerts: tuple[str, ...]  # that fire
-    phases: str  # what its processes do
-    lagging: tuple[str, ...]
-    memory: float | None  # bytes of the fullest device
-    left: float | None  # seconds until the last step
+    summary: Summary | None = None
+    columns: Columns = field(default_factory=Columns)  # of the newest rows
+    alerts: tuple[str, ...] = ()  # that fire
+    phases: str = ""  # what its processes do
+    lagging: tuple[str, ...] = ()
+    memory: float | None = None  # bytes of the fullest device
+    left: float | None = None  # seconds until the last step
 
     @property
     def over(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return self.summary is not None and self.summary.state == "done"
 
 
@@ -61,100 +61,75 @@ class WatchedRun:
         self.directory = directory
         self._rows: deque[Row] = deque(maxlen=ROWS)
         self._metrics, self._alerts = RowReader(directory / METRICS, TAIL), RowReader(directory / ALERTS, TAIL)
-        self._firing: dict[tuple[object, object], Row] = {}
+        self._newest_alerts: dict[tuple[object, object], Row] = {}
         self._samples: dict[int, tuple[RowReader, deque[Row]]] = {}
-        self._config_of: float | None = None
+        self._config_written: float | None = None
         self._config: Config | None = None
         self._plan: Plan | None = None
         self._best: Best | None = None  # none: to be read from all rows
 
     def look(self) -> Look:
-        """What is new, put together with what was."""
+        """Reads what is new; returns it together with what was."""
         name = short(self.directory.name or self.directory)
         try:
             begun = (self.directory / CONFIG).exists() or (self.directory / METRICS).exists()
         except (OSError, ValueError):
             begun = False
         if not begun:
-            return Look(name, self.directory, None, Columns(), (), "", (), None, None)
-        self._read_config()
+            return Look(name, self.directory)
+        stamp = written(self.directory / CONFIG)
+        if stamp is not None and stamp != self._config_written:
+            self._config_written, self._config, self._plan = stamp, config_of(self.directory, []), None
+        self._read_rows()
+        for alert in self._alerts.new():
+            self._newest_alerts[str(alert.get("rule")), str(alert.get("rank"))] = alert
+        firing = [alert for alert in self._newest_alerts.values() if alert.get("state") == "firing"]
+        samples, columns, nodes = self._read_samples(), _columns(self._rows), self._read_nodes()
+        sampled_columns = {rank: _columns(rows) for rank, rows in samples.items()}
+        if self._plan is None and columns.rows:
+            self._plan = planned(self._config, None, columns, sampled_columns, [])
+        now, held = time.time(), in_use(self.directory)
+        # Between two generations no process holds the directory, and yet the run goes on.
+        supervised = any(now - node.wall < FRESH and node.state != "ended" for node in nodes.values())
+        summary = summarise(RunFacts(
+            directory=self.directory, now=now, config=self._config, plan=self._plan, steps=_columns(list(self._rows)[-RECENT:]),
+            torn=self._metrics.torn, written=written(self.directory / METRICS) or stamp, best=self._best or Best(),
+            in_use=True if supervised else held, samples=sampled_columns,
+        ))  # fmt: skip
+        speed = summary.speed if summary.state == "going on" and summary.steps else None
+        return Look(
+            name, self.directory, summary, columns,
+            tuple(f"{text(alert.get('rule'))}: {text(alert.get('sentence'))}" for alert in firing),
+            _phases(nodes, samples), tuple(lagging(samples)), _memory(columns, samples),
+            speed.median * (summary.steps - summary.step) if speed else None,
+        )  # fmt: skip
+
+    def _read_rows(self) -> None:
         for row in self._metrics.new():
             step = row.get("step")
             # A run that went on from a checkpoint takes some steps again.
-            while self._rows and isinstance(step, int) and self._step(-1) >= step:
+            while self._rows and isinstance(step, int) and (number(self._rows[-1].get("step")) or 0.0) >= step:
                 self._rows.pop()
                 self._best = None
             self._rows.append(row)
-            if self._best is not None and (found := evaluation_of(row)) and found[0] > self._best.last:
-                self._best.add(*found)
+            if self._best is not None and (evaluation := evaluation_of(row)) and evaluation[0] > self._best.last:
+                self._best.add(*evaluation)
         if self._best is None:
             self._best = best(self.directory)
-        for alert in self._alerts.new():
-            self._firing[str(alert.get("rule")), str(alert.get("rank"))] = alert
-        samples = self._sampled()
-        columns = _columns(self._rows)
-        nodes = self._nodes()
-        kept = {rank: _columns(found) for rank, found in samples.items()}
-        if self._plan is None and columns.rows:
-            self._plan = planned(self._config, None, columns, kept, [])
-        recent = _columns(list(self._rows)[-RECENT:])
-        summary = summarise(self._facts(recent, kept, nodes))
-        hosts = {
-            rank: short(found[-1]["host"])
-            for rank, found in samples.items()
-            if found and isinstance(found[-1].get("host"), str)
-        }
-        return Look(
-            name, self.directory, summary, columns, tuple(self._alerts_firing()), _phases(nodes, samples),
-            tuple(lagging(samples, hosts)), _memory(columns, samples), self._left(summary),
-        )  # fmt: skip
 
-    def _step(self, i: int) -> float:
-        return histories.number(self._rows[i].get("step")) or 0.0
-
-    def _read_config(self) -> None:
-        stamp = written(self.directory / CONFIG)
-        if stamp is None or stamp == self._config_of:
-            return
-        self._config_of = stamp
-        self._config = config_of(self.directory, [])
-        self._plan = None
-
-    def _sampled(self) -> dict[int, Sequence[Row]]:
+    def _read_samples(self) -> dict[int, Sequence[Row]]:
         for rank, path in list(sampled(self.directory).items())[:MOST_RANKS]:
             if rank not in self._samples:
                 self._samples[rank] = RowReader(path, SAMPLE_TAIL), deque(maxlen=SAMPLES)
-        for follower, kept in self._samples.values():
-            kept.extend(follower.new())
-        return {rank: list(kept) for rank, (_, kept) in self._samples.items()}
+        for reader, rows in self._samples.values():
+            rows.extend(reader.new())
+        return {rank: list(rows) for rank, (_, rows) in self._samples.items() if rows}
 
-    def _nodes(self) -> dict[str, Node]:
+    def _read_nodes(self) -> dict[str, Node]:
         try:
-            return histories.read_records(self.directory)[0] if (self.directory / SURVIVE).is_dir() else {}
+            return read_records(self.directory)[0] if (self.directory / SURVIVE).is_dir() else {}
         except ConfigError:
             return {}
-
-    def _facts(self, columns: Columns, samples: Mapping[int, Columns], nodes: Mapping[str, Node]) -> RunFacts:
-        now, held = time.time(), in_use(self.directory)
-        # Between two generations no process holds the directory, and yet the run goes on.
-        tended = any(now - node.wall < FRESH and node.state != "ended" for node in nodes.values())
-        return RunFacts(
-            directory=self.directory, now=now, config=self._config, plan=self._plan, steps=columns,
-            torn=self._metrics.torn, written=written(self.directory / METRICS) or written(self.directory / CONFIG),
-            best=self._best or Best(), in_use=True if tended else held, samples=samples,
-        )  # fmt: skip
-
-    def _alerts_firing(self) -> list[str]:
-        return [
-            f"{histories.text(alert.get('rule'))}: {histories.text(alert.get('sentence'))}"
-            for alert in self._firing.values()
-            if alert.get("state") == "firing"
-        ]
-
-    def _left(self, summary: Summary) -> float | None:
-        if summary.state != "going on" or not summary.speed or not summary.steps:
-            return None
-        return summary.speed.median * (summary.steps - summary.step)
 
 
 def _columns(rows: Iterable[Row]) -> Columns:
@@ -165,46 +140,43 @@ def _columns(rows: Iterable[Row]) -> Columns:
 
 
 def _phases(nodes: Mapping[str, Node], samples: Mapping[int, Sequence[Row]]) -> str:
-    """What the processes do now, as their supervisors say; without these, how rank 0 has spent the time of its newest sample."""
-    ranks = [node.rank for node in nodes.values() if node.rank is not None and node.state == "running"]
-    if ranks:
-        by_phase: dict[str, list[float]] = {}
-        for rank in ranks:
-            by_phase.setdefault(histories.text(rank.phase), []).append(rank.phase_age)
-        return ", ".join(
-            f"{len(ages)} in {phase} for {duration(round(max(ages), 1))}" for phase, ages in by_phase.items()
-        )
-    newest = samples[0][-1] if samples.get(0) else {}
-    phases = newest.get("phase_seconds")
-    spent = {str(k): v for k, v in phases.items() if histories.number(v)} if isinstance(phases, dict) else {}
-    whole = sum(spent.values())
+    """Returns what the processes do now, as their supervisors say; without these, how rank 0 has spent the time of its newest sample."""
+    ages = defaultdict[str, list[float]](list)
+    for node in nodes.values():
+        if node.rank is not None and node.state == "running":
+            ages[text(node.rank.phase)].append(node.rank.phase_age)
+    if ages:
+        return ", ".join(f"{len(of)} in {phase} for {duration(round(max(of), 1))}" for phase, of in ages.items())
+    phases = samples[0][-1].get("phase_seconds") if 0 in samples else None
+    spent = {str(k): v for k, v in phases.items() if number(v)} if isinstance(phases, dict) else {}
+    total = sum(spent.values())
     largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{short(name)} {seconds / whole:.0%}" for name, seconds in largest if seconds >= 0.005 * whole)
+    return ", ".join(f"{short(name)} {seconds / total:.0%}" for name, seconds in largest if seconds >= 0.005 * total)
 
 
 def _memory(columns: Columns, samples: Mapping[int, Sequence[Row]]) -> float | None:
-    in_use = [float(value) for value in columns.known("memory_in_use_bytes")[-1:]]
+    sizes = [float(value) for value in columns.known("memory_in_use_bytes")[-1:]]
     for rows in samples.values():
-        used = rows[-1].get("device_memory_used_bytes") if rows else None
+        used = rows[-1].get("device_memory_used_bytes")
         values = used.values() if isinstance(used, dict) else [used]
-        in_use += [n for value in values if (n := histories.number(value)) is not None]
-    return max(in_use, default=None)
+        sizes += [n for value in values if (n := number(value)) is not None]
+    return max(sizes, default=None)
 
 
-def lagging(samples: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> list[str]:
+def lagging(samples: Mapping[int, Sequence[Row]]) -> list[str]:
     """Returns a sentence for each process that lags, from the last two samples (or one) of each rank."""
-    times = {
-        rank: [t for row in rows if (t := histories.number(row.get("time"))) is not None]
-        for rank, rows in samples.items()
-    }
+    times = {rank: [t for row in rows if (t := number(row.get("time"))) is not None] for rank, rows in samples.items()}
     newest = {rank: known[-1] for rank, known in times.items() if known}
     if len(newest) < 2:
         return []
-    names = {rank: f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}" for rank in samples}
+    hosts = {rank: rows[-1].get("host") for rank, rows in samples.items()}
+    names = {
+        rank: f"rank {rank}{f' on {short(host)}' if isinstance(host, str) else ''}" for rank, host in hosts.items()
+    }
     gaps = [known[-1] - known[-2] for known in times.values() if len(known) > 1 and known[-1] > known[-2]]
     every, last = statistics.median(gaps) if gaps else None, max(newest.values())
     silent = {rank: last - time for rank, time in newest.items() if every and last - time > SILENT * every}
-    spent = {rank: _spent(rows[-1]) for rank, rows in samples.items() if rows}
+    spent = {rank: _spent(rows[-1]) for rank, rows in samples.items()}
     return [
         *(f"{names[rank]} has said nothing for {duration(seconds)}" for rank, seconds in silent.items()),
         *(f"{names[rank]} is slow: {pace.words()}" for rank, pace in stragglers.judge(spent).items() if pace.is_slow),
@@ -213,4 +185,4 @@ def lagging(samples: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> l
 
 def _spent(sample: Row) -> dict[str, float]:
     phases = sample.get("phase_seconds")
-    return {name: histories.number(phases.get(name)) or 0.0 for name in STEPPING} if isinstance(phases, dict) else {}
+    return {name: number(phases.get(name)) or 0.0 for name in STEPPING} if isinstance(phases, dict) else {}

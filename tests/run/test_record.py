@@ -43,9 +43,7 @@ def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(fault
     assert steps(directory) == [1, 2, 3] and load(directory / "config.yaml").run.directory == str(directory)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert (
-        f".lock and config.yaml and metrics.jsonl of {directory} went away while the run goes on, and are made" in said
-    )
+    assert f".lock and config.yaml and metrics.jsonl of {directory} went away" in said
     assert "checkpoints that went with them are not" in said
     with pytest.raises(Exception, match="is in use by process"):
         RunLock(directory)
@@ -53,14 +51,14 @@ def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(fault
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
 def test_a_file_that_goes_away_is_made_again(name, directory, record, capsys):
+    record.after_metrics({"step": 2}, due=True)
+    assert capsys.readouterr().err == "" and steps(directory) == [1, 2]
     before = (directory / name).read_text()
     (directory / name).unlink()
-    record.after_metrics({"step": 2}, due=True)
+    record.after_metrics({"step": 3}, due=True)
     assert (directory / name).read_text().startswith(before)
-    assert (
-        capsys.readouterr().err
-        == f"meshtrain: {name} of {directory} went away while the run goes on, and are made again.\n"
-    )
+    sentence = f"{name} of {directory} went away while the run goes on, and are made again."
+    assert capsys.readouterr().err == f"meshtrain: {sentence}\n"
 
 
 def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
@@ -68,9 +66,7 @@ def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
     directory.mkdir()
     # That one may have ended since.
     (directory / ".lock").write_text("process 7 on elsewhere")
-    with pytest.raises(
-        RunFailure, match="no longer has its directory to itself: process 7 on elsewhere has begun another"
-    ):
+    with pytest.raises(RunFailure, match="to itself: process 7 on elsewhere has begun another"):
         record.after_metrics({"step": 2}, due=True)
     record.close()
     assert [path.name for path in directory.iterdir()] == [".lock"]
@@ -85,8 +81,3 @@ def test_a_directory_that_cannot_be_made_again_is_reported_and_its_rows_wait(dir
     directory.unlink()
     record.after_metrics({"step": 3}, due=True)
     assert record.is_written() and steps(directory) == [1, 2, 3]
-
-
-def test_a_row_that_is_written_says_nothing(directory, record, capsys):
-    record.after_metrics({"step": 2}, due=True)
-    assert capsys.readouterr().err == "" and steps(directory) == [1, 2]

@@ -25,39 +25,20 @@ def steps(path):
 # --- appending
 
 
-def test_rows_keep_the_full_precision_of_a_number(path):
-    file = MetricsFile(path)
-    file.write({"step": 1, "loss": 0.1 + 0.2})
-    file.close()
-    assert json.loads(path.read_text())["loss"] == 0.1 + 0.2
-
-
-def test_a_row_is_on_disk_before_the_next_one_is_written(path):
-    file = MetricsFile(path)
+def test_rows_are_on_disk_at_once_in_full_precision_and_appended_to_those_of_the_run_before(path):
     for step in (1, 2):
-        file.write({"step": step})
+        file = MetricsFile(path)
+        file.write({"step": step, "loss": 0.1 + 0.2})
         assert len(steps(path)) == step
+        file.close()
+    assert steps(path) == [1, 2] and json.loads(path.read_text().splitlines()[0])["loss"] == 0.1 + 0.2
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_are_named(path):
-    file = MetricsFile(path)
-    file.write({"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.1})
+    MetricsFile(path).write({"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.1})
     row = json.loads(path.read_text(), parse_constant=lambda name: 1 / 0)
-    assert row == {
-        "step": 3,
-        "loss": None,
-        "grad_norm": None,
-        "learning_rate": 0.1,
-        "not_finite": ["loss", "grad_norm"],
-    }
-
-
-def test_rows_are_appended_to_those_of_the_run_before(path):
-    for step in (1, 2):
-        file = MetricsFile(path)
-        file.write({"step": step})
-        file.close()
-    assert steps(path) == [1, 2]
+    numbers = {"step": 3, "loss": None, "grad_norm": None, "learning_rate": 0.1}
+    assert row == numbers | {"not_finite": ["loss", "grad_norm"]}
 
 
 class Full:
@@ -137,34 +118,25 @@ def test_rows_that_somebody_cuts_off_are_reported_once(path, capsys):
 # --- before a resume
 
 
-def test_rows_after_the_step_are_dropped(path):
-    write(path, range(1, 9))
+@pytest.mark.parametrize("before", [range(1, 9), [1, 2, 3, 4, 5, 1, 2]])
+def test_rows_after_the_step_are_dropped_and_each_step_is_kept_once(path, before):
+    write(path, before)
     trim_metrics(path, 5)
     assert steps(path) == [1, 2, 3, 4, 5]
 
 
-def test_a_step_that_stands_there_twice_is_kept_once(path):
-    write(path, [1, 2, 3, 1, 2])
-    trim_metrics(path, 5)
-    assert steps(path) == [1, 2, 3]
-
-
 def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
-    for tail in (
-        b'{"step": 3, "lo',
-        b'{"step": 3}',
-        b'{"step": 3, "x"}\n',
-        b"\x00\x00\n",
-        b'{"step": "3"}\n',
-        b"[" * 100000 + b"\n",
-    ):
+    odd = (b'{"step": 3, "x"}\n', b"\x00\x00\n", b'{"step": "3"}\n', b"[" * 100000 + b"\n")
+    for tail in (b'{"step": 3, "lo', b'{"step": 3}', *odd):
         write(path, [1, 2], tail)
         trim_metrics(path, 9)
         assert steps(path) == [1, 2]
         assert path.read_bytes().endswith(b"\n")
 
 
-def test_nothing_is_rewritten_when_nothing_is_dropped(path):
+def test_nothing_is_rewritten_when_nothing_is_dropped_and_no_file_is_no_error(path):
+    trim_metrics(path, 0)
+    assert not path.exists()
     write(path, [1, 2])
     before = path.stat().st_ino
     trim_metrics(path, 2)
@@ -188,11 +160,6 @@ def test_a_link_to_the_rows_is_followed(path, tmp_path):
     path.symlink_to("elsewhere")
     trim_metrics(path, 1)
     assert path.is_symlink() and steps(tmp_path / "elsewhere") == [1]
-
-
-def test_no_file_is_no_error(path):
-    trim_metrics(path, 0)
-    assert not path.exists()
 
 
 # --- reading

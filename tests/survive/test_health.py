@@ -130,6 +130,10 @@ def test_a_product_is_checked_bit_for_bit_and_its_time_told(tmp_path, monkeypatc
     told, beat.matmul = beat.matmul, None
     health.check_product(params)
     assert beat.matmul is None  # not due
+    beat.supervised, health._due = None, 0.0
+    health.check_product(params)
+    assert beat.matmul is None  # no supervisor
+    beat.supervised = supervised(tmp_path)
     later = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: later)
     multiply = health._multiply
@@ -144,13 +148,6 @@ def wrong_at(product: jax.Array, device: int) -> jax.Array:
     found = np.array(product)
     found[device].view(np.uint32)[5, 5] ^= 1 << 13
     return jax.device_put(found, product.sharding)
-
-
-def test_without_a_supervisor_nothing_is_multiplied(tmp_path):
-    health, params, beat = healthy(tmp_path, tensor=2)
-    beat.supervised = None
-    health.check_product(params)
-    assert beat.matmul is None
 
 
 @pytest.mark.parametrize("size", [1, 65535, 65536, 200_001, 65536 * 300 + 7])

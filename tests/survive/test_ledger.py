@@ -22,8 +22,7 @@ def test_the_ledger_is_the_true_one_through_random_faults_and_clocks_an_hour_apa
         found, truth = ledger(told(run.lines, run.plans)), run.truth()
         assert found.wall == pytest.approx(run.now - run.began)
         assert sum(found.seconds.values()) == pytest.approx(found.wall)
-        wanted = {kind: truth[kind] for kind in KINDS}
-        assert found.seconds == pytest.approx(wanted, abs=1e-4), seed
+        assert found.seconds == pytest.approx({kind: truth[kind] for kind in KINDS}, abs=1e-4), seed
 
 
 def test_the_files_of_a_run_have_the_ledger_of_what_was_written(tmp_path):
@@ -64,11 +63,8 @@ def ended(wall, exit, taken, **spent):
 
 
 def second(start):
-    return (
-        line(60, "started", generation=2, rank=0),
-        line(70, "going", generation=2, rank=0, start=start),
-        line(71, "left"),
-    )
+    at = {"generation": 2, "rank": 0}
+    return line(60, "started", **at), line(70, "going", **at, start=start), line(71, "left")
 
 
 def test_what_came_after_the_save_that_was_gone_on_from_is_lost():
@@ -76,14 +72,11 @@ def test_what_came_after_the_save_that_was_gone_on_from_is_lost():
     assert found.seconds["step"] == 19 and found.seconds["checkpoint"] == 1
     # 8 s of steps and 1 s of a save; the last second nobody counted
     assert found.seconds["lost"] == pytest.approx(10)
-
-
-def test_where_the_newest_save_was_damaged_more_is_lost():
+    # Nobody has gone on yet.
+    assert of(*BEGUN, *GONE_ON, ended(50, -9, 28, step=27.0, checkpoint=2.0)).seconds["lost"] == pytest.approx(10)
+    # The newest save was damaged; and nothing was built on this generation.
     found = of(*BEGUN, *GONE_ON, ended(50, -9, 28, step=27.0, checkpoint=2.0), *second(10))
     assert found.seconds["step"] == 10 and found.seconds["lost"] == pytest.approx(20)
-
-
-def test_a_generation_on_which_nothing_was_built_is_lost_as_a_whole():
     found = of(*BEGUN, *GONE_ON, ended(50, -9, 28, step=27.0, checkpoint=2.0), *second(0))
     assert found.generations[0].seconds["lost"] == 40 and found.generations[0].seconds["init"] == 0
 
@@ -93,11 +86,6 @@ def test_a_stop_in_good_order_loses_nothing_though_no_save_was_due():
     assert found.seconds["lost"] == 0 and found.seconds["step"] == 27
     # of a generation before that was killed, the same would be lost
     assert of(*BEGUN, *GONE_ON, ended(50, -15, 28, step=27.0, checkpoint=3.0), *second(28)).seconds["lost"] > 0
-
-
-def test_a_fault_that_nobody_has_gone_on_from_has_lost_what_came_after_its_newest_save():
-    found = of(*BEGUN, *GONE_ON, ended(50, -9, 28, step=27.0, checkpoint=2.0))
-    assert found.seconds["lost"] == pytest.approx(10)
 
 
 def test_a_node_that_went_without_a_word_is_there_until_the_verdict():
@@ -111,11 +99,8 @@ def test_a_node_that_went_without_a_word_is_there_until_the_verdict():
 
 
 def test_where_all_went_at_once_nobody_was_there_until_they_came_back():
-    back = (
-        line(1000, "join"),
-        line(1001, "started", generation=2, rank=0),
-        line(1010, "going", generation=2, rank=0, start=20),
-    )
+    at = {"generation": 2, "rank": 0}
+    back = line(1000, "join"), line(1001, "started", **at), line(1010, "going", **at, start=20)
     found = of(*BEGUN, *GONE_ON, *back)
     assert found.generations[0].ended == 40
     assert found.seconds["down"] == 10 + 961
@@ -141,11 +126,9 @@ def test_a_run_that_goes_on_is_known_to_the_newest_record():
 
 
 def test_where_rank_0_has_left_nothing_the_next_rank_speaks_for_it():
-    others = [
-        line(10, "started", generation=1, rank=1),
-        line(50, "ended", generation=1, rank=1, exit=0, step=9, start=0, seconds=SPENT),
-    ]
-    found = ledger(told({"n1": [line(0, "join"), *others]}, []))
+    at = {"generation": 1, "rank": 1}
+    end = line(50, "ended", **at, exit=0, step=9, start=0, seconds=SPENT)
+    found = ledger(told({"n1": [line(0, "join"), line(10, "started", **at), end]}))
     assert found.seconds["step"] == 10 and found.seconds["down"] == 10
 
 

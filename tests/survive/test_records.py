@@ -8,22 +8,8 @@ import pytest
 
 from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, decode, encode
 
-NODE = Node(
-    "n0",
-    "ab",
-    "host",
-    "boot",
-    7,
-    "10.0.0.1",
-    4711,
-    9,
-    1e9,
-    "running",
-    3,
-    3,
-    False,
-    Rank(1, 8, "S", 0.5, 0.1, step=4, pace=0.2),
-)
+RANK = Rank(1, 8, "S", 0.5, 0.1, step=4, pace=0.2)
+NODE = Node("n0", "ab", "host", "boot", 7, "10.0.0.1", 4711, 9, 1e9, "running", 3, 3, False, RANK)
 PLAN = RestartPlan(
     4, 2, "running", "n0", 1e9, "start", "it begins", "run", ["n0", "n1"], ["a", "b"], "h:1", {"data": 2}, 1,
     quarantined={"n2": 5},

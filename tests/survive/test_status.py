@@ -11,15 +11,8 @@ from meshtrain.survive import stats
 from meshtrain.survive.history import read
 
 NODE = {
-    "sequence": 7,
-    "incarnation": "a",
-    "host": "machine",
-    "state": "running",
-    "generation": 3,
-    "acked": 3,
-    "leaving": False,
-    "end": None,
-}
+    "sequence": 7, "incarnation": "a", "host": "machine", "state": "running", "generation": 3, "acked": 3, "leaving": False, "end": None,
+}  # fmt: skip
 RANK = {
     "number": 1, "pid": 5, "proc": "S", "phase_age": 0.4, "alive_age": 0.1, "step": 120, "phase": "wait", "pace": 1.25, "phases": {"data": 25.0, "wait": 75.0},
     "saved": 110, "start": 100,
@@ -39,11 +32,11 @@ def going(tmp_path):
     (at / "nodes").mkdir()
     (at / "plans" / "000004.json").write_text(json.dumps(PLAN | {"number": 4, "state": "forming", "wall": 998.0}))
     (at / "plans" / "000005.json").write_text(json.dumps(PLAN))
-    for name, more in {
-        "n0": {"rank": RANK | {"number": 0}},
-        "n1": {"rank": RANK},
-        "n3": {"state": "idle", "rank": None},
-    }.items():
+    for name, more in (
+        ("n0", {"rank": RANK | {"number": 0}}),
+        ("n1", {"rank": RANK}),
+        ("n3", {"state": "idle", "rank": None}),
+    ):
         write(at, name, NODE | {"wall": 1002.0} | more)
     return tmp_path
 
@@ -75,21 +68,16 @@ def test_who_writes_lives_and_who_does_not_is_told_of_with_its_last_word(going):
 
     text = stats.show_status(going, watch=0.1, sleep=goes_on)
     assert row(text, "n1").endswith("  now")
-    assert re.search(r"none in \d+ ms", row(text, "n0")) and row(text, "n0").endswith(
-        "the last says 1970-01-01 00:16:42 UTC"
-    )
+    assert re.search(r"none in \d+ ms; the last says 1970-01-01 00:16:42 UTC$", row(text, "n0"))
+    sequence = iter(range(9, 100))
 
-
-def test_watching_ends_once_all_have_written(going):
-    sequence = iter(range(8, 100))
-
-    def goes_on(seconds):
+    def all_write(seconds):
         for name in ("n0", "n1", "n3"):
             write(going / "survive", name, NODE | {"wall": 1e3, "sequence": next(sequence)})
 
     began = time.monotonic()
-    stats.show_status(going, watch=30.0, sleep=goes_on)
-    assert time.monotonic() - began < 5
+    stats.show_status(going, watch=30.0, sleep=all_write)
+    assert time.monotonic() - began < 5, "watching ends once all have written"
 
 
 def test_a_process_that_ended_says_how(going):
@@ -142,19 +130,14 @@ def test_what_is_cut_or_strange_is_left_out_and_counted(going):
     assert "9 torn lines were left out" in stats.show_status(going, watch=0.0)
 
 
-def test_words_of_a_record_cannot_move_the_cursor(going):
-    write(
-        going / "survive", "n1", NODE | {"wall": 1002.0, "host": "\x1b[2J\nfake", "rank": RANK | {"phase": "\x1b[2J"}}
-    )
+def test_a_record_of_wrong_types_is_no_traceback_and_words_cannot_move_the_cursor(going):
+    at = going / "survive"
+    escape = {"host": "\x1b[2J\nfake", "rank": RANK | {"phase": "\x1b[2J"}}
+    write(at, "n1", NODE | {"wall": 1002.0} | escape)
     text = stats.show_status(going, watch=0.0)
     assert "\x1b" not in text and "\\x1b[2J\\nfake" in text
-
-
-def test_a_record_of_wrong_types_is_no_traceback(going):
-    at = going / "survive"
     for value in (None, 3, "x", [], {}, {"a": {}}):
-        write(at, "n1", {key: value for key in (*NODE, "wall", "rank")})
-        (at / "plans" / "000007.json").write_text(
-            json.dumps({key: value for key in PLAN} | {"number": 7, "generation": 3, "wall": 1003.0})
-        )
+        write(at, "n1", dict.fromkeys((*NODE, "wall", "rank"), value))
+        plan = dict.fromkeys(PLAN, value) | {"number": 7, "generation": 3, "wall": 1003.0}
+        (at / "plans" / "000007.json").write_text(json.dumps(plan))
         assert "n1" in stats.show_status(going, watch=0.0)
