@@ -1,4 +1,4 @@
-"""The lowest held-out loss of a run so far, and for how long it has stood: what the best checkpoint and eval.patience go by.
+"""The lowest eval loss of a run so far, and for how long it has stood: what the best checkpoint and eval.patience go by.
 
     eval loss   3.1   2.4   2.5   2.4   2.6        the best is 2.4, of the second evaluation; three in a row have not been lower
     since        0     0     1     2     3         with eval.patience: 3 the run ends here
@@ -7,7 +7,6 @@ It follows from the rows of metrics.jsonl alone, where each evaluation stands on
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from meshtrain.run import rows
 
 @dataclass
 class Best:
-    """Of the evaluations up to now."""
+    """The best of the evaluations up to now."""
 
     step: int | None = None
     loss: float = math.inf
@@ -25,7 +24,7 @@ class Best:
     last: int = 0  # the step of the last
 
     def add(self, step: int, loss: float) -> bool:
-        """Whether an evaluation after `step` has the lowest loss so far; an equal one has not, nor one that is no number."""
+        """Returns whether an evaluation after `step` has the lowest loss so far; an equal one has not, nor one that is no number."""
         self.last = step
         if loss < self.loss and math.isfinite(loss):
             self.step, self.loss, self.since = step, loss, 0
@@ -34,31 +33,25 @@ class Best:
         return False
 
     def ends(self, patience: int) -> bool:
-        """Whether eval.patience has the run end after the last evaluation."""
+        """Returns whether eval.patience has the run end after the last evaluation."""
         return 0 < patience <= self.since
 
     def why(self) -> str:
-        """Why it ends, in words."""
+        """Returns why it ends, in words."""
         lowest = "gave a finite loss" if self.step is None else f"was below {self.loss:.4f}, that of step {self.step}"
         return f"no evaluation of {self.since} in a row {lowest}"
 
 
-def best_of(evaluations: Iterable[tuple[int, float]]) -> Best:
-    """Of (step, loss) pairs in order."""
-    best = Best()
-    for step, loss in evaluations:
+def best_in(metrics: Path) -> Best:
+    """Returns the best of a run's rows, up to the last; of a run without any, that of no evaluation."""
+    evaluations, best = map(evaluation_of, rows.read(metrics, containing=b'"eval_loss"')[0]), Best()
+    for step, loss in sorted(dict(e for e in evaluations if e is not None).items()):
         best.add(step, loss)
     return best
 
 
-def best_in(metrics: Path) -> Best:
-    """Of a run's rows, up to the last; of a run without any, that of no evaluation."""
-    evaluations = map(evaluation_of, rows.read(metrics, containing=b'"eval_loss"')[0])
-    return best_of(sorted(dict(e for e in evaluations if e is not None).items()))
-
-
 def evaluation_of(row: Any) -> tuple[int, float] | None:
-    """The step and the loss of a row of metrics that tells of an evaluation; what was not finite is null there."""
+    """Returns the step and the loss of a row of metrics that tells of an evaluation; what was not finite is null there."""
     if not isinstance(row, dict) or "eval_loss" not in row:
         return None
     step, loss = row.get("step"), row["eval_loss"]

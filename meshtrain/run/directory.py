@@ -18,7 +18,7 @@ NEWEST = ".newest-checkpoint"
 
 
 def run_directory(config: Config) -> Path:
-    """The run directory, made; ConfigError if it, or the metrics in it, cannot be written."""
+    """Makes and returns the run directory; ConfigError if it, or the metrics in it, cannot be written."""
     directory = Path(config.run.directory)
     elsewhere = "give another with --set run.directory=PATH"
     try:
@@ -37,7 +37,7 @@ def run_directory(config: Config) -> Path:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why rows cannot be appended to what stands there, if anything does."""
+    """Returns why rows cannot be appended to what stands there, if anything does."""
     if not os.path.lexists(path):
         return None
     try:
@@ -53,7 +53,7 @@ def _unwritable(path: Path) -> str | None:
 
 
 def set_aside(directory: Path, names: Sequence[str]) -> Path:
-    """Moves what there is of `names` in a run directory out of the way of a run; where it is now."""
+    """Moves what there is of `names` in a run directory out of the way of a run; returns where it is now."""
     k = 1
     while os.path.lexists(earlier := directory / f"earlier-{k}"):
         k += 1
@@ -77,7 +77,7 @@ def note_checkpoint(directory: Path, step: int) -> None:
 
 
 def noted_checkpoint(directory: Path) -> str | None:
-    """The step of the newest checkpoint that a run ever committed, by its note or by its rows; None if there was none."""
+    """Returns the step of the newest checkpoint that a run ever committed, by its note or by its rows; None if there was none."""
     note, metrics = directory / NEWEST, directory / METRICS
     if note.exists():
         return note.read_text(errors="replace").strip()

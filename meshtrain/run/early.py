@@ -19,24 +19,24 @@ class Stopped(KeyboardInterrupt):
 
 
 def hear() -> None:
-    """From here on a request ends the process, until something else listens; before `interrupt` nothing has begun, so nothing is lost."""
+    """Has a request end the process from here on, until something else listens; before `interrupt` nothing has begun, so nothing is lost."""
     for number in heard():
         signal.signal(number, _stop)
 
 
 def interrupt() -> None:
-    """From here on SIGINT raises Stopped, if `hear` was called: in a command of its own process."""
+    """Has SIGINT raise Stopped from here on, if `hear` was called: in a command of its own process."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, _raise)
 
 
 def is_command() -> bool:
-    """Whether `hear` was called and nothing else listens yet: the process is a command's, which may end it."""
+    """Returns whether `hear` was called and nothing else listens yet: the process is a command's, which may end it."""
     return signal.getsignal(signal.SIGTERM) is _stop
 
 
 def heard() -> set[signal.Signals]:
-    """Those of SIGNALS that are to be met: under nohup a closed terminal is to be ignored."""
+    """Returns those of SIGNALS that are to be met: under nohup a closed terminal is to be ignored."""
     return SIGNALS - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set())
 
 

@@ -30,7 +30,7 @@ class RunLock:
         self._take()
 
     def is_there(self) -> bool:
-        """Whether another run would meet this lock; not if the directory was removed or renamed."""
+        """Returns whether another run would meet this lock; not if the directory was removed or renamed."""
         return not self._file.closed and still_names(self._directory / LOCK, self._file)
 
     def take_again(self) -> None:
@@ -44,18 +44,17 @@ class RunLock:
         self._take()
 
     def _take(self) -> None:
-        directory = self._directory
-        self.path = directory.resolve() / LOCK
+        self.path = self._directory.resolve() / LOCK
         this = f"process {os.getpid()} on {socket.gethostname()}"
         # A file that is held is not opened again: a process that closes any handle of a file gives up its locks on it.
         if self.path in self._held:
-            raise self._in_use(directory, this)
+            raise self._in_use(this)
         self._file = self._open()
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             self._file.close()
-            raise self._in_use(directory, _owner(self.path)) from None
+            raise self._in_use(_owner(self.path)) from None
         except OSError as error:
             self._file.close()
             raise self._unusable(refusal(error)) from None
@@ -68,7 +67,7 @@ class RunLock:
             raise
 
     def _open(self) -> io.FileIO:
-        """The lock file, made if need be; ConfigError if something else stands there.
+        """Opens the lock file, and makes it if need be; ConfigError if something else stands there.
 
         What a link points to is not ours to write, and a pipe's other end not to wait for.
         """
@@ -86,10 +85,9 @@ class RunLock:
         # Unbuffered, or what a full disk refuses would be tried again at the end.
         return io.FileIO(descriptor, "r+")
 
-    @staticmethod
-    def _in_use(directory: Path, owner: str) -> RunInUse:
+    def _in_use(self, owner: str) -> RunInUse:
         return RunInUse(
-            f"run.directory {directory} is in use by {owner}; wait for it, or give another with --set run.directory=PATH."
+            f"run.directory {self._directory} is in use by {owner}; wait for it, or give another with --set run.directory=PATH."
         )
 
     def _unusable(self, why: str) -> ConfigError:
@@ -112,7 +110,7 @@ def _owner(path: Path) -> str:
 
 
 def holder(directory: Path) -> str:
-    """Says who holds the lock of a directory; nothing if nobody does, or the system cannot say."""
+    """Returns who holds the lock of a directory; nothing if nobody does, or the system cannot say."""
     path = directory.resolve() / LOCK
     if path in RunLock._held:
         return "this process"
@@ -120,7 +118,7 @@ def holder(directory: Path) -> str:
 
 
 def in_use(directory: Path) -> bool | None:
-    """Whether a run holds the lock of a directory, asked without taking it; None where the system cannot say."""
+    """Returns whether a run holds the lock of a directory, asked without taking it; None where the system cannot say."""
     path = directory.resolve() / LOCK
     # Opened and closed here, this process's own lock would be gone.
     if path in RunLock._held:

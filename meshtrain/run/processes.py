@@ -26,7 +26,7 @@ def is_first() -> bool:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The (JSON) value of every process, on every process; all must call it."""
+    """Returns the (JSON) value of every process, on every process; all must call it."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -36,12 +36,12 @@ def gathered(value: Any) -> list[Any]:
 
 
 def room(size: int) -> int:
-    """Bytes for a value of `size`: of few sizes, since JAX compiles a program for each."""
+    """Returns bytes for a value of `size`: of few sizes, since JAX compiles a program for each."""
     return max(LEAST_ROOM, 1 << (size - 1).bit_length())
 
 
 def first_decides(decide: Callable[[], Any]) -> Any:
-    """What `decide` (JSON) says on the first process, on every process; what it refuses, or the disk to it, is a ConfigError on all."""
+    """Returns what `decide` (JSON) returns on the first process, on every process; what it refuses, or the disk to it, is a ConfigError on all."""
     message: dict[str, Any] = {}
     if is_first():
         try:
@@ -92,35 +92,30 @@ class SickDevice(RunFailure):
 
 
 # What a supervisor is told that a failure was (survive.heartbeat.CODES), the more special ones first.
-_KINDS: tuple[tuple[type[Exception], str], ...] = (
-    (FloatingPointError, "numbers"),
-    (SickDevice, "sick"),
-    (PeerLost, "peer"),
-    (OutOfMemory, "memory"),
-    (RunInUse, "lock"),
-    (PortTaken, "port"),
-    (ConfigError, "config"),
-)
+_KINDS: dict[type[Exception], str] = {
+    FloatingPointError: "numbers", SickDevice: "sick", PeerLost: "peer", OutOfMemory: "memory", RunInUse: "lock", PortTaken: "port",
+    ConfigError: "config",
+}  # fmt: skip
 
 
 def kind_of(failure: Exception) -> str:
-    """Of what kind an explained failure is, in one of the words of survive.heartbeat.CODES."""
-    return next((kind for known, kind in _KINDS if isinstance(failure, known)), "error")
+    """Returns of what kind an explained failure is, in one of the words of survive.heartbeat.CODES."""
+    return next((kind for known, kind in _KINDS.items() if isinstance(failure, known)), "error")
 
 
 def explained(error: Exception, newest: int | None) -> Exception:
-    """What the runtime threw as a RunFailure, where there is a sentence for it; `newest`: the last checkpoint."""
+    """Returns what the runtime threw as a RunFailure, where there is a sentence for it; `newest`: the last checkpoint."""
     if isinstance(error, RunFailure):
         return error
-    said = (str(error).splitlines() or [""])[0][:200]
+    line = (str(error).splitlines() or [""])[0][:200]
     if jax.distributed.is_initialized() and LOST.search(str(error)):
         start = "from the start" if newest is None else f"from step {newest}"
         return PeerLost(
-            f"another process of this run died or cannot be reached: {said}; its own words say why, run again to go on {start}."
+            f"another process of this run died or cannot be reached: {line}; its own words say why, run again to go on {start}."
         )
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         return OutOfMemory(
-            f"a device has too little memory: {said}; python -m meshtrain.plan shows what fills it. "
+            f"a device has too little memory: {line}; python -m meshtrain.plan shows what fills it. "
             "More parallel.microbatches, parallel.remat and a higher parallel.zero_stage need less."
         )
     if isinstance(error, MemoryError):

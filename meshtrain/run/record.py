@@ -38,7 +38,7 @@ class RunRecord(RunHook):
         self._said_missing = missing
 
     def is_written(self) -> bool:
-        """Whether every row is in the file."""
+        """Returns whether every row is in the file."""
         return self._metrics is None or self._metrics.refused is None
 
     def close(self) -> None:
@@ -52,16 +52,12 @@ class RunRecord(RunHook):
         self._metrics = MetricsFile(self.directory / METRICS)
 
     def _missing_files(self) -> list[str]:
-        assert self._metrics is not None
-        there = {
-            LOCK: self._lock is None or self._lock.is_there(),
-            CONFIG: os.path.exists(self.directory / CONFIG),
-            METRICS: self._metrics.is_there(),
-        }
-        return [name for name, found in there.items() if not found]
+        there = {LOCK: self._lock is None or self._lock.is_there(), CONFIG: os.path.exists(self.directory / CONFIG)}
+        there[METRICS] = self._metrics is not None and self._metrics.is_there()
+        return [name for name, is_there in there.items() if not is_there]
 
     def _make_again(self, missing: list[str]) -> OSError | None:
-        """All but the rows, which are written again with the next one; what the system refused."""
+        """Makes all but the rows, which are written again with the next one; returns what the system refused."""
         try:
             if self._lock is not None and LOCK in missing:
                 self._lock.take_again()
@@ -74,11 +70,7 @@ class RunRecord(RunHook):
         return None
 
     def _say_gone(self, missing: list[str], refused: OSError | None) -> None:
-        gone = f"{' and '.join(missing)} of {self.directory} went away while the run goes on"
+        end = "are made again" + ("; checkpoints that went with them are not" if LOCK in missing else "")
         if refused is not None:
             end = f"cannot be made again yet: {refusal(refused)}"
-        elif LOCK in missing:
-            end = "are made again; checkpoints that went with them are not"
-        else:
-            end = "are made again"
-        say(f"{gone}, and {end}.")
+        say(f"{' and '.join(missing)} of {self.directory} went away while the run goes on, and {end}.")

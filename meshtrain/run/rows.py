@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def read(path: Path, containing: bytes = b"") -> tuple[list[Row], int]:
-    """The rows of a file, and how many lines are none; OSError if it cannot be read, no rows where no regular file is.
+    """Returns the rows of a file, and how many lines are none; OSError if it cannot be read, no rows where no regular file is.
 
     `containing`: only lines with these bytes are parsed, which is most of a row's cost.
     """
@@ -31,13 +31,13 @@ def read(path: Path, containing: bytes = b"") -> tuple[list[Row], int]:
 
 
 def decode(lines: Iterable[bytes]) -> tuple[list[Row], int]:
-    """The rows among lines that have been read already, each with its end, and how many are none."""
+    """Returns the rows among lines that have been read already, each with its end, and how many are none."""
     rows = [parse(line) for line in lines if line.endswith(b"\n") and line.strip()]
     return [row for row in rows if row is not None], rows.count(None)
 
 
 def parse(line: bytes) -> Row | None:
-    """The JSON object of a line; None for anything else."""
+    """Returns the JSON object of a line; None for anything else."""
     try:
         value = json.loads(line)
     # Not JSON, not UTF-8, a number of thousands of digits; brackets without end.
@@ -58,7 +58,7 @@ class RowReader:
         self._position, self._identity, self._begun = 0, (0, 0), False
 
     def new(self) -> Iterator[Row]:
-        """Rows; none where there is no such file. OSError if it cannot be read."""
+        """Yields rows; none where there is no such file. OSError if it cannot be read."""
         try:
             # Opening a pipe would wait for ever.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
@@ -121,7 +121,7 @@ class MetricsFile:
         self._write_waiting()
 
     def is_there(self) -> bool:
-        """Whether rows are appended to the file that a reader would find."""
+        """Returns whether rows are appended to the file that a reader would find."""
         return still_names(self.path, self._file)
 
     def close(self) -> None:
@@ -150,13 +150,13 @@ class MetricsFile:
         return os.fstat(self._file.fileno()).st_size
 
     def _say_if_shorter(self) -> None:
-        """Rows that somebody cut off while the run goes on are nowhere any longer; what comes is appended to what is left."""
+        """Warns of rows that somebody cut off while the run goes on: they are nowhere any longer."""
         if (lost := self._size - self._bytes()) > 0:
             say(f"{lost} bytes of rows were cut off {self.path} while the run goes on.")
             self._size -= lost
 
     def _write_again(self) -> None:
-        """The file under its name, with the rows of the one that is there no longer; what took its place is set aside."""
+        """Makes the file anew, with the rows of the one that is there no longer; what took its place is set aside."""
         try:
             self._file.seek(0)
             rows = self._file.read()

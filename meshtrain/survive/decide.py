@@ -167,9 +167,8 @@ def _all_ended_well(
     leaving = {n.name for n in members if n is not None and n.leaving}
     left = [n for n in nodes if n.age < options.node_timeout and not n.leaving]
     if leaving and len(left) >= options.least and options.used(len(left)):
-        return Decision(
-            "form", f"{_names(sorted(leaving))} was asked to go, after step {step}", kind="preempted", step=step
-        )
+        reason = f"{_names(sorted(leaving))} was asked to go, after step {step}"
+        return Decision("form", reason, kind="preempted", step=step)
     reason = f"stopped on request after step {step}, run again to go on"
     return Decision("over", reason, kind="stopped", step=step, code=75)
 

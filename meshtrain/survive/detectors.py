@@ -93,11 +93,9 @@ def ended(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> 
             if (end.exit == 75 and not joined) or (end.exit == -SIGTERM and node.leaving):
                 faults.append(Fault("preempted", f"{name} was asked to go before its first step", (), end.step))
             elif end.exit not in (0, 75):
-                blamed = (
-                    tuple(plan.members[r] for r in end.ranks if 0 <= r < len(plan.members)) if end.ranks else (name,)
-                )
-                if end.kind in ("peer", "numbers", "lock", "port", "config"):
-                    blamed = ()
+                known = tuple(plan.members[r] for r in end.ranks if 0 <= r < len(plan.members))
+                is_effect = end.kind in ("peer", "numbers", "lock", "port", "config")
+                blamed = () if is_effect else known if end.ranks else (name,)
                 sentence = f"rank {rank} on {node.name} ({node.host}) {end.sentence.rstrip('.')}"
                 faults.append(Fault(end.kind, sentence, blamed, end.step))
         elif node.age >= options.node_timeout:
@@ -118,12 +116,12 @@ def last_step(node: Node) -> int | None:
 
 
 def patience(pace: float) -> float:
-    """Seconds without a step that are a stall, where a step takes `pace` seconds: 10 steps, and at least a minute."""
+    """Returns seconds without a step that are a stall, where a step takes `pace` seconds: 10 steps, and at least a minute."""
     return max(LEAST, TIMES * pace)
 
 
 def timeout(rank: Rank, options: "SupervisorOptions") -> float:
-    """Seconds that a rank may stay in its phase."""
+    """Returns seconds that a rank may stay in its phase."""
     if rank.phase in ("restore", "save"):
         return TIMEOUTS[rank.phase] + options.moving
     if rank.phase in TIMEOUTS:
@@ -151,11 +149,9 @@ def hung(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> l
     late = [(n, rank) for n, rank in low if _seconds(n, rank, options) > timeout(rank, options)]
     if not late:
         return []
-    for kind, chosen in (
-        ("frozen", frozen),
-        ("uninterruptible", [(n, rank) for n, rank in late if rank.proc == "D"]),
-        ("gil", [(n, rank) for n, rank in late if rank.alive_age > SILENT]),
-    ):
+    in_kernel = [(n, rank) for n, rank in late if rank.proc == "D"]
+    holders = [(n, rank) for n, rank in late if rank.alive_age > SILENT]
+    for kind, chosen in (("frozen", frozen), ("uninterruptible", in_kernel), ("gil", holders)):
         if chosen:
             return [_fault(kind, n, rank, options) for n, rank in chosen]
     if len(low) == len(running) > 1:
@@ -194,8 +190,5 @@ def _step_at_work(rank: Rank) -> int:
 
 
 def _collectives(rank: Rank) -> str:
-    return (
-        f". The step's collectives: {rank.collectives}"
-        if rank.collectives and rank.phase in ("dispatch", "wait")
-        else ""
-    )
+    is_in_step = rank.phase in ("dispatch", "wait")
+    return f". The step's collectives: {rank.collectives}" if rank.collectives and is_in_step else ""

@@ -59,9 +59,11 @@ class Supervision(RunHook):
         self.heartbeat.phase(moment)
         self.at(moment, taken)
 
-    def at(self, moment: "Moment", taken: int | None = None, given: "StepInputs" = (None, None)) -> "StepInputs":
+    def at(
+        self, moment: "Moment", taken: int | None = None, inputs_of_step: "StepInputs" = (None, None)
+    ) -> "StepInputs":
         """Injects the faults of a moment; returns the state and batch that the step is to take."""
-        return given if self._injector is None else self._injector.at(moment, taken, given)
+        return inputs_of_step if self._injector is None else self._injector.at(moment, taken, inputs_of_step)
 
     # --- before the first step
 

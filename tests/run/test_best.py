@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from meshtrain.run.best import Best, best_in, best_of
+from meshtrain.run.best import Best, best_in
 
 
 def test_a_lower_loss_is_best_and_an_equal_one_or_none_at_all_is_not():
@@ -19,7 +19,9 @@ def test_a_lower_loss_is_best_and_an_equal_one_or_none_at_all_is_not():
     ("losses", "ends"), [([3, 2, 2], False), ([3, 2, 2, 2], True), ([3, 2, 2, 1], False), ([math.nan] * 2, True)]
 )
 def test_patience_counts_evaluations_in_a_row_without_a_lower_loss(losses, ends):
-    best = best_of(enumerate(losses, 1))
+    best = Best()
+    for step, loss in enumerate(losses, 1):
+        best.add(step, loss)
     assert best.ends(2) is ends
     assert not best.ends(0)
 

@@ -49,9 +49,7 @@ def test_the_phases_of_a_step_follow_the_option_and_the_others_have_their_own():
         for age, late in ((expected - 0.5, False), (expected + 0.5, True)):
             assert bool(hung(four(phase=phase, phase_age=age), PLAN, OPTIONS)) == late
     assert timeout(node(0, phase="a new one").rank, OPTIONS) == 8.0
-
-
-def test_large_checkpoints_have_more_time():
+    # Large checkpoints have more time.
     large = dataclasses.replace(OPTIONS, moving=1000.0)
     for phase in ("restore", "save"):
         assert timeout(node(0, phase=phase).rank, large) == TIMEOUTS[phase] + 1000
@@ -72,10 +70,8 @@ def test_of_many_late_ranks_the_one_that_is_behind_is_named():
     dice = random.Random(0)
     for _ in range(300):
         places = sorted((dice.randrange(8, 11), dice.choice(PHASES[5:-1])) for _ in range(3))
-        ranks = [
-            {"step": 7, "phase": dice.choice(("log", "data", "dispatch", "wait"))},
-            *({"step": s, "phase": p} for s, p in places),
-        ]
+        places.append((7, dice.choice(("log", "data", "dispatch", "wait"))))
+        ranks = [{"step": step, "phase": phase} for step, phase in places]
         dice.shuffle(ranks)
         behind = next(k for k, r in enumerate(ranks) if r["step"] == 7)
         faults = hung([node(k, phase_age=700.0, **r) for k, r in enumerate(ranks)], PLAN, OPTIONS)
@@ -89,11 +85,8 @@ def test_a_frozen_rank_is_named_within_the_time_of_a_silent_node_in_every_phase(
         return hung([*nodes[:3], dataclasses.replace(nodes[3], generation=0)], PLAN, OPTIONS)
 
     (fault,) = found(6.5)
-    assert (fault.kind, fault.blamed) == (
-        "frozen",
-        ("n1",),
-    ) and f"is frozen (SIGSTOP) (phase {phase})" in fault.sentence
-    assert "for 6.5 s" in fault.sentence
+    assert (fault.kind, fault.blamed) == ("frozen", ("n1",))
+    assert f"is frozen (SIGSTOP) (phase {phase})" in fault.sentence and "for 6.5 s" in fault.sentence
     assert found(0.0), "it was stopped before its first sign of life"
     # Stopped and let go in turns it lives, as one does that is at work.
     assert not found(0.4) and not found(6.5, "S")

@@ -99,12 +99,7 @@ def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "running",
-        pytest.param("joining", marks=pytest.mark.thorough),
-        pytest.param("saving", marks=pytest.mark.thorough),
-    ],
+    "moment", ["running", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("joining", "saving"))]
 )
 def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_path, moment):
     with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:
@@ -168,11 +163,8 @@ def test_of_two_supervisors_of_one_name_one_works(server, tmp_path):
         nodes.until_step(2)
         (second,) = nodes.start("n0", output=tmp_path / "second")
         assert second.end() == 2
-        assert (
-            second.said.count("\n") == 1
-            and "another supervisor" in second.said
-            and "give this one another --node" in second.said
-        )
+        assert second.said.count("\n") == 1 and "another supervisor" in second.said
+        assert "give this one another --node" in second.said
         assert first.end() == 0
         nodes.check(80)
 
@@ -288,9 +280,8 @@ def test_a_run_directory_that_is_removed_ends_with_75(server, tmp_path, then):
         if then == "an empty directory":
             nodes.run.mkdir()
         assert [node.end() for node in started] == [75, 75], nodes.told()
-        assert all(
-            "the run directory cannot be used" in node.said and "supervisor.py" not in node.said for node in started
-        ), nodes.told()
+        for node in started:
+            assert "the run directory cannot be used" in node.said and "supervisor.py" not in node.said
         assert not nodes.living()
 
 
