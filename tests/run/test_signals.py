@@ -13,21 +13,17 @@ from meshtrain.run.signals import SIGNALS, Stopped, StopSignals
 
 
 @pytest.mark.parametrize("number", sorted(SIGNALS))
-def test_between_steps_the_first_signal_asks_and_is_reported(number, capfd):
+def test_the_first_signal_ends_what_is_under_way_and_between_steps_asks_and_is_reported(number, capfd):
+    with StopSignals() as stop:
+        with pytest.raises(Stopped, match=f"{number.name}: stopped before the first step; nothing is lost"):
+            os.kill(os.getpid(), number)
+        assert stop.requested
     with StopSignals() as stop:
         stop.finish_steps()
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested and stop.requested
     assert capfd.readouterr().err == f"meshtrain: {number.name}: stopping after this step, with a checkpoint.\n"
-
-
-@pytest.mark.parametrize("number", sorted(SIGNALS))
-def test_before_the_first_step_a_signal_ends_what_is_under_way(number):
-    with StopSignals() as stop:
-        with pytest.raises(Stopped, match=f"{number.name}: stopped before the first step; nothing is lost"):
-            os.kill(os.getpid(), number)
-        assert stop.requested
 
 
 COMPILES = """
@@ -98,20 +94,17 @@ def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_inf
     assert "SIGINT: stopping all processes after a step, with a checkpoint." in capfd.readouterr().err
 
 
-def test_of_processes_that_have_joined_the_service_keeps_its_signal(monkeypatch):
+def test_handlers_of_before_are_back_afterwards_and_of_joined_processes_the_service_keeps_its_signal(monkeypatch):
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with StopSignals():
+        assert [signal.getsignal(number) for number in SIGNALS] != handlers
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) is before
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_the_handlers_of_before_are_back_afterwards():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with StopSignals():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_run_under_nohup_outlives_its_terminal(capfd):

@@ -12,11 +12,8 @@ def nodes(*steps: int, generation: int = 2) -> list[Node]:
     return [Node(f"n{k}", generation=generation, rank=Rank(k, 9, step=step)) for k, step in enumerate(steps)]
 
 
-def test_a_step_that_has_numbers_elsewhere_clears_the_data_and_suspects_a_device():
+def test_a_step_that_has_numbers_elsewhere_clears_the_data_once_all_have_passed_it():
     assert "step 12 has finite numbers now" in cleared(nodes(13, 14), PLAN)
-
-
-def test_nothing_is_cleared_before_all_have_passed_the_step_or_after_another_fault():
     assert cleared(nodes(13, 12), PLAN) is None
     assert cleared(nodes(13), PLAN) is None
     assert cleared(nodes(13, 14, generation=1), PLAN) is None

@@ -39,12 +39,12 @@ def start(
     directory: Path,
     processes: int,
     mesh: str = "2x2x2",
-    inject: str | None = None,
+    inject: tuple[str, ...] = (),
     steps: int = STEPS,
     **sections: dict,
 ) -> list[Rank]:
     directory.mkdir(exist_ok=True)
-    sections |= {"mesh": MESHES[mesh], "log": {"batches": True}, "survive": {"inject": [inject] if inject else []}}
+    sections |= {"mesh": MESHES[mesh], "log": {"batches": True}, "survive": {"inject": list(inject)}}
     sections |= {"parallel": {"microbatches": 2}, "train": {"global_batch_size": 8, "uneven_batch": "pad"}}
     config = settings(directory, steps, EVERY, **sections)
     named = {}
@@ -119,7 +119,7 @@ def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, me
     ],
 )
 def test_the_end_of_each_process_tells_the_cause_from_its_effects(tmp_path, fault, ends, kinds):
-    ranks = start(tmp_path, 2, inject=fault)
+    ranks = start(tmp_path, 2, inject=(fault,))
     found = codes(ranks)
     # Rank 0 holds the coordinator: a peer that hears of its end before a collective fails is aborted by JAX's client, which writes no file.
     if found[1] == -signal.SIGABRT and ends[0] == 1:
@@ -148,7 +148,7 @@ def test_a_run_that_another_has_is_told_from_a_wrong_config_by_all_processes(tmp
 
 
 def test_a_notice_to_one_process_stops_both_with_a_checkpoint(tmp_path):
-    ranks = start(tmp_path, 2, inject="preempt@3:1", steps=300)  # the processes agree on a step some way on
+    ranks = start(tmp_path, 2, inject=("preempt@3:1",), steps=300)  # the processes agree on a step some way on
     assert codes(ranks) == [75, 75], [rank.output.read_text() for rank in ranks]
     assert 3 <= rows(tmp_path / "run")[-1]["step"] < 300
     assert not any(rank.told.own("fault.json").exists() for rank in ranks)
@@ -164,7 +164,7 @@ IMAGES: dict[str, dict] = {
 def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(tmp_path):
     (whole,) = start(tmp_path / "whole", 1, **IMAGES)
     assert codes([whole]) == [0], whole.output.read_text()
-    hurt = start(tmp_path / "hurt", 2, inject="kill@5:1", **IMAGES)
+    hurt = start(tmp_path / "hurt", 2, inject=("kill@5:1",), **IMAGES)
     assert codes(hurt)[1] == -9
     saved = committed_in(tmp_path / "hurt" / "run" / "checkpoints")[-1]
     assert saved in (2, 4)
