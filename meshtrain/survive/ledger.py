@@ -265,19 +265,21 @@ def lives(history: History, times: Ledger) -> list[NodeLife]:
     nodes = []
     for name in sorted(of_node, key=by_numbers):
         events, node = of_node[name], NodeLife(name, [], [])
-        for i, event in enumerate(events):
+        for event in events:
             if event.name == "join" or not node.there:
                 node.there.append((event.time, event.time))
             node.there[-1] = (node.there[-1][0], event.time)
+        until = times.ended
+        for i, event in reversed(list(enumerate(events))):
             generation = event.integer("generation")
             if event.name == "started" and generation is not None:
-                # Until it ended or another one began; where its node came back, until the last that was heard before.
-                until = next(
-                    (k for k in range(i + 1, len(events)) if events[k].name in ("started", "ended", "join")), None
-                )
-                until = until - 1 if until is not None and events[until].name == "join" else until
-                end = min(times.ended if until is None else events[until].time, ends.get(generation, math.inf))
-                node.processes.append((generation, event.integer("rank") or 0, event.time, max(event.time, end)))
+                ended = max(event.time, min(until, ends.get(generation, until)))
+                node.processes.insert(0, (generation, event.integer("rank") or 0, event.time, ended))
+            # A process is there until it ended or another one began; where its node came back, until the last that was heard before.
+            if event.name in ("started", "ended"):
+                until = event.time
+            elif event.name == "join" and i > 0:
+                until = events[i - 1].time
         if node.there and name in history.records:
             first, last = node.there[-1]
             node.there[-1] = (first, max(last, min(history.records[name].wall, times.ended)))

@@ -36,7 +36,7 @@ def test_a_directory_and_the_metrics_of_a_run_before_are_taken(tmp_path):
         ("config.yaml", Path.mkdir, "is a directory"),
     ],
 )
-def test_files_that_are_none_are_refused(name, make, says, tmp_path):
+def test_metrics_that_are_no_file_are_refused(name, make, says, tmp_path):
     make(tmp_path / name)
     with pytest.raises(ConfigError) as refused:
         entered(tmp_path)
