@@ -96,12 +96,13 @@ class WatchedRun:
             torn=self._metrics.torn, written=written(self.directory / METRICS) or stamp, best=self._best or Best(),
             in_use=True if supervised else held, samples=sampled_columns,
         ))  # fmt: skip
-        speed = summary.speed if summary.state == "going on" and summary.steps else None
+        left = None
+        if summary.state == "going on" and summary.speed and summary.steps:
+            left = summary.speed.median * (summary.steps - summary.step)
         return Look(
             name, self.directory, summary, columns,
             tuple(f"{text(alert.get('rule'))}: {text(alert.get('sentence'))}" for alert in firing),
-            _phases(nodes, samples), tuple(lagging(samples)), _memory(columns, samples),
-            speed.median * (summary.steps - summary.step) if speed else None,
+            _phases(nodes, samples), tuple(lagging(samples)), _memory(columns, samples), left,
         )  # fmt: skip
 
     def _read_rows(self) -> None:
