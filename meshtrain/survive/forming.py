@@ -53,14 +53,12 @@ def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> 
     usable = min(nodes, config.survive.most)
     # The section's numbers of nodes are the run's: a generation's devices need not be a multiple of them.
     config = resolve(replace(config, survive=SurviveConfig(inject=config.survive.inject)))
-    new = _shrunk(config, usable * each)
-    fits = new is not None
-    if new is None:
-        new = _searched(config, usable, each, cluster)
+    shrunk = _shrunk(config, usable * each)
+    new = shrunk or _searched(config, usable, each, cluster)
     if new is None:
         return None
     used = math.ceil(new.mesh.devices / each)
-    return Formed(new, used, _sentence(config, new, nodes, used, each, fits))
+    return Formed(new, used, _sentence(config, new, nodes, used, each, fits=shrunk is not None))
 
 
 def _shrunk(config: Config, devices: int) -> Config | None:
@@ -123,8 +121,8 @@ def _searched(config: Config, nodes: int, each: int, cluster: Cluster | str | No
         usable, own = there.accelerator.usable_bytes, {"uneven_batch": config.train.uneven_batch}
         fitting = [c for c in candidates(padded, there, devices, near=True) if c.nbytes <= usable]
         ranked = (_even(put(c.config, train=own)) for c in sorted(fitting, key=lambda c: c[:2]))
-        if (config_found := next(filter(_legal, ranked), None)) is not None:
-            return config_found
+        if (best := next(filter(_legal, ranked), None)) is not None:
+            return best
     return None
 
 
@@ -166,10 +164,8 @@ def _sentence(config: Config, new: Config, nodes: int, used: int, each: int, fit
             islands = f"{mesh.islands} of {before.islands}" if mesh.islands < before.islands else f"{mesh.islands}"
             words += f" in {islands} islands of {mesh.shards}"
     else:
-        words = (
-            f"tensor {before.tensor} x pipeline {before.pipeline} has no place on {nodes} nodes of {each} devices, "
-            f"{mesh} in its stead"
-        )
+        place = f"{nodes} nodes of {each} devices"
+        words = f"tensor {before.tensor} x pipeline {before.pipeline} has no place on {place}, {mesh} in its stead"
     parts = [f"{nodes - used or 'none'} of {nodes} nodes idle"]
     if left := used * each - mesh.devices:
         parts.append(f"{left} devices of the others idle")

@@ -66,9 +66,8 @@ class Health:
 
         leaves = jax.tree.leaves(self._state)
         specs = [leaves[number].sharding.spec for number in self._copied]
-        return jax.jit(
-            jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=PartitionSpec(self._mesh.axis_names))
-        )
+        out = PartitionSpec(self._mesh.axis_names)
+        return jax.jit(jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=out))
 
     @cached_property
     def _copied(self) -> dict[int, tuple[list[list[int]], str]]:
@@ -101,10 +100,10 @@ class Health:
         self._due = time.monotonic() + PRODUCT_EVERY
         if wrong:
             rank = jax.process_index()
-            raise SickDevice(
-                f"a device of rank {rank} multiplies wrongly: {wrong} bits of a known product are not as they must be.",
-                [rank],
+            sentence = (
+                f"a device of rank {rank} multiplies wrongly: {wrong} bits of a known product are not as they must be."
             )
+            raise SickDevice(sentence, [rank])
 
     @cached_property
     def _known(self) -> tuple[tuple[jax.Array, jax.Array], np.ndarray]:
