@@ -175,6 +175,9 @@ def test_much_output_and_lines_without_end_are_shown_as_they_come(child):
         assert len(text) <= 1 << 16
         shown += text
     assert shown.endswith(b"the end") and len(shown) == MOST_SHOWN
+
+
+def test_a_line_without_end_does_not_stop_what_is_shown(child):
     one = child("os.write(1, b'x' * 150_000 + b'\\nafter')")
     end_of(one)
     assert [len(one.new_output()) for _ in range(3)] == [65536, 65536, 150_001 - 131_072]
