@@ -16,7 +16,6 @@ import yaml
 from meshtrain.adopt.configs import deepspeed, llama_factory
 from meshtrain.adopt.configs.following import follow, path_near
 from meshtrain.adopt.configs.key_rows import (
-    AUTO,
     DIFFERS,
     FactValue,
     GivenKey,
@@ -37,6 +36,7 @@ Files = list[tuple[str, list[GivenKey]]]  # the program that each is for, and it
 MOST_BYTES = 256 * 1024
 MISSPELT = 0.85  # likeness from which on an unknown key is taken for another one's misspelling
 WIDTH = 140
+AUTO = "auto"  # DeepSpeed: as the trainer's arguments have it
 
 
 def convert(paths: Sequence[str | Path], devices: int | None = None, steps: int | None = None) -> tuple[str, list[str]]:
@@ -47,14 +47,15 @@ def convert(paths: Sequence[str | Path], devices: int | None = None, steps: int 
     """
     files = [_read(path) for path in paths]
     near = Path(paths[0]).absolute().parent
-    files, note = _with_deepspeed(files, near)
+    notes = _add_deepspeed_file(files, near)
     facts = _merge(files)
-    if note:
-        facts.notes.append(note)
+    facts.notes += notes
     facts.take("deepspeed file")
     follow(facts, devices, steps, near)
     sections = _sections(facts)
-    _check(sections)
+    weights = sections.get("model", {}).get("weights")
+    without = () if weights and Path(weights).expanduser().is_dir() else ("model",)
+    load({name: section for name, section in sections.items() if name not in without})
     names = " and ".join(f"{keys[0].file} ({kind})" for kind, keys in files)
     ranks = facts.get("mesh.data") * facts.get("mesh.tensor")
     text = f"# From {names}, for {ranks} device{'s' * (ranks > 1)}.\n" + _comments(facts) + _yaml(sections)
@@ -98,12 +99,12 @@ def _read(path: str | Path) -> tuple[str, list[GivenKey]]:
 
 def _keys(node: yaml.MappingNode, prefix: str, name: str) -> Iterator[GivenKey]:
     """Yields the keys of a mapping and of those in it; ConfigError for one that stands there twice."""
-    seen: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
-        if key in seen:
-            raise ConfigError(f"{name}: {key} stands there twice, in lines {seen[key]} and {line}.")
-        seen[key] = line
+        if key in lines:
+            raise ConfigError(f"{name}: {key} stands there twice, in lines {lines[key]} and {line}.")
+        lines[key] = line
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _keys(value_node, f"{key}.", name)
         else:
@@ -130,15 +131,15 @@ def _value(node: yaml.Node) -> Any:
     return written
 
 
-def _with_deepspeed(files: Files, near: Path) -> tuple[Files, str]:
-    """Adds the file that the key `deepspeed` names, unless one was given; returns a note too where it is not here."""
+def _add_deepspeed_file(files: Files, near: Path) -> list[str]:
+    """Adds the file that the key `deepspeed` names, unless one was given; returns a note where it is not here."""
     named = next((given for _, keys in files for given in keys if given.key == "deepspeed" and given.value), None)
-    if any(kind == DEEPSPEED for kind, _ in files) or named is None:
-        return files, ""
-    path = path_near(str(named.value), near)
-    if path is None or not path.is_file():
-        return files, f"{named.text} ({named.where}) is no file here: give it after this one."
-    return [*files, _read(path)], ""
+    if named is not None and all(kind != DEEPSPEED for kind, _ in files):
+        path = path_near(str(named.value), near)
+        if path is None or not path.is_file():
+            return [f"{named.text} ({named.where}) is no file here: give it after this one."]
+        files.append(_read(path))
+    return []
 
 
 # --- merged
@@ -152,8 +153,14 @@ def _merge(files: Files) -> KeyFacts:
             _add(facts, kind, given, kinds)
     # DeepSpeed has defaults in the sections that a file has; the rest it leaves to the trainer.
     for kind in filter(kinds.__contains__, (DEEPSPEED, LLAMA_FACTORY)):
-        own = [given.key for program, keys in files if program == kind for given in keys]
-        _add_defaults(facts, kind, own, kind == LLAMA_FACTORY or LLAMA_FACTORY not in kinds)
+        own = {given.key for program, keys in files if program == kind for given in keys}
+        sections = {key.partition(".")[0] for key in own if "." in key}
+        outer = kind == LLAMA_FACTORY or LLAMA_FACTORY not in kinds
+        for key, row in TABLES[kind].items():
+            asked = key.partition(".")[0] in sections if "." in key else outer
+            if row.default is not None and row.becomes is not None and key not in own and asked:
+                for path, value in row.becomes(row.default).items():
+                    facts.values.setdefault(path, FactValue(value))
     return facts
 
 
@@ -162,16 +169,15 @@ def _add(facts: KeyFacts, kind: str, given: GivenKey, kinds: set[str]) -> None:
     if row is None:
         _add_unknown(facts, kind, given)
     elif given.value == AUTO and kind != LLAMA_FACTORY:
-        trainer = "as the trainer's file has it"
         absent = "the trainer's file, which is not here, would say it"
-        facts.left.append((given, trainer if LLAMA_FACTORY in kinds else absent))
+        facts.left.append((given, "as the trainer's file has it" if LLAMA_FACTORY in kinds else absent))
     elif row.becomes is None:
         facts.left.append((given, row.why))
     else:
         try:
             values = dict(row.becomes(given.value))
-        except LeftOut as left:
-            (facts.lost if left.matters else facts.left).append((given, str(left)))
+        except LeftOut as reason:
+            (facts.lost if reason.matters else facts.left).append((given, str(reason)))
             return
         except RefusedValue as refused:
             raise given.refused(str(refused)) from None
@@ -187,7 +193,7 @@ def _add_unknown(facts: KeyFacts, kind: str, given: GivenKey) -> None:
     one that would be taken over.
     """
     table = TABLES[kind]
-    names = [name for name in table if not name.endswith(".")]
+    names = [name for name in table if not name.endswith((".", "_"))]
     alike = difflib.get_close_matches(given.key, names, n=1, cutoff=MISSPELT)
     if alike and not table[alike[0]].why:
         raise ConfigError(f"{given.where}: {kind} has no key {short(given.key)}; did you mean {alike[0]}?")
@@ -196,16 +202,6 @@ def _add_unknown(facts: KeyFacts, kind: str, given: GivenKey) -> None:
     facts.left.append((given, why))
     if not alike or table[alike[0]].becomes is not None:
         facts.notes.append(f"{given.text} ({given.where}): {why}; if it changes what is learned, that is lost.")
-
-
-def _add_defaults(facts: KeyFacts, kind: str, keys: Sequence[str], outer: bool) -> None:
-    """Adds the defaults of keys in a mapping where a file has that mapping, and of the others where `outer` says so."""
-    for key, row in TABLES[kind].items():
-        parent = key.partition(".")[0] if "." in key else ""
-        asked = any(given.startswith(f"{parent}.") for given in keys) if parent else outer
-        if row.default is not None and row.becomes is not None and key not in keys and asked:
-            for path, value in row.becomes(row.default).items():
-                facts.values.setdefault(path, FactValue(value))
 
 
 # --- written
@@ -224,29 +220,21 @@ def _sections(facts: KeyFacts) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _check(sections: Mapping[str, Mapping[str, Any]]) -> None:
-    weights = sections.get("model", {}).get("weights")
-    present = weights is not None and Path(weights).expanduser().is_dir()
-    load({name: section for name, section in sections.items() if present or name != "model"})
-
-
 def _comments(facts: KeyFacts) -> str:
     """Returns comments on what is not as in their files: keys with their values and lines, by the reason."""
-    files = {given.file for entries in (facts.lost, facts.differs, facts.left) for given, _ in entries}
+    titles = {
+        "Left out, which changes what is learned": facts.lost, "Not quite the same": facts.differs, "Left out": facts.left,
+    }  # fmt: skip
+    files = {given.file for entries in titles.values() for given, _ in entries}
     lines = [f"To do: {sentence}" for sentence in facts.notes]
-    for title, entries in (
-        ("Left out, which changes what is learned", facts.lost),
-        ("Not quite the same", facts.differs),
-        ("Left out", facts.left),
-    ):
+    for title, entries in titles.items():
         by_reason: dict[str, list[str]] = {}
         for given, why in entries:
             where = f"line {given.line}" if len(files) == 1 else f"{Path(given.file).name}, line {given.line}"
             by_reason.setdefault(why, []).append(f"{given.text} ({where})")
         lines += [f"{title}: {', '.join(keys)}: {why}." for why, keys in by_reason.items()]
-    wrapper = textwrap.TextWrapper(
-        WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
-    )
+    indents: dict[str, Any] = {"initial_indent": "# ", "subsequent_indent": "#   "}
+    wrapper = textwrap.TextWrapper(WIDTH, **indents, break_long_words=False, break_on_hyphens=False)
     return "".join(f"{part}\n" for line in lines for part in wrapper.wrap(line))
 
 

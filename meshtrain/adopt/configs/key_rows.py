@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshtrain.errors import ConfigError, short
 
-AUTO = "auto"  # DeepSpeed: as the trainer's arguments have it
 DIFFERS = "differs"
 # How an optimizer differs from theirs. transformers makes Adafactor with scale_parameter False.
 OTHERWISE = {
@@ -64,12 +63,12 @@ class KeyRow:
     differs: str = ""
 
 
-Table = Mapping[str, KeyRow]
+Table = Mapping[str, KeyRow]  # a name that ends in . or _ stands for all keys that begin with it
 
 
-def to(path: str, read: Callable[[Any], Any], default: Any = None, differs: str = "") -> KeyRow:
+def to(path: str, read: Callable[[Any], Any], default: Any = None) -> KeyRow:
     """Returns a row for a key that is one of ours; null is as if it were not there."""
-    return KeyRow(lambda value: {} if value is None else {path: read(value)}, default=default, differs=differs)
+    return KeyRow(lambda value: {} if value is None else {path: read(value)}, default=default)
 
 
 def where_on(path: str, value: Any = True, differs: str = "") -> KeyRow:
@@ -77,9 +76,9 @@ def where_on(path: str, value: Any = True, differs: str = "") -> KeyRow:
     return KeyRow(lambda given: {path: value} if switch(given) else {}, differs=differs)
 
 
-def left(why: str, *keys: str) -> dict[str, KeyRow]:
-    """Returns rows of keys that are left out for one reason. One that ends in a dot stands for all that begin with it."""
-    return dict.fromkeys(keys, KeyRow(why=why))
+def left(names_by_reason: Mapping[str, str], within: str = "") -> dict[str, KeyRow]:
+    """Returns rows of keys that are left out, by the reason; `within` a mapping of theirs."""
+    return {within + name: KeyRow(why=why) for why, names in names_by_reason.items() for name in names.split()}
 
 
 def lost(why: str, *same: Any) -> KeyRow:
@@ -93,8 +92,8 @@ def lost(why: str, *same: Any) -> KeyRow:
     return KeyRow(becomes, why=why)
 
 
-def all_lost(why: str, *keys: str) -> dict[str, KeyRow]:
-    return dict.fromkeys(keys, lost(why))
+def all_lost(names_by_reason: Mapping[str, str]) -> dict[str, KeyRow]:
+    return {name: lost(why) for why, names in names_by_reason.items() for name in names.split()}
 
 
 def only(legal: Any, why: str) -> KeyRow:
@@ -109,23 +108,21 @@ def only(legal: Any, why: str) -> KeyRow:
 
 
 def row_of(table: Table, key: str) -> KeyRow | None:
-    """Returns the row of a key: its own, or that of the mapping it stands in."""
-    if key in table:
-        return table[key]
-    parts = key.split(".")
-    return next((table[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n]) + ".") in table), None)
+    """Returns the row of a key: its own, or that of the longest beginning."""
+    beginnings = [name for name in table if name.endswith((".", "_")) and key.startswith(name)]
+    return table.get(key) or (table[max(beginnings, key=len)] if beginnings else None)
 
 
 # --- their values
 
 
-def one_of(**values: Any) -> Callable[[Any], Any]:
-    """Returns a function from their words to ours; others are refused."""
+def one_of(*words: str) -> Callable[[Any], str]:
+    """Returns a function that refuses other words than these."""
 
-    def read(value: Any) -> Any:
-        if str(value) not in values:
-            raise RefusedValue(f"it must be one of {', '.join(values)}")
-        return values[str(value)]
+    def read(value: Any) -> str:
+        if str(value) not in words:
+            raise RefusedValue(f"it must be one of {', '.join(words)}")
+        return str(value)
 
     return read
 
@@ -175,8 +172,7 @@ def as_written(value: Any) -> str:
 # --- what the files have said so far
 
 
-@dataclass(frozen=True)
-class FactValue:
+class FactValue(NamedTuple):
     """A value for a path, and the key that stated it; None: their default."""
 
     value: Any
@@ -196,17 +192,16 @@ class KeyFacts:
 
     def add(self, path: str, value: Any, given: GivenKey) -> None:
         """ConfigError where another key states otherwise."""
-        before = self.values.get(path)
-        if before is not None and before.given is not None and before.value != value:
+        before = self.values.setdefault(path, FactValue(value, given))
+        if before.given is not None and before.value != value:
             raise contradiction(before.given, given, path)
-        self.values.setdefault(path, FactValue(value, given))
 
     def get(self, path: str) -> Any:
-        return self.values[path].value if path in self.values else None
+        return self.values.get(path, FactValue(None)).value
 
     def given(self, path: str) -> GivenKey | None:
         """Returns the key that stated it, where a file did."""
-        return self.values[path].given if path in self.values else None
+        return self.values.get(path, FactValue(None)).given
 
     def stated(self, path: str) -> Any:
         """Returns the value that a file states; None where it is a default."""
@@ -219,21 +214,18 @@ class KeyFacts:
 
     def take(self, path: str) -> Any:
         """Removes a fact, which is no key of ours, and returns it: its last reader calls it."""
-        return self.values.pop(path).value if path in self.values else None
+        return self.values.pop(path, FactValue(None)).value
 
     def put(self, path: str, value: Any) -> None:
         self.values[path] = FactValue(value, self.given(path))
 
     def drop(self, path: str, why: str) -> None:
         """Leaves out what a file states of a path."""
-        before = self.values.pop(path, None)
-        if before is not None and before.given is not None:
-            self.left.append((before.given, why))
+        if given := self.values.pop(path, FactValue(None)).given:
+            self.left.append((given, why))
 
 
 def contradiction(first: GivenKey, second: GivenKey, path: str) -> ConfigError:
     both = f" (both are {path} here)" if "." in path and first.key != second.key else ""
-    return ConfigError(
-        f"{first.key} is {as_written(first.value)} ({first.where}), but {second.key} is {as_written(second.value)} ({second.where}){both}; "
-        "let them agree, or leave one out."
-    )
+    one, other = (f"{given.key} is {as_written(given.value)} ({given.where})" for given in (first, second))
+    return ConfigError(f"{one}, but {other}{both}; let them agree, or leave one out.")
