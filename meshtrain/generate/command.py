@@ -23,10 +23,13 @@ from meshtrain.generate.request import Piece, Request, Sampling
 from meshtrain.generate.text import text_tokens
 
 MOST_SLOTS = 8  # prompts that run at once; more wait
+READY = "> "  # on a terminal, where a message is waited for
+ROOM = 4  # an answer has this part of the positions at least, as long as what was said earlier can be left out
+Messages = list[dict[str, Any]]
 
 
 class Answer:
-    """What an engine tells of a request, for one who waits for it."""
+    """Waits for what an engine tells of a request."""
 
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
@@ -34,7 +37,7 @@ class Answer:
         self.last: Piece | None = None
 
     def __iter__(self) -> Iterator[str]:
-        """Its text, as it comes; `last` is then how it ended."""
+        """Yields its text, as it comes; `last` is then how it ended."""
         while self.last is None:
             piece = self._pieces.get()
             yield piece.text
@@ -43,25 +46,33 @@ class Answer:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 if an answer ended with an error."""
-    texts = options.prompt or [_standard_input()]
+    """Returns the exit code: 1 if an answer ended with an error."""
+    try:
+        # all of it, without the newline at its end, which a shell puts there
+        texts = options.prompt or [sys.stdin.buffer.read().decode().removesuffix("\n")]
+    except UnicodeDecodeError:
+        raise ConfigError("standard input is no text in UTF-8.") from None
     slots = min(len(texts), MOST_SLOTS)
-    opened = opened_for(options, slots)
+    if options.mesh is not None:
+        slots += -slots % parse_mesh(options.mesh).data
+    opened = open_for(options, slots)
     tokens = [_tokens(opened, text) for text in texts]
-    engine = engine_for(options, opened, slots, max(map(len, tokens)), waiting=len(tokens))
-    answers = []
-    with engine:
-        for each in tokens:
-            answers.append(Answer())
-            engine.submit(request(options, opened, each), answers[-1].hear)
-        return max([_written(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)])
+    longest = max(map(len, tokens))
+    check_fits(opened, longest, options.length or opened.longest)
+    # as many positions as the prompts and their answers need, or as --length says
+    length = options.length or min(opened.longest, longest + options.tokens)
+    answers = [Answer() for _ in texts]
+    with Engine(opened, slots, length, waiting=len(texts), keep=False) as engine:
+        for prompt, answer in zip(tokens, answers, strict=True):
+            engine.submit(request(options, opened, prompt), answer.hear)
+        return max([_write(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)])
 
 
-def opened_for(options: argparse.Namespace, slots: int) -> Opened:
-    """The model that a command line asks for."""
-    with warnings.catch_warnings(record=True) as warned:
-        opened = open_asked(options, _filled(options, slots), options.length)
-    for warning in warned:
+def open_for(options: argparse.Namespace, slots: int) -> Opened:
+    """Returns the model that a command line asks for, and says what there is to say of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        opened = open_asked(options, slots, options.length)
+    for warning in caught:
         if issubclass(warning.category, UserWarning):
             say(warning.message)
     for sentence in opened.asks:
@@ -69,40 +80,23 @@ def opened_for(options: argparse.Namespace, slots: int) -> Opened:
     return opened
 
 
-def _filled(options: argparse.Namespace, slots: int) -> int:
-    """As many slots, and as many more as data ranks need."""
-    return slots if options.mesh is None else slots + -slots % parse_mesh(options.mesh).data
-
-
-def engine_for(options: argparse.Namespace, opened: Opened, slots: int, prompt: int, waiting: int = 1) -> Engine:
-    """An engine with as many positions as a prompt of so many tokens and its answer need, or as --length says."""
-    if options.length is None:
-        length = min(opened.longest, prompt + options.tokens)
-        check_fits(opened, prompt, opened.longest)
-    else:
-        length = options.length
-        check_fits(opened, prompt, length)
-    return Engine(opened, _filled(options, slots), length, waiting, keep=False)
-
-
 def check_fits(opened: Opened, prompt: int, length: int) -> None:
     """ConfigError for a prompt that leaves no position for an answer."""
-    if prompt >= length:
-        raise ConfigError(f"the prompt is {prompt} tokens long, and {_positions(opened, length)}.")
-
-
-def _positions(opened: Opened, length: int) -> str:
+    if prompt < length:
+        return
     if length < opened.longest:
-        return f"--length is {length}, of the {opened.longest} positions that the model has"
-    if FAMILIES[opened.model.config.model.family].positions == "learned":
-        return f"the model has learned {opened.longest} positions"
-    if length == opened.longest:
-        return f"the model was made for {length} positions; --length N takes more, which it may not be good at"
-    return f"--length is {length}"
+        positions = f"--length is {length}, of the {opened.longest} positions that the model has"
+    elif FAMILIES[opened.model.config.model.family].positions == "learned":
+        positions = f"the model has learned {opened.longest} positions"
+    elif length == opened.longest:
+        positions = f"the model was made for {length} positions; --length N takes more, which it may not be good at"
+    else:
+        positions = f"--length is {length}"
+    raise ConfigError(f"the prompt is {prompt} tokens long, and {positions}.")
 
 
 def sampling(options: argparse.Namespace, usual: Sampling) -> Sampling:
-    """How tokens are chosen: who asks for a share of them, or names a seed, does not want the likeliest alone."""
+    """Returns how tokens are chosen: who asks for a share of them, or names a seed, does not want the most likely alone."""
     drawn = any(given is not None for given in (options.top_k, options.top_p, options.seed))
     unasked = usual.temperature or (1.0 if drawn else 0.0)
     temperature = unasked if options.temperature is None else options.temperature
@@ -120,8 +114,8 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def ended(answer: Answer) -> int:
-    """Says what is to say about how an answer ended; the exit code."""
+def exit_code(answer: Answer) -> int:
+    """Returns the exit code of an answer that has ended, and says why it failed."""
     assert answer.last is not None
     if answer.last.finish == "error":
         say(answer.last.problem)
@@ -129,7 +123,7 @@ def ended(answer: Answer) -> int:
     return DONE
 
 
-def _written(text: str, answer: Answer, several: bool) -> int:
+def _write(text: str, answer: Answer, several: bool) -> int:
     if several:
         say(f"{short(repr(text))} goes on:")
     last = ""
@@ -138,7 +132,7 @@ def _written(text: str, answer: Answer, several: bool) -> int:
         last = piece or last
     if not last.endswith("\n"):
         show("\n")
-    return ended(answer)
+    return exit_code(answer)
 
 
 def _tokens(opened: Opened, text: str) -> np.ndarray:
@@ -149,42 +143,33 @@ def _tokens(opened: Opened, text: str) -> np.ndarray:
     return text_tokens(opened.tokenizer, text)
 
 
-def _standard_input() -> str:
-    """All of it, without the newline at its end, which a shell puts there."""
-    try:
-        text = sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError:
-        raise ConfigError("standard input is no text in UTF-8.") from None
-    return text.removesuffix("\n")
-
-
-READY = "> "  # on a terminal, where a message is waited for
-ROOM = 4  # an answer has this part of the positions at least, as long as what was said earlier can be left out
+# --- conversations
 
 
 def run_chat(options: argparse.Namespace) -> int:
-    opened = opened_for(options, slots=1)
+    slots = 1 if options.mesh is None else parse_mesh(options.mesh).data
+    opened = open_for(options, slots)
     if opened.template is None:
         raise ConfigError(f"--chat needs a model that was made for conversations: {opened.without}")
-    mesh = opened.model.config.mesh
-    said = [] if options.system is None else [{"role": SYSTEM, "content": options.system}]
+    messages: Messages = [] if options.system is None else [{"role": SYSTEM, "content": options.system}]
     # what the template makes of a system prompt is known before anything is waited for
-    _prompt(opened, [*said, {"role": USER, "content": "Hello"}], opened.length, 1)
+    _prompt(opened, [*messages, {"role": USER, "content": "Hello"}], opened.length, 1)
     code = DONE
-    with Engine(opened, mesh.data, opened.length, waiting=1, keep=False) as engine:
+    with Engine(opened, slots, opened.length, waiting=1, keep=False) as engine:
         for line in _lines():
-            code = _answered(options, engine, said, line)
+            code = _answer(options, engine, messages, line)
     return code
 
 
-def _answered(options: argparse.Namespace, engine: Engine, said: list[dict[str, Any]], line: str) -> int:
-    asked = [*said, {"role": USER, "content": line}]
+def _answer(options: argparse.Namespace, engine: Engine, messages: Messages, line: str) -> int:
+    """Answers a line, adds both to the messages, and returns the exit code."""
+    asked = [*messages, {"role": USER, "content": line}]
     try:
-        kept, tokens = _prompt(engine.opened, asked, engine.length, min(options.tokens, engine.length // ROOM))
+        fitting, tokens = _prompt(engine.opened, asked, engine.length, min(options.tokens, engine.length // ROOM))
     except ConfigError as error:
         say(error)
         return DONE
-    if left_out := len(asked) - len(kept):
+    if left_out := len(asked) - len(fitting):
         say(f"the oldest {left_out} messages do not fit the {engine.length} positions any more, and are left out.")
     answer, text = Answer(), ""
     ticket = engine.submit(request(options, engine.opened, tokens), answer.hear)
@@ -198,30 +183,28 @@ def _answered(options: argparse.Namespace, engine: Engine, said: list[dict[str, 
         for _ in answer:
             pass
     show("" if text.endswith("\n") else "\n")
-    said[:] = [*kept, {"role": ASSISTANT, "content": text}]
-    return ended(answer)
+    messages[:] = [*fitting, {"role": ASSISTANT, "content": text}]
+    return exit_code(answer)
 
 
-def _prompt(
-    opened: Opened, said: list[dict[str, Any]], length: int, room: int
-) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """A conversation and its tokens, without the oldest messages where else an answer had not this `room`; ConfigError if none is left."""
+def _prompt(opened: Opened, messages: Messages, length: int, room: int) -> tuple[Messages, np.ndarray]:
+    """Returns messages and their tokens, without the oldest where else an answer had not this `room`; ConfigError if none is left."""
     assert opened.template is not None
-    tokens, first = opened.template.tokens(said), int(said[0]["role"] == SYSTEM)
-    while len(tokens) + room > length and len(said) > first + 2:
+    tokens, first = opened.template.tokens(messages), int(messages[0]["role"] == SYSTEM)
+    while len(tokens) + room > length and len(messages) > first + 2:
         # a message and its answer
-        said = said[:first] + said[first + 2 :]
-        tokens = opened.template.tokens(said)
+        messages = messages[:first] + messages[first + 2 :]
+        tokens = opened.template.tokens(messages)
     if len(tokens) >= length:
         raise ConfigError(
             f"the message makes the conversation {len(tokens)} tokens long, and there are {length} positions for it and its answer; "
             "--length N takes more."
         )
-    return said, tokens
+    return messages, tokens
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, or comes from a pipe, line by line until its end; empty lines are no messages. Ctrl-C forgets the line."""
+    """Yields what is typed, or comes from a pipe, line by line until its end; empty lines are no messages. Ctrl-C forgets the line."""
     typed = sys.stdin is not None and sys.stdin.isatty()
     edited = typed and sys.stdout.isatty()
     if edited:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 COMMON = 7  # programs to wait for at least: both that decode, and prompts of up to 256 tokens
-SAYING = 10.0  # seconds between two words on how many are compiled
+LOG_EVERY = 10.0  # seconds
 
 
 class CompilingAhead:
@@ -52,12 +52,11 @@ class CompilingAhead:
                 self._decoding.compile(name)
                 with self._changed:
                     self._changed.notify_all()
-                if time.monotonic() - logged > SAYING:
+                if time.monotonic() - logged > LOG_EVERY:
                     logged = time.monotonic()
                     log.info("compiled %d of %d programs", self._decoding.compiled, len(self._decoding.names))
         except Exception as error:
-            why = short(str(error).strip().rstrip(".") or type(error).__name__)
-            log.warning("a program cannot be compiled ahead (%s); whoever needs it waits for it", why)
+            log.warning("a program cannot be compiled ahead (%s); whoever needs it waits for it", reason(error))
         finally:
             with self._changed:
                 self.running = False
@@ -69,3 +68,8 @@ class CompilingAhead:
 
     def _left(self, most: int | None = None) -> "list[Name]":
         return [name for name in self._decoding.names[:most] if not self._decoding.is_compiled(name)]
+
+
+def reason(error: Exception) -> str:
+    """Returns what an error says, for the middle of a sentence."""
+    return short(str(error).strip().rstrip(".") or type(error).__name__)

@@ -16,14 +16,12 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshtrain.errors import short
-from meshtrain.generate.compiling import CompilingAhead
+from meshtrain.generate.compiling import CompilingAhead, reason
 from meshtrain.generate.request import (
     Busy,
     Closed,
@@ -34,7 +32,6 @@ from meshtrain.generate.request import (
     Request,
     Running,
     Ticket,
-    Unread,
     check,
 )
 from meshtrain.generate.text import Spelling
@@ -45,6 +42,8 @@ if TYPE_CHECKING:
     from meshtrain.generate.programs import Name
 
 log = logging.getLogger(__name__)
+# Requests whose token a program chooses, each with its place in the program's arrays (None: they are of one slot).
+Places = list[tuple[int | None, Running]]
 MOST_FAILURES = 3  # of the device's programs, with nothing read between them, until the engine gives up
 
 
@@ -75,7 +74,7 @@ class Engine:
         self._spelling = Spelling(opened.tokenizer)
         self._state: Any = None
         self._running: list[Running | None] = [None] * slots
-        self._unread: deque[Unread] = deque()
+        self._unread: deque[tuple[Any, Places]] = deque()  # of programs that were dispatched: their arrays, for whom
         self._failed = 0  # programs in a row
         self._counts = Counter[str]()
         self._turn_began: float | None = None
@@ -96,12 +95,11 @@ class Engine:
         Busy if as many wait as may, ConfigError for a request that no state of the engine could answer, Closed if none will be.
         """
         check(request, self.length, self._decoding.vocabulary)
-        ticket = Ticket(request, listener, self._wake)
+        ticket = Ticket(request, listener, self._notify)
         with self._changed:
             if self._broken or self._closing is not None:
                 raise Closed(self._broken or "the engine is closed.")
-            free = self.slots - self._busy()
-            if len(self._waiting) >= self._most_waiting + free:
+            if len(self._waiting) >= self._most_waiting + self._running.count(None):
                 raise Busy(f"{len(self._waiting)} requests wait already, as many as may.")
             self._waiting.append(ticket)
             self._changed.notify_all()
@@ -111,9 +109,9 @@ class Engine:
     def status(self) -> EngineStatus:
         with self._changed:
             return EngineStatus(
-                self.slots, self._busy(), len(self._waiting), **self._counts, compiled=self._decoding.compiled, last_step=self._last_step,
-                turn_began=self._turn_began, compiling=self._compiling or (bool(self._waiting) and self._admissible() is None),
-                broken=self._broken,
+                self.slots, self.slots - self._running.count(None), len(self._waiting), **self._counts, compiled=self._decoding.compiled,
+                last_step=self._last_step, turn_began=self._turn_began, broken=self._broken,
+                compiling=self._compiling or (bool(self._waiting) and self._admissible() is None),
             )  # fmt: skip
 
     def start(self) -> "Engine":
@@ -151,8 +149,8 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self.start()
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close(drain=False)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # --- the engine's thread
 
@@ -183,7 +181,7 @@ class Engine:
         self._finish_up()
 
     def _finish_up(self) -> None:
-        """Ends what there is when the engine closes; draining without a thread is done here."""
+        """Ends what there is when the engine closes; where it has no thread, drains it."""
         while self._closing == "drain" and self._has_work():
             self.step()
         self._end_all("cancelled", "")
@@ -191,20 +189,20 @@ class Engine:
         self._state = None
 
     def _let_go(self) -> None:
-        """What was cancelled frees its slot, or its place among those that wait."""
+        """Frees the slot of what was cancelled, or its place among those that wait."""
         for running in self._occupied():
             if running.ticket.cancelled:
                 self._end(running, running.last("cancelled"))
         with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            if gone:
-                self._waiting = deque(ticket for ticket in self._waiting if not ticket.cancelled)
-        for ticket in gone:
-            self._tell_end(ticket, Piece("", finish="cancelled"))
+            cancelled = [ticket for ticket in self._waiting if ticket.cancelled]
+            for ticket in cancelled:
+                self._waiting.remove(ticket)
+        for ticket in cancelled:
+            self._end_ticket(ticket, Piece("", finish="cancelled"))
 
     def _admit(self) -> bool:
         """Prefills free slots in the order of submission; whether there were any. While others decode one a turn, so that they go on."""
-        most, prefilled = 1 if any(self._occupied()) else self.slots, False
+        most, prefilled = 1 if self._occupied() else self.slots, False
         for slot in [slot for slot, running in enumerate(self._running) if running is None][:most]:
             with self._changed:
                 ticket = self._admissible()
@@ -217,9 +215,9 @@ class Engine:
                 self._running[slot] = running
             if self._state is None:
                 self._state = self._decoding.empty()
-            self._first(self._prefill_of(request))
+            self._compiling |= not self._decoding.is_compiled(self._prefill_of(request))
             self._state, picked = self._decoding.prefill(self._state, slot, tokens, request.sampling)
-            self._unread.append(Unread(picked, [(None, running)]))
+            self._unread.append((picked, [(None, running)]))
             self._count(prompt_tokens=len(tokens))
             prefilled = True
             if self._decoding.synchronous:
@@ -228,75 +226,67 @@ class Engine:
 
     def _decode(self) -> bool:
         """Dispatches a step for those that need one more token."""
-        places: list[tuple[int | None, Running]] = [
-            (slot, running)
-            for slot, running in enumerate(self._running)
-            if running is not None and running.dispatched < running.most
-        ]
+        running_slots = [(slot, running) for slot, running in enumerate(self._running) if running is not None]
+        places: Places = [(slot, running) for slot, running in running_slots if running.dispatched < running.most]
         if not places:
             return False
-        likeliest = any(running.ticket.request.logprobs is not None for _, running in places)
-        self._first(("decode", likeliest))
-        self._state, picked = self._decoding.decode(self._state, likeliest)
+        logprobs = any(running.ticket.request.logprobs is not None for _, running in places)
+        self._compiling |= not self._decoding.is_compiled(("decode", logprobs))
+        self._state, picked = self._decoding.decode(self._state, logprobs)
         for _, running in places:
             running.dispatched += 1
-        self._unread.append(Unread(picked, places))
+        self._unread.append((picked, places))
         self._count(steps=1)
         return True
 
     def _read(self, keep: int) -> None:
         """Waits for what was dispatched, but for the last `keep`, and tells it."""
         while len(self._unread) > keep:
-            unread = self._unread.popleft()
-            wanted = [(at, running) for at, running in unread.places if not running.ended]
+            picked, places = self._unread.popleft()
+            wanted = [(at, running) for at, running in places if not running.ended]
             if not wanted:
                 continue
-            arrays = [None if x is None else np.asarray(x) for x in unread.picked]
+            arrays: list[Any] = [None if x is None else np.asarray(x) for x in picked]
             self._failed = 0
             for at, running in wanted:
+                self._count(tokens=1)
                 try:
-                    self._tell(running, *(None if x is None else x if at is None else x[at] for x in arrays))
+                    token, *logprobs = (x if x is None or at is None else x[at] for x in arrays)
+                    piece = running.next(int(token), *logprobs)
                 except Exception as error:
                     # nothing on the device is lost
                     log.exception("a token could not be told")
-                    problem = f"a token could not be told: {_why(error)}."
-                    self._end(running, Piece("", tokens=running.tokens, finish="error", problem=problem))
-
-    def _tell(self, running: Running, token: Any, *beside: Any) -> None:
-        self._count(tokens=1)
-        piece = running.next(int(token), *beside)
-        if piece is not None and piece.finish is not None:
-            self._end(running, piece)
-        elif piece is not None:
-            running.ticket.tell(piece)
-
-    # --- what a request is told
+                    problem = f"a token could not be told: {reason(error)}."
+                    piece = Piece("", tokens=running.tokens, finish="error", problem=problem)
+                if piece is not None and piece.finish is not None:
+                    self._end(running, piece)
+                elif piece is not None:
+                    running.ticket.tell(piece)
 
     def _end(self, running: Running, piece: Piece) -> None:
         running.ended = True
         with self._changed:
             self._running[self._running.index(running)] = None
-        self._tell_end(running.ticket, piece)
+        self._end_ticket(running.ticket, piece)
 
-    def _tell_end(self, ticket: Ticket, piece: Piece) -> None:
+    def _end_ticket(self, ticket: Ticket, piece: Piece) -> None:
         self._count(requests=1)
         ticket.tell(piece)
 
     def _end_all(self, finish: Finish, problem: str, waiting: bool = True) -> None:
         for running in self._occupied():
             self._end(running, running.last(finish, problem=problem))
-        with self._changed:
-            tickets = list(self._waiting) if waiting else []
-            if waiting:
+        tickets: list[Ticket] = []
+        if waiting:
+            with self._changed:
+                tickets = list(self._waiting)
                 self._waiting.clear()
         for ticket in tickets:
-            self._tell_end(ticket, Piece("", finish=finish, problem=problem))
-
-    # --- what goes wrong
+            self._end_ticket(ticket, Piece("", finish=finish, problem=problem))
 
     def _fail(self, error: Exception) -> None:
         """A program of the device has failed: what lay there is lost, with all requests that had a slot. The others get a new state."""
-        problem = f"the device's program failed: {_why(error)}."
+        problem = f"the device's program failed: {reason(error)}."
         log.error(problem, exc_info=error)
         self._failed += 1
         self._count(failures=1)
@@ -309,7 +299,7 @@ class Engine:
                 self._broken = problem
         self._end_all("error", problem, waiting=broken)
 
-    # --- programs
+    # --- what there is
 
     def _wanted(self) -> "list[Name]":
         with self._changed:
@@ -319,38 +309,26 @@ class Engine:
         return "prefill", self._decoding.bucket(len(request.tokens))
 
     def _admissible(self) -> Ticket | None:
-        ready = (
-            t for t in self._waiting if not self.warming or self._decoding.is_compiled(self._prefill_of(t.request))
-        )
+        """Returns the first that waits for nothing but a slot."""
+        compiled = self._decoding.is_compiled
+        ready = (t for t in self._waiting if not self.warming or compiled(self._prefill_of(t.request)))
         return next(ready, None)
 
-    # --- small things
-
-    def _busy(self) -> int:
-        return sum(running is not None for running in self._running)
-
-    def _occupied(self) -> Iterator[Running]:
-        return (running for running in list(self._running) if running is not None)
+    def _occupied(self) -> list[Running]:
+        return [running for running in self._running if running is not None]
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._unread or any(self._occupied()))
+        return bool(self._waiting or self._unread or self._occupied())
 
     def _can_step(self) -> bool:
         """Whether a turn would do anything: what waits may wait for a program."""
-        going = self._unread or any(self._occupied()) or self._admissible()
+        going = self._unread or self._occupied() or self._admissible()
         return bool(going) or any(ticket.cancelled for ticket in self._waiting)
-
-    def _first(self, name: "Name") -> None:
-        self._compiling |= not self._decoding.is_compiled(name)
 
     def _count(self, **more: int) -> None:
         with self._changed:
             self._counts.update(more)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-def _why(error: Exception) -> str:
-    return short(str(error).strip().rstrip(".") or type(error).__name__)

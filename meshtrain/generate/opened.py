@@ -18,7 +18,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -50,9 +50,7 @@ class MemoryNeeds:
 
     weights: int
     cache: int
-    moment: (
-        int  # the largest weight of all layers, twice while it is taken over, or the activations of the longest prompt
-    )
+    moment: int  # the largest weight, twice while it is taken over, or the activations of the longest prompt
 
     @property
     def all(self) -> int:
@@ -60,7 +58,7 @@ class MemoryNeeds:
 
 
 def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
-    """What generating takes on the config's mesh, which has no stages."""
+    """Returns what generating takes on the config's mesh, which has no stages."""
     model, mesh, size = config.model, config.mesh, itemsize(config.precision.compute)
     placed = [weight.on_device() * size for weight in all_placed(config)]
     groups = OwnGroups(model.heads, model.kv_heads, mesh.tensor).each
@@ -73,11 +71,10 @@ def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
 def choose_mesh(
     config: Config, asked: str | None, slots: int, length: int, devices: Sequence[jax.Device] | None = None
 ) -> MeshConfig:
-    """The mesh for so many slots of `length` positions, of the axes data and tensor.
+    """Returns the mesh for so many slots of `length` positions, of the axes data and tensor.
 
     `asked` is as "data=2,tensor=2". Else it is one device, and on accelerators whose memory is too small for that the smallest tensor that
-    divides the heads and fits; `devices` are JAX's, which are not asked for where a mesh is. ConfigError for a mesh that cannot be, and where
-    none is large enough.
+    divides the heads and fits. ConfigError for a mesh that cannot be, and where none is large enough.
     """
     if asked is not None:
         mesh = parse_mesh(asked)
@@ -88,10 +85,13 @@ def choose_mesh(
             )
         return mesh
     devices = jax.devices() if devices is None else devices
-    memory = _memory(devices)
-    legal = [t for t in range(1, len(devices) + 1) if config.model.heads % t == 0]
+    if kind_of(devices[0]) == "cpu":
+        # fake devices share the host's memory
+        return MeshConfig()
+    memory = min(int((device.memory_stats() or {}).get("bytes_limit", 0)) for device in devices)
     if not memory:
         return MeshConfig()
+    legal = [t for t in range(1, len(devices) + 1) if config.model.heads % t == 0]
     for tensor in legal:
         need = memory_needs(_placed_on(config, MeshConfig(tensor=tensor)), slots, length)
         if need.all <= memory:
@@ -103,29 +103,20 @@ def choose_mesh(
     )
 
 
-def _memory(devices: Sequence[jax.Device]) -> int:
-    """Bytes of the smallest device that JAX may take, 0 where it tells none: fake devices share the host's."""
-    if kind_of(devices[0]) == "cpu":
-        return 0
-    return min(int((device.memory_stats() or {}).get("bytes_limit", 0)) for device in devices)
-
-
 def _placed_on(config: Config, mesh: MeshConfig) -> Config:
-    whole = {"zero_stage": 0, "sequence_parallel": False, "vocab": "spread"}
-    return replaced(config, mesh=vars(mesh), parallel=whole, train={"uneven_batch": "pad"})
+    replicated = {"zero_stage": 0, "sequence_parallel": False, "vocab": "spread"}
+    return replaced(config, mesh=vars(mesh), parallel=replicated, train={"uneven_batch": "pad"})
 
 
 def parse_mesh(asked: str) -> MeshConfig:
-    """The mesh of a text as "data=2,tensor=2"."""
+    """Returns the mesh of a text as "data=2,tensor=2"."""
     sizes: dict[str, int] = {}
     for part in asked.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in (DATA, TENSOR):
-            ending = (
-                "; a model generates on data x tensor, without stages."
-                if axis in AXES
-                else nearest(axis, (DATA, TENSOR)) or "; legal are data and tensor, as data=2,tensor=2."
-            )
+            ending = nearest(axis, (DATA, TENSOR)) or "; legal are data and tensor, as data=2,tensor=2."
+            if axis in AXES:
+                ending = "; a model generates on data x tensor, without stages."
             raise ConfigError(f"the mesh has an axis {short(repr(axis))}{ending}")
         if axis in sizes:
             raise ConfigError(f"the mesh has {axis} twice; give it once.")
@@ -174,7 +165,7 @@ def open_model(
     length: int | None = None,
     slots: int = 1,
 ) -> Opened:
-    """Any run directory, step, `adopt import` or Hugging Face directory, on whatever mesh it was trained, to go on with texts.
+    """Opens any run directory, step, `adopt import` or Hugging Face directory, on whatever mesh it was trained, to go on with texts.
 
     `mesh` as "data=2,tensor=2", else the smallest on which the weights and the cache of `slots` x `length` positions fit; `precision`
     computes and holds the weights (by default what the run computed in). ConfigError for what has no weights, no tokenizer, or no text.
@@ -198,34 +189,33 @@ def open_model(
         raise ConfigError(
             f"the tokenizer {short(name)} has {tokenizer.vocab_size} ids, but the model's vocabulary is {vocabulary}; it is another model's."
         )
-    template, without = _template(config, name, marked)
+    template, without = None, ""
+    own = config.data.template
+    try:
+        source = find_template(own if own and Path(own).expanduser().is_file() else None, name)
+        template = Conversations(source, marked, time.time())
+    except ConfigError as error:
+        without = str(error)
     generation = read_json(files[GENERATION]) if GENERATION in files else {}
-    asked = [theirs.get("eos_token_id"), generation.get("eos_token_id")]
     sampling, asks = _sampling(generation)
-    turn = None if template is None else template.end_of_turn()
-    ends = {*_ids(asked), tokenizer.end_of_document, *([] if turn is None else [turn])}
+    ends = {tokenizer.end_of_document} | _ids(theirs.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+    ends |= _ids(template.end_of_turn() if template else None)
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
     model = on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
     fitting = frozenset(i for i in ends if i < vocabulary)
-    return Opened(model, tokenizer, fitting, template, _name(root), usual, longest, marked, without, sampling, asks)
+    model_name = extra_files.run_of(Path(os.path.realpath(root))).name
+    return Opened(model, tokenizer, fitting, template, model_name, usual, longest, marked, without, sampling, asks)
 
 
 def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:
-    """The model that a command line asks for, by the options of `cli.Parser.add_model`."""
-    return open_model(
-        options.path,
-        mesh=options.mesh,
-        precision=options.precision,
-        step=options.step,
-        adapter=options.adapter,
-        length=length,
-        slots=slots,
-    )
+    """Opens the model that a command line asks for, by the options of `cli.Parser.add_model`."""
+    how = {name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter")}
+    return open_model(options.path, length=length, slots=slots, **how)
 
 
 def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, **how: Any) -> Model:
-    """The model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that it fits."""
+    """Returns the model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that it fits."""
     if mesh is None:
         # JAX starts as it does for every mesh, with the memory that a run would have
         make_mesh(config)
@@ -237,10 +227,9 @@ def _check_there(root: Path, given: str) -> None:
     """ConfigError for a path that is none, which for a repository's name of Hugging Face's says what it is."""
     if root.is_dir():
         return
+    legal = "give a run, one of its checkpoints, or a Hugging Face directory."
     if os.path.lexists(root):
-        raise ConfigError(
-            f"{short(given)} is no directory; give a run, one of its checkpoints, or a Hugging Face directory."
-        )
+        raise ConfigError(f"{short(given)} is no directory; {legal}")
     there = [each.name for each in root.parent.iterdir() if each.is_dir()] if root.parent.is_dir() else []
     if near := nearest(root.name, there):
         raise ConfigError(f"there is no directory {short(given)}{near}")
@@ -250,13 +239,11 @@ def _check_there(root: Path, given: str) -> None:
             f"there is no directory {short(given)}; a repository of Hugging Face's is not downloaded here, so do that first "
             f"(hf download {short(given)} --local-dir {short(model)}) and give {short(model)}."
         )
-    raise ConfigError(
-        f"there is no directory {short(given)}; give a run, one of its checkpoints, or a Hugging Face directory."
-    )
+    raise ConfigError(f"there is no directory {short(given)}; {legal}")
 
 
 def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
-    """What `load_tokenizer` takes, and the files that lie beside it."""
+    """Returns what `load_tokenizer` takes, and the files that lie beside it."""
     imported = (extra_files.run_of(root) / extra_files.HF_CONFIG).is_file()
     if not is_hf_directory(root) and config.data.tokenizer == "byte" and not imported:
         return "byte", {}
@@ -277,27 +264,13 @@ def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
     )
 
 
-def _template(config: Config, tokenizer: str, marked: ChatTokenizer) -> tuple[Conversations | None, str]:
-    own = config.data.template
-    if own is not None and not Path(own).expanduser().is_file():
-        own = None
-    try:
-        return Conversations(find_template(own, tokenizer), marked, time.time()), ""
-    except ConfigError as error:
-        return None, str(error)
-
-
-def _ids(given: Iterable[Any]) -> list[int]:
-    return [
-        i
-        for field in given
-        for i in (field if isinstance(field, list) else [field])
-        if isinstance(i, int) and not isinstance(i, bool) and i >= 0
-    ]
+def _ids(field: Any) -> set[int]:
+    """Returns the ids of a field of somebody's JSON, which may hold one, several, or what is none."""
+    return {i for i in (field if isinstance(field, list) else [field]) if type(i) is int and i >= 0}
 
 
 def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str, ...]]:
-    """What a generation_config.json says of how tokens are chosen, and what of it is to be said; ConfigError for what is no way to."""
+    """Returns how a generation_config.json has tokens chosen, and what of it is to be said; ConfigError for what is no way to."""
     absent = [name for name, neutral in ABSENT.items() if generation.get(name) not in (None, neutral)]
     asks = [f"{GENERATION} asks for {', '.join(absent)}, which is not built here and left out."] if absent else []
     values = {name: generation[name] for name in ("temperature", "top_k", "top_p") if generation.get(name) is not None}
@@ -326,7 +299,3 @@ def _longest(config: Config, theirs: Mapping[str, Any]) -> int:
     stated = theirs.get("max_position_embeddings")
     trained = config.train.sequence_length
     return max(trained, stated) if isinstance(stated, int) else trained
-
-
-def _name(root: Path) -> str:
-    return extra_files.run_of(Path(os.path.realpath(root))).name

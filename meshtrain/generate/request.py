@@ -151,15 +151,15 @@ class Running:
         request = ticket.request
         self.ticket, self.ends, self._spelling = ticket, opened.ends, spelling
         self.most = min(request.most, length - len(request.tokens))
-        # tokens that are chosen, or are to be by what the device was given; and those of them that were read
-        self.dispatched, self.tokens = 1, 0
+        self.dispatched = 1  # tokens that are chosen, or are to be by what the device was given
+        self.tokens = 0  # those of them that were read
         self.ended = False
         self._stream = Stream(opened.tokenizer, request.tokens, request.stop)
 
     def next(self, token: int, logprob: Any, ids: Any, logprobs: Any) -> Piece | None:
-        """What one more token makes of it, with its last token a finish; None where there is nothing to tell yet.
+        """Returns what one more token makes of it, with its last token a finish; None where there is nothing to tell yet.
 
-        The others are what was told beside the token: its log-probability, the likeliest tokens and theirs; None where nothing was.
+        `logprob`: the token's; `ids`, `logprobs`: the most likely tokens and theirs. None where nobody asked for them.
         """
         request = self.ticket.request
         self.tokens += 1
@@ -167,28 +167,17 @@ class Running:
             return self.last("error", problem="the model's logits are not finite numbers.")
         if token in self.ends and not request.ignore_ends:
             return self.last("stop")
-        text, chosen = self._stream.push(token), self._chosen(request, token, logprob, ids, logprobs)
-        if self._stream.stopped:
-            return self.last("stop", text, chosen)
-        if self.tokens == self.most:
-            return self.last("length", text, chosen)
+        text = self._stream.push(token)
+        chosen: tuple[Chosen, ...] = ()
+        if (most := request.logprobs) is not None:
+            spelt = self._spelling.of
+            likely = zip(ids[:most], logprobs[:most], strict=True)
+            alternatives = tuple((int(i), spelt(int(i)), float(p)) for i, p in likely)
+            chosen = (Chosen(token, spelt(token), float(logprob), alternatives),)
+        if self._stream.stopped or self.tokens == self.most:
+            return self.last("stop" if self._stream.stopped else "length", text, chosen)
         return Piece(text, chosen, self.tokens) if text or chosen else None
 
     def last(self, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = "") -> Piece:
-        """How it ends, with the text that was held back."""
+        """Returns how it ends, with the text that was held back."""
         return Piece(text + self._stream.close(), chosen, self.tokens, finish, problem)
-
-    def _chosen(self, request: Request, token: int, logprob: Any, ids: Any, logprobs: Any) -> tuple[Chosen, ...]:
-        if request.logprobs is None:
-            return ()
-        of, most = self._spelling.of, request.logprobs
-        likeliest = tuple((int(i), of(int(i)), float(p)) for i, p in zip(ids[:most], logprobs[:most], strict=True))
-        return (Chosen(token, of(token), float(logprob), likeliest),)
-
-
-@dataclass
-class Unread:
-    """What a program that was dispatched will have chosen: for whom, and where in its arrays (None: they are of one slot)."""
-
-    picked: Any
-    places: list[tuple[int | None, Running]] = field(default_factory=list)
