@@ -26,7 +26,7 @@ from meshtrain.model.dropout import Dropout
 from meshtrain.parallel.placement import local_kv_heads
 
 
-class Kept(NamedTuple):
+class LayerCache(NamedTuple):
     """Of one layer: [S, G, P, K] each, in the compute dtype."""
 
     keys: jax.Array
@@ -54,7 +54,7 @@ class OwnGroups:
 
     @property
     def each(self) -> int:
-        """How many a rank keeps: as many as the rank that needs the most."""
+        """Returns how many a rank keeps: as many as the rank that needs the most."""
         if self.split:
             return self.groups // self.ranks
         local, group = self.heads // self.ranks, self.heads // self.groups
@@ -62,7 +62,7 @@ class OwnGroups:
         return max((first + local - 1) // group - first // group + 1 for first in firsts)
 
     def of(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
-        """[B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it is."""
+        """Returns [B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it is."""
         if self.split:
             return by_head
         group = self.heads // self.groups
@@ -71,59 +71,57 @@ class OwnGroups:
         return jnp.take(by_head, jnp.clip(heads, 0, by_head.shape[2] - 1), axis=2)
 
     def at(self, first: jax.Array | int) -> jax.Array:
-        """int [H]: which of the kept ones each query head from `first` on reads."""
+        """Returns int [H]: which of the cached ones each query head from `first` on reads."""
         group = self.heads // self.groups
         return (first + jnp.arange(self.heads // self.ranks)) // group - first // group
 
 
-def written(kept: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array) -> jax.Array:
-    """[S, G, P, K] with the first `length` positions of one sequence [1, T, G, K] in `slot`, zeros behind them.
+def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array) -> jax.Array:
+    """Returns [S, G, P, K] with the first `length` positions of one sequence [1, T, G, K] in `slot`, zeros behind them.
 
     A slot that lies on another data rank, below 0 or from S on, changes nothing.
     """
-    slots, _, positions, _ = kept.shape
-    found = jnp.where((jnp.arange(new_STGK.shape[1]) < length)[:, None, None], new_STGK, 0).transpose(0, 2, 1, 3)
-    found = jnp.pad(found, ((0, 0), (0, 0), (0, positions - found.shape[2]), (0, 0))).astype(kept.dtype)
+    slots, _, positions, _ = cache.shape
+    new = jnp.where((jnp.arange(new_STGK.shape[1]) < length)[:, None, None], new_STGK, 0).transpose(0, 2, 1, 3)
+    new = jnp.pad(new, ((0, 0), (0, 0), (0, positions - new.shape[2]), (0, 0))).astype(cache.dtype)
     place = (jnp.clip(slot, 0, slots - 1), 0, 0, 0)
     here = (slot >= 0) & (slot < slots)
-    found = jnp.where(here, vary(found, varying(kept)), lax.dynamic_slice(kept, place, (1, *kept.shape[1:])))
-    return lax.dynamic_update_slice(kept, found, place)
+    new = jnp.where(here, vary(new, varying(cache)), lax.dynamic_slice(cache, place, (1, *cache.shape[1:])))
+    return lax.dynamic_update_slice(cache, new, place)
 
 
-def appended(kept: jax.Array, new_S1GK: jax.Array, positions: jax.Array) -> jax.Array:
-    """[S, G, P, K] with one position of every slot written."""
-    new = new_S1GK.transpose(0, 2, 1, 3).astype(kept.dtype)
-    for slot in range(kept.shape[0]):
-        kept = lax.dynamic_update_slice(kept, new[slot : slot + 1], (slot, 0, positions[slot], 0))
-    return kept
+def appended(cache: jax.Array, new_S1GK: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns [S, G, P, K] with one position of every slot written."""
+    new = new_S1GK.transpose(0, 2, 1, 3).astype(cache.dtype)
+    for slot in range(cache.shape[0]):
+        cache = lax.dynamic_update_slice(cache, new[slot : slot + 1], (slot, 0, positions[slot], 0))
+    return cache
 
 
 class PromptAttention:
-    """Attention of a prompt: the training program's, with the keys and values that it was given kept."""
+    """Attends as the training program does, and keeps the keys and values of a prompt as `cache`."""
 
     def __init__(self, attend: Callable[..., jax.Array], groups: OwnGroups) -> None:
         self.attend, self.groups = attend, groups
-        self.kept: Kept
+        self.cache: LayerCache
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
         first = collectives.first_head(q.shape[2])
-        self.kept = Kept(self.groups.of(k, first), self.groups.of(v, first))
+        self.cache = LayerCache(self.groups.of(k, first), self.groups.of(v, first))
         return self.attend(q, k, v, segments, collectives, dropout, local)
 
 
 class DecodeAttention:
-    """Attention of one new token of every slot against its cache, to which it is added first."""
+    """Attends with one new token of every slot to its cache, to which it is added first."""
 
-    def __init__(self, model: ModelConfig, groups: OwnGroups, kept: Kept, positions: jax.Array) -> None:
-        self.model, self.groups, self.kept, self.positions = model, groups, kept, positions
+    def __init__(self, model: ModelConfig, groups: OwnGroups, cache: LayerCache, positions: jax.Array) -> None:
+        self.model, self.groups, self.cache, self.positions = model, groups, cache, positions
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
         first = collectives.first_head(q.shape[2])
-        keys, values = (
-            appended(kept, self.groups.of(new, first), self.positions)
-            for kept, new in zip(self.kept, (k, v), strict=True)
-        )
-        self.kept = Kept(keys, values)
+        keys = appended(self.cache.keys, self.groups.of(k, first), self.positions)
+        values = appended(self.cache.values, self.groups.of(v, first), self.positions)
+        self.cache = LayerCache(keys, values)
         visible = seen(self.positions, keys.shape[2], self.model.window, local)
         if not self.groups.split:
             at = self.groups.at(first)
@@ -132,7 +130,7 @@ class DecodeAttention:
 
 
 def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool | None) -> jax.Array:
-    """bool [S, P]: which positions the token at each slot's position sees."""
+    """Returns bool [S, P]: which positions the token at each slot's position sees."""
     back = positions[:, None] - jnp.arange(length)
     visible = back >= 0
     if not 0 < window < length:
@@ -142,7 +140,7 @@ def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool
 
 
 def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float, cap: float) -> jax.Array:  # fmt: skip
-    """Attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S, H K] in q's dtype.
+    """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S, H K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
     """

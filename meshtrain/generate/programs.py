@@ -13,7 +13,7 @@ and whole on every data rank:
 A layer cut out of a stacked array is a copy of it, every step, which took as long as all else (experiments/generate/decode.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config, ConfigError, replaced
 from meshtrain.families import FAMILIES
-from meshtrain.generate.cache import DecodeAttention, Kept, OwnGroups, PromptAttention, written
+from meshtrain.generate.cache import DecodeAttention, LayerCache, OwnGroups, PromptAttention, written
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.generate.sampling import SamplingArrays, sample
 from meshtrain.mesh import DATA, TENSOR, platform
@@ -40,9 +40,11 @@ from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.reader import Model
 
 Tree = Any
+LEAST_BUCKET = 16  # tokens
+Name = tuple[str, int]  # ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
 
 
-class Held(NamedTuple):
+class Parts(NamedTuple):
     """Trees of arrays, or of their PartitionSpecs; also graphs of modules."""
 
     embedding: Any
@@ -50,14 +52,14 @@ class Held(NamedTuple):
     head: Any
 
 
-def specs(layout: Layout) -> Held:
-    """How `taken_over` splits each."""
-    return _by_part(layout, {weight.name: [_spec(weight)] * _layers(weight) for weight in layout.flat})
+def specs(layout: Layout) -> Parts:
+    """Returns how `taken_over` splits each weight."""
+    return _by_part(layout, {weight.name: _specs(weight) for weight in layout.flat})
 
 
-def taken_over(model: Model, layout: Layout, keep: bool) -> Held:
-    """The weights of a model on the mesh of `layout`, one after the other; those of the model are freed unless `keep`."""
-    found: dict[str, list[jax.Array]] = {}
+def taken_over(model: Model, layout: Layout, keep: bool) -> Parts:
+    """Returns the weights of a model on the mesh of `layout`, one after the other; those of the model are freed unless `keep`."""
+    by_name: dict[str, list[jax.Array]] = {}
     theirs = model.program.layout
     for placed, weight, x in zip(theirs.flat, layout.flat, jax.tree.leaves(model.params), strict=True):
 
@@ -65,39 +67,30 @@ def taken_over(model: Model, layout: Layout, keep: bool) -> Held:
             whole = layout.live_leaf(weight, theirs.canonical_leaf(placed, x)).astype(layout.config.precision.compute)
             return list(whole) if weight.stacked else [whole]
 
-        shardings = [NamedSharding(layout.mesh, _spec(weight))] * _layers(weight)  # type: ignore[arg-type]
-        found[weight.name] = jax.block_until_ready(jax.jit(cut, out_shardings=shardings)(x))
+        shardings = [NamedSharding(layout.mesh, spec) for spec in _specs(weight)]  # type: ignore[arg-type]
+        by_name[weight.name] = jax.block_until_ready(jax.jit(cut, out_shardings=shardings)(x))
         if not keep:
             x.delete()
-    return _by_part(layout, found)
+    return _by_part(layout, by_name)
 
 
-def _by_part(layout: Layout, found: dict[str, list[Any]]) -> Held:
+def _by_part(layout: Layout, by_name: dict[str, list[Any]]) -> Parts:
     def part(name: str, layer: int = 0) -> Tree:
-        return jax.tree.map(lambda weight: found[weight.name][layer], layout.weights[name], is_leaf=is_placed)
+        return jax.tree.map(lambda weight: by_name[weight.name][layer], layout.weights[name], is_leaf=is_placed)
 
-    blocks = tuple(map(partial(part, "blocks"), range(layout.config.model.layers)))
-    return Held(part("embedding"), blocks, part("head"))
-
-
-def _spec(weight: Placed) -> PartitionSpec:
-    return PartitionSpec(*shard_spec(weight)[weight.stacked :])
+    blocks = tuple(part("blocks", layer) for layer in range(layout.config.model.layers))
+    return Parts(part("embedding"), blocks, part("head"))
 
 
-def _layers(weight: Placed) -> int:
-    return weight.shape[0] if weight.stacked else 1
-
-
-# tokens of the smallest bucket
-LEAST_BUCKET = 16
-# ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
-Name = tuple[str, int]
+def _specs(weight: Placed) -> list[PartitionSpec]:
+    """Returns the PartitionSpec of each of its layers."""
+    return [PartitionSpec(*shard_spec(weight)[weight.stacked :])] * (weight.shape[0] if weight.stacked else 1)
 
 
 class Slots(NamedTuple):
     """What lies on the devices between two steps; slots over data, key/value heads over tensor."""
 
-    cache: Any  # a tuple of `cache.Kept`, a layer each
+    cache: Any  # a tuple of `LayerCache`, a layer each
     tokens: Any  # int32 [S]: chosen last, and not yet read
     positions: Any  # int32 [S]: theirs
     how: Any  # SamplingArrays
@@ -137,33 +130,31 @@ class Decoding:
         self.layout = Layout(self.config, self.mesh)
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = model.program.local.forward
-        self.graphs = Held(forward.embedding_graph, forward.block_graph, forward.head_graph)
+        self.graphs = Parts(forward.embedding_graph, forward.block_graph, forward.head_graph)
         self.parts = ModelParts(self.config, self.collectives, Hooks(block=model.program.hooks.block))
-        sizes, tensor = self.config.model, self.config.mesh.tensor
-        self.groups = OwnGroups(sizes.heads, sizes.kv_heads, tensor)
+        sizes = self.config.model
+        self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
         self.weights = taken_over(model, self.layout, keep)
         self._executables: dict[Name, Any] = {}
 
-    # --- what lies on the devices
-
     @cached_property
     def state_specs(self) -> Slots:
-        """Of arrays, their PartitionSpecs."""
         rows, layer = PartitionSpec(DATA), PartitionSpec(DATA, TENSOR)
         return jax.tree.map(lambda x: layer if x.ndim > 1 else rows, jax.eval_shape(self._nothing))
 
     def empty(self) -> Slots:
-        """Slots that hold nothing."""
+        """Returns slots that hold nothing."""
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
         return jax.jit(self._nothing, out_shardings=shardings)()
 
     def _nothing(self) -> Slots:
-        model, rows = self.config.model, (self.slots,)
-        shape = (*rows, self.groups.each * self.config.mesh.tensor, self.length, model.head_dim)
-        cache = tuple(Kept(*(jnp.zeros(shape, self.dtype) for _ in Kept._fields)) for _ in range(model.layers))
-        greedy = jax.tree.map(lambda x: jnp.full(rows, x, x.dtype), SamplingArrays.of(Sampling()))
-        return Slots(cache, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), greedy)
+        model = self.config.model
+        shape = (self.slots, self.groups.each * self.config.mesh.tensor, self.length, model.head_dim)
+        zeros = lambda: jnp.zeros(shape, self.dtype)  # noqa: E731
+        cache = tuple(LayerCache(zeros(), zeros()) for _ in range(model.layers))
+        greedy = jax.tree.map(lambda x: jnp.full(self.slots, x, x.dtype), SamplingArrays.of(Sampling()))
+        return Slots(cache, jnp.zeros(self.slots, jnp.int32), jnp.zeros(self.slots, jnp.int32), greedy)
 
     @property
     def vocabulary(self) -> int:
@@ -173,8 +164,6 @@ class Decoding:
     def synchronous(self) -> bool:
         """Whether a program must end before the next is dispatched: fake devices deadlock with two under way."""
         return platform(self.mesh) == "cpu" and self.mesh.size > 1
-
-    # --- the two calls
 
     def prefill(self, state: Slots, slot: int, tokens: np.ndarray, sampling: Sampling) -> tuple[Slots, Picked]:
         """Reads a prompt, int [T], into a slot, and chooses the token behind it; the state is used up. Waits for nothing."""
@@ -186,12 +175,13 @@ class Decoding:
         padded = np.zeros((1, bucket), np.int32)
         padded[0, : len(tokens)] = tokens
         how = SamplingArrays.of(sampling)
-        prefill = self._executable(("prefill", bucket))
-        return prefill(self.weights, state, np.int32(slot), padded, np.int32(len(tokens)), how)
+        self.compile(name := ("prefill", bucket))
+        return self._executables[name](self.weights, state, np.int32(slot), padded, np.int32(len(tokens)), how)
 
     def decode(self, state: Slots, likeliest: bool = False) -> tuple[Slots, Picked]:
-        """One more token for every slot; the state is used up. Waits for nothing. `likeliest`: with log-probabilities."""
-        return self._executable(("decode", likeliest))(self.weights, state)
+        """Chooses one more token for every slot; the state is used up. Waits for nothing. `likeliest`: with log-probabilities."""
+        self.compile(name := ("decode", likeliest))
+        return self._executables[name](self.weights, state)
 
     # --- compiling
 
@@ -216,12 +206,8 @@ class Decoding:
         """Programs compiled so far."""
         return len(self._executables)
 
-    def _executable(self, name: Name) -> Any:
-        self.compile(name)
-        return self._executables[name]
-
     def lower(self, name: Name = ("decode", False)) -> jax.stages.Lowered:
-        """A program, lowered for arrays as they will be."""
+        """Returns a program, lowered for arrays as they will be."""
         state = jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
             jax.eval_shape(self._nothing),
@@ -234,44 +220,36 @@ class Decoding:
         return self._prefill.lower(self.weights, state, one, tokens, one, SamplingArrays.of(Sampling()))
 
     def bucket(self, tokens: int) -> int:
-        """The length that a prompt is padded to."""
+        """Returns the length that a prompt is padded to."""
         return min(self.length, max(LEAST_BUCKET, 1 << (tokens - 1).bit_length()))
 
     # --- the programs
 
     @cached_property
     def _prefill(self) -> Any:
-        everywhere = PartitionSpec()
-        return self._compiled(self._read_prompt, (everywhere,) * 4, everywhere)
+        return self._mapped(self._read_prompt, (PartitionSpec(),) * 4, PartitionSpec())
 
     @cached_property
     def _decode(self) -> dict[bool, Any]:
-        rows = PartitionSpec(DATA)
-        return {told: self._compiled(partial(self._one_more, told=told), (), rows) for told in (False, True)}
+        one_more = {logprobs: partial(self._one_more, logprobs=logprobs) for logprobs in (False, True)}
+        return {logprobs: self._mapped(function, (), PartitionSpec(DATA)) for logprobs, function in one_more.items()}
 
-    def _compiled(self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec) -> Any:
+    def _mapped(self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec) -> Any:
         in_specs, out_specs = (specs(self.layout), self.state_specs, *more), (self.state_specs, picked)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, donate_argnums=1)
 
     def _read_prompt(
-        self, weights: Held, state: Slots, slot: jax.Array, tokens: jax.Array, length: jax.Array, how: SamplingArrays
+        self, weights: Parts, state: Slots, slot: jax.Array, tokens: jax.Array, length: jax.Array, how: SamplingArrays
     ) -> tuple[Slots, Picked]:
         slots = len(state.tokens)
         slot = slot - lax.axis_index(DATA) * slots
-        kept = []
-
-        def attention(layer: int) -> PromptAttention:
-            kept.append(PromptAttention(self.parts.attention, self.groups))
-            return kept[-1]
-
-        x = self._layers(weights, tokens, jnp.arange(tokens.shape[1]), attention)
+        layers = [PromptAttention(self.parts.attention, self.groups) for _ in state.cache]
+        x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         x = lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
-        picked = self._pick(weights, x, jax.tree.map(lambda x: x[None], how), length[None], told=True)
-        cache = tuple(
-            Kept(*(written(old, new, slot, length) for old, new in zip(before, layer.kept, strict=True)))
-            for before, layer in zip(state.cache, kept, strict=True)
-        )
+        picked = self._pick(weights, x, jax.tree.map(lambda x: x[None], how), length[None], logprobs=True)
+        of_prompt = tuple(layer.cache for layer in layers)
+        cache = jax.tree.map(lambda old, new: written(old, new, slot, length), state.cache, of_prompt)
         # a slot of another data rank is none here
         mine = jnp.arange(slots) == slot
         put = lambda old, new: jnp.where(mine, vary(new, varying(old)), old)  # noqa: E731
@@ -280,44 +258,44 @@ class Decoding:
         )
         return state, jax.tree.map(lambda x: x[0], picked)
 
-    def _one_more(self, weights: Held, state: Slots, told: bool) -> tuple[Slots, Picked]:
-        kept = []
-
-        def attention(layer: int) -> DecodeAttention:
-            kept.append(DecodeAttention(self.config.model, self.groups, state.cache[layer], state.positions))
-            return kept[-1]
-
-        x = self._layers(weights, state.tokens[:, None], state.positions[:, None], attention)
-        picked = self._pick(weights, x, state.how, state.positions + 1, told)
+    def _one_more(self, weights: Parts, state: Slots, logprobs: bool) -> tuple[Slots, Picked]:
+        model, positions = self.config.model, state.positions
+        layers = [DecodeAttention(model, self.groups, cache, positions) for cache in state.cache]
+        x = self._stream(weights, state.tokens[:, None], positions[:, None], layers)
+        picked = self._pick(weights, x, state.how, positions + 1, logprobs)
         # a slot that goes on beyond its last position is one that nobody reads
-        positions = jnp.minimum(state.positions + 1, self.length - 1)
-        return Slots(tuple(layer.kept for layer in kept), picked.tokens, positions, state.how), picked
+        positions = jnp.minimum(positions + 1, self.length - 1)
+        return Slots(tuple(layer.cache for layer in layers), picked.tokens, positions, state.how), picked
 
-    def _layers(
-        self, weights: Held, tokens: jax.Array, positions: jax.Array, attention: Callable[[int], Any]
+    def _stream(
+        self,
+        weights: Parts,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attention: Sequence[PromptAttention | DecodeAttention],
     ) -> jax.Array:
-        """The residual stream behind the last layer, [B, T, D]; `attention` gives a layer what it attends by."""
+        """Returns the residual stream behind the last layer, [B, T, D], each layer with its own attention."""
         embedding = nnx.merge(self.graphs.embedding, weights.embedding)
         x = embedding(tokens, positions, self.collectives).astype(self.dtype)
         sequence = sequences(self.config.model, positions)
-        for layer, of_layer in enumerate(weights.blocks):
-            block = nnx.merge(self.graphs.blocks, of_layer)
-            x = self.parts.block(block, x, sequence(layer), NO_DROPOUT, attention(layer))
+        for layer, leaves in enumerate(weights.blocks):
+            block = nnx.merge(self.graphs.blocks, leaves)
+            x = self.parts.block(block, x, sequence(layer), NO_DROPOUT, attention[layer])
         return x
 
-    def _pick(self, weights: Held, x: jax.Array, how: SamplingArrays, positions: jax.Array, told: bool) -> Picked:
-        """From the stream of one position, [S, 1, D], the tokens for the next `positions`."""
+    def _pick(self, weights: Parts, x: jax.Array, how: SamplingArrays, positions: jax.Array, logprobs: bool) -> Picked:
+        """Chooses from the stream of one position, [S, 1, D], the tokens for the next `positions`."""
         head = nnx.merge(self.graphs.head, weights.head)
         tied = weights.embedding["tokens"] if self.config.model.tied_head else None
-        shares = head(x, tied, self.collectives)[:, 0]
-        whole = lax.all_gather(shares, self.collectives.vocabulary, axis=1, tiled=True, to="invarying")
-        logits = whole[:, : self.config.model.vocab_size]
+        shards = head(x, tied, self.collectives)[:, 0]
+        padded = lax.all_gather(shards, self.collectives.vocabulary, axis=1, tiled=True, to="invarying")
+        logits = padded[:, : self.config.model.vocab_size]
         tokens = sample(logits, how, positions)
-        if not told:
+        if not logprobs:
             return Picked(tokens)
-        logprobs = jax.nn.log_softmax(logits)
-        likeliest, ids = lax.top_k(logprobs, min(MOST_LIKELY, logits.shape[1]))
-        return Picked(tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], ids, likeliest)
+        by_id = jax.nn.log_softmax(logits)
+        largest, ids = lax.top_k(by_id, min(MOST_LIKELY, logits.shape[1]))
+        return Picked(tokens, jnp.take_along_axis(by_id, tokens[:, None], axis=1)[:, 0], ids, largest)
 
 
 def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:

@@ -37,14 +37,14 @@ class Stream:
         self.stopped = False  # a stop string has come; nothing follows
 
     def push(self, token: int) -> str:
-        """What can be given out now that this token has come."""
+        """Returns what can be given out now that this token has come."""
         if self.stopped:
             return ""
         self._ids.append(token)
         return self._given_out(self._new(final=False))
 
     def close(self) -> str:
-        """What was held back, where no token follows."""
+        """Returns what was held back, where no token follows."""
         if self.stopped:
             return ""
         rest = self._given_out(self._new(final=True)) + self._held
@@ -79,13 +79,10 @@ class Stream:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)]
-        keep = max((_begun(text, stop) for stop in self._stop), default=0)
+        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        keep = max(begun, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _begun(text: str, stop: str) -> int:
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Spelling:
@@ -101,8 +98,7 @@ class Spelling:
     def of(self, token: int) -> str:
         """Half a character is U+FFFD."""
         if token not in self._known:
-            whole = self._spelt([*self._before, token])
-            self._known[token] = whole[len(self._skipped) :]
+            self._known[token] = self._spelt([*self._before, token])[len(self._skipped) :]
         return self._known[token]
 
     def _spelt(self, ids: list[int]) -> str:
@@ -111,7 +107,7 @@ class Spelling:
 
 
 def text_tokens(tokenizer: ChatTokenizer, text: str) -> np.ndarray:
-    """The tokens of a text that is to be gone on with, int32 [T], behind what the tokenizer's own post-processor puts before a text (BOS).
+    """Returns the tokens of a text to go on with, int32 [T], behind what the tokenizer's own post-processor puts before a text (BOS).
 
     Never empty: nothing at all is what follows the end of a document.
     """
@@ -131,38 +127,31 @@ class Conversations:
         self._template = ChatTemplate(source, now)
 
     def text(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = True) -> str:
-        """What the template makes of a list of messages, with `prompt` up to the beginning of an answer.
+        """Returns what the template makes of a list of messages, with `prompt` up to the beginning of an answer.
 
         ConfigError for messages that it does not take, and for what it may not do.
         """
-        with self._lock:
-            try:
-                texts, _ = self._template.render(
-                    messages_of(messages, "messages"), tools, [(len(messages), prompt)], ""
-                )
-            except Unfit as error:
-                raise ConfigError(
-                    f"the chat template {self.source.name} does not take these messages {error.detail}."
-                ) from None
-        return texts[0]
+        try:
+            with self._lock:
+                checked = messages_of(messages, "messages")
+                return self._template.render(checked, tools, [(len(messages), prompt)], "")[0][0]
+        except Unfit as error:
+            name = self.source.name
+            raise ConfigError(f"the chat template {name} does not take these messages {error.detail}.") from None
 
     def tokens(self, messages: list[dict[str, Any]], tools: Any = None) -> np.ndarray:
-        """The prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so that none is put before it."""
-        ids = self._tokenizer.encode([self.text(messages, tools)])[0]
-        return ids.astype(np.int32)
+        """Returns the prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so none is put before it."""
+        return self._tokenizer.encode([self.text(messages, tools)])[0].astype(np.int32)
 
     def end_of_turn(self) -> int | None:
-        """The special token behind an answer, by which a model says that it has ended; None if the template writes none there."""
-        answer = "Yes"
-        messages = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": answer}]
+        """Returns the special token behind an answer, by which a model says that it has ended; None if the template writes none there."""
+        messages = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": "Yes"}]
         try:
-            _, mark, behind = self.text(messages, prompt=False).rpartition(answer)
+            _, answer, behind = self.text(messages, prompt=False).rpartition("Yes")
         except ConfigError:
             return None
-        special = [
-            (at, -len(word), word) for word in self._tokenizer.special if mark and (at := behind.find(word)) >= 0
-        ]
-        if not special:
+        special = [(at, -len(word), word) for word in self._tokenizer.special if (at := behind.find(word)) >= 0]
+        if not special or not answer:
             return None
         ids = self._tokenizer.encode([min(special)[2]])[0]
         return int(ids[0]) if len(ids) == 1 else None
