@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsers["config"].add_argument("--steps", type=whole_number, metavar="N", help=steps)
     options = parser.parse_args(arguments)
     functions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "inspect": run_inspect, "import": run_import, "export": run_export, "merge": run_merge, "config": run_config,
+        "inspect": run_inspect, "import": run_import, "export": run_export, "merge": run_export, "config": run_config,
     }  # fmt: skip
     return functions[options.command](options)
 
@@ -91,70 +91,54 @@ def run_inspect(options: argparse.Namespace) -> int:
 def run_import(options: argparse.Namespace) -> int:
     config = config_of(options.directory, options.config, options.set)
     program = import_weights(config, options.directory, options.out, options.adapter)
-    print(
-        f"{short(options.out)}: {program.layout.parameters:,} parameters, for checkpoint.resume: {short(options.out)}"
-    )
+    out = short(options.out)
+    print(f"{out}: {program.layout.parameters:,} parameters, for checkpoint.resume: {out}")
     return DONE
 
 
 def run_export(options: argparse.Namespace) -> int:
+    """Exports, or merges."""
     extra_files.refuse_existing(options.directory)
-    weights = open_weights(options.run, options.step)
-    if options.adapter:
-        return _export_adapter(options, weights)
-    if weights.config.lora.rank:
+    merge, run = options.command == "merge", short(options.run)
+    weights = open_weights(options.run, options.step, options.adapter if merge else None)
+    config, of_step = weights.config, "" if weights.step is None else f", of step {weights.step}"
+    if merge and not config.lora.rank:
         raise ConfigError(
-            f"{short(options.run)} has LoRA's adapters beside its weights; merge writes both as one model, export --adapter the adapters alone."
+            f"{run} has no adapters to merge; export writes it as it is, --adapter PEFT_DIR gives it some."
         )
-    return _export(options, weights, weights.source)
-
-
-def run_merge(options: argparse.Namespace) -> int:
-    extra_files.refuse_existing(options.directory)
-    weights = open_weights(options.run, options.step, options.adapter)
-    if not weights.config.lora.rank:
+    if merge:
+        return _export(options, weights, merged(weights), of_step)
+    if not options.adapter and config.lora.rank:
         raise ConfigError(
-            f"{short(options.run)} has no adapters to merge; export writes it as it is, --adapter PEFT_DIR gives it some."
+            f"{run} has LoRA's adapters beside its weights; merge writes both as one model, export --adapter the adapters alone."
         )
-    return _export(options, weights, merged(weights))
-
-
-def _export_adapter(options: argparse.Namespace, weights: ExportSource) -> int:
-    config = weights.config
+    if not options.adapter:
+        return _export(options, weights, weights.source, of_step)
     if not config.lora.rank:
-        raise ConfigError(f"{short(options.run)} has no adapters.")
-    dtype = options.dtype or "float32"
-    base = config.model.weights or weights.hf_config.get("_name_or_path")
+        raise ConfigError(f"{run} has no adapters.")
+    dtype, base = options.dtype or "float32", config.model.weights or weights.hf_config.get("_name_or_path")
     export_adapter(config, weights.source, options.directory, dtype, base)
     size = sum(weight.size for weight in adapters(config.model, config.lora))
-    print(
-        f"{short(options.directory)}: adapters of rank {config.lora.rank}, {size:,} parameters in {dtype}{_of_step(weights)}"
-    )
+    print(f"{short(options.directory)}: adapters of rank {config.lora.rank}, {size:,} parameters in {dtype}{of_step}")
     return DONE
 
 
-def _export(options: argparse.Namespace, weights: ExportSource, source: Source) -> int:
+def _export(options: argparse.Namespace, weights: ExportSource, source: Source, of_step: str) -> int:
     # merged weights are other ones
     untouched = weights.dtypes if options.dtype is None and source is weights.source else {}
+    directory = short(options.directory)
     dtype, tokenizer = options.dtype or weights.dtype, weights.tokenizer
     if options.tokenizer is not None:
         tokenizer = extra_files.tokenizer_files(options.tokenizer)
         if not tokenizer:
-            raise ConfigError(
-                f"--tokenizer {short(options.tokenizer)} is no directory with a tokenizer.json, tokenizer.model or vocab.json."
-            )
+            vocabularies = "tokenizer.json, tokenizer.model or vocab.json"
+            raise ConfigError(f"--tokenizer {short(options.tokenizer)} is no directory with a {vocabularies}.")
     export(weights.config, source, options.directory, dtype, tokenizer, weights.hf_config, untouched)
     model, dtypes = weights.config.model, " and ".join(sorted(set(untouched.values()))) or dtype
-    print(f"{short(options.directory)}: {parameters(model):,} parameters in {dtypes}{_of_step(weights)}")
+    print(f"{directory}: {parameters(model):,} parameters in {dtypes}{of_step}")
     if not tokenizer and not positions_of(model):
-        say(
-            f"no tokenizer was found beside the weights, so {short(options.directory)} has none; --tokenizer DIR takes one."
-        )
+        say(f"no tokenizer was found beside the weights, so {directory} has none; --tokenizer DIR takes one.")
     return DONE
-
-
-def _of_step(weights: ExportSource) -> str:
-    return "" if weights.step is None else f", of step {weights.step}"
 
 
 def run_config(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Weights as a Hugging Face directory: of a run, a step, an imported checkpoint, or another Hugging Face directory; merged or not.
 
-    live masters, files ── a layer of a weight ──► host ── cast, in their layout ──► part 1, 2 ...     aside, and renamed when complete
+    live weights, files ── a layer of a weight ──► host ── cast, in their layout ──► part 1, 2 ...     aside, and renamed when complete
 
 The directory has safetensors in parts with their index, config.json, the tokenizer's files or, of images, preprocessor_config.json. One
 part is in host memory at a time. All processes take part in gathering, the first writes.
@@ -98,9 +98,7 @@ def _imported_dtypes(path: Path) -> dict[str, str]:
     """Returns the dtypes that an import's tensors had; {} of any other run."""
     note = extra_files.run_of(path) / extra_files.HF_CONFIG
     dtypes = read_json(note).get(extra_files.DTYPES) if note.is_file() else None
-    return (
-        {name: DTYPE_NAMES.get(dtype, "float32") for name, dtype in dtypes.items()} if isinstance(dtypes, dict) else {}
-    )
+    return {name: DTYPE_NAMES.get(dtype, "float32") for name, dtype in (dtypes or {}).items()}
 
 
 def merged(weights: ExportSource) -> Source:
@@ -184,9 +182,9 @@ def _write_tensors(model: ModelConfig, source: Source, to: Path | None, dtype_of
     for number, names in enumerate(parts, 1):
         file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         tensors = {}
-        for name, (layer, pieces) in names.items():
-            thirds = [mapping.converted(source(mapping.weight, layer)) for mapping in pieces]
-            tensors[name] = _cast(np.concatenate(thirds, -1) if len(thirds) > 1 else thirds[0], dtype_of(name), name)
+        for name, (layer, weights) in names.items():
+            arrays = [mapping.converted(source(mapping.weight, layer)) for mapping in weights]
+            tensors[name] = _cast(np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0], dtype_of(name), name)
             index[name], total = file, total + tensors[name].nbytes
         if to is not None:
             save_file(tensors, str(to / file), metadata={"format": "pt"})
@@ -200,16 +198,21 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = np.ascontiguousarray(array, dtype)
     if dtype == np.float16 and not np.isfinite(cast).all():
-        raise ConfigError(
-            f"{name} has numbers beyond float16, whose largest is 65504; give --dtype bfloat16 or float32."
-        )
+        largest = "numbers beyond float16, whose largest is 65504"
+        raise ConfigError(f"{name} has {largest}; give --dtype bfloat16 or float32.")
     return cast
 
 
 def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[str, Tensor]]:
+    """Yields the tensors of each file."""
+    by_name, tensors = mappings(model), dict[str, Tensor]()
+    for layer in (None, *range(model.layers)):
+        for mapping in by_name.values():
+            if layer in layers(mapping.weight):
+                tensors.setdefault(mapping.tensor(layer), (layer, []))[1].append(mapping)
     names: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in _tensors(model).items():
+    for name, tensor in tensors.items():
         nbytes = dtype_of(name).itemsize * sum(math.prod(n for _, n in mapping.weight.dims) for mapping in tensor[1])
         if names and size + nbytes > part:
             yield names
@@ -217,12 +220,3 @@ def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[st
         names[name] = tensor
         size += nbytes
     yield names
-
-
-def _tensors(model: ModelConfig) -> dict[str, Tensor]:
-    by_name, tensors = mappings(model), dict[str, Tensor]()
-    for layer in (None, *range(model.layers)):
-        for mapping in by_name.values():
-            if layer in layers(mapping.weight):
-                tensors.setdefault(mapping.tensor(layer), (layer, []))[1].append(mapping)
-    return tensors

@@ -43,9 +43,13 @@ CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddi
 LABELS = ("id2label", "label2id")  # carried too, where there are as many classes as before
 
 
+def _files(directory: Path) -> dict[str, Path]:
+    return {name: directory / name for name in TOKENIZER if (directory / name).is_file()}
+
+
 def check(directory: Path) -> None:
     """ConfigError where one of the tokenizer's files, or what generation begins with, is no JSON, or the tokenizer has no vocabulary."""
-    files = {name: directory / name for name in TOKENIZER if (directory / name).is_file()}
+    files = _files(directory)
     for path in files.values():
         if path.suffix == ".json":
             read_json(path)
@@ -61,7 +65,7 @@ def copy(directory: Path, to: Path, dtypes: Mapping[str, str]) -> None:
 
 def tokenizer_files(directory: Path) -> dict[str, Path]:
     """Returns the tokenizer's files in a directory, by name; none without a vocabulary."""
-    files = {name: directory / name for name in TOKENIZER if (directory / name).is_file()}
+    files = _files(directory)
     return files if any(name in files for name in VOCABULARIES) else {}
 
 
@@ -119,9 +123,11 @@ def check_tokenizer(files: Mapping[str, Path], vocab_size: int) -> None:
     """ConfigError where a tokenizer has ids that the model's embedding has no row for."""
     largest = _largest_id(files)
     if largest >= vocab_size:
-        raise ConfigError(
-            f"the tokenizer {short(files['tokenizer.json'])} has the id {largest}, but the model's vocabulary is {vocab_size}; give the right one with --tokenizer DIR."
+        tokenizer, sizes = (
+            short(files["tokenizer.json"]),
+            f"the id {largest}, but the model's vocabulary is {vocab_size}",
         )
+        raise ConfigError(f"the tokenizer {tokenizer} has {sizes}; give the right one with --tokenizer DIR.")
 
 
 def _largest_id(files: Mapping[str, Path]) -> int:
@@ -170,7 +176,9 @@ def written_aside(to: Path) -> Iterator[Path]:
             try:
                 yield aside
                 (aside / LOCK).unlink()
-                _sync_all(aside)
+                for folder, _, files in os.walk(aside):
+                    for path in (*(Path(folder, name) for name in files), Path(folder)):
+                        sync(path)
                 os.rename(aside, to)
             except BaseException:
                 # a full disk needs the room
@@ -201,14 +209,3 @@ def _locked_empty(aside: Path) -> Iterator[None]:
         for path in [path for path in aside.iterdir() if path.name != LOCK]:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         yield
-
-
-def _sync_all(directory: Path) -> None:
-    for folder, _, files in os.walk(directory):
-        for name in files:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync(Path(folder))

@@ -51,9 +51,9 @@ class TensorFiles:
             self._file = dict.fromkeys(self._opened(single).keys(), single)
         else:
             pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-            why = f"; {short(pickles[0])} is a pickle, which runs code when it is opened: " if pickles else ""
-            way_out = "save it as safetensors" if pickles else ""
-            raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}{way_out}.")
+            runs_code = "is a pickle, which runs code when it is opened: save it as safetensors"
+            why = f"; {short(pickles[0])} {runs_code}" if pickles else ""
+            raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}.")
 
     @property
     def names(self) -> list[str]:
@@ -147,9 +147,8 @@ def images_section(directory: Path) -> dict[str, Any]:
     given = read_json(path)
     scale = given.get("rescale_factor", 1 / 255)
     if given.get("do_rescale") is False or not isinstance(scale, float) or not math.isclose(scale, 1 / 255):
-        raise ConfigError(
-            f"{short(path)}: pixels that are not from 0 to 1 are not computed here; rescale_factor must be 1 / 255."
-        )
+        why = "pixels that are not from 0 to 1 are not computed here"
+        raise ConfigError(f"{short(path)}: {why}; rescale_factor must be 1 / 255.")
     size = given.get("size")
     section: dict[str, Any] = {"resize": "crop" if isinstance(size, dict) and "shortest_edge" in size else "stretch"}
     if given.get("do_normalize") is False:

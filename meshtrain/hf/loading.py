@@ -45,12 +45,11 @@ def check(model: ModelConfig, files: TensorFiles) -> None:
         for layer in layers(mapping.weight):
             name = mapping.tensor(layer)
             used.add(name)
-            if files.shape(name) != mapping.shape():
-                raise ConfigError(
-                    f"{name} in {where} is {list(files.shape(name))}; this model's is {list(mapping.shape())}."
-                )
-            if files.dtype(name) not in DTYPES:
-                raise ConfigError(f"{name} in {where} is {files.dtype(name)}; it must be one of {', '.join(DTYPES)}.")
+            shape, dtype = files.shape(name), files.dtype(name)
+            if shape != mapping.shape():
+                raise ConfigError(f"{name} in {where} is {list(shape)}; this model's is {list(mapping.shape())}.")
+            if dtype not in DTYPES:
+                raise ConfigError(f"{name} in {where} is {dtype}; it must be one of {', '.join(DTYPES)}.")
     if model.tied_head and "lm_head.weight" in files.names:
         _check_tied(files, mappings(model)["embedding.tokens"].tensor(None))
     unused = [name for name in files.names if name not in used and not name.endswith(IGNORED)]
@@ -65,9 +64,8 @@ def check_finite(files: TensorFiles) -> None:
         shape = files.shape(name)
         for box in _rows(shape) if shape and not name.endswith(IGNORED) else ():
             if not np.isfinite(files.read(name, box)).all():
-                raise ConfigError(
-                    f"{short(name)} in {short(files.directory)} has NaN or infinity, so it is no trained weight."
-                )
+                where = short(files.directory)
+                raise ConfigError(f"{short(name)} in {where} has NaN or infinity, so it is no trained weight.")
         read += math.prod(shape)
         if time.monotonic() - logged > LOG_EVERY:
             logged, percent = time.monotonic(), 100 * read / numbers
@@ -84,12 +82,11 @@ def _rows(shape: tuple[int, ...]) -> Iterator[Box]:
 def _check_tied(files: TensorFiles, embedding: str) -> None:
     """ConfigError where a head that is said to be the embedding is another one: it would be lost."""
     shape, head = files.shape(embedding), "lm_head.weight"
-    same = files.shape(head) == shape and all(
-        np.array_equal(files.read(embedding, box), files.read(head, box)) for box in _rows(shape)
-    )
-    if not same:
+    equal = (np.array_equal(files.read(embedding, box), files.read(head, box)) for box in _rows(shape))
+    if files.shape(head) != shape or not all(equal):
         raise ConfigError(
-            f"{short(files.directory)} has an {head} that is not {embedding}, but its config.json ties the two; set tie_word_embeddings to false there."
+            f"{short(files.directory)} has an {head} that is not {embedding}, but its config.json ties the two; "
+            "set tie_word_embeddings to false there."
         )
 
 
@@ -162,7 +159,8 @@ class _Leaf:
         pieces = list(self._pieces(inner, dtype.itemsize))
         if not stacked and len(pieces) == 1:
             return jax.device_put(self._read_piece(None, inner, dtype), device)
-        array = _zeros(tuple(s.stop - s.start for s in box), device, dtype)
+        zeros = partial(jnp.zeros, tuple(s.stop - s.start for s in box), dtype)
+        array = jax.jit(zeros, out_shardings=SingleDeviceSharding(device))()
         at = self.layout.layer_at.reshape(-1)[box[0]] if stacked else [None]
         for place, layer in enumerate(at):
             # a place that only fills up its stage has layer -1
@@ -190,10 +188,6 @@ class _Leaf:
             numbers = self.read(layer, inside)
             array[tuple(slice(0, n) for n in numbers.shape)] = numbers
         return array
-
-
-def _zeros(shape: tuple[int, ...], device: Any, dtype: Any) -> jax.Array:
-    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=SingleDeviceSharding(device))()
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def adapter_config(model: ModelConfig, lora: LoraConfig, base: str | None) -> di
     """Returns adapter_config.json of a resolved config's adapters; `base` is where the model is that they adapt."""
     number = lambda x: int(x) if x == int(x) else x  # noqa: E731
     ranks, alphas, targets = {}, {}, []
-    for module, parts in _written(model, lora):
+    for module, parts in _adapted_modules(model, lora):
         # q_proj; c_proj alone would be two modules
         name = ".".join(module.name.split(".")[-2:]) if model.family == "gpt2" else module.name.rpartition(".")[2]
         targets.append(name)
@@ -115,27 +115,28 @@ def adapter_config(model: ModelConfig, lora: LoraConfig, base: str | None) -> di
 def adapter_tensors(model: ModelConfig, lora: LoraConfig, source: Source) -> Iterator[tuple[str, np.ndarray]]:
     """Yields their tensors by name; `source(weight, layer)` returns one layer of a factor."""
     factors = {weight.name: weight for weight in adapters(model, lora)}
-    for module, _ in _written(model, lora):
+    for module, _ in _adapted_modules(model, lora):
         for layer in range(model.layers):
-            adapted_parts = [(i, w.name) for i, w in enumerate(module.projections) if f"{w.name}_lora_a" in factors]
-            a = [source(factors[f"{name}_lora_a"], layer).reshape(-1, lora.rank).T for _, name in adapted_parts]
-            b = [source(factors[f"{name}_lora_b"], layer).reshape(lora.rank, -1).T for _, name in adapted_parts]
+            places = [i for i, weight in enumerate(module.projections) if f"{weight.name}_lora_a" in factors]
+            names = [module.projections[i].name for i in places]
+            a = [source(factors[f"{name}_lora_a"], layer).reshape(-1, lora.rank).T for name in names]
+            b = [source(factors[f"{name}_lora_b"], layer).reshape(lora.rank, -1).T for name in names]
             outputs = len(b[0])
-            diagonal = np.zeros((outputs * len(module.projections), lora.rank * len(b)), b[0].dtype)
-            for at, ((i, _), block) in enumerate(zip(adapted_parts, b, strict=True)):
-                diagonal[i * outputs : (i + 1) * outputs, at * lora.rank : (at + 1) * lora.rank] = block
+            diagonal = np.zeros((len(module.projections), outputs, len(b), lora.rank), b[0].dtype)
+            for at, (i, block) in enumerate(zip(places, b, strict=True)):
+                diagonal[i, :, at] = block
             yield module.tensor(A, layer), np.concatenate(a)
-            yield module.tensor(B, layer), diagonal
+            yield module.tensor(B, layer), diagonal.reshape(len(module.projections) * outputs, -1)
 
 
 def adapter_metadata(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
     """Returns the metadata of the file of the tensors."""
     thirds = [name for name in PROJECTIONS[:3] if name in adapted(model, lora)]
-    fused = any(module.fused for module, _ in _written(model, lora))
+    fused = any(module.fused for module, _ in _adapted_modules(model, lora))
     return {"format": "pt"} | ({THIRDS: ",".join(thirds)} if fused else {})
 
 
-def _written(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[PeftModule, int]]:
+def _adapted_modules(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[PeftModule, int]]:
     """Yields the modules that are adapted, and how many of our projections in each."""
     chosen = adapted(model, lora)
     for module in peft_modules(model):
@@ -152,13 +153,13 @@ class Adapters:
     def __init__(self, directory: Path, model: ModelConfig) -> None:
         self.directory, self.model = directory, model
         self.where = short(directory / ADAPTER_CONFIG)
-        given = read_json(directory / ADAPTER_CONFIG)
-        _refuse_other_methods(given, self.where)
+        self._given = read_json(directory / ADAPTER_CONFIG)
+        self._refuse_other_methods()
         self.files = TensorFiles(directory, STEM)
         self._modules = self._find_modules()
-        self._check_targets(given)
+        self._check_targets()
         self._thirds = self._read_thirds()
-        self.lora = self._section(given)
+        self.lora = self._section()
         self._check_tensors()
 
     def read(self, weight: Weight, layer: int | None) -> np.ndarray:
@@ -175,6 +176,18 @@ class Adapters:
             array = array[at : at + self.lora.rank] if factor == "a" else array[:, at : at + self.lora.rank]
         return array.T.reshape([n for _, n in weight.dims])
 
+    def _refuse_other_methods(self) -> None:
+        """ConfigError, by name, for what PEFT would compute otherwise than LoRA of a projection."""
+        kind, start = self._given.get("peft_type"), self._given.get("init_lora_weights", True)
+        if kind != "LORA":
+            raise ConfigError(f"{self.where}: peft_type {short(repr(kind))} is not computed here; only LORA is.")
+        for key, value in self._given.items():
+            if key not in LEGAL and value not in NEUTRAL:
+                raise ConfigError(f"{self.where}: {short(key)} {short(json.dumps(value))} is not computed here.")
+        if start not in INITIALISATIONS:
+            changes = f"init_lora_weights {short(repr(start))} changes the base itself"
+            raise ConfigError(f"{self.where}: {changes}; save it converted to plain LoRA.")
+
     def _parts(self, module: PeftModule) -> int:
         """Returns how many adapters of ours an adapter of theirs holds."""
         return len(self._thirds) if self._thirds and module.fused else 1
@@ -182,108 +195,116 @@ class Adapters:
     def _find_modules(self) -> list[PeftModule]:
         """Returns the modules that have adapters, each in all layers."""
         present, used, modules = set(self.files.names), set[str](), []
+        directory = short(self.directory)
         for module in peft_modules(self.model):
             tensors = {module.tensor(factor, layer) for layer in range(self.model.layers) for factor in (A, B)}
             if tensors & present:
                 if missing := sorted(tensors - present):
-                    raise ConfigError(
-                        f"{short(self.directory)} has no {short(missing[0])}; here a projection has adapters in all layers."
-                    )
+                    all_layers = "here a projection has adapters in all layers"
+                    raise ConfigError(f"{directory} has no {short(missing[0])}; {all_layers}.")
                 modules.append(module)
                 used |= tensors
         if unused := sorted(present - used):
             raise ConfigError(
-                f"{short(self.directory)} has {short(unused[0])}, for which this {self.model.family} of {self.model.layers} layers has no place "
+                f"{directory} has {short(unused[0])}, for which this {self.model.family} of {self.model.layers} layers has no place "
                 f"({len(unused)} such): it is the adapter of another model."
             )
         if not modules:
-            raise ConfigError(f"{short(self.directory)} has no adapters.")
+            raise ConfigError(f"{directory} has no adapters.")
         return modules
 
-    def _check_targets(self, given: Mapping[str, Any]) -> None:
+    def _check_targets(self) -> None:
         """ConfigError where a list of names asks for a module that has no adapter; a pattern is not run."""
-        targets = given.get("target_modules")
+        targets, excluded = self._given.get("target_modules"), self._given.get("exclude_modules")
         for module in peft_modules(self.model):
             name = module.name.format(0)
             listed = isinstance(targets, list) and any(f".{name}".endswith(f".{target}") for target in targets)
-            if (listed or targets == "all-linear") and module not in self._modules and not given.get("exclude_modules"):
-                raise ConfigError(
-                    f"{self.where}: target_modules asks for {name}, but {short(self.directory)} has no adapter of it."
-                )
+            if (listed or targets == "all-linear") and module not in self._modules and not excluded:
+                asks = f"target_modules asks for {name}"
+                raise ConfigError(f"{self.where}: {asks}, but {short(self.directory)} has no adapter of it.")
 
     def _read_thirds(self) -> tuple[str, ...]:
         """Returns which of q, k and v have a part of their own in a fused adapter that we have written; () for any other."""
         text = self.files.metadata().get(THIRDS, "")
         thirds = tuple(text.split(",")) if text else ()
         if any(name not in PROJECTIONS[:3] for name in thirds) or len(set(thirds)) < len(thirds):
-            raise ConfigError(
-                f"{short(self.directory / STEM)}{ENDING} has {THIRDS} {short(repr(text))}, which are not among q, k, v."
-            )
+            file = f"{short(self.directory / STEM)}{ENDING}"
+            raise ConfigError(f"{file} has {THIRDS} {short(repr(text))}, which are not among q, k, v.")
         return thirds
 
-    def _section(self, given: Mapping[str, Any]) -> LoraConfig:
+    def _section(self) -> LoraConfig:
         """Returns the section lora that they need: one rank and one scale for all."""
+        given = self._given
         rslora = bool(given.get("use_rslora"))
         scales: set[tuple[int, float]] = set()
         for module in self._modules:
             parts = self._parts(module)
             for layer in range(self.model.layers):
                 name = module.name.format(layer)
-                rank = _positive(_by_pattern(given, "rank_pattern", name, "r", self.where), "r", self.where)
-                alpha = _by_pattern(given, "alpha_pattern", name, "lora_alpha", self.where)
-                alpha = _number(alpha, "lora_alpha", self.where)
+                rank = self._by_pattern("rank_pattern", name, "r")
+                if type(rank) is not int or not 1 <= rank <= 3 * 4096:
+                    raise ConfigError(f"{self.where}: r is {short(repr(rank))}; it must be a whole number above 0.")
+                alpha = self._number(self._by_pattern("alpha_pattern", name, "lora_alpha"), "lora_alpha")
                 if rank % parts:
                     raise ConfigError(f"{self.where}: the rank {rank} of {name} is no multiple of its {parts} shares.")
                 # a part of the rank keeps the scale of all of it
                 scales.add((rank // parts, alpha / (parts**0.5 if rslora else parts)))
-        ranks = sorted({rank for rank, _ in scales})
+        ranks, alphas = sorted({rank for rank, _ in scales}), sorted({alpha for _, alpha in scales})
+        several = ""
         if len(ranks) > 1:
-            raise ConfigError(
-                f"{self.where}: rank_pattern makes ranks of {ranks[0]} and {ranks[1]}; here all adapters have one."
-            )
-        alphas = sorted({alpha for _, alpha in scales})
-        if not math.isclose(alphas[0], alphas[-1], rel_tol=1e-12):
-            raise ConfigError(
-                f"{self.where}: alpha_pattern makes alphas of {alphas[0]:g} and {alphas[-1]:g}; here all adapters have one."
-            )
+            several = f"rank_pattern makes ranks of {ranks[0]} and {ranks[1]}"
+        elif not math.isclose(alphas[0], alphas[-1], rel_tol=1e-12):
+            several = f"alpha_pattern makes alphas of {alphas[0]:g} and {alphas[-1]:g}"
+        if several:
+            raise ConfigError(f"{self.where}: {several}; here all adapters have one.")
         stated = given.get("lora_alpha")
         alpha = float(stated) if math.isclose(stated, alphas[0], rel_tol=1e-12) else alphas[0]  # type: ignore[arg-type]
-        have = {
-            _projection(weight)
-            for module in self._modules
-            for weight in module.projections
-            if not (self._thirds and module.fused) or _projection(weight) in self._thirds
-        }
-        targets = tuple(name for name in PROJECTIONS if name in have)
+        present: set[str] = set()
+        for module in self._modules:
+            present |= set(self._thirds) if self._thirds and module.fused else {*map(_projection, module.projections)}
+        targets = tuple(name for name in PROJECTIONS if name in present)
         # an empty list stands for all of them
         if adapted(self.model, LoraConfig(rank=1)) == targets:
             targets = ()
-        dropout = _number(given.get("lora_dropout") or 0.0, "lora_dropout", self.where)
+        dropout = self._number(given.get("lora_dropout") or 0.0, "lora_dropout")
         return LoraConfig(rank=ranks[0], alpha=alpha, targets=targets, dropout=dropout, rslora=rslora)
+
+    def _by_pattern(self, patterns_key: str, module: str, key: str) -> Any:
+        """Returns a module's value among patterns, else that of `key`; only plain names: a regular expression could run for ever."""
+        patterns = self._given.get(patterns_key) or {}
+        if not isinstance(patterns, dict):
+            raise ConfigError(f"{self.where}: {patterns_key} must be a mapping of names.")
+        for name, value in patterns.items():
+            if not re.fullmatch(r"[A-Za-z0-9_.]+", name):
+                pattern = f"{patterns_key} has the pattern {short(repr(name))}"
+                raise ConfigError(f"{self.where}: {pattern}; only names of modules are read.")
+            if f".{module}".endswith(f".{name}"):
+                return value
+        return self._given.get(key)
+
+    def _number(self, value: Any, key: str) -> float:
+        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+            number = "it must be a number, and not negative"
+            raise ConfigError(f"{self.where}: {key} is {short(repr(value))}; {number}.")
+        return float(value)
 
     def _check_tensors(self) -> None:
         factors, where = {w.name: w for w in adapters(self.model, self.lora)}, short(self.directory)
         for module in self._modules:
             rank = self.lora.rank * self._parts(module)
-            a, b = next(
-                (factors[f"{w.name}_lora_a"], factors[f"{w.name}_lora_b"])
-                for w in module.projections
-                if f"{w.name}_lora_a" in factors
-            )
+            base = next(weight.name for weight in module.projections if f"{weight.name}_lora_a" in factors)
+            a, b = factors[f"{base}_lora_a"], factors[f"{base}_lora_b"]
             inputs = math.prod(n for _, n in a.dims[:-1])
             outputs = math.prod(n for _, n in b.dims[1:]) * len(module.projections)
             for layer in range(self.model.layers):
                 for factor, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
                     name = module.tensor(factor, layer)
-                    found, dtype = self.files.shape(name), self.files.dtype(name)
-                    if found != shape:
-                        raise ConfigError(
-                            f"{short(name)} in {where} is {list(found)}; of this model and rank {self.lora.rank} it is {list(shape)}."
-                        )
+                    actual, dtype, tensor = self.files.shape(name), self.files.dtype(name), f"{short(name)} in {where}"
+                    if actual != shape:
+                        right = f"of this model and rank {self.lora.rank} it is {list(shape)}"
+                        raise ConfigError(f"{tensor} is {list(actual)}; {right}.")
                     if dtype not in DTYPES:
-                        raise ConfigError(
-                            f"{short(name)} in {where} is {dtype}; it must be one of {', '.join(DTYPES)}."
-                        )
+                        raise ConfigError(f"{tensor} is {dtype}; it must be one of {', '.join(DTYPES)}.")
                 if module.fused and self._thirds:
                     self._check_blocks(module, layer)
 
@@ -293,9 +314,8 @@ class Adapters:
         for rows, third in zip(np.split(array, len(module.projections)), PROJECTIONS, strict=False):
             for at, part in enumerate(self._thirds):
                 if part != third and rows[:, at * self.lora.rank : (at + 1) * self.lora.rank].any():
-                    raise ConfigError(
-                        f"{short(module.tensor(B, layer))} in {short(self.directory)} is not what its {THIRDS} say: {third} depends on the share of {part}."
-                    )
+                    tensor, why = short(module.tensor(B, layer)), f"{third} depends on the share of {part}"
+                    raise ConfigError(f"{tensor} in {short(self.directory)} is not what its {THIRDS} say: {why}.")
 
 
 def with_adapters(config: Config, adapters: Adapters | None) -> Config:
@@ -303,48 +323,6 @@ def with_adapters(config: Config, adapters: Adapters | None) -> Config:
     lora = LoraConfig() if adapters is None else adapters.lora
     name = lora_difference(config.model, config.lora, lora) if config.lora.rank else None
     if adapters is not None and name is not None:
-        raise ConfigError(
-            f"lora.{name} is {getattr(config.lora, name)}, but the adapters in {short(adapters.directory)} have {getattr(lora, name)}; leave the key out."
-        )
+        theirs = f"the adapters in {short(adapters.directory)} have {getattr(lora, name)}"
+        raise ConfigError(f"lora.{name} is {getattr(config.lora, name)}, but {theirs}; leave the key out.")
     return replaced(config, lora=dataclasses.asdict(lora))
-
-
-def _refuse_other_methods(given: Mapping[str, Any], where: str) -> None:
-    """ConfigError, by name, for what PEFT would compute otherwise than LoRA of a projection."""
-    kind = given.get("peft_type")
-    if kind != "LORA":
-        raise ConfigError(f"{where}: peft_type {short(repr(kind))} is not computed here; only LORA is.")
-    for key, value in given.items():
-        if key not in LEGAL and value not in NEUTRAL:
-            raise ConfigError(f"{where}: {short(key)} {short(json.dumps(value))} is not computed here.")
-    if given.get("init_lora_weights", True) not in INITIALISATIONS:
-        raise ConfigError(
-            f"{where}: init_lora_weights {short(repr(given['init_lora_weights']))} changes the base itself; save it converted to plain LoRA."
-        )
-
-
-def _by_pattern(given: Mapping[str, Any], patterns_key: str, module: str, key: str, where: str) -> Any:
-    """Returns a module's value among patterns, else that of `key`; only plain names are read, since a regular expression could run for ever."""
-    patterns = given.get(patterns_key) or {}
-    if not isinstance(patterns, dict):
-        raise ConfigError(f"{where}: {patterns_key} must be a mapping of names.")
-    for name, value in patterns.items():
-        if not re.fullmatch(r"[A-Za-z0-9_.]+", name):
-            raise ConfigError(
-                f"{where}: {patterns_key} has the pattern {short(repr(name))}; only names of modules are read."
-            )
-        if f".{module}".endswith(f".{name}"):
-            return value
-    return given.get(key)
-
-
-def _positive(value: Any, key: str, where: str) -> int:
-    if type(value) is not int or not 1 <= value <= 3 * 4096:
-        raise ConfigError(f"{where}: {key} is {short(repr(value))}; it must be a whole number above 0.")
-    return value
-
-
-def _number(value: Any, key: str, where: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{where}: {key} is {short(repr(value))}; it must be a number, and not negative.")
-    return float(value)

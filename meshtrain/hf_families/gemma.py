@@ -23,16 +23,10 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
         refuse_unless(where, config, "attn_logit_softcapping", None)
     caps = {"gemma2": (50.0, 30.0), "gemma3": (None, None)}[family]
     window, global_every = _alternating(family, config, where)
-    model = {
-        "layers": positive(config, "num_hidden_layers", where),
-        "d_model": positive(config, "hidden_size", where),
-        "heads": positive(config, "num_attention_heads", where),
+    model = llama.sizes_section(config, where, tied=True)
+    model |= {
         "kv_heads": positive(config, "num_key_value_heads", where),
         "head_dim": config.get("head_dim", 256),
-        "d_ff": positive(config, "intermediate_size", where),
-        "vocab_size": positive(config, "vocab_size", where),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "tied_head": config.get("tie_word_embeddings", True),
         "activation": activation(config.get("hidden_activation") or "gelu_pytorch_tanh", where),
         "query_scalar": config.get("query_pre_attn_scalar", 256),
         "score_cap": float(config.get("attn_logit_softcapping", caps[0]) or 0),

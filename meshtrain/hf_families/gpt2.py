@@ -54,6 +54,4 @@ def names(model: Json) -> Iterator[WeightName]:
     yield WeightName("head.weight", "lm_head.weight", "linear")
 
 
-GPT2 = HfFamily(
-    "gpt2", "GPT2LMHeadModel", section, config, names, qkv_bias=True, window=False, head_shapes=False
-)  # fmt: skip
+GPT2 = HfFamily("gpt2", "GPT2LMHeadModel", section, config, names, qkv_bias=True, window=False, head_shapes=False)

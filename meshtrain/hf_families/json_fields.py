@@ -30,23 +30,14 @@ FIELDS: dict[type, tuple[str, ...]] = {
     dict: ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "id2label"),
 }  # fmt: skip
 LEGAL = {
-    int: "a whole number, not negative",
-    float: "a number, not negative",
-    bool: "true or false",
-    str: "a text",
-    list: "a list of texts",
-    dict: "a mapping",
-}
+    int: "a whole number, not negative", float: "a number, not negative", bool: "true or false", str: "a text",
+    list: "a list of texts", dict: "a mapping",
+}  # fmt: skip
 MOST_LAYERS = 65536
 # Their names of activation functions by ours. transformers' gelu is the exact one.
 FUNCTIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu_exact",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "relu": "relu",
-}
+    "silu": "silu", "swish": "silu", "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu",
+}  # fmt: skip
 HF_FUNCTIONS = {ours: theirs for theirs, ours in reversed(FUNCTIONS.items())}
 
 
@@ -102,9 +93,8 @@ def number(config: Json, key: str, where: str) -> float:
 
 def activation(name: str, where: str) -> str:
     if name not in FUNCTIONS:
-        raise ConfigError(
-            f"{where}: the activation {short(repr(name))} is not computed here; there are {', '.join(FUNCTIONS)}."
-        )
+        known = ", ".join(FUNCTIONS)
+        raise ConfigError(f"{where}: the activation {short(repr(name))} is not computed here; there are {known}.")
     return FUNCTIONS[name]
 
 

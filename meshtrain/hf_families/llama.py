@@ -19,20 +19,26 @@ WINDOW, MAX_WINDOW_LAYERS = 4096, 28
 THETA = 10_000.0
 
 
-def section(family: str, config: Json, where: str) -> dict[str, Any]:
-    heads = positive(config, "num_attention_heads", where)
-    # Qwen2 has biases of q, k and v without a field for them
-    for key, legal in (("mlp_bias", False), ("attention_bias", False), ("attention_dropout", 0.0)):
-        refuse_unless(where, config, key, legal)
-    model = {
+def sizes_section(config: Json, where: str, tied: bool) -> dict[str, Any]:
+    """Returns the keys that all these classes have; `tied`: whether the head is, where nothing is said of it."""
+    return {
         "layers": positive(config, "num_hidden_layers", where),
         "d_model": positive(config, "hidden_size", where),
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads", KV_HEADS.get(family)) or heads,
+        "heads": positive(config, "num_attention_heads", where),
         "d_ff": positive(config, "intermediate_size", where),
         "vocab_size": positive(config, "vocab_size", where),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "tied_head": config.get("tie_word_embeddings", False),
+        "tied_head": config.get("tie_word_embeddings", tied),
+    }
+
+
+def section(family: str, config: Json, where: str) -> dict[str, Any]:
+    # Qwen2 has biases of q, k and v without a field for them
+    for key, legal in (("mlp_bias", False), ("attention_bias", False), ("attention_dropout", 0.0)):
+        refuse_unless(where, config, key, legal)
+    model = sizes_section(config, where, tied=False)
+    model |= {
+        "kv_heads": config.get("num_key_value_heads", KV_HEADS.get(family)) or model["heads"],
         "activation": activation(config.get("hidden_act", "silu"), where),
         "window": _window(family, config, where),
     }
@@ -93,10 +99,8 @@ def rope_section(config: Json, where: str, theta: float = THETA) -> dict[str, An
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     model["rope_original"] = original or positive(config, "max_position_embeddings", where)
     if kind == "llama3":
-        return model | {
-            "rope_slow": number(rope, "low_freq_factor", where),
-            "rope_fast": number(rope, "high_freq_factor", where),
-        }
+        slow, fast = (number(rope, f"{which}_freq_factor", where) for which in ("low", "high"))
+        return model | {"rope_slow": slow, "rope_fast": fast}
     return model | {
         "rope_slow": float(rope.get("beta_slow") or 1), "rope_fast": float(rope.get("beta_fast") or 32),
         "rope_amplitude": float(rope.get("attention_factor") or 0), "rope_truncate": bool(rope.get("truncate", True)),
@@ -111,10 +115,8 @@ def _with_rope_type(rope: Json) -> Json:
 def config(model: Json, length: int) -> dict[str, Any]:
     window = {"sliding_window": model["window"] or None}
     if model["family"].startswith("qwen"):
-        window |= {
-            "use_sliding_window": model["window"] > 0,
-            "max_window_layers": 0 if model["window"] else model["layers"],
-        }
+        window["use_sliding_window"] = model["window"] > 0
+        window["max_window_layers"] = 0 if model["window"] else model["layers"]
     rope = rope_parameters(model)
     return window | rope_config(model, rope) | {"rope_parameters": rope} | sizes_config(model, length)
 
@@ -137,10 +139,7 @@ def rope_parameters(model: Json) -> dict[str, Any]:
 def rope_config(model: Json, rope: Json) -> dict[str, Any]:
     """Returns the fields that transformers 4 reads; `rope` are the `rope_parameters` of 5."""
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {
-        "rope_theta": model["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-    }
+    return {"rope_theta": model["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
 
 
 def sizes_config(model: Json, length: int, function: str | None = None) -> dict[str, Any]:
