@@ -23,9 +23,8 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
         refuse_unless(where, config, "attn_logit_softcapping", None)
     caps = {"gemma2": (50.0, 30.0), "gemma3": (None, None)}[family]
     window, global_every = _alternating(family, config, where)
-    model = llama.sizes_section(config, where, tied=True)
+    model = llama.sizes_section(config, where, positive(config, "num_key_value_heads", where), tied=True)
     model |= {
-        "kv_heads": positive(config, "num_key_value_heads", where),
         "head_dim": config.get("head_dim", 256),
         "activation": activation(config.get("hidden_activation") or "gelu_pytorch_tanh", where),
         "query_scalar": config.get("query_pre_attn_scalar", 256),

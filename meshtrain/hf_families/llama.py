@@ -19,12 +19,13 @@ WINDOW, MAX_WINDOW_LAYERS = 4096, 28
 THETA = 10_000.0
 
 
-def sizes_section(config: Json, where: str, tied: bool) -> dict[str, Any]:
+def sizes_section(config: Json, where: str, kv_heads: int, tied: bool) -> dict[str, Any]:
     """Returns the keys that all these classes have; `tied`: whether the head is, where nothing is said of it."""
     return {
         "layers": positive(config, "num_hidden_layers", where),
         "d_model": positive(config, "hidden_size", where),
         "heads": positive(config, "num_attention_heads", where),
+        "kv_heads": kv_heads,
         "d_ff": positive(config, "intermediate_size", where),
         "vocab_size": positive(config, "vocab_size", where),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
@@ -36,12 +37,11 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
     # Qwen2 has biases of q, k and v without a field for them
     for key, legal in (("mlp_bias", False), ("attention_bias", False), ("attention_dropout", 0.0)):
         refuse_unless(where, config, key, legal)
-    model = sizes_section(config, where, tied=False)
-    model |= {
-        "kv_heads": config.get("num_key_value_heads", KV_HEADS.get(family)) or model["heads"],
-        "activation": activation(config.get("hidden_act", "silu"), where),
-        "window": _window(family, config, where),
-    }
+    heads = positive(config, "num_attention_heads", where)
+    kv_heads = config.get("num_key_value_heads", KV_HEADS.get(family)) or heads
+    model = sizes_section(config, where, kv_heads, tied=False)
+    model["activation"] = activation(config.get("hidden_act", "silu"), where)
+    model["window"] = _window(family, config, where)
     if config.get("head_dim"):
         model["head_dim"] = config["head_dim"]
     elif family == "qwen3":
