@@ -193,7 +193,7 @@ def _add_unknown(facts: KeyFacts, kind: str, given: GivenKey) -> None:
     one that would be taken over.
     """
     table = TABLES[kind]
-    names = [name for name in table if not name.endswith((".", "_"))]
+    names = [name for name in table if not name.endswith(".")]
     alike = difflib.get_close_matches(given.key, names, n=1, cutoff=MISSPELT)
     if alike and not table[alike[0]].why:
         raise ConfigError(f"{given.where}: {kind} has no key {short(given.key)}; did you mean {alike[0]}?")

@@ -63,7 +63,7 @@ class KeyRow:
     differs: str = ""
 
 
-Table = Mapping[str, KeyRow]  # a name that ends in . or _ stands for all keys that begin with it
+Table = Mapping[str, KeyRow]  # a name that ends in a dot stands for all keys that begin with it
 
 
 def to(path: str, read: Callable[[Any], Any], default: Any = None) -> KeyRow:
@@ -109,7 +109,7 @@ def only(legal: Any, why: str) -> KeyRow:
 
 def row_of(table: Table, key: str) -> KeyRow | None:
     """Returns the row of a key: its own, or that of the longest beginning."""
-    beginnings = [name for name in table if name.endswith((".", "_")) and key.startswith(name)]
+    beginnings = [name for name in table if name.endswith(".") and key.startswith(name)]
     return table.get(key) or (table[max(beginnings, key=len)] if beginnings else None)
 
 

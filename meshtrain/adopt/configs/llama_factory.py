@@ -258,47 +258,70 @@ LOST = rows.all_lost({
 
 LEFT = rows.left({
     "sequences are not divided over data ranks (context parallelism)": "sequence_parallel_mode",
-    "the model's own config.json says all that is needed": "trust_remote_code model_revision cache_dir low_cpu_mem_usage",
+    "the model's own config.json says all that is needed":
+        "trust_remote_code model_revision cache_dir low_cpu_mem_usage",
     "tokens are those of the tokenizer's file": "use_fast_tokenizer init_special_tokens",
     "kernels follow from the device and the compiler":
-        "flash_attn use_unsloth use_unsloth_gc enable_liger_kernel use_liger_kernel use_v1_kernels use_reentrant_gc use_cce attn tf32 "
-        "gradient_checkpointing_kwargs. gradient_checkpointing_kwargs torch_compile torch_compile_",
+        "flash_attn use_unsloth use_unsloth_gc enable_liger_kernel use_liger_kernel use_v1_kernels use_reentrant_gc "
+        "use_cce attn tf32 gradient_checkpointing_kwargs. gradient_checkpointing_kwargs torch_compile "
+        "torch_compile_backend torch_compile_mode",
     "norms and logits are computed in float32": "upcast_layernorm upcast_lmhead_output",
     "adapters go on with `meshtrain.adopt import --adapter`": "adapter_folder create_new_adapter",
-    "nothing is quantized here": "quantization_ double_quantization fp8_",
+    "nothing is quantized here":
+        "quantization_method quantization_type quantization_device_map double_quantization fp8_backend "
+        "fp8_enable_fsdp_float8_all_gather",
     "there are no experts here": "moe_aux_loss_coef",
     "of pictures and sound nothing is here":
-        "image_ video_ crop_to_patches use_audio_in_video audio_ media_dir freeze_vision_tower freeze_multi_modal_projector "
-        "freeze_language_model train_mm_proj_only",
+        "image_max_pixels image_min_pixels image_do_pan_and_scan image_resolution video_max_pixels video_min_pixels "
+        "video_fps video_maxlen video_resolution crop_to_patches use_audio_in_video audio_sampling_rate media_dir "
+        "freeze_vision_tower freeze_multi_modal_projector freeze_language_model train_mm_proj_only",
     "it is for inference, or export":
-        "infer_ offload_folder use_kv_cache use_cache vllm_ export_ predict_with_generate generation_ do_predict max_new_tokens max_length "
-        "top_p top_k temperature do_sample num_beams repetition_penalty length_penalty skip_special_tokens eval_num_beams",
-    "nothing is fetched from, or sent to, a hub": "hf_hub_token ms_hub_token om_hub_token push_to_hub hub_",
+        "infer_backend infer_dtype offload_folder use_kv_cache use_cache vllm_maxlen vllm_gpu_util vllm_enforce_eager "
+        "export_size export_device export_quantization_bit export_quantization_dataset export_legacy_format "
+        "export_hub_model_id predict_with_generate generation_max_length generation_num_beams generation_config "
+        "do_predict max_new_tokens max_length top_p top_k temperature do_sample num_beams repetition_penalty "
+        "length_penalty skip_special_tokens eval_num_beams",
+    "nothing is fetched from, or sent to, a hub":
+        "hf_hub_token ms_hub_token om_hub_token push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
+        "hub_always_push hub_revision",
     "it only prints":
-        "print_param_status plot_loss disable_tqdm log_level log_level_replica log_on_each_node logging_first_step logging_strategy "
-        "logging_dir logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second include_effective_tokens_per_second "
-        "include_mfu skip_memory_metrics debug run_name project",
+        "print_param_status plot_loss disable_tqdm log_level log_level_replica log_on_each_node logging_first_step "
+        "logging_strategy logging_dir logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second "
+        "include_effective_tokens_per_second include_mfu skip_memory_metrics debug run_name project",
     "it belongs to a method that is not here":
-        "pissa_iter pissa_convert loraplus_lr_embedding galore_ apollo_ badam_ simpo_gamma kto_ asft_alpha eaft_alpha reward_model "
-        "reward_model_ ppo_ oft_ module_dropout use_mca",
+        "pissa_iter pissa_convert loraplus_lr_embedding galore_target galore_rank galore_update_interval galore_scale "
+        "galore_proj_type galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj "
+        "apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block "
+        "badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose simpo_gamma "
+        "kto_chosen_weight kto_rejected_weight asft_alpha eaft_alpha reward_model reward_model_adapters "
+        "reward_model_quantization_bit reward_model_type ppo_buffer_size ppo_epochs ppo_score_norm ppo_target "
+        "ppo_whiten_rewards oft_rank oft_block_size oft_target module_dropout use_mca",
     "the tokenizer's own chat template counts (data.template)": "template tool_format",
     "how examples are read ahead is arranged otherwise (data.prefetch)":
-        "overwrite_cache preprocessing_ dataloader_ streaming buffer_size tokenized_path remove_unused_columns group_by_length "
-        "length_column_name data_shared_file_system accelerator_config. accelerator_config ignore_data_skip",
+        "overwrite_cache preprocessing_num_workers preprocessing_batch_size dataloader_num_workers "
+        "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last "
+        "dataloader_multiprocessing_context dataloader_in_order streaming buffer_size tokenized_path "
+        "remove_unused_columns group_by_length length_column_name data_shared_file_system accelerator_config. "
+        "accelerator_config ignore_data_skip",
     "one seed says all (run.seed)": "data_seed full_determinism",
     "rows of the training batch's number are evaluated (eval.batches says how many batches)":
-        "per_device_eval_batch_size eval_accumulation_steps do_eval eval_on_start eval_delay eval_on_each_dataset prediction_loss_only "
-        "compute_accuracy include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval eval_do_concat_batches "
-        "eval_use_gather_object",
+        "per_device_eval_batch_size eval_accumulation_steps do_eval eval_on_start eval_delay eval_on_each_dataset "
+        "prediction_loss_only compute_accuracy include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval "
+        "eval_do_concat_batches eval_use_gather_object",
     "the best is kept by its loss (checkpoint.keep_best), and --step best exports it":
         "load_best_model_at_end metric_for_best_model greater_is_better",
     "a run goes on from its newest checkpoint (checkpoint.resume: never starts anew)":
         "overwrite_output_dir restore_callback_states_from_checkpoint",
-    "checkpoints hold the whole state, once": "save_only_model save_on_each_node save_safetensors enable_jit_checkpoint",
+    "checkpoints hold the whole state, once":
+        "save_only_model save_on_each_node save_safetensors enable_jit_checkpoint",
     "how devices talk is arranged by mesh and launcher":
-        "ddp_ local_rank fsdp_config. fsdp_config parallelism_config. parallelism_config use_cpu auto_find_batch_size "
-        "torch_empty_cache_steps ray_ resources_per_worker. resources_per_worker placement_strategy num_workers",
-    "there is no SwanLab here (telemetry.trackers)": "use_swanlab swanlab_ trackio_space_id",
+        "ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
+        "local_rank fsdp_config. fsdp_config parallelism_config. parallelism_config use_cpu auto_find_batch_size "
+        "torch_empty_cache_steps ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers "
+        "ray_init_kwargs. ray_init_kwargs resources_per_worker. resources_per_worker placement_strategy num_workers",
+    "there is no SwanLab here (telemetry.trackers)":
+        "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
+        "swanlab_lark_webhook_url swanlab_lark_secret trackio_space_id",
     "a tracker's own variables say where rows go (telemetry.trackers)": "mlflow_tracking_uri wandb_project",
     "labels are those of the data": "label_names",
 })  # fmt: skip
