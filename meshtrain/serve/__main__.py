@@ -2,11 +2,10 @@
 
 import argparse
 import importlib.util
-import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meshtrain.cli import Parser, command, whole_number
 from meshtrain.errors import ConfigError, short
@@ -39,18 +38,20 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
     parser.add_model()
-    add = parser.add_argument
+    add, seconds = parser.add_argument, _up_to(1e9, float, "number of seconds")
     add("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1: this machine alone)")
-    add("--port", type=_port, default=8000, help="0: any that is free (8000)")
+    add(
+        "--port", type=_up_to(65535, int, "port; ports are 0 to 65535"), default=8000, help="0: any that is free (8000)"
+    )
     add("--name", help="what clients call the model (that of its run)")
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once (8)")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (the model's)")
     add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429 (64)")  # fmt: skip
     add("--key-env", metavar="NAME", help=f"the environment variable that holds the key ({KEY})")
-    add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="that a request may take, waiting included (600)")  # fmt: skip
-    add("--stuck-after", type=_seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so (60)")  # fmt: skip
-    add("--notice", type=_seconds, default=3.0, metavar="S", help="after SIGTERM, /health says so and requests are still taken (3)")  # fmt: skip
-    add("--drain", type=_seconds, default=30.0, metavar="S", help="and then what runs may take to finish (30)")
+    add("--request-timeout", type=seconds, default=600.0, metavar="S", help="that a request may take, waiting included (600)")  # fmt: skip
+    add("--stuck-after", type=seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so (60)")  # fmt: skip
+    add("--notice", type=seconds, default=3.0, metavar="S", help="after SIGTERM, /health says so and requests are still taken (3)")  # fmt: skip
+    add("--drain", type=seconds, default=30.0, metavar="S", help="and then what runs may take to finish (30)")
     add("--access-log", action="store_true", help="a line a request on stderr")
     return parser.parse_args(arguments)
 
@@ -65,20 +66,19 @@ def _key(variable: str | None) -> str | None:
     return key or None
 
 
-def _port(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no port; ports are 0 to 65535")
-    return int(text)
+def _up_to(most: float, kind: type, meaning: str) -> Callable[[str], float]:
+    """Returns an option's type: a number from 0 on."""
 
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = -1
+        if not 0 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{short(repr(text))} is no {meaning}")
+        return value
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= 1e9:
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no number of seconds")
-    return seconds
+    return number
 
 
 if __name__ == "__main__":

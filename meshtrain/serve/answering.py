@@ -8,24 +8,23 @@ wait, which the engine ends after so many tokens, and the port's patience bounds
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import Busy, Closed, Piece, Request, Ticket
-from meshtrain.serve.errors import Refused, crowded, failed, unavailable
+from meshtrain.serve.errors import AGAIN, Refused, failed, unavailable
 
 FAILED = "the engine ended this answer"
 END = -1  # in place of a choice: there is no more of any
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """Pieces of one answer, in their order, as one."""
-    if len(pieces) == 1:
-        return pieces[0]
+    """Returns pieces of one answer, in their order, as one."""
     chosen = tuple(each for piece in pieces for each in piece.chosen)
     return replace(pieces[-1], text="".join(piece.text for piece in pieces), chosen=chosen)
 
@@ -41,7 +40,7 @@ class Channel:
         self._come = asyncio.Event()
 
     def put(self, choice: int, piece: Piece) -> None:
-        """From any thread; never blocks."""
+        """Adds a piece; from any thread, and never blocks."""
         with self._lock:
             self._waiting.setdefault(choice, []).append(piece)
             wake = not self._woken and (self._every or piece.finish is not None)
@@ -52,7 +51,7 @@ class Channel:
                 self._loop.call_soon_threadsafe(self._come.set)
 
     async def take(self) -> dict[int, Piece]:
-        """All that has come, as one piece a choice; waits until there is something."""
+        """Returns all that has come, as one piece a choice; waits until there is something."""
         await self._come.wait()
         self._come.clear()
         with self._lock:
@@ -62,7 +61,7 @@ class Channel:
 
 @dataclass
 class TokenTimes:
-    """When what was chosen came, for one answer, by time.monotonic."""
+    """When the tokens of one answer were chosen, by time.monotonic, and how many they are so far."""
 
     first: float = 0.0
     last: float = 0.0
@@ -77,51 +76,47 @@ class Answering:
         self._channel = Channel(every)
         self._tickets: dict[int, Ticket] = {}
         self.times = [TokenTimes() for _ in requests]
-        self._tokens = [0] * len(requests)
         self._why = failed(f"{FAILED}.")
 
     @property
     def tokens(self) -> int:
         """Chosen so far, over all answers."""
-        return sum(self._tokens)
+        return sum(times.tokens for times in self.times)
 
     def close(self) -> None:
         for ticket in self._tickets.values():
             ticket.cancel()
 
     def submit(self) -> None:
-        """To the engine; Refused if it has no room, or cannot do it."""
+        """Hands the requests to the engine; Refused if it has no room, or cannot do it."""
         for choice, request in enumerate(self._requests):
             try:
-                self._tickets[choice] = self._engine.submit(request, self._listener(choice))
+                self._tickets[choice] = self._engine.submit(request, functools.partial(self._listen, choice))
             except Busy:
-                raise crowded(self._engine.status.waiting) from None
+                sentence = f"{self._engine.status.waiting} requests wait already, which is all that may; come again in a moment."
+                raise Refused(429, sentence, code="queue_full", headers=AGAIN) from None
             except Closed as error:
                 raise unavailable(str(error), "closed") from None
             except ConfigError as error:
                 raise Refused(400, str(error), code="invalid_value") from None
 
-    def _listener(self, choice: int) -> Callable[[Piece], None]:
+    def _listen(self, choice: int, piece: Piece) -> None:
         times = self.times[choice]
-
-        def listen(piece: Piece) -> None:
-            if piece.tokens > times.tokens:
-                times.last = time.monotonic()
-                times.first = times.first or times.last
-                times.tokens = piece.tokens
-            self._channel.put(choice, piece)
-
-        return listen
+        if piece.tokens > times.tokens:
+            times.last = time.monotonic()
+            times.first = times.first or times.last
+            times.tokens = piece.tokens
+        self._channel.put(choice, piece)
 
     def end(self, refused: Refused) -> None:
-        """Whoever reads the answers is told why there are no more; in the event loop."""
+        """Tells whoever reads the answers why there are no more; in the event loop."""
         self._why = refused
         self._channel.put(END, Piece("", finish="error"))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(choice, piece), until each choice has had its last; Refused where the engine, or the server's end, ended one."""
-        left = set(range(len(self._requests)))
-        while left:
+        """Yields (choice, piece), until each choice has had its last; Refused where the engine, or the server's end, ended one."""
+        open_choices = set(range(len(self._requests)))
+        while open_choices:
             for choice, piece in (await self._channel.take()).items():
                 if choice == END:
                     raise self._why
@@ -129,8 +124,7 @@ class Answering:
                     raise failed(piece.problem or f"{FAILED}.")
                 if piece.finish == "cancelled":
                     raise unavailable(f"{FAILED}: it was cancelled.", "cancelled")
-                self._tokens[choice] = piece.tokens
                 if piece.finish is not None:
-                    left.discard(choice)
+                    open_choices.discard(choice)
                     self._tickets.pop(choice, None)
                 yield choice, piece

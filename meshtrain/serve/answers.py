@@ -11,23 +11,22 @@ Nothing is sent behind the last line (https://html.spec.whatwg.org/multipage/ser
 
 import asyncio
 import contextlib
+import itertools
 import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from meshtrain.generate.request import Chosen, Piece
-from meshtrain.serve.errors import GONE, told, written
-from meshtrain.serve.gate import outcome
+from meshtrain.serve.errors import GONE, OUTCOME, told, written
 from meshtrain.serve.requests import Asked
 
 UNLIKELY = -9999.0  # what OpenAI writes where a log-probability has no number
 HALF = "\N{REPLACEMENT CHARACTER}"
-DONE = b"data: [DONE]\n\n"
 # Nothing between here and the client may keep chunks back (nginx's own name for that).
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -36,115 +35,84 @@ def usage(prompt: int, chosen: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": chosen, "total_tokens": prompt + chosen}
 
 
-class Answers(Protocol):
-    """How answers to one request are written. `choices`: how many there are."""
-
-    def first(self) -> list[dict[str, Any]]:
-        """The chunks that go before all others."""
-
-    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]: ...
-
-    def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> dict[str, Any]: ...
-
-    def total(self, tokens: dict[str, int]) -> dict[str, Any]:
-        """The chunk that comes after all others: what it took."""
-
-
-class Envelope:
-    """What is around every answer and chunk: id, kind, time, model, and what it took."""
+class Answers:
+    """Writes the answers to one request: one object, or chunks. `choices`: how many answers there are."""
 
     kind = chunk_kind = prefix = ""
 
     def __init__(self, asked: Asked, choices: int) -> None:
-        self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}", "object": "", "created": int(time.time()), "model": asked.model,
-        }  # fmt: skip
-        self._counted = asked.stream and asked.usage
-        self._choices = choices
+        name = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._head = {"id": name, "object": self.kind, "created": int(time.time()), "model": asked.model}
+        self._asked, self._choices = asked, choices
+
+    def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> dict[str, Any]:
+        choices = [self._choice(index, piece, "message") for index, piece in enumerate(pieces)]
+        return self._head | {"choices": choices, "usage": tokens}
+
+    def first(self) -> list[dict[str, Any]]:
+        """Returns the chunks that go before all others."""
+        return []
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._chunk([self._choice(index, piece, "delta")])
+
+    def total(self, tokens: dict[str, int]) -> dict[str, Any]:
+        """Returns the chunk that comes after all others: what it took."""
+        return self._chunk([]) | {"usage": tokens}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         # Who has asked for a count finds the field in every chunk.
-        return self._head | {"object": self.chunk_kind, "choices": choices} | ({"usage": None} if self._counted else {})
+        count = {"usage": None} if self._asked.usage else {}
+        return self._head | {"object": self.chunk_kind, "choices": choices} | count
 
-    def _whole(self, choices: list[dict[str, Any]], tokens: dict[str, int]) -> dict[str, Any]:
-        return self._head | {"object": self.kind, "choices": choices, "usage": tokens}
-
-    def total(self, tokens: dict[str, int]) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": tokens}
+    def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
+        """`form`: of a conversation, message or delta."""
+        raise NotImplementedError
 
 
-class Completion(Envelope):
+class Completion(Answers):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
     def __init__(self, asked: Asked, choices: int) -> None:
         super().__init__(asked, choices)
         self._offsets = [0] * choices
-        self._logprobs = asked.logprobs
 
-    def first(self) -> list[dict[str, Any]]:
-        return []
+    def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
+        logprobs = None if self._asked.logprobs is None else self._logprobs(index, piece.chosen)
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
-    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
-        return self._chunk([self._choice(choice, piece)])
-
-    def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> dict[str, Any]:
-        return self._whole([self._choice(i, piece) for i, piece in enumerate(pieces)], tokens)
-
-    def _choice(self, choice: int, piece: Piece) -> dict[str, Any]:
-        logprobs = None if self._logprobs is None else self._of_chosen(choice, piece.chosen)
-        return {"index": choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
-
-    def _of_chosen(self, choice: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
-        offsets = []
-        for each in chosen:
-            offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(each.text)
-        likeliest = [
-            {text: _number(p) for _, text, p in each.likeliest} | {each.text: _number(each.logprob)} for each in chosen
-        ]
+    def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
+        offsets = list(itertools.accumulate((len(each.text) for each in chosen), initial=self._offsets[index]))
+        self._offsets[index] = offsets.pop()
+        top = [{text: _number(p) for _, text, p in each.likeliest} | {each.text: _number(each.logprob)} for each in chosen]  # fmt: skip
         return {
             "tokens": [each.text for each in chosen],
             "token_logprobs": [_number(each.logprob) for each in chosen],
-            "top_logprobs": likeliest if self._logprobs else None,
+            "top_logprobs": top if self._asked.logprobs else None,
             "text_offset": offsets,
         }
 
 
-class Chat(Envelope):
+class Chat(Answers):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, asked: Asked, choices: int) -> None:
-        super().__init__(asked, choices)
-        self._logprobs = asked.logprobs
-
     def first(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk([_choice(i, "delta", delta, None, None)]) for i in range(self._choices)]
-
-    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text or piece.chosen else {}
-        return self._chunk([_choice(choice, "delta", delta, self._of_chosen(piece), piece.finish)])
-
-    def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> dict[str, Any]:
-        choices = [
-            _choice(i, "message", {"role": "assistant", "content": piece.text, "refusal": None}, self._of_chosen(piece), piece.finish)
-            for i, piece in enumerate(pieces)
+        return [
+            self._chunk([{"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}])
+            for i in range(self._choices)
         ]  # fmt: skip
-        return self._whole(choices, tokens)
 
-    def _of_chosen(self, piece: Piece) -> dict[str, Any] | None:
-        if self._logprobs is None:
-            return None
+    def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
+        content: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if form == "delta":
+            content = {"content": piece.text} if piece.text or piece.chosen else {}
         tokens = [
             _token(each.text, each.logprob) | {"top_logprobs": [_token(text, p) for _, text, p in each.likeliest]}
             for each in piece.chosen
         ]
-        return {"content": tokens, "refusal": None}
-
-
-def _choice(index: int, said: str, what: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-    return {"index": index, said: what, "logprobs": logprobs, "finish_reason": finish}
+        logprobs = None if self._asked.logprobs is None else {"content": tokens, "refusal": None}
+        return {"index": index, form: content, "logprobs": logprobs, "finish_reason": piece.finish}
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
@@ -160,7 +128,7 @@ def _number(logprob: float) -> float:
 
 
 class EventStream(Response):
-    """`chunks`: JSON objects, of which the last one ends the answer; Refused is told to the client. `left` is called at the end of all."""
+    """Sends `chunks`, JSON objects, and what goes wrong among them; `left` is called at the end of all."""
 
     media_type = "text/event-stream"
 
@@ -173,29 +141,29 @@ class EventStream(Response):
         try:
             sent = asyncio.create_task(self._send(scope, send))
             if not await unless_gone(sent, receive):
-                outcome(scope, GONE)
+                scope[OUTCOME] = GONE
         finally:
             self._left()
 
     async def _send(self, scope: Scope, send: Send) -> None:
         async def out(event: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": event, "more_body": more})
+            await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": more})
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with contextlib.aclosing(self._chunks):
             try:
                 async with asyncio.timeout_at(self._deadline):
                     async for chunk in self._chunks:
-                        await out(b"data: " + written(chunk) + b"\n\n")
+                        await out(written(chunk))
             except Exception as error:
                 problem = told(error)
-                outcome(scope, problem.status)
-                await out(b"data: " + written(problem.body) + b"\n\n")
-        await out(DONE, more=False)
+                scope[OUTCOME] = problem.status
+                await out(written(problem.body))
+        await out(b"[DONE]", more=False)
 
 
 async def unless_gone(task: asyncio.Task, receive: Receive) -> bool:
-    """Waits for a task, and cancels it when the client goes away; whether it was let end."""
+    """Waits for a task, and cancels it when the client goes away; returns whether it was let end."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,32 +1,40 @@
-"""The routes: OpenAI's models, completions and chat completions; health and metrics."""
+"""The routes: OpenAI's models, completions and chat completions; health and metrics. Before them the gate: the key, an end that is near, the count."""
 
 import asyncio
+import contextlib
+import hmac
+import ipaddress
+import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtrain.errors import nearest, short
-from meshtrain.generate.request import Sampling
-from meshtrain.serve import answers, metrics, requests
+from meshtrain.generate.request import Piece, Sampling
+from meshtrain.serve import answers, requests
 from meshtrain.serve.answering import Answering, joined
 from meshtrain.serve.answers import Answers, EventStream, unless_gone
-from meshtrain.serve.errors import GONE, Refused, written
-from meshtrain.serve.fields import Fields, parsed
-from meshtrain.serve.gate import ROUTES, Gate, refusal
-from meshtrain.serve.requests import Asked
-from meshtrain.serve.service import READY, ServedModel, Service, health_body
+from meshtrain.serve.errors import GONE, OUTCOME, Refused, told, unavailable, written
+from meshtrain.serve.metrics import families
+from meshtrain.serve.requests import Asked, Fields, parsed
+from meshtrain.serve.service import ServedModel, Service
 from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, render, wants_openmetrics
+
+# Of other paths there would be as many series as somebody thinks of.
+ROUTES = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
 
 
 def application(service: Service) -> Starlette:
-    """The server without a port."""
+    """Returns the server without a port."""
     routes = Routes(service)
     return Starlette(
         routes=[
@@ -38,11 +46,84 @@ def application(service: Service) -> Starlette:
             Route("/metrics", routes.metrics),
         ],
         middleware=[Middleware(Gate, service=service)],
-        exception_handlers={Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone},
+        exception_handlers={HTTPException: _no_route},
     )
 
 
+class Gate:
+    """Around the application."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service, path = self._service, scope["path"]
+        status = 0
+
+        async def counted_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if service.draining:
+                    # The next request is for another server.
+                    MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+
+        answered = scope["method"] == "POST"
+        service.open_requests += answered
+        try:
+            self._check(scope)
+            await self._app(scope, receive, counted_send)
+        except Exception as error:
+            if status:
+                raise
+            await _refusal(told(error))(scope, receive, counted_send)
+        finally:
+            service.open_requests -= answered
+            route = next((each for each in ROUTES if path == each or path.startswith(f"{each}/")), "other")
+            service.counted.requests[route, scope.get(OUTCOME, status)] += 1
+
+    def _check(self, scope: Scope) -> None:
+        """Refuses what no route may see. Probes and scrapes need no key, and are answered to the last."""
+        headers, service = Headers(scope=scope), self._service
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # what is before us may see another end of it, and then another request behind it
+            raise Refused(400, "Content-Length and Transfer-Encoding are given; send one of the two.", code="two_lengths", headers={"Connection": "close"})  # fmt: skip
+        if not scope["path"].startswith("/v1/"):
+            return
+        if service.key is not None and not _has_key(headers, service.key):
+            raise Refused(401, "a key is needed: send it as Authorization: Bearer KEY.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+        if service.hosts is not None and not _is_known(headers.get("host", ""), service.hosts):
+            raise Refused(421, f"this server is not called {short(headers['host'])}; ask it by its address, or give it a key.", code="unknown_host")  # fmt: skip
+        if service.closed:
+            raise unavailable("this server ends; ask another.", "draining")
+        if service.served is None:
+            raise unavailable(service.verdict().why, "loading")
+
+
+def _is_known(host: str, names: Collection[str]) -> bool:
+    name = re.sub(r":\d*$", "", host.strip().lower()).rstrip(".")
+    if name in ("", "localhost", *names):
+        return True
+    try:
+        return bool(ipaddress.ip_address(name.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return False
+
+
+def _has_key(headers: Headers, key: str) -> bool:
+    kind, _, credential = headers.get("authorization", "").partition(" ")
+    # in a time that tells nothing of how much of it is right
+    is_right = hmac.compare_digest(credential.strip().encode("latin-1", "replace"), key.encode())
+    return is_right and kind.lower() == "bearer"
+
+
 class Routes:
+    """Refused, and whatever else goes wrong in one of them, the gate answers."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -72,14 +153,13 @@ class Routes:
             raise Refused(404, f"there is no model {short(name)}{ending}", "model", "model_not_found")
 
     async def health(self, request: Request) -> Response:
-        verdict = self._service.verdict()
-        return _json(health_body(verdict, self._service.name, self._service.status), verdict.status)
+        status, body = self._service.health()
+        return _json(body, status)
 
     async def metrics(self, request: Request) -> Response:
-        service, openmetrics = self._service, wants_openmetrics(request.headers.get("accept"))
-        ready = service.verdict().state == READY
-        families = metrics.families(service.counted, ready, service.open_requests, service.queue, service.status)
-        return Response(render(families, openmetrics=openmetrics), media_type=OPENMETRICS if openmetrics else PLAIN)
+        openmetrics = wants_openmetrics(request.headers.get("accept"))
+        text = render(families(self._service), openmetrics=openmetrics)
+        return Response(text, media_type=OPENMETRICS if openmetrics else PLAIN)
 
     # --- answers
 
@@ -90,10 +170,7 @@ class Routes:
         return await self._answered(request, requests.chat, answers.Chat)
 
     async def _answered(
-        self,
-        request: Request,
-        read: Callable[[Fields, int, Sampling], Asked],
-        written_as: Callable[[Asked, int], Answers],
+        self, request: Request, read: Callable[[Fields, int, Sampling], Asked], form: type[Answers]
     ) -> Response:
         service, begun = self._service, time.monotonic()
         # The event loop's clock, from here on for all that this request takes.
@@ -103,28 +180,16 @@ class Routes:
             self._check_model(asked.model)
             wanted = await self._served.requests(asked)
         prompt = sum(len(each.tokens) for each in wanted[:: asked.n])
-        answering = Answering(self._served.engine, wanted, asked.stream)
-        service.enter(answering)
-
-        def left() -> None:
-            answering.close()
-            service.leave(answering)
-            service.counted.took(begun, time.monotonic(), answering.times)
-
-        shape = written_as(asked, len(wanted))
-        if asked.stream:
-            try:
-                answering.submit()
-            except Exception:
-                left()
-                raise
-            return EventStream(_chunks(answering, shape, prompt, asked.usage), deadline, left)
-        try:
+        answering, shape = Answering(self._served.engine, wanted, asked.stream), form(asked, len(wanted))
+        with contextlib.ExitStack() as ending:
+            ending.callback(lambda: service.leave(answering, begun))
+            service.enter(answering)
             answering.submit()
+            if asked.stream:
+                chunks = _chunks(answering, shape, prompt, asked.usage)
+                return EventStream(chunks, deadline, ending.pop_all().close)
             task = asyncio.create_task(_whole(answering, shape, prompt, deadline))
             return await task if await unless_gone(task, request.receive) else Response(status_code=GONE)
-        finally:
-            left()
 
 
 async def _chunks(answering: Answering, shape: Answers, prompt: int, counted: bool) -> AsyncGenerator[dict, None]:
@@ -138,7 +203,7 @@ async def _chunks(answering: Answering, shape: Answers, prompt: int, counted: bo
 
 
 async def _whole(answering: Answering, shape: Answers, prompt: int, deadline: float) -> Response:
-    pieces: dict[int, list] = {}
+    pieces: dict[int, list[Piece]] = {}
     async with asyncio.timeout_at(deadline):
         async for choice, piece in answering.pieces():
             pieces.setdefault(choice, []).append(piece)
@@ -147,7 +212,7 @@ async def _whole(answering: Answering, shape: Answers, prompt: int, deadline: fl
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """What was sent, if it says that it is JSON: a web page may send other kinds to any address without being asked."""
+    """Returns what was sent, if it says that it is JSON: a web page may send other kinds to any address without being asked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(415, f"the body is said to be {short(kind) or 'of no type'}; send it with Content-Type: application/json.")  # fmt: skip
@@ -163,29 +228,19 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-# --- what goes wrong
+def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(written(value), status, headers, "application/json")
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(written(value), status, media_type="application/json")
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return refusal(error)
+def _refusal(refused: Refused) -> Response:
+    return _json(refused.body, refused.status, refused.headers)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = short(request.url.path)
+    path, headers = short(request.url.path), error.headers or {}
     if error.status_code == 404:
         ending = nearest(request.url.path, ROUTES) or f"; there are {', '.join(ROUTES)}."
-        return refusal(Refused(404, f"there is no {path}{ending}", code="unknown_path"))
-    allowed = (error.headers or {}).get("Allow", "")
-    return refusal(
-        Refused(error.status_code, f"{path} takes {allowed}, and not {request.method}.", None, "method_not_allowed", error.headers or {})
-    )  # fmt: skip
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=GONE)
+        return _refusal(Refused(404, f"there is no {path}{ending}", code="unknown_path"))
+    sentence = f"{path} takes {headers.get('Allow', '')}, and not {request.method}."
+    return _refusal(Refused(error.status_code, sentence, code="method_not_allowed", headers=headers))

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 # By HTTP status; all others are the request's own fault.
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}  # fmt: skip
 # A client that went away before its answer (nginx's number); nobody reads it but the metrics.
 GONE = 499
-# Seconds after which a client that found no room may come again.
-AGAIN = 1
+OUTCOME = "meshtrain.outcome"  # in a scope: how a request is counted whose HTTP status had gone out before it was known
+AGAIN = {"Retry-After": "1"}  # seconds after which a client that found no room may come again
 
 
 @dataclass
@@ -30,18 +32,9 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def crowded(waiting: int) -> Refused:
-    return Refused(
-        429,
-        f"{waiting} requests wait already, which is all that may; come again in a moment.",
-        code="queue_full",
-        headers={"Retry-After": str(AGAIN)},
-    )
-
-
 def unavailable(message: str, code: str) -> Refused:
-    """503: not now, or not here."""
-    return Refused(503, message, code=code, headers={"Retry-After": str(AGAIN)})
+    """Returns a 503: not now, or not here."""
+    return Refused(503, message, code=code, headers=AGAIN)
 
 
 def failed(message: str) -> Refused:
@@ -49,15 +42,17 @@ def failed(message: str) -> Refused:
 
 
 def told(error: Exception) -> Refused:
-    """What a client is told of whatever went wrong; what is nobody's fault but ours is written on stderr."""
+    """Returns what a client is told of whatever went wrong; what is nobody's fault but ours is written on stderr."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeoutError):
         return Refused(504, "this request has taken longer than --request-timeout allows.", code="timeout")
+    if isinstance(error, ClientDisconnect):
+        return Refused(GONE, "the client went away.")
     traceback.print_exception(error)
     return failed("something went wrong in the server, which has written down what.")
 
 
 def written(value: object) -> bytes:
-    """JSON as it goes out: without spaces, and never NaN, which is none."""
+    """Returns JSON as it goes out: without spaces, and never NaN, which is none."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -41,7 +41,7 @@ WARMING = 60.0  # seconds to wait for all programs before it is ready; the commo
 
 
 def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
-    """A socket that clients can connect to; ConfigError for an address or a port that cannot be had. Port 0: any that is free."""
+    """Returns a socket that clients can connect to; ConfigError for an address or a port that cannot be had. Port 0: any that is free."""
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # fmt: skip
         door = socket.socket(family, socket.SOCK_STREAM)
@@ -61,13 +61,13 @@ def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
     return door
 
 
-def url(found: socket.socket) -> str:
-    host, port = found.getsockname()[:2]
+def url(door: socket.socket) -> str:
+    host, port = door.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def is_loopback(found: socket.socket) -> bool:
-    return ipaddress.ip_address(found.getsockname()[0].partition("%")[0]).is_loopback
+def is_loopback(door: socket.socket) -> bool:
+    return ipaddress.ip_address(door.getsockname()[0].partition("%")[0]).is_loopback
 
 
 class Server(uvicorn.Server):
@@ -81,17 +81,12 @@ class Server(uvicorn.Server):
             )
         )  # fmt: skip
         self._service, self._notice, self._patience = service, notice, patience
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task | None = None
         # What goes wrong in a request the server tells itself; that somebody speaks no HTTP is nobody's error.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         if access_log:
             logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler(sys.stderr))
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by the signals that end a server."""
@@ -100,20 +95,21 @@ class Server(uvicorn.Server):
             say("ended at once.")
             end_now(STOPPED)
         service.draining = True
-        if service.served is None or self._loop is None:
-            self.should_exit = True
-            return
-        notice = 0.0 if sig == signal.SIGINT else self._notice
-        self._loop.call_soon_threadsafe(self._begin_to_end, notice)
+        if sig == signal.SIGINT:
+            self._notice = 0.0
+        self.should_exit |= service.served is None
 
-    def _begin_to_end(self, notice: float) -> None:
-        self._ending = asyncio.create_task(self._end(notice))
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn's event loop every 0.1 s; returns whether to close what is open."""
+        if self._service.draining and self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return await super().on_tick(counter)
 
-    async def _end(self, notice: float) -> None:
+    async def _end(self) -> None:
         service = self._service
         many = service.open_requests
         say(f"ending: {many} request{'' if many == 1 else 's'} to finish; a second signal ends at once.")
-        await asyncio.sleep(notice)
+        await asyncio.sleep(self._notice)
         service.closed = True
         for door in self.servers:
             door.close()
@@ -148,51 +144,37 @@ def run(options: argparse.Namespace) -> int:
     say(f"{short(service.name)} at {url(door)}/v1, as soon as it is loaded.")
     if options.key is None and not is_loopback(door):
         say(f"warning: whoever reaches {url(door)} may use it; give it a key (--help).")
-    loading = Loading(options, service, server)
-    loading.start()
-    server.run(sockets=[door])
-    return loading.ended()
+    loading = Future[None]()
 
-
-class Loading(threading.Thread):
-    """Opens the model; what goes wrong there ends the server."""
-
-    def __init__(self, options: argparse.Namespace, service: Service, server: Server) -> None:
-        super().__init__(name="meshtrain-loading", daemon=True)
-        self._options, self._service, self._server = options, service, server
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
+    def load() -> None:
         begun = time.monotonic()
         try:
-            model = served_model(self._options)
-            self._service.name = model.name
-            self._service.served = model
-        # of whatever kind: the main thread says it
-        except BaseException as error:
-            self._error = error
-            self._server.should_exit = True
-        else:
+            model = served_model(options)
+            service.name, service.served = model.name, model
             say(f"{short(model.name)} is ready after {time.monotonic() - begun:.1f} s.")
+        # of whatever kind: it ends the server, and the main thread says it
+        except BaseException as error:
+            loading.set_exception(error)
+            server.should_exit = True
 
-    def ended(self) -> int:
-        """The exit code, once the port is closed; raises what went wrong."""
-        if self._error is not None:
-            raise self._error
-        if self._service.served is None:
-            # nothing interrupts what loads
+    threading.Thread(target=load, name="meshtrain-loading", daemon=True).start()
+    server.run(sockets=[door])
+    if loading.done():
+        loading.result()
+    if service.served is None:
+        # nothing interrupts what loads
+        end_now(DONE)
+    elif not closed(service.served):
+        if service.served.engine.warming:
+            # nor what compiles
             end_now(DONE)
-        elif not closed(self._service.served):
-            if self._service.served.engine.warming:
-                # nor what compiles
-                end_now(DONE)
-            say("the device stands still; ended without waiting for it.")
-            end_now(FAILED)
-        return DONE
+        say("the device stands still; ended without waiting for it.")
+        end_now(FAILED)
+    return DONE
 
 
 def closed(served: ServedModel, seconds: float = CLOSING) -> bool:
-    """Ends the engine; False if it does not end, as where the device stands still."""
+    """Ends the engine; returns False if it does not end, as where the device stands still."""
     closing = threading.Thread(target=served.close, daemon=True)
     closing.start()
     closing.join(seconds)
@@ -200,7 +182,7 @@ def closed(served: ServedModel, seconds: float = CLOSING) -> bool:
 
 
 def served_model(options: argparse.Namespace) -> ServedModel:
-    """The model that a command line asks for, with its engine running; by default under the name of its run."""
+    """Returns the model that a command line asks for, with its engine running; by default under the name of its run."""
     # the port is open before JAX is imported
     from meshtrain.generate.opened import open_asked
 
@@ -212,15 +194,11 @@ def served_model(options: argparse.Namespace) -> ServedModel:
         say(
             f"{left} programs, for the longest prompts, are compiled while it answers; who needs one of them waits for it."
         )
-    _try(engine)
-    return ServedModel(options.name or opened.name, engine)
-
-
-def _try(engine: Engine) -> None:
-    """Two tokens, so that what does not run here is known now."""
+    # Two tokens, so that what does not run here is known now.
     last = Future[Piece]()
     shortest = Request(np.zeros(1, np.int32), 2, ignore_ends=True)
     engine.submit(shortest, lambda piece: last.set_result(piece) if piece.finish else None)
     if (piece := last.result()).finish == "error":
         engine.close()
         raise ConfigError(f"the model is loaded, but does not run here: {piece.problem}")
+    return ServedModel(options.name or opened.name, engine)

@@ -5,12 +5,15 @@ Written by the exposition that a run's endpoint uses (meshtrain.telemetry.exposi
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from meshtrain.serve.answering import TokenTimes
 from meshtrain.telemetry.catalogue import PREFIX
 from meshtrain.telemetry.exposition import Distribution, MetricFamily
+
+if TYPE_CHECKING:
+    from meshtrain.serve.service import Service
 
 SERVE = PREFIX + "serve_"
 # Rising by about 1.8 each: of a step of a large model, of what a client waits for a first token, and of whole answers.
@@ -66,7 +69,7 @@ class Counted:
         self.distributions = {metric.name: Distribution(metric.bounds) for metric in METRICS if metric.bounds}
 
     def took(self, begun: float, ended: float, answers: Sequence[TokenTimes]) -> None:
-        """A request for answers, and when its tokens came; seconds of time.monotonic."""
+        """Counts a request for answers, and when its tokens came; seconds of time.monotonic."""
         self.distributions["request_seconds"].add(ended - begun)
         for times in answers:
             if times.tokens:
@@ -75,22 +78,21 @@ class Counted:
                 self.distributions["token_seconds"].add((times.last - times.first) / (times.tokens - 1))
 
 
-def families(counted: Counted, ready: bool, open_requests: int, queue: int, status: Any) -> Iterator[MetricFamily]:
-    """`status`: of the engine, None while it is made."""
-    values: dict[str, float] = {"ready": int(ready), "queue": queue, "open_requests": open_requests}
+def families(service: "Service") -> Iterator[MetricFamily]:
+    """Yields each metric with its values; none of the engine's while it is made."""
+    ready, status = service.verdict().state == "ready", service.status
+    values = {"ready": int(ready), "queue": service.queue, "open_requests": service.open_requests}
     if status is not None:
-        values |= {
-            "slots": status.slots, "busy_slots": status.busy, "waiting": status.waiting, "tokens": status.tokens,
-            "prompt_tokens": status.prompt_tokens, "steps": status.steps, "compiled": status.compiled,
-        }  # fmt: skip
+        values |= asdict(status) | {"busy_slots": status.busy}
     for metric in METRICS:
         family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
         if metric.bounds:
-            family.distributions = [((), counted.distributions[metric.name])]
+            family.distributions = [((), service.counted.distributions[metric.name])]
         elif metric.labels:
             family.samples = [
-                ((("route", route), ("code", str(code))), count) for (route, code), count in sorted(counted.requests.items())
-            ]  # fmt: skip
+                ((("route", route), ("code", str(code))), count)
+                for (route, code), count in sorted(service.counted.requests.items())
+            ]
         elif metric.name in values:
             family.samples = [((), values[metric.name])]
         yield family

@@ -1,17 +1,20 @@
-"""From the JSON of OpenAI's clients to what is asked: every field checked, nothing that is asked for passed over in silence.
+"""Reads what OpenAI's clients ask for: every field is checked, and nothing that is asked for is passed over in silence.
 
 Beyond OpenAI's fields there are `top_k` and `ignore_eos` (go on behind an end token). What this server cannot do is refused where it is
-asked for, and taken where a client spells out that it does not want it (n-gram penalties of 0, an empty logit_bias, echo false).
+asked for, and taken where a client spells out that it does not want it (n-gram penalties of 0, an empty logit_bias, echo false). null is
+as good as a field that is left out, as OpenAI has it.
 """
 
+import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
+from meshtrain.errors import nearest, short
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.serve.errors import Refused
-from meshtrain.serve.fields import Fields, encodable, shown
 
 MOST_STOPS, LONGEST_STOP = 16, 1000  # strings, and characters of one
 LARGEST = 2**31 - 1
@@ -39,6 +42,114 @@ class Asked:
     usage: bool = False  # a stream ends on how many tokens it took
 
 
+# --- JSON
+
+
+def parsed(body: bytes) -> "Fields":
+    """Returns the JSON object that a body holds."""
+    try:
+        content = json.loads(body, parse_constant=_no_number)
+    # ValueError: of numbers with thousands of digits and texts that are no UTF-8 too
+    except (ValueError, RecursionError) as error:
+        why = "it nests too deep" if isinstance(error, RecursionError) else short(error)
+        raise Refused(400, f"the body is no JSON that can be read: {why}.", code="invalid_json") from None
+    return Fields(content, "the body")
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number there")
+
+
+def shown(value: object) -> str:
+    """Returns a value as a sentence repeats it."""
+    return short(json.dumps(value, ensure_ascii=False))
+
+
+class Fields:
+    """A JSON object that somebody else wrote. `name`: where it stands, as sentences have it; `prefix`: what goes before its fields' names."""
+
+    def __init__(self, values: Any, name: str, prefix: str = "") -> None:
+        if not isinstance(values, dict):
+            raise Refused(400, f"{name} is {shown(values)}, but it must be an object.", prefix.rstrip(".") or None, "invalid_type")  # fmt: skip
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self.name, self.prefix = name, prefix
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def only(self, known: Collection[str]) -> None:
+        """Refuses the fields that are not known."""
+        for key in self.values:
+            if key not in known:
+                ending = nearest(key, known) or "."
+                raise Refused(400, f"{self.name} has a field {short(key)}, which is not known here{ending}", self.prefix + short(key), "unknown_parameter")  # fmt: skip
+
+    def wrong(self, name: str, legal: str, code: str = "invalid_value") -> Refused:
+        where = self.prefix + name
+        return Refused(400, f"{where} is {shown(self.values[name])}, but it must be {legal}.", where, code)
+
+    def needed(self, name: str) -> Any:
+        if name not in self.values:
+            where = self.prefix + name
+            raise Refused(400, f"{where} is missing.", where, "missing_required_parameter")
+        return self.values[name]
+
+    def typed(self, name: str, kind: type | UnionType, legal: str, default: Any = None) -> Any:
+        """Returns a value of some type; to JSON true is no number."""
+        if name not in self.values:
+            return default
+        value = self.values[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(name, legal, "invalid_type")
+        return value
+
+    def number(self, name: str, least: int, most: int, default: float, above: bool = False) -> float:
+        """Returns a number in bounds; `above`: greater than the least."""
+        value = self.typed(name, int | float, "a number", default)
+        if name in self and not (least < value <= most or (value == least and not above)):
+            raise self.wrong(name, f"{'above' if above else 'at least'} {least} and at most {most}")
+        return float(value)
+
+    def whole(self, name: str, least: int, most: int, default: Any = None) -> Any:
+        """Returns a whole number in bounds."""
+        value = self.typed(name, int, "a whole number", default)
+        if name in self and not least <= value <= most:
+            raise self.wrong(name, f"at least {least} and at most {most}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        return self.typed(name, bool, "true or false", False)
+
+    def text(self, name: str) -> str:
+        return encodable(self.typed(name, str, "a string", ""), self.prefix + name)
+
+    def object(self, name: str) -> "Fields":
+        where = self.prefix + name
+        return Fields(self.values.get(name, {}), where, f"{where}.")
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        values = self.typed(name, list, "a list of objects", [])
+        if not all(isinstance(value, dict) for value in values):
+            raise self.wrong(name, "a list of objects", "invalid_type")
+        return values
+
+    def parts(self, name: str) -> list["Fields"]:
+        """Returns the objects of a list, each with the name of its place."""
+        where = self.prefix + name
+        return [Fields(value, f"{where}[{i}]", f"{where}[{i}].") for i, value in enumerate(self.values[name])]
+
+
+def encodable(text: str, where: str) -> str:
+    """Returns a text; half a surrogate pair, which JSON can spell, is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused(400, f"{where} is no text: it holds half a surrogate pair.", where, "invalid_value") from None
+    return text
+
+
+# --- the two kinds of request
+
 # Known to OpenAI's clients, and without a meaning here.
 PASSED_OVER = ("user", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "parallel_tool_calls")  # fmt: skip
 SHARED = (
@@ -60,12 +171,12 @@ CHAT = (
 
 
 def completion(fields: Fields, answers: int, usual: Sampling) -> Asked:
-    """What POST /v1/completions asks for; `answers`: the most that a request may have; `usual`: how tokens are chosen where it does not say."""
+    """Reads POST /v1/completions; `answers`: the most that a request may have; `usual`: how tokens are chosen where it does not say."""
     fields.only(COMPLETION)
     _refuse(fields, ABSENT_COMPLETION)
     prompts = _prompts(fields)
     n = _n(fields, answers, len(prompts))
-    if "best_of" in fields and fields.whole("best_of", 1, LARGEST) != n:
+    if fields.whole("best_of", 1, LARGEST, n) != n:
         raise fields.wrong("best_of", f"n ({n}), since all answers are given", "unsupported")
     return Asked(
         prompts=prompts,
@@ -77,60 +188,60 @@ def completion(fields: Fields, answers: int, usual: Sampling) -> Asked:
 
 
 def chat(fields: Fields, answers: int, usual: Sampling) -> Asked:
-    """What POST /v1/chat/completions asks for."""
+    """Reads POST /v1/chat/completions."""
     fields.only(CHAT)
     _refuse(fields, ABSENT_CHAT)
     if "response_format" in fields:
         form = fields.object("response_format")
         if form.needed("type") != "text":
             raise form.wrong("type", '"text": no other form can be promised here', "unsupported")
-    names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
-    most = {fields.whole(name, 1, LARGEST) for name in names}
-    if len(most) > 1:
+    limits = {fields.whole(name, 1, LARGEST) for name in ("max_tokens", "max_completion_tokens")} - {None}
+    if len(limits) > 1:
         raise fields.wrong("max_tokens", "the same as max_completion_tokens, or left out")
-    likeliest = fields.whole("top_logprobs", 0, MOST_LIKELY)
-    if not fields.flag("logprobs") and likeliest is not None:
+    logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_LIKELY)
+    if top is not None and not logprobs:
         raise fields.wrong("top_logprobs", "left out unless logprobs is true")
+    # What the chat template is told of; the model's answer is text, whatever it calls.
+    tools, choice = fields.objects("tools"), fields.values.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise fields.wrong("tool_choice", '"auto" or "none": no call can be promised here', "unsupported")
     return Asked(
         messages=_messages(fields),
-        tools=_tools(fields),
+        tools=tools if tools and choice == "auto" else None,
         n=_n(fields, answers, 1),
-        most=most.pop() if most else None,
-        logprobs=(likeliest or 0) if fields.flag("logprobs") else None,
+        most=limits.pop() if limits else None,
+        logprobs=(top or 0) if logprobs else None,
         **_shared(fields, usual),
     )
 
 
 def _refuse(fields: Fields, absent: Mapping[str, Sequence[Any]]) -> None:
-    for name, neutral in absent.items():
+    for name, value in fields.values.items():
+        neutral = absent.get(name, (value,))
         # 0 == False, but neither is the other's type
-        if name in fields and not any(
-            fields.values[name] == value and isinstance(fields.values[name], bool) == isinstance(value, bool)
-            for value in neutral
-        ):
+        if not any(value == legal and isinstance(value, bool) == isinstance(legal, bool) for legal in neutral):
             what = " or ".join(map(shown, neutral))
             raise fields.wrong(name, f"{what + ', or ' if what else ''}left out: that is not built here", "unsupported")
 
 
 def _shared(fields: Fields, usual: Sampling) -> dict[str, Any]:
     fields.text("user")
-    temperature = fields.number("temperature", 0.0, 2.0, usual.temperature)
+    temperature = fields.number("temperature", 0, 2, usual.temperature)
     top_k = fields.whole("top_k", 0, LARGEST, usual.top_k)
-    top_p = fields.number("top_p", 0.0, 1.0, usual.top_p, above=True)
+    top_p = fields.number("top_p", 0, 1, usual.top_p, above=True)
     seed = fields.whole("seed", -(2**63), 2**63 - 1)
-    # What the most likely token is, depends on none of the others.
-    greedy = temperature == 0
     drawn = secrets.randbelow(SEEDS) if seed is None else seed % SEEDS
-    stream = fields.flag("stream")
+    stream, options = fields.flag("stream"), fields.object("stream_options")
     if "stream_options" in fields and not stream:
         raise fields.wrong("stream_options", "left out unless stream is true")
-    options = fields.object("stream_options")
     options.only(("include_usage", "include_obfuscation"))
     if options.flag("include_obfuscation"):
         raise options.wrong("include_obfuscation", "false: that is not built here", "unsupported")
+    fields.needed("model")
     return {
-        "model": fields.text("model", fields.needed("model")),
-        "sampling": Sampling() if greedy else Sampling(temperature, top_k, top_p, drawn),
+        "model": fields.text("model"),
+        # What the most likely token is, depends on none of the others.
+        "sampling": Sampling() if temperature == 0 else Sampling(temperature, top_k, top_p, drawn),
         "stop": _stop(fields),
         "ignore_ends": fields.flag("ignore_eos"),
         "stream": stream,
@@ -146,10 +257,11 @@ def _n(fields: Fields, answers: int, prompts: int) -> int:
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
-    stop = fields.values.get("stop", [])
+    legal = "a string or a list of strings"
+    stop = fields.typed("stop", str | list, legal, [])
     texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise fields.wrong("stop", "a string or a list of strings", "invalid_type")
+    if not all(isinstance(text, str) for text in texts):
+        raise fields.wrong("stop", legal, "invalid_type")
     if len(texts) > MOST_STOPS or any(not 0 < len(text) <= LONGEST_STOP for text in texts):
         raise fields.wrong("stop", f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters")
     return tuple(encodable(text, "stop") for text in texts)
@@ -158,15 +270,12 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     """A string, strings, token ids, or lists of them: OpenAI's four forms."""
     legal = "a string, a list of strings, a list of token ids, or a list of such lists"
-    prompt = fields.needed("prompt")
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_id(prompt[0])):
-        prompt = [prompt]
-    if not isinstance(prompt, list):
-        raise fields.wrong("prompt", legal, "invalid_type")
-    if not prompt or [] in prompt:
+    fields.needed("prompt")
+    prompt = fields.typed("prompt", str | list, legal)
+    if isinstance(prompt, list) and (not prompt or [] in prompt):
         raise fields.wrong("prompt", f"{legal}; an empty list is none")
     prompts: list[str | tuple[int, ...]] = []
-    for each in prompt:
+    for each in [prompt] if isinstance(prompt, str) or _is_id(prompt[0]) else prompt:
         if isinstance(each, str):
             prompts.append(encodable(each, "prompt"))
         elif isinstance(each, list) and all(map(_is_id, each)):
@@ -180,58 +289,36 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
-def _tools(fields: Fields) -> Any:
-    """What the chat template is told of; the model's answer is text, whatever it calls."""
-    tools = fields.values.get("tools", [])
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise fields.wrong("tools", "a list of objects", "invalid_type")
-    if fields.values.get("tool_choice", "auto") not in ("auto", "none"):
-        raise fields.wrong("tool_choice", '"auto" or "none": no call can be promised here', "unsupported")
-    return None if fields.values.get("tool_choice") == "none" else tools or None
-
-
-# --- messages
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content")
 
 
 def _messages(fields: Fields) -> tuple[Message, ...]:
-    messages = fields.needed("messages")
-    if not isinstance(messages, list):
-        raise fields.wrong("messages", "a list of messages", "invalid_type")
-    if not messages:
+    fields.needed("messages")
+    if not fields.typed("messages", list, "a list of messages"):
         raise fields.wrong("messages", "a list of at least one message")
-    return tuple(_message(Fields(each, f"messages[{i}]", f"messages[{i}].")) for i, each in enumerate(messages))
+    return tuple(map(_message, fields.parts("messages")))
 
 
 def _message(fields: Fields) -> Message:
-    """One message as templates take it: a text for its content. A developer is what templates call system."""
+    """Returns one message as templates take it: a text for its content. A developer is what templates call system."""
     fields.only(PARTS)
     fields.needed("role")
-    role = fields.choice("role", ROLES, "")
-    calls = fields.values.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise fields.wrong("tool_calls", "a list of objects", "invalid_type")
+    role, calls = fields.text("role"), fields.objects("tool_calls")
+    if role not in ROLES:
+        raise fields.wrong("role", " or ".join(map(shown, ROLES)))
     if not (role == "assistant" and calls):
         fields.needed("content")
     more = {name: fields.text(name) for name in ("name", "tool_call_id", "reasoning_content") if name in fields}
-    return {
-        "role": "system" if role == "developer" else role,
-        "content": _content(fields),
-        **more,
-        **({"tool_calls": calls} if calls else {}),
-    }
+    message = {"role": "system" if role == "developer" else role, "content": _content(fields), **more}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _content(fields: Fields) -> str:
-    content = fields.values.get("content", "")
-    if not isinstance(content, list):
-        if not isinstance(content, str):
-            raise fields.wrong("content", "a string or a list of text parts", "invalid_type")
+    content = fields.typed("content", str | list, "a string or a list of text parts", "")
+    if isinstance(content, str):
         return fields.text("content")
-    where = f"{fields.prefix}content"
-    parts = [Fields(part, f"{where}[{i}]", f"{where}[{i}].") for i, part in enumerate(content)]
+    parts = fields.parts("content")
     for part in parts:
         if part.needed("type") != "text":
             raise part.wrong("type", '"text": this model reads nothing else', "unsupported")

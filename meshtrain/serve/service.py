@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(status: EngineStatus | None, begun: float, draining: bool, stuck_after: float, now: float) -> Verdict:
-    """`status`: None while the model is loaded; `begun`: since when there have been requests; `now`: by time.monotonic."""
+    """Judges a server. `status`: None while the model is loaded; `begun`: since when there have been requests; `now`: by time.monotonic."""
     if draining:
         return Verdict("draining", "the server ends when what runs is done; send requests to another.")
     if status is None:
@@ -56,12 +56,6 @@ def verdict(status: EngineStatus | None, begun: float, draining: bool, stuck_aft
     return Verdict(READY, "requests are answered.")
 
 
-def health_body(found: Verdict, model: str, status: EngineStatus | None) -> dict[str, Any]:
-    """What /health says besides its HTTP status."""
-    body = {"status": found.state, "model": model, "message": found.why}
-    return body if status is None else body | {"slots": status.slots, "busy": status.busy, "waiting": status.waiting}
-
-
 class ServedModel:
     """An engine that has started, under the name that clients use."""
 
@@ -73,20 +67,16 @@ class ServedModel:
         self._thread = ThreadPoolExecutor(1, "meshtrain-prompts")
 
     async def requests(self, asked: Asked) -> list[Request]:
-        """For the engine: n for each prompt, one after the other."""
+        """Returns what the engine is asked for: n requests for each prompt, one after the other."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._requests, asked)
 
     def _requests(self, asked: Asked) -> list[Request]:
         if asked.messages:
             prompts = [self._conversation(asked)]
         else:
-            prompts = [self._prompt(prompt) for prompt in asked.prompts]
+            tokenizer = self._opened.tokenizer
+            prompts = [text_tokens(tokenizer, p) if isinstance(p, str) else np.asarray(p, np.int32) for p in asked.prompts]  # fmt: skip
         return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
-
-    def _prompt(self, prompt: str | tuple[int, ...]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return text_tokens(self._opened.tokenizer, prompt)
-        return np.asarray(prompt, np.int32)
 
     def _conversation(self, asked: Asked) -> np.ndarray:
         template = self._opened.template
@@ -100,15 +90,16 @@ class ServedModel:
             raise Refused(400, str(error), "messages", "invalid_value") from None
 
     def _request(self, asked: Asked, tokens: np.ndarray, k: int) -> Request:
-        where = "messages" if asked.messages else "prompt"
+        where, sampling = "messages" if asked.messages else "prompt", asked.sampling
         if not len(tokens):
             raise Refused(400, f"{where} is empty: there is no token to go on from.", where, "invalid_value")
         room = self.length - len(tokens)
         if room < (asked.most or 1):
             wanted = f"{len(tokens)} tokens of {where} and {asked.most or 1} to choose"
             raise Refused(400, f"{wanted} are more than the {self.length} positions that there are.", where, "context_length_exceeded")  # fmt: skip
-        # Several answers to one prompt differ.
-        sampling = replace(asked.sampling, seed=(asked.sampling.seed + k) % SEEDS) if asked.sampling.temperature else asked.sampling  # fmt: skip
+        if sampling.temperature:
+            # Several answers to one prompt differ.
+            sampling = replace(sampling, seed=(sampling.seed + k) % SEEDS)
         return Request(tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs)
 
     def close(self) -> None:
@@ -147,15 +138,26 @@ class Service:
     def verdict(self) -> Verdict:
         return verdict(self.status, self.begun, self.draining, self.stuck_after, time.monotonic())
 
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Returns the HTTP status and the body of /health."""
+        verdict, status = self.verdict(), self.status
+        body: dict[str, Any] = {"status": verdict.state, "model": self.name, "message": verdict.why}
+        if status is not None:
+            body |= {"slots": status.slots, "busy": status.busy, "waiting": status.waiting}
+        return verdict.status, body
+
     def enter(self, answering: Answering) -> None:
         if not self.running:
             self.begun = time.monotonic()
         self.running.add(answering)
 
-    def leave(self, answering: Answering) -> None:
+    def leave(self, answering: Answering, begun: float) -> None:
+        """Cancels what is not answered, and counts what the request took since it `begun`."""
+        answering.close()
         self.running.discard(answering)
+        self.counted.took(begun, time.monotonic(), answering.times)
 
     def end(self, refused: Refused) -> None:
-        """Whoever still waits for an answer is told why there is none; in the event loop."""
+        """Tells whoever still waits for an answer why there is none; in the event loop."""
         for answering in self.running:
             answering.end(refused)

@@ -22,34 +22,20 @@ def test_there_is_one_model_and_it_is_told(server):
 
 
 def test_a_completion_is_what_the_model_says_with_what_it_took(server):
-    answer = server.completion(prompt=["abc", "x"], temperature=0, max_tokens=3).json()
+    answer = server.completion(prompt=["abc", [120]], temperature=0, max_tokens=3).json()
     assert answer["object"] == "text_completion" and answer["model"] == "fake" and answer["id"].startswith("cmpl-")
-    expected = [bytes(continuation(prompt, 3)).decode() for prompt in (b"abc", b"x")]
-    assert [choice["text"] for choice in answer["choices"]] == expected
-    assert [(choice["index"], choice["finish_reason"]) for choice in answer["choices"]] == [
-        (0, "length"),
-        (1, "length"),
-    ]
+    said = [(choice["text"], choice["index"], choice["finish_reason"]) for choice in answer["choices"]]
+    assert said == [(bytes(continuation(p, 3)).decode(), i, "length") for i, p in enumerate((b"abc", b"x"))]
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
-
-
-def test_token_ids_are_as_good_as_the_text_they_spell(server):
-    texts = [
-        server.completion(prompt=prompt, temperature=0).json()["choices"][0]["text"]
-        for prompt in ("abc", [97, 98, 99], [[97, 98, 99]])
-    ]
-    assert len(set(texts)) == 1
 
 
 def test_answers_to_one_prompt_differ_and_come_again_with_their_seed(server):
     def texts(**fields):
-        return [
-            choice["text"] for choice in server.completion(n=3, max_tokens=8, temperature=1, **fields).json()["choices"]
-        ]
+        answer = server.completion(n=3, max_tokens=8, temperature=1, **fields).json()
+        return [choice["text"] for choice in answer["choices"]]
 
     seeded = texts(seed=5)
-    assert len(set(seeded)) == 3 and texts(seed=5) == seeded != texts(seed=8)
-    assert texts() != texts()
+    assert len(set(seeded)) == 3 and texts(seed=5) == seeded != texts(seed=8) and texts() != texts()
     assert seeded[1] == texts(seed=6)[0] == bytes(continuation(b"abc", 8, Sampling(1.0, seed=6))).decode()
 
 
@@ -67,10 +53,7 @@ def test_log_probabilities_of_a_completion_are_of_each_token_with_its_place(serv
     told = choice["logprobs"]
     assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == [0, 1, 2, 3]
     assert told["token_logprobs"] == [-ord(token) / 100 for token in told["tokens"]]
-    assert all(
-        len(likeliest) == 2 and token in likeliest
-        for token, likeliest in zip(told["tokens"], told["top_logprobs"], strict=True)
-    )
+    assert all(len(top) == 2 and token in top for token, top in zip(told["tokens"], told["top_logprobs"], strict=True))
     (alone,) = server.completion(logprobs=0, temperature=0).json()["choices"]
     assert alone["logprobs"]["tokens"] == told["tokens"] and alone["logprobs"]["top_logprobs"] is None
     assert server.completion().json()["choices"][0]["logprobs"] is None
@@ -141,7 +124,8 @@ def test_without_the_key_nothing_is_told_but_health_and_metrics(given):
         assert server.client.post("/v1/completions", headers=headers, json={}).status_code == 401
         assert server.client.get("/health").status_code == server.client.get("/metrics").status_code == 200
         for right in ("Bearer s3cret", "bearer  s3cret"):
-            assert server.client.get("/v1/models", headers={"Authorization": right}).status_code == 200
+            named = {"Authorization": right, "Host": "any.example"}
+            assert server.client.get("/v1/models", headers=named).status_code == 200
 
 
 def test_a_full_queue_is_429_and_leaves_nothing_behind():
@@ -151,12 +135,8 @@ def test_a_full_queue_is_429_and_leaves_nothing_behind():
         server.until(lambda status: status.busy + status.waiting == 2)
         refused = server.completion(n=2)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"] | {"message": ""} == {
-            "message": "",
-            "type": "rate_limit_error",
-            "param": None,
-            "code": "queue_full",
-        }
+        error = refused.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "queue_full")
         server.pace.go()
         assert [answer().status_code for answer in answers] == [200, 200]
         server.until(lambda status: (status.busy, status.waiting) == (0, 0))
@@ -226,17 +206,9 @@ def test_eight_at_once_get_what_each_gets_alone():
 )  # fmt: skip
 def test_without_a_key_only_its_own_names_are_answered(host, status):
     with fake(hosts=frozenset({"here.example"})) as server:
-        for ask in (
-            server.client.get("/v1/models", headers={"Host": host}),
-            server.client.post("/v1/completions", json={"model": "fake", "prompt": "a"}, headers={"Host": host}),
-        ):
-            assert ask.status_code == status
+        answer = server.client.post("/v1/completions", json={"model": "fake", "prompt": "a"}, headers={"Host": host})
+        assert server.client.get("/v1/models", headers={"Host": host}).status_code == answer.status_code == status
         if status == 421:
-            assert ask.json()["error"]["code"] == "unknown_host" and "evil.example" in ask.json()["error"]["message"]
+            error = answer.json()["error"]
+            assert error["code"] == "unknown_host" and "evil.example" in error["message"]
         assert server.client.get("/health", headers={"Host": host}).status_code == 200
-
-
-def test_behind_a_key_any_name_is_answered():
-    with fake(key="s3cret") as server:
-        headers = {"Host": "any.example", "Authorization": "Bearer s3cret"}
-        assert server.client.get("/v1/models", headers=headers).status_code == 200

@@ -18,7 +18,7 @@ SERVING = Path(__file__).parents[2] / "configs/serving"
 DOCUMENTS = {document["kind"]: document for document in yaml.safe_load_all((SERVING / "kubernetes.yaml").read_text())}
 ADAPTER = yaml.safe_load((SERVING / "prometheus-adapter.yaml").read_text())
 DEPLOYMENT, AUTOSCALER, MONITOR = (
-    DOCUMENTS[kind]["spec"] for kind in ("Deployment", "HorizontalPodAutoscaler", "PodMonitor")
+    DOCUMENTS[k]["spec"] for k in ("Deployment", "HorizontalPodAutoscaler", "PodMonitor")
 )
 POD = DEPLOYMENT["template"]["spec"]
 (CONTAINER,) = POD["containers"]
@@ -67,42 +67,28 @@ def test_fields_that_no_model_has_are_those_of_the_api_reference():
 
 
 def test_all_mean_the_same_pods():
-    (labels,) = {tuple(DEPLOYMENT["template"]["metadata"]["labels"].items())}
-    selectors = [
-        DEPLOYMENT["selector"]["matchLabels"],
-        DOCUMENTS["Service"]["spec"]["selector"],
-        MONITOR["selector"]["matchLabels"],
-    ]
-    selectors += [DOCUMENTS["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]]
-    assert all(dict(labels) == selector for selector in selectors)
-    target = AUTOSCALER["scaleTargetRef"]
-    deployment = DOCUMENTS["Deployment"]
-    assert (target["apiVersion"], target["kind"], target["name"]) == (
-        "apps/v1",
-        "Deployment",
-        deployment["metadata"]["name"],
-    )
+    labels = DEPLOYMENT["template"]["metadata"]["labels"]
+    selectors = (DEPLOYMENT["selector"], MONITOR["selector"], DOCUMENTS["PodDisruptionBudget"]["spec"]["selector"])
+    assert all(selector["matchLabels"] == labels for selector in selectors)
+    assert DOCUMENTS["Service"]["spec"]["selector"] == labels
+    name = DOCUMENTS["Deployment"]["metadata"]["name"]
+    assert AUTOSCALER["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
 
 
 def test_the_server_takes_the_command_and_listens_where_it_is_asked(options):
     assert (options.host, options.port) == ("0.0.0.0", PORT["containerPort"])
-    mounts = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    assert str(options.path.parent) in mounts and {mount["name"] for mount in CONTAINER["volumeMounts"]} == {
-        volume["name"] for volume in POD["volumes"]
-    }
-    asked = [probe["httpGet"]["port"] for probe in PROBES.values()] + [
-        port["targetPort"] for port in DOCUMENTS["Service"]["spec"]["ports"]
-    ]
+    mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
+    assert str(options.path.parent) in mounts and {*mounts.values()} == {volume["name"] for volume in POD["volumes"]}
+    asked = [probe["httpGet"]["port"] for probe in PROBES.values()]
+    asked += [port["targetPort"] for port in DOCUMENTS["Service"]["spec"]["ports"]]
     asked += [endpoint["port"] for endpoint in MONITOR["podMetricsEndpoints"]]
     assert set(asked) == {PORT["name"]}
 
 
 def test_what_is_probed_and_scraped_is_a_route_that_needs_no_key(paths):
-    asked = {probe["httpGet"]["path"] for probe in PROBES.values()} | {
-        one["path"] for one in MONITOR["podMetricsEndpoints"]
-    }
+    asked = {probe["httpGet"]["path"] for probe in PROBES.values()}
+    asked |= {endpoint["path"] for endpoint in MONITOR["podMetricsEndpoints"]}
     assert asked == {"/health", "/metrics"} <= paths
-    assert not any(path.startswith("/v1/") for path in asked)
 
 
 def test_the_key_is_where_the_server_looks_for_it():
@@ -122,44 +108,28 @@ def test_no_probe_ends_a_server_that_loads_or_drains(options):
 
 
 def test_the_pod_may_write_only_where_it_must():
-    assert (
-        POD["securityContext"]["runAsNonRoot"]
-        and POD["securityContext"]["runAsUser"] > 0
-        and not POD["automountServiceAccountToken"]
-    )
-    security = CONTAINER["securityContext"]
-    assert (
-        security["readOnlyRootFilesystem"]
-        and not security["allowPrivilegeEscalation"]
-        and security["capabilities"] == {"drop": ["ALL"]}
-    )
-    written = {volume["name"] for volume in POD["volumes"] if "emptyDir" in volume}
+    pod, security = POD["securityContext"], CONTAINER["securityContext"]
+    assert pod["runAsNonRoot"] and pod["runAsUser"] > 0 and not POD["automountServiceAccountToken"]
+    assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+    assert security["capabilities"] == {"drop": ["ALL"]}
     by_name = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    written = {by_name[volume["name"]] for volume in POD["volumes"] if "emptyDir" in volume}
     environment = {one["name"]: one.get("value") for one in CONTAINER["env"]}
-    assert {environment["HOME"], environment["JAX_COMPILATION_CACHE_DIR"], "/dev/shm"} == {
-        by_name[name] for name in written
-    }
+    assert written == {environment["HOME"], environment["JAX_COMPILATION_CACHE_DIR"], "/dev/shm"}
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == CONTAINER["resources"]["requests"]["nvidia.com/gpu"]
 
 
-def test_the_autoscaler_asks_for_what_the_adapter_makes_of_the_servers_metrics(options):
-    (rule,) = ADAPTER["rules"]["custom"]
-    (metric,) = AUTOSCALER["metrics"]
+def test_the_autoscaler_asks_for_what_the_adapter_makes_of_the_servers_metrics():
+    (rule,), (metric,) = ADAPTER["rules"]["custom"], AUTOSCALER["metrics"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     named = set(re.findall(rf"{SERVE}\w+", rule["seriesQuery"] + rule["metricsQuery"]))
-    assert (
-        named
-        == {f"{SERVE}{name}" for name in ("slots", "busy_slots", "waiting")}
-        <= {known.sample for known in METRICS}
-    )
+    assert named == {f"{SERVE}{name}" for name in ("slots", "busy_slots", "waiting")}
+    assert named <= {known.sample for known in METRICS}
     # Labels that a PodMonitor puts on each series; the adapter fills in <<...>>.
     assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
     assert set(re.findall("<<(.*?)>>", rule["metricsQuery"])) == {".GroupBy", ".LabelMatchers"}
     # In thousandths: pods are added before all slots are in use.
     target = metric["pods"]["target"]
     assert target["type"] == "AverageValue" and 0 < int(target["averageValue"].removesuffix("m")) < 1000
-    assert (
-        DOCUMENTS["PodDisruptionBudget"]["spec"]["maxUnavailable"]
-        < AUTOSCALER["minReplicas"]
-        <= AUTOSCALER["maxReplicas"]
-    )
+    unavailable = DOCUMENTS["PodDisruptionBudget"]["spec"]["maxUnavailable"]
+    assert unavailable < AUTOSCALER["minReplicas"] <= AUTOSCALER["maxReplicas"]

@@ -109,50 +109,51 @@ def test_what_takes_too_long_to_finish_is_told_and_the_server_ends():
         made.until(lambda status: status.busy == 0)
 
 
-def test_a_client_that_closes_its_connection_frees_its_slot():
+def request(**fields) -> bytes:
+    body = json.dumps(BODY | fields)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + body).encode()
+
+
+def connected(address: str, sent: bytes) -> socket.socket:
+    """A client that has sent something, and reads little."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(10)
+    client.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+    client.sendall(sent)
+    return client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_closes_its_connection_frees_its_slot(stream):
     with fake() as made, on_a_port(made.service) as (address, _):
         made.pace.seconds = 0.01
-        for stream in (True, False):
-            port = int(address.rpartition(":")[2])
-            body = json.dumps(BODY | {"stream": stream, "max_tokens": 60}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            with socket.create_connection(("127.0.0.1", port)) as client:
-                client.sendall(head.encode() + body)
-                made.until(lambda status: status.busy == 1)
-                before = made.engine.status.tokens
-            made.until(lambda status: status.busy == 0)
-            assert made.engine.status.tokens < before + 40, "it was not let run to its end"
+        with connected(address, request(stream=stream, max_tokens=60)):
+            made.until(lambda status: status.busy == 1)
+            before = made.engine.status.tokens
+        made.until(lambda status: status.busy == 0)
+        assert made.engine.status.tokens < before + 40, "it was not let run to its end"
 
 
 def test_what_is_no_http_is_nobodys_error(capfd):
+    negative = b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n"
     with fake() as made, on_a_port(made.service) as (address, _):
-        port = int(address.rpartition(":")[2])
-        for junk in (
-            b"\x16\x03\x01\x02\x00" * 20,
-            b"hello\r\n\r\n",
-            b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
-        ):
-            with socket.create_connection(("127.0.0.1", port)) as client:
-                client.sendall(junk)
-                client.settimeout(10)
+        for junk in (b"\x16\x03\x01\x02\x00" * 20, b"hello\r\n\r\n", negative):
+            with connected(address, junk) as client:
                 assert client.recv(100).startswith(b"HTTP/1.1 400")
         assert get(address)[0] == 200
     assert capfd.readouterr().err == ""
 
 
-def test_a_request_with_two_lengths_is_refused_and_nothing_behind_it_is_read():
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_a_request_with_two_lengths_is_refused_and_nothing_behind_it_is_read(path):
+    first = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    behind = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     with fake() as made, on_a_port(made.service) as (address, _):
-        port = int(address.rpartition(":")[2])
-        head = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        behind = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-        for path in ("/v1/completions", "/health"):
-            with socket.create_connection(("127.0.0.1", port)) as client:
-                client.sendall((head.format(path) + behind).encode())
-                client.settimeout(10)
-                answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
-            assert (
-                answer.startswith("HTTP/1.1 400") and answer.count("HTTP/1.1") == 1 and '"code":"two_lengths"' in answer
-            )
+        with connected(address, (first + behind).encode()) as client:
+            answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+        assert answer.startswith("HTTP/1.1 400") and answer.count("HTTP/1.1") == 1 and '"code":"two_lengths"' in answer
         assert get(address)[0] == 200
 
 
@@ -160,13 +161,7 @@ def test_a_request_with_two_lengths_is_refused_and_nothing_behind_it_is_read():
 def test_a_client_that_reads_nothing_is_given_up_and_holds_nothing_for_ever():
     # enough that no buffer between here and there takes it
     with fake(slots=1, length=40_000) as made, on_a_port(made.service, stalled=1) as (address, server):
-        port = int(address.rpartition(":")[2])
-        body = json.dumps(BODY | {"stream": True, "max_tokens": 39_000, "logprobs": 20}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(("127.0.0.1", port))
-            client.sendall(head.encode() + body)
+        with connected(address, request(stream=True, max_tokens=39_000, logprobs=20)):
             made.until(lambda status: status.busy == 1)
             began = time.monotonic()
             assert post(address, max_tokens=2)[0] == 200, "others are answered beside it"
@@ -209,6 +204,15 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(heard)
 
 
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+ASKED = [
+    *({"prompt": [7] * tokens, "ignore_eos": True} | more for tokens, more in (
+        (3, {}), (20, {}), (35, {}), (4, {"logprobs": 2}), (5, {"temperature": 0}), (6, {"n": 2, "stream": True}),
+    )),
+    HELLO, HELLO | {"logprobs": True, "top_logprobs": 3}, HELLO | {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3},
+]  # fmt: skip
+
+
 @pytest.mark.thorough
 def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(tmp_path, compilations):
     options = Namespace(
@@ -218,23 +222,9 @@ def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(tmp_path, com
     assert (compiled := len(compilations)) >= 5
     client = TestClient(application(service))
     try:
-        for prompt, more in (
-            (3, {}),
-            (20, {}),
-            (35, {}),
-            (4, {"logprobs": 2}),
-            (5, {"temperature": 0}),
-            (6, {"n": 2, "stream": True}),
-        ):
-            body = {"model": "tiny", "prompt": [7] * prompt, "max_tokens": 3, "ignore_eos": True, **more}
-            assert client.post("/v1/completions", json=body).status_code == 200
-        for more in (
-            {},
-            {"logprobs": True, "top_logprobs": 3},
-            {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3},
-        ):
-            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, **more}
-            assert client.post("/v1/chat/completions", json=body).status_code == 200
+        for body in ASKED:
+            path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+            assert client.post(path, json={"model": "tiny", "max_tokens": 3, **body}).status_code == 200
     finally:
         service.served.close()
     assert len(compilations) == compiled

@@ -107,23 +107,6 @@ def test_200_requests_with_8_at_once_get_what_each_gets_alone(real):
     assert metric(real, "busy_slots") == metric(real, "waiting") == 0
 
 
-def test_a_client_that_leaves_a_stream_frees_its_slot(faked):
-    _, address = faked
-    with client(address).completions.create(model="fake", prompt="a", max_tokens=4000, stream=True) as stream:
-        for _, chunk in zip(range(3), stream, strict=False):
-            assert chunk.choices[0].finish_reason is None
-        assert metric(address, "busy_slots") == 1
-    until(lambda: metric(address, "busy_slots") == 0, 2)
-
-
-def test_a_client_that_gives_up_waiting_frees_its_slot(faked):
-    _, address = faked
-    hasty = client(address).with_options(timeout=0.3)
-    with pytest.raises(openai.APITimeoutError):
-        hasty.completions.create(model="fake", prompt="a", max_tokens=4000)
-    until(lambda: metric(address, "busy_slots") == 0, 2)
-
-
 def test_a_thousand_requests_leave_no_memory_behind(faked):
     process, address = faked
     memory = psutil.Process(process.pid).memory_info

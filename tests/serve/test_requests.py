@@ -3,8 +3,7 @@
 import pytest
 
 from meshtrain.generate.request import Sampling
-from meshtrain.serve.fields import Fields
-from meshtrain.serve.requests import Asked, chat, completion
+from meshtrain.serve.requests import Asked, Fields, chat, completion
 
 USUAL = Sampling(1.0)
 HELLO = [{"role": "user", "content": "hello"}]

@@ -29,17 +29,17 @@ def events(text: str) -> list:
 def test_a_streamed_completion_is_the_whole_one_in_pieces():
     with fake() as server:
         server.pace.seconds = 0.002
-        answer = server.completion(**BODY)
-        assert (
-            answer.headers["content-type"].startswith("text/event-stream")
-            and answer.headers["x-accel-buffering"] == "no"
-        )
+        answer = server.completion(**BODY, logprobs=1)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-accel-buffering"] == "no"
         found = events(answer.text)
         assert len(found) > 2 and len({each["id"] for each in found}) == 1
         assert all("usage" not in each and each["object"] == "text_completion" for each in found)
         said = [each["choices"][0] for each in found]
         assert "".join(each["text"] for each in said) == bytes(continuation(b"abc", 6)).decode()
         assert [each["finish_reason"] for each in said] == [None] * (len(said) - 1) + ["length"]
+        # offsets go on from chunk to chunk
+        assert [at for each in said for at in each["logprobs"]["text_offset"]] == list(range(6))
 
 
 def test_a_streamed_conversation_begins_with_the_role_of_each_answer_and_ends_with_what_it_took():
@@ -56,13 +56,6 @@ def test_a_streamed_conversation_begins_with_the_role_of_each_answer_and_ends_wi
             text = "".join(each["delta"].get("content", "") for each in own)
             tokens = [token["token"] for each in own for token in each["logprobs"]["content"]]
             assert len(text) == 4 and "".join(tokens) == text
-
-
-def test_offsets_of_log_probabilities_go_on_from_chunk_to_chunk():
-    with fake() as server:
-        server.pace.seconds = 0.002
-        found = events(server.completion(**BODY, logprobs=1).text)
-        assert [at for each in found for at in each["choices"][0]["logprobs"]["text_offset"]] == list(range(6))
 
 
 def test_an_error_in_mid_stream_is_told_and_then_the_stream_ends():
@@ -107,14 +100,10 @@ def test_a_stream_that_has_no_room_is_an_error_and_no_stream():
     with fake(slots=1, waiting=1) as server:
         server.pace.hold()
         for busy, waiting in ((1, 0), (1, 1)):
-            server.engine.submit(request(), lambda piece: None)
+            server.engine.submit(Request(np.array([1, 2]), 60), lambda piece: None)
             server.until(lambda status, now=(busy, waiting): (status.busy, status.waiting) == now)
         refused = server.completion(stream=True, n=1)
         assert refused.status_code == 429 and refused.headers["content-type"] == "application/json"
-
-
-def request() -> Request:
-    return Request(np.array([1, 2]), 60)
 
 
 @pytest.mark.parametrize("stream", [True, False])
