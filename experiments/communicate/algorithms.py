@@ -44,10 +44,10 @@ def measured(devices: int) -> list[list[str]]:
     over = links.JOINED if islands > 1 else "data"
     found = list(links.collectives(mesh, over, (ALL_REDUCE,), MEASURED, PROGRAMS))
     psum = next(c for c in found if c.algorithm == XLA)
-    rows = [[f"n = {devices}", *map(size, MEASURED)], ["psum", *(duration(t.seconds) for t in psum.timings)]]
+    rows = [[f"n = {devices}", *map(size, MEASURED)], ["psum", *map(duration, psum.seconds)]]
     for c in found:
         if c is not psum:
-            ratios = [a.seconds / b.seconds for a, b in zip(c.timings, psum.timings, strict=True)]
+            ratios = [a / b for a, b in zip(c.seconds, psum.seconds, strict=True)]
             rows.append([c.algorithm, *(f"{ratio:.1f}" for ratio in ratios)])
     return rows
 

@@ -100,8 +100,8 @@ def _numbered(mesh: Mesh) -> list[jax.Device]:
 def _messages_again(pairs: set[tuple[int, int]]) -> Iterator[None]:
     honest = links.message
 
-    def message(source: int, target: int) -> links.Step:
-        step = honest(source, target)
+    def message(mesh: Mesh, source: int, target: int) -> links.Step:
+        step = honest(mesh, source, target)
         if (source, target) not in pairs:
             return step
         return lambda x: jax.lax.fori_loop(0, AGAIN, lambda _, y: jax.lax.optimization_barrier(step(y)), x)

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import re
@@ -12,27 +11,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from meshtrain.allreduce import ALGORITHMS
-from meshtrain.cli import DONE, Parser, command
+from meshtrain.cli import DONE, Parser, check_target, command, write_target
 from meshtrain.cluster.cluster import Cluster, named
 from meshtrain.config import Config, ConfigError, MeshConfig, load, short
 from meshtrain.config.mesh import check as mesh_check
 from meshtrain.config.schema import AXES
 from meshtrain.errors import nearest, say
-from meshtrain.files import write_atomically
-from meshtrain.probe import describe, judge, report
+from meshtrain.probe import describe, judge, page, report
 from meshtrain.probe.figures import PARTS, Probe
 
 DESCRIPTION = (
     "What the links and devices really give, and which of them is slow; start it on every node as a run is started."
 )
-
 SIZES = (*AXES, "islands")  # of a mesh
 PROGRAMS = tuple(name for name in ALGORITHMS if name != "psum")  # which is what XLA does
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
     options = _parser().parse_args(arguments)
     config = _config(options)
     _check(options, config)
@@ -45,16 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mesh = mesh_of(config)
         first_decides(lambda: _check_files(options, mesh.size))
         first = is_first()
-        parts = (options.only,) if options.only else PARTS
         probe = measure(
             mesh,
-            parts,
+            (options.only,) if options.only else PARTS,
             algorithms=_algorithms(options),
             progress=lambda what: say(f"measuring {what}") if first else None,
             every_pair=options.every_pair,
         )
     if first:
-        _tell(probe, _cluster(options.cluster, probe.size), options)
+        _show(probe, _cluster(options.cluster, probe.size), options)
     return DONE
 
 
@@ -85,8 +80,11 @@ def _parser() -> Parser:
     parser.add_argument("--algorithms", metavar="NAME,...|all", help=f"programs of messages to measure beside what XLA does: {', '.join(PROGRAMS)}")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
     parser.add_argument("--output", metavar="FILE", help="writes a cluster file for python -m meshtrain.plan --cluster")
-    parser.add_argument("--svg", metavar="FILE", help="draws how fast each pair of devices talks")
-    parser.add_argument("--html", metavar="FILE", help="writes all of it as one page, with pictures")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="writes all of it as one page, with a picture of how fast each pair of devices talks",
+    )
     return parser
 
 
@@ -112,7 +110,7 @@ def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def parse_mesh(text: str) -> MeshConfig:
-    """data=2,tensor=4, and islands that data consists of: what is not named is 1. ConfigError otherwise."""
+    """Reads data=2,tensor=4, and islands that data consists of: what is not named is 1. ConfigError otherwise."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, number = part.partition("=")
@@ -124,43 +122,29 @@ def parse_mesh(text: str) -> MeshConfig:
         if not re.fullmatch("[1-9][0-9]{0,6}", number):
             raise ConfigError(f"--mesh {short(text)}: {axis} is {short(repr(number))}; it must be a whole number of at least 1.")  # fmt: skip
         sizes[axis] = int(number)
-    data, tensor, pipeline, islands = (sizes.get(name, 1) for name in SIZES)
-    mesh = MeshConfig(data, tensor, pipeline, islands)
+    mesh = MeshConfig(**sizes)  # type: ignore[arg-type]
     mesh_check(mesh)
     return mesh
 
 
 def _check(options: argparse.Namespace, config: Config | None) -> None:
-    """What would be refused when all is measured is refused at once."""
+    """Refuses at once what would be refused when all is measured."""
     if options.output and options.only:
         raise ConfigError("--output writes all that a cluster file holds; leave --only out.")
-    if (
-        "hierarchical" in _algorithms(options)
-        and options.algorithms != "all"
-        and (config is None or config.mesh.islands == 1)
-    ):
-        raise ConfigError(
-            "--algorithms: hierarchical sums in islands first, and the mesh has none; give islands, as in --mesh data=4,islands=2."
-        )
+    asked = options.algorithms != "all" and _algorithms(options)
+    if asked and "hierarchical" in asked and (config is None or config.mesh.islands == 1):
+        raise ConfigError("--algorithms: hierarchical sums in islands first, and the mesh has none; give islands, as in --mesh data=4,islands=2.")  # fmt: skip
     if options.algorithms and options.only not in (None, "collectives"):
         raise ConfigError(f"--algorithms are of collectives, which --only {options.only} leaves out.")
-    if options.svg and options.only not in (None, "pairs"):
-        raise ConfigError(f"--svg draws pairs of devices, which --only {options.only} leaves out.")
-    for path, endings in ((options.output, (".yaml", ".yml")), (options.svg, (".svg",)), (options.html, (".html",))):
+    for path, endings in ((options.output, (".yaml", ".yml")), (options.html, (".html",))):
         if path and Path(path).suffix.lower() not in endings:
             raise ConfigError(f"{short(path)}: its name must end in {endings[0]}.")
 
 
 def _check_files(options: argparse.Namespace, devices: int) -> None:
     """The files that the first process reads and writes; the others may be on machines that have none of them."""
-    if options.svg and devices == 1:
-        raise ConfigError("--svg draws pairs of devices, and there is one device.")
-    for path in filter(None, (options.output, options.svg, options.html)):
-        target = Path(path).resolve()
-        if not target.parent.is_dir():
-            raise ConfigError(f"{short(path)} cannot be written: there is no directory {short(target.parent)}.")
-        if target.is_dir():
-            raise ConfigError(f"{short(path)} cannot be written: {os.strerror(errno.EISDIR).lower()}.")
+    for path in filter(None, (options.output, options.html)):
+        check_target(path)
     _cluster(options.cluster, devices)
 
 
@@ -173,28 +157,19 @@ def _cluster(name: str | None, devices: int) -> Cluster | None:
     return cluster
 
 
-def _tell(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) -> None:
+def _show(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(as_json(probe, cluster), indent=2, allow_nan=False))
     else:
         print(report.to_text(probe, cluster))
     if options.output:
-        write_atomically(Path(options.output).resolve(), describe.to_yaml(probe).encode())
-        say(f"wrote {options.output}")
+        write_target(options.output, describe.to_yaml(probe))
         if (together := describe.by_pairs(probe)) and not together.in_order:
             say(
                 f"devices that fast links join are no neighbours in the mesh; mesh.cluster={options.output} has it take them in the order found."
             )
-    if options.svg:
-        from meshtrain.probe.page import drawing
-
-        write_atomically(Path(options.svg).resolve(), drawing(probe).encode())
-        say(f"wrote {options.svg}")
     if options.html:
-        from meshtrain.probe.page import page
-
-        write_atomically(Path(options.html).resolve(), page(probe, cluster).encode())
-        say(f"wrote {options.html}")
+        write_target(options.html, page.page(probe, cluster))
 
 
 def as_json(probe: Probe, cluster: Cluster | None) -> dict:
@@ -203,8 +178,8 @@ def as_json(probe: Probe, cluster: Cluster | None) -> dict:
     if cluster:
         for entry, collective in zip(content["collectives"], probe.collectives, strict=True):
             entry["score"] = judge.score(cluster, probe, collective)
-            for sized, timing in zip(entry["sizes"], collective.timings, strict=True):
-                sized["described_seconds"] = judge.described(cluster, probe, timing, collective.algorithm)
+            for sized in entry["sizes"]:
+                sized["described_seconds"] = judge.described(cluster, probe, collective, sized["bytes"])
         content["cluster"] = {"name": cluster.name, "device_scores": judge.device_scores(cluster, probe)}
     return content
 

@@ -46,10 +46,7 @@ class Times:
 
 
 def times(
-    jobs: Sequence[Job],
-    barrier: Callable[[], object] | None = None,
-    repeats: int = REPEATS,
-    attempts: int = ATTEMPTS,
+    jobs: Sequence[Job], barrier: Callable[[], object] | None = None, repeats: int = REPEATS, attempts: int = ATTEMPTS
 ) -> Times:
     """Runs each job once, then all of them in turn, `repeats` times. All processes must give the same jobs.
 
@@ -61,18 +58,20 @@ def times(
 
 
 def own_times(jobs: Sequence[Job]) -> Times:
-    """The same of jobs that are this process's alone; how many it has is its own affair."""
+    """Does the same with jobs that are this process's alone; how many it has is its own affair."""
     _warm(jobs, None)
     return _steadiest(lambda: np.array(_in_turns(jobs, REPEATS, None)), ATTEMPTS)
 
 
 def _steadiest(take: Callable[[], np.ndarray], attempts: int) -> Times:
-    attempts_so_far: list[Times] = []
-    while len(attempts_so_far) < attempts and not (attempts_so_far and attempts_so_far[-1].unsteady <= STEADY):
+    results: list[Times] = []
+    for _ in range(attempts):
         taken = take()
         low, median, high = np.quantile(taken, (0.25, 0.5, 0.75), axis=0)
-        attempts_so_far.append(Times(median, np.min(taken, axis=0), (high - low) / median))
-    return min(attempts_so_far, key=lambda one: one.unsteady)
+        results.append(Times(median, np.min(taken, axis=0), (high - low) / median))
+        if results[-1].unsteady <= STEADY:
+            break
+    return min(results, key=lambda one: one.unsteady)
 
 
 def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
@@ -84,11 +83,11 @@ def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
 
 
 def _in_turns(jobs: Sequence[Job], repeats: int, barrier: Callable[[], object] | None) -> list[list[float]]:
-    taken = [[0.0] * len(jobs) for _ in range(repeats)]
-    for turn, (number, job) in itertools.product(range(repeats), enumerate(jobs)):
+    def seconds(job: Job) -> float:
         if barrier:
             jax.block_until_ready(barrier())
         start = time.perf_counter()
         jax.block_until_ready(job.run())
-        taken[turn][number] = (time.perf_counter() - start) / job.rounds
-    return taken
+        return (time.perf_counter() - start) / job.rounds
+
+    return [[seconds(job) for job in jobs] for _ in range(repeats)]

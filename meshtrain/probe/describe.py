@@ -15,6 +15,7 @@ naming the file, the axes tell the figures of all devices sending at once.
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +44,7 @@ class Level:
     inside: bool  # a machine
 
     def unlike(self, other: "Level") -> float:
-        """How many times the figures differ; without end between a machine and the network."""
+        """Returns how many times the figures differ; without end between a machine and the network."""
         if self.inside != other.inside:
             return math.inf
         pairs = ((self.latency, other.latency), (self.bandwidth, other.bandwidth))
@@ -51,7 +52,7 @@ class Level:
 
 
 def by_pairs(probe: Probe) -> Clustered | None:
-    """How devices stand together, where pairs were measured and show several levels. Some pairs alone, as the probe takes them of many
+    """Returns how devices stand together, where pairs were measured and show several levels. Some pairs alone, as the probe takes them of many
     devices, can confirm the order that there is, and tell of no other."""
     if probe.pairs is None:
         return None
@@ -60,16 +61,28 @@ def by_pairs(probe: Probe) -> Clustered | None:
     return together if len(together.levels) > 1 and (every or together.in_order) else None
 
 
-def _of_pairs(probe: Probe, found: Clustered) -> list[Level]:
-    levels = []
-    for level in found.levels:
-        inside = all(len({probe.machines[device] for device in block}) == 1 for block in level.blocks)
-        levels.append(Level(level.devices, level.latency, level.bandwidth, inside))
-    return levels
+def _is_inside(probe: Probe, blocks: Iterable[Iterable[int]]) -> bool:
+    """Returns whether each block of devices is in one machine."""
+    return all(len({probe.machines[device] for device in block}) == 1 for block in blocks)
+
+
+def _of_pairs(probe: Probe, together: Clustered) -> list[Level]:
+    return [Level(one.devices, one.latency, one.bandwidth, _is_inside(probe, one.blocks)) for one in together.levels]
+
+
+def _of_axes(probe: Probe) -> list[Level]:
+    by_axis: list[Level] = []
+    block = 1
+    for axis in reversed(ORDER):
+        block *= probe.mesh.ways(axis)
+        inside = _is_inside(probe, (range(i, i + block) for i in range(0, probe.size, block)))
+        lines = [collective.line for collective in probe.over(axis) if collective.kind == PERMUTE]
+        by_axis += [Level(block, line.latency, line.bandwidth, inside) for line in lines]
+    return by_axis
 
 
 def levels(probe: Probe) -> dict[str, Level]:
-    """By the planner's names, innermost first."""
+    """Returns levels by the planner's names, innermost first."""
     together = by_pairs(probe)
     by_distance = _of_pairs(probe, together) if together and not together.in_order else _of_axes(probe)
     while len(by_distance) > 1:
@@ -86,33 +99,19 @@ def levels(probe: Probe) -> dict[str, Level]:
     return named
 
 
-def _of_axes(probe: Probe) -> list[Level]:
-    by_axis: list[Level] = []
-    block = 1
-    for axis in reversed(ORDER):
-        block *= probe.mesh.ways(axis)
-        for collective in probe.over(axis):
-            if collective.kind == PERMUTE:
-                inside = all(len(set(probe.machines[i : i + block])) == 1 for i in range(0, probe.size, block))
-                by_axis.append(Level(block, collective.line.latency, collective.line.bandwidth, inside))
-    return by_axis
-
-
 def _joined(inner: Level, outer: Level) -> Level:
     latency = math.sqrt(inner.latency * outer.latency) or max(inner.latency, outer.latency)
     return replace(outer, latency=latency, bandwidth=math.sqrt(inner.bandwidth * outer.bandwidth))
 
 
 def to_yaml(probe: Probe) -> str:
-    """ConfigError where something that the file holds was not measured."""
+    """Returns the cluster file; ConfigError where something that it holds was not measured."""
     devices, links = probe.devices, levels(probe)
     if devices is None or (probe.size > 1 and not links):
         raise ConfigError("a cluster file needs collectives and products; leave --only out.")
     sizes = set(Counter(probe.machines).values())
     if len(sizes) > 1:
-        raise ConfigError(
-            f"a cluster file has machines of one size, and these have {' and '.join(map(str, sorted(sizes)))} devices; give a smaller --mesh."
-        )
+        raise ConfigError(f"a cluster file has machines of one size, and these have {' and '.join(map(str, sorted(sizes)))} devices; give a smaller --mesh.")  # fmt: skip
     machines = len(set(probe.machines))
     # Fake devices share one machine, whose figures the planner divides; where their links differ the file says what each has.
     shared = probe.platform == "cpu" and links.keys() <= {"node"}
@@ -132,7 +131,7 @@ def to_yaml(probe: Probe) -> str:
 
 
 def knows(probe: Probe) -> bool:
-    """Whether the planner has a data sheet of the devices; a CPU's is of another machine."""
+    """Returns whether the planner has a data sheet of the devices; a CPU's is of another machine."""
     return probe.kind in ACCELERATORS and probe.platform != "cpu"
 
 
@@ -164,17 +163,12 @@ def _figures(probe: Probe, devices: Devices, ways: int) -> dict[str, Any]:
 def _link(name: str, level: Level) -> dict[str, float]:
     """Within the bounds that the planner sets, which only a machine that does other things is beyond."""
     bounds = keys(Link if name in INSIDE else Cable)
-
-    def within(key: str, figure: float) -> float:
+    link: dict[str, float] = {"devices": level.devices}
+    for key, figure in (("latency", level.latency), ("bandwidth", level.bandwidth / 1e9)):
         least, most = bounds[key].least, bounds[key].most
         assert least is not None and most is not None
-        return _short(min(max(figure, least), most))
-
-    return {
-        "devices": level.devices,
-        "latency": within("latency", level.latency),
-        "bandwidth": within("bandwidth", level.bandwidth / 1e9),
-    }
+        link[key] = _short(min(max(figure, least), most))
+    return link
 
 
 def _short(number: float) -> float:

@@ -7,6 +7,7 @@ predictable data").
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ ELEMENTS, OTHER_ELEMENTS = {"cpu": 2**23}, 2**28
 
 
 def products(a: jax.Array) -> jax.Array:
-    """A chain of products of `a` [side, side], of variance 1, with itself: they neither vanish nor overflow."""
+    """Returns a chain of products of `a` [side, side], of variance 1, with itself: they neither vanish nor overflow."""
     y = a
     for _ in range(CHAIN):
         y = (y @ a) * a.shape[-1] ** -0.5
@@ -41,7 +42,7 @@ def passes(a: jax.Array) -> jax.Array:
 
 
 def devices(mesh: Mesh, order: Sequence[int]) -> Devices:
-    """`order` [devices]: of each device, as the planner numbers them, its place in `mesh.devices.flat`."""
+    """Measures them. `order` [devices]: of each device, as the planner numbers them, its place in `mesh.devices.flat`."""
     where = platform(mesh)
     side, elements = SIDES.get(where, OTHER_SIDE), ELEMENTS.get(where, OTHER_ELEMENTS)
     dtype = "float32" if where == "cpu" else "bfloat16"
@@ -56,8 +57,8 @@ def devices(mesh: Mesh, order: Sequence[int]) -> Devices:
     return Devices(
         dtype=dtype,
         side=side,
-        flops=np.array([flops[place] for place in order]),
-        memory_bandwidth=np.array([memory[place] for place in order]),
+        flops=flops[list(order)],
+        memory_bandwidth=memory[list(order)],
         matmul={name: _flops(side, taken) for name, taken in zip(DTYPES, seconds, strict=True)},
         memory_rate=_rate(elements, memory_seconds),
         memory_bytes=float(stats.get("bytes_limit", 0)) or host / mesh.size,
@@ -65,11 +66,11 @@ def devices(mesh: Mesh, order: Sequence[int]) -> Devices:
     )
 
 
-def _flops(side: int, seconds: float) -> float:
+def _flops(side: int, seconds: Any) -> Any:
     return CHAIN * 2 * side**3 / seconds
 
 
-def _rate(elements: int, seconds: float) -> float:
+def _rate(elements: int, seconds: Any) -> Any:
     return PASSES * 2 * 4 * elements / seconds
 
 
@@ -81,20 +82,16 @@ def _everywhere(mesh: Mesh, function: Callable, x: np.ndarray) -> Job:
     return Job(lambda: run(whole))
 
 
-def _each(mesh: Mesh, matrix: np.ndarray, vector: np.ndarray) -> tuple[list[float], list[float], float]:
-    """(FLOP/s, bytes/s) of every device by its place in `mesh.devices.flat`, one device of a process after another; their spread."""
+def _each(mesh: Mesh, matrix: np.ndarray, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns FLOP/s and bytes/s of every device by its place in `mesh.devices.flat`, one device of a process after another; their spread."""
     inputs = ((products, matrix), (passes, vector))
-    jobs = [_on(device, function, x) for device in mesh.local_devices for function, x in inputs]
-    taken = own_times(jobs)
-    own = {
-        device.id: (_flops(len(matrix), product), _rate(len(vector), passed))
-        for device, (product, passed) in zip(mesh.local_devices, taken.least.reshape(-1, 2).tolist(), strict=True)
-    }
+    taken = own_times([_on(device, function, x) for device in mesh.local_devices for function, x in inputs])
+    own = {device.id: seconds for device, seconds in zip(mesh.local_devices, taken.least.reshape(-1, 2).tolist(), strict=True)}  # fmt: skip
     of_processes = gathered([own, taken.unsteady])
     # JSON makes words of their numbers.
-    everyone = {int(number): rates for rates_of_one, _ in of_processes for number, rates in rates_of_one.items()}
-    flops, memory = zip(*(everyone[device.id] for device in mesh.devices.flat), strict=True)
-    return list(flops), list(memory), max(spread for _, spread in of_processes)
+    everyone = {int(number): seconds for one, _ in of_processes for number, seconds in one.items()}
+    multiplied, passed = np.array([everyone[device.id] for device in mesh.devices.flat]).T
+    return _flops(len(matrix), multiplied), _rate(len(vector), passed), max(spread for _, spread in of_processes)
 
 
 def _on(device: jax.Device, function: Callable, x: np.ndarray) -> Job:

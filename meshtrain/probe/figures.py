@@ -11,14 +11,13 @@ a permute the message. n devices, t seconds:
 A line through times of several sizes is the alpha-beta model (Thakur et al. 2005, section 3): seconds = latency + bytes / bandwidth.
 """
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from meshtrain.cluster.algorithms import sent
 from meshtrain.config import MeshConfig
@@ -48,8 +47,8 @@ class Line:
         return self.latency + nbytes / self.bandwidth
 
 
-def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line of least relative error, so that small messages weigh as much as large ones; outliers weigh less.
+def line(sizes: ArrayLike, seconds: ArrayLike) -> Line:
+    """Returns the line of least relative error, so that small messages weigh as much as large ones; outliers weigh less.
 
     Neither figure is negative. Where chance made a large message no slower than a small one no line tells the bandwidth, and it is that of
     the largest message alone.
@@ -74,69 +73,57 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def left_out(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """For each size the relative error (signed) of a line through all the others; none where two or fewer would be left."""
+    """Returns for each size the relative error (signed) of a line through all the others; none where two or fewer would be left."""
     if len(sizes) < 4:
         return []
-    errors = []
-    for others in itertools.combinations(range(len(sizes)), len(sizes) - 1):
-        (out,) = set(range(len(sizes))) - set(others)
-        fitted = line([sizes[i] for i in others], [seconds[i] for i in others])
-        errors.append(fitted.seconds(sizes[out]) / seconds[out] - 1)
-    return errors[::-1]
+    lines = [line(np.delete(sizes, i), np.delete(seconds, i)) for i in range(len(sizes))]
+    return [fitted.seconds(x) / y - 1 for fitted, x, y in zip(lines, sizes, seconds, strict=True)]
 
 
 STEADY = 0.2  # the middle half of the repeats over their median: beyond it the machine does other things as well
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One collective at one size over one axis, in all groups of the axis at once."""
+class MeasuredCollective:
+    """One kind over one axis (or over two joined by +) by one algorithm, in all groups of the axis at once; of each size, smallest first."""
 
     axis: str
     kind: str
     devices: int  # of a group
-    nbytes: int
-    seconds: float  # median
-    spread: float  # the middle half of the repeats over the median
-
-    @property
-    def algbw(self) -> float:
-        """Bytes of the array a second."""
-        return self.nbytes / self.seconds
-
-    @property
-    def busbw(self) -> float:
-        """Bytes a second over a link."""
-        return self.algbw * bus_factor(self.kind, self.devices)
-
-
-@dataclass(frozen=True)
-class MeasuredCollective:
-    """One kind over one axis (or over two joined by +) by one algorithm: its sizes, smallest first."""
-
-    axis: str
-    kind: str
-    timings: tuple[Timing, ...]
+    sizes: tuple[int, ...]  # bytes
+    seconds: tuple[float, ...]  # median
+    spreads: tuple[float, ...]  # the middle half of the repeats over the median
     algorithm: str = XLA
-
-    @property
-    def devices(self) -> int:
-        return self.timings[0].devices
 
     @cached_property
     def line(self) -> Line:
         """Of the whole collective: bytes are of the array."""
-        return line([t.nbytes for t in self.timings], [t.seconds for t in self.timings])
+        return line(self.sizes, self.seconds)
 
     @cached_property
     def left_out(self) -> list[float]:
-        """Relative errors of lines through all sizes but one, on that one."""
-        return left_out([t.nbytes for t in self.timings], [t.seconds for t in self.timings])
+        return left_out(self.sizes, self.seconds)
+
+    @property
+    def algbw(self) -> list[float]:
+        """Bytes of the array a second, by size."""
+        return [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True)]
 
     @property
     def busbw(self) -> float:
         """Bytes a second over a link, by the line: what very large arrays get."""
         return self.line.bandwidth * bus_factor(self.kind, self.devices)
+
+    def as_json(self) -> dict[str, Any]:
+        factor = bus_factor(self.kind, self.devices)
+        sizes = [
+            {"bytes": size, "seconds": seconds, "algbw": algbw, "busbw": algbw * factor, "spread": spread}
+            for size, seconds, algbw, spread in zip(self.sizes, self.seconds, self.algbw, self.spreads, strict=True)
+        ]
+        return {
+            "axis": self.axis, "kind": self.kind, "algorithm": self.algorithm, "devices": self.devices, "latency_seconds": self.line.latency,
+            "algbw": self.line.bandwidth, "busbw": self.busbw, "left_out_errors": self.left_out, "sizes": sizes,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,10 +180,14 @@ class Probe(Shown):
         return len(self.machines)
 
     def picture(self) -> Picture:
-        """What `mt.show` shows."""
         from meshtrain.probe import page
 
         return page.picture(self)
+
+    @property
+    def axes(self) -> list[str]:
+        """Those that collectives were measured over."""
+        return list(dict.fromkeys(c.axis for c in self.collectives))
 
     def over(self, axis: str) -> tuple[MeasuredCollective, ...]:
         return tuple(c for c in self.collectives if c.axis == axis)
@@ -204,8 +195,8 @@ class Probe(Shown):
     @property
     def spread(self) -> dict[str, float]:
         """By what was measured, how far the middle half of the repeats is apart, over their median: on a machine of one's own some percent."""
-        timings = [t.spread for c in self.collectives for t in c.timings]
-        spreads = {"collectives": float(np.median(timings))} if timings else {}
+        every = [spread for c in self.collectives for spread in c.spreads]
+        spreads = {"collectives": float(np.median(every))} if every else {}
         spreads |= {"pairs": self.pairs.spread} if self.pairs else {}
         return spreads | ({"products": self.devices.spread} if self.devices else {})
 
@@ -226,10 +217,13 @@ class Probe(Shown):
             "machines": list(self.machines),
             "barrier_seconds": self.barriers,
             "spread": self.spread,
-            "collectives": [_collective(c) for c in self.collectives],
+            "collectives": [c.as_json() for c in self.collectives],
         }
         if self.pairs:
-            content["pairs"] = {"sizes": list(self.pairs.sizes), "seconds": listed(self.pairs.seconds)}
+            # JSON has no NaN.
+            seconds = self.pairs.seconds.astype(object)
+            seconds[np.isnan(self.pairs.seconds)] = None
+            content["pairs"] = {"sizes": list(self.pairs.sizes), "seconds": seconds.tolist()}
         if self.devices:
             content["each_device"] = {
                 "dtype": self.devices.dtype,
@@ -239,27 +233,3 @@ class Probe(Shown):
             }
             content["all_at_once"] = {"matmul_flops": self.devices.matmul, "memory_bandwidth": self.devices.memory_rate}
         return content
-
-
-def _collective(c: MeasuredCollective) -> dict[str, Any]:
-    return {
-        "axis": c.axis,
-        "kind": c.kind,
-        "algorithm": c.algorithm,
-        "devices": c.devices,
-        "latency_seconds": c.line.latency,
-        "algbw": c.line.bandwidth,
-        "busbw": c.busbw,
-        "left_out_errors": c.left_out,
-        "sizes": [
-            {"bytes": t.nbytes, "seconds": t.seconds, "algbw": t.algbw, "busbw": t.busbw, "spread": t.spread}
-            for t in c.timings
-        ],
-    }
-
-
-def listed(numbers: np.ndarray) -> list[Any]:
-    """Nested lists for JSON, which has no NaN: null."""
-    if numbers.ndim > 1:
-        return [listed(row) for row in numbers]
-    return [None if math.isnan(x) else float(x) for x in numbers]

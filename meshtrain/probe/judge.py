@@ -11,7 +11,7 @@ import numpy as np
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.plan import programs
 from meshtrain.plan.compute import product
-from meshtrain.probe.figures import STEADY, XLA, MeasuredCollective, Probe, Timing
+from meshtrain.probe.figures import STEADY, XLA, MeasuredCollective, Probe
 from meshtrain.survive.stragglers import SLOW
 
 SLOW_PAIR = 0.67  # of its like, by the seconds of its largest message
@@ -31,20 +31,19 @@ class SlowFinding:
     sentence: str
 
 
-def described(cluster: Cluster, probe: Probe, timing: Timing, algorithm: str = XLA) -> float:
-    """Seconds of a collective by the planner."""
-    named = "psum" if algorithm == XLA else algorithm
-    return programs.seconds(named, timing.kind, timing.axis.split("+"), probe.mesh, cluster, timing.nbytes)
+def described(cluster: Cluster, probe: Probe, collective: MeasuredCollective, nbytes: int) -> float:
+    """Returns the seconds of a collective of one size by the planner."""
+    program = "psum" if collective.algorithm == XLA else collective.algorithm
+    return programs.seconds(program, collective.kind, collective.axis.split("+"), probe.mesh, cluster, nbytes)
 
 
 def score(cluster: Cluster, probe: Probe, collective: MeasuredCollective) -> float:
-    """Of the largest size: described over measured seconds."""
-    largest = collective.timings[-1]
-    return described(cluster, probe, largest, collective.algorithm) / largest.seconds
+    """Returns described over measured seconds, of the largest size."""
+    return described(cluster, probe, collective, collective.sizes[-1]) / collective.seconds[-1]
 
 
 def device_scores(cluster: Cluster, probe: Probe) -> dict[str, float]:
-    """Measured over described rates, of one device while all are busy: of products by dtype, and of memory."""
+    """Returns measured over described rates, of one device while all are busy: of products by dtype, and of memory."""
     if probe.devices is None:
         return {}
     device, side = cluster.accelerator, probe.devices.side
@@ -56,7 +55,7 @@ def device_scores(cluster: Cluster, probe: Probe) -> dict[str, float]:
 
 
 def findings(probe: Probe, cluster: Cluster | None = None) -> list[SlowFinding]:
-    """What is slow, the worst first. Where times vary much the verdict is that the machine is shared, and there is no other."""
+    """Returns what is slow, the worst first. Where times vary much the verdict is that the machine is shared, and there is no other."""
     judges = {
         "products": lambda: _devices(probe),
         "pairs": lambda: _pairs(probe),
@@ -91,7 +90,7 @@ def _devices(probe: Probe) -> list[SlowFinding]:
 
 
 def pair_scores(probe: Probe) -> np.ndarray:
-    """Scores [devices, devices], from row to column: the seconds that the largest message takes between devices as far apart, over those
+    """Returns scores [devices, devices], from row to column: the seconds that the largest message takes between devices as far apart, over those
     of this pair; NaN where there are too few of its like, or nothing was measured."""
     assert probe.pairs is not None
     seconds, far = probe.pairs.seconds[-1], apart(probe)
@@ -104,7 +103,7 @@ def pair_scores(probe: Probe) -> np.ndarray:
 
 
 def apart(probe: Probe) -> np.ndarray:
-    """How far devices are apart [from, to], as a place in APART."""
+    """Returns how far devices are apart [from, to], as a place in APART."""
     number, machines, mesh = np.arange(probe.size), np.array(probe.machines), probe.mesh
     far = np.full((probe.size, probe.size), APART.index(MACHINE))
     stage = mesh.tensor * mesh.shards
@@ -121,9 +120,8 @@ def _pairs(probe: Probe) -> list[SlowFinding]:
     scores = pair_scores(probe)
     slow = [(int(a), int(b)) for a, b in np.argwhere(scores < SLOW_PAIR)]
     measured = (~np.isnan(scores)).sum(axis=1) + (~np.isnan(scores)).sum(axis=0)
-    ends = Counter(end for pair in slow for end in pair)
     findings = []
-    for device, count in ends.items():
+    for device, count in Counter(end for pair in slow for end in pair).items():
         # What has many slow links is slow itself; its partners are not.
         if count > FEWEST and count > measured[device] / 2:
             own = float(np.median([scores[pair] for pair in slow if device in pair]))
@@ -131,22 +129,21 @@ def _pairs(probe: Probe) -> list[SlowFinding]:
             findings.append(SlowFinding("links", (device,), own, sentence))
     explained = {finding.devices[0] for finding in findings}
     for a, b in slow:
-        back = (b, a) in slow
-        if explained & {a, b} or (back and a > b):
+        both = (b, a) in slow
+        if explained & {a, b} or (both and a > b):
             continue
-        worse = min(scores[a, b], scores[b, a]) if back else scores[a, b]
-        way = "and" if back else "to"
-        sentence = (
-            f"the link from {probe.place(a)} {way} {probe.place(b)} reaches {worse:.2f} of the speed of its like."
+        worse = float(min(scores[a, b], scores[b, a]) if both else scores[a, b])
+        ends = (
+            f"between {probe.place(a)} and {probe.place(b)}" if both else f"from {probe.place(a)} to {probe.place(b)}"
         )
-        sentence = sentence.replace("the link from", "the link between", 1) if back else sentence
-        findings.append(SlowFinding("pair", (a, b), float(worse), sentence))
+        sentence = f"the link {ends} reaches {worse:.2f} of the speed of its like."
+        findings.append(SlowFinding("pair", (a, b), worse, sentence))
     return findings
 
 
 def _axes(probe: Probe, cluster: Cluster) -> list[SlowFinding]:
     slow = []
-    for axis in dict.fromkeys(c.axis for c in probe.collectives):
+    for axis in probe.axes:
         share = float(np.median([score(cluster, probe, c) for c in probe.over(axis) if c.algorithm == XLA]))
         if share < SLOW_AXIS:
             sentence = f"collectives over {axis} reach {share:.2f} of the speed that {cluster.name} describes."

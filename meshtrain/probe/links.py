@@ -18,7 +18,7 @@ from meshtrain.compat import vary, varying
 from meshtrain.mesh import DATA, ISLAND, platform
 from meshtrain.parallel.reduce.algorithms import all_gather, all_reduce, reduce_scatter
 from meshtrain.probe.clock import Job, times
-from meshtrain.probe.figures import XLA, MeasuredCollective, Pairs, Timing
+from meshtrain.probe.figures import XLA, MeasuredCollective, Pairs
 
 KIB, MIB = 2**10, 2**20
 # Accelerators: from what latency rules to what bandwidth rules. Fake devices copy in caches that all of them share, and two to five times
@@ -43,27 +43,25 @@ _STEPS: dict[str, Callable[[Any, int], Step]] = {
 
 
 def algorithms_of(kind: str, devices: int, islands: bool, asked: Sequence[str]) -> list[str]:
-    """XLA's own, and those asked for that have a program for this kind; `islands`: over these and what is within them."""
-    names = [XLA]
-    for name in asked:
+    """Returns XLA's own, and those asked for that have a program for this kind; `islands`: over these and what is within them."""
+
+    def has(name: str) -> bool:
         algorithm = ALGORITHMS[name]
-        if algorithm.by_levels and not islands:
-            continue
-        if kind == ALL_REDUCE or (kind in (ALL_GATHER, REDUCE_SCATTER) and not algorithm.no_scatter(devices)):
-            names.append(name)
-    return names
+        scatters = kind in (ALL_GATHER, REDUCE_SCATTER) and not algorithm.no_scatter(devices)
+        return (kind == ALL_REDUCE or scatters) and (islands or not algorithm.by_levels)
+
+    return [XLA, *filter(has, asked)]
 
 
 def step_of(kind: str, algorithm: str, axes: Any, devices: int) -> Step:
-    """One round of a collective by an algorithm, of a device's array [elements]."""
+    """Returns one round of a collective by an algorithm, of a device's array [elements]."""
     if algorithm == XLA:
         return _STEPS[kind](axes, devices)
-    steps: dict[str, Step] = {
-        ALL_REDUCE: lambda x: all_reduce(algorithm, x, axes),
-        ALL_GATHER: lambda x: all_gather(algorithm, x, axes),
-        REDUCE_SCATTER: lambda x: reduce_scatter(algorithm, x, axes, 0),
-    }
-    return steps[kind]
+    if kind == ALL_REDUCE:
+        return lambda x: all_reduce(algorithm, x, axes)
+    if kind == ALL_GATHER:
+        return lambda x: all_gather(algorithm, x, axes)
+    return lambda x: reduce_scatter(algorithm, x, axes, 0)
 
 
 class Arrays:
@@ -93,7 +91,7 @@ class Arrays:
 
 
 def repeated(step: Step, rounds: int) -> Step:
-    """`step` again and again on one array, of which each round changes one element by what it received."""
+    """Repeats `step` on one array, of which each round changes one element by what it received."""
 
     def body(_: jax.Array, x: jax.Array) -> jax.Array:
         # All of it is received before a part is taken, or XLA might send that part alone.
@@ -122,18 +120,18 @@ JOINED = f"{ISLAND}+{DATA}"  # all of data, where it consists of islands
 
 
 def axes_of(mesh: Mesh) -> list[str]:
-    """The axes that have links: those of more than one device."""
+    """Returns the axes that have links: those of more than one device."""
     return [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
 
 
 def groups_of(mesh: Mesh) -> list[str]:
-    """What collectives are measured over: each axis that has links, and all of data where it has islands of several devices."""
+    """Returns what collectives are measured over: each axis that has links, and all of data where it has islands of several devices."""
     axes = axes_of(mesh)
     return [*axes, JOINED] if {ISLAND, DATA} <= set(axes) else axes
 
 
 def barriers(mesh: Mesh) -> dict[str, float]:
-    """Seconds by axis; of a mesh with several also those of all devices."""
+    """Returns seconds by axis; of a mesh with several also those of all devices."""
     groups: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in axes_of(mesh)}
     if len(groups) > 1:
         groups["+".join(mesh.axis_names)] = mesh.axis_names
@@ -144,7 +142,7 @@ def barriers(mesh: Mesh) -> dict[str, float]:
 def collectives(
     mesh: Mesh, axis: str, kinds: Sequence[str], sizes: Sequence[int] = (), algorithms: Sequence[str] = ()
 ) -> Iterator[MeasuredCollective]:
-    """Each kind at each size over one axis, or two joined by +, in all of its groups at once, as in training; by XLA's own algorithm and
+    """Measures each kind at each size over one axis, or two joined by +, in all of its groups at once, as in training; by XLA's own algorithm and
     those programs of messages that have this kind."""
     axes = tuple(axis.split("+"))
     n, arrays = math.prod(mesh.shape[one] for one in axes), Arrays(mesh)
@@ -158,13 +156,13 @@ def collectives(
             loop = repeated(step_of(kind, by, axes if len(axes) > 1 else axis, n), rounds_of(size))
             jobs.append(Job(arrays.program(loop, elements), rounds_of(size)))
     taken = times(jobs, one_barrier(mesh))
-    results = zip(taken.median.tolist(), taken.spread.tolist(), strict=True)
-    for kind, by in ways:
-        yield MeasuredCollective(axis, kind, tuple(Timing(axis, kind, n, size, *next(results)) for size in sizes), by)
+    shape = (len(ways), len(sizes))
+    for (kind, by), median, spread in zip(ways, taken.median.reshape(shape), taken.spread.reshape(shape), strict=True):
+        yield MeasuredCollective(axis, kind, n, tuple(sizes), tuple(median.tolist()), tuple(spread.tolist()), by)
 
 
 def partners(devices: int, every: bool = False) -> list[tuple[int, int]]:
-    """The pairs (from, to) that are measured, both ways."""
+    """Returns the pairs (from, to) that are measured, both ways."""
     if every or devices <= ALL_PAIRS:
         return [(a, b) for a in range(devices) for b in range(devices) if a != b]
     steps = [1 << k for k in range((devices - 1).bit_length())]
@@ -173,7 +171,8 @@ def partners(devices: int, every: bool = False) -> list[tuple[int, int]]:
 
 
 def pairs(mesh: Mesh, order: Sequence[int], sizes: Sequence[int] = (), every: bool = False) -> Pairs:
-    """One message at a time, between `every` two devices or some of them (`partners`). `order` [devices]: of each device, as the planner numbers them, its place in `mesh.devices.flat`."""
+    """Sends one message at a time, between `every` two devices or some of them (`partners`). `order` [devices]: of each device, as the planner
+    numbers them, its place in `mesh.devices.flat`."""
     chosen = partners(mesh.size, every)
     sizes = tuple(sizes or PAIR_SIZES.get(platform(mesh), OTHER_PAIR_SIZES))
     seconds = np.full((len(sizes), mesh.size, mesh.size), np.nan)
@@ -190,7 +189,7 @@ def pairs(mesh: Mesh, order: Sequence[int], sizes: Sequence[int] = (), every: bo
 
 
 def _messages(arrays: Arrays, places: Sequence[tuple[int, int]], size: int) -> list[Job]:
-    """A job a pair, all of one program, which is told by a number which pair is meant: one compilation for all of them."""
+    """Returns a job a pair, all of one program, which is told by a number which pair is meant: one compilation for all of them."""
     rounds = rounds_of(size)
     branches = [repeated(message(arrays.mesh, source, target), rounds) for source, target in places]
     same = NamedSharding(arrays.mesh, PartitionSpec())
@@ -198,10 +197,7 @@ def _messages(arrays: Arrays, places: Sequence[tuple[int, int]], size: int) -> l
     def number(i: int) -> jax.Array:
         return jax.make_array_from_callback((), same, lambda _: np.int32(i))
 
-    def loop(which: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.switch(which, branches, x)
-
-    send = arrays.program(loop, size // 4, number(0))
+    send = arrays.program(lambda which, x: jax.lax.switch(which, branches, x), size // 4, number(0))
     return [Job(functools.partial(send, number(i)), rounds) for i in range(len(places))]
 
 

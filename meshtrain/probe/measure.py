@@ -28,23 +28,22 @@ FAKED = 8  # devices where there is no accelerator and no mesh is given
 
 
 def mesh_of(config: Config | None) -> Mesh:
-    """The mesh of a config; without one all devices, those of a machine as tensor ranks and machines as data ranks.
+    """Returns the mesh of a config; without one all devices, those of a machine as tensor ranks and machines as data ranks.
 
     ConfigError where there are fewer devices than the config needs.
     """
-    if config is None:
-        fake_cpu_devices(max(1, FAKED // joined_processes()))
-        devices = jax.devices()
-        machines = Counter(machines_of(devices))
-        alike = len(set(machines.values())) == 1
-        tensor = machines[0] if alike else len(devices)
-        config = replace(Config(), mesh=MeshConfig(data=len(devices) // tensor, tensor=tensor))
-        return make_mesh(config, devices)
-    return make_mesh(config)
+    if config is not None:
+        return make_mesh(config)
+    fake_cpu_devices(max(1, FAKED // joined_processes()))
+    devices = jax.devices()
+    machines = Counter(machines_of(devices))
+    alike = len(set(machines.values())) == 1
+    tensor = machines[0] if alike else len(devices)
+    return make_mesh(replace(Config(), mesh=MeshConfig(data=len(devices) // tensor, tensor=tensor)), devices)
 
 
 def machines_of(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """Of each device the number of its machine. Processes of fake devices each stand for one."""
+    """Returns of each device the number of its machine. Processes of fake devices each stand for one."""
     if kind_of(devices[0]) == "cpu":
         names: list = [device.process_index for device in devices]
     else:
@@ -64,7 +63,7 @@ def measure(
     progress: Callable[[str], object] = lambda _: None,
     every_pair: bool = False,
 ) -> Probe:
-    """Some seconds on accelerators, up to a minute on fake devices; the machine should be idle. All processes must call it.
+    """Measures all of it: some seconds on accelerators, up to a minute on fake devices; the machine should be idle. All processes must call it.
 
     `progress` is told what comes next. `sizes` in bytes replace those of the platform. `algorithms` are programs of messages by name, which
     are measured beside XLA's own.
@@ -73,7 +72,6 @@ def measure(
     in_place = [mesh.axis_names.index(axis) for axis in ORDER if axis in mesh.axis_names]
     places = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(in_place).ravel().tolist()
     numbered = [mesh.devices.flat[place] for place in places]
-    where = platform(mesh)
     axes = links.axes_of(mesh)
     barriers: dict[str, float] = {}
     collectives: list[MeasuredCollective] = []
@@ -93,7 +91,7 @@ def measure(
     if "products" in parts:
         progress("matrix products and passes over memory")
     return Probe(
-        platform=where,
+        platform=platform(mesh),
         kind=canonical(numbered[0].device_kind),
         mesh=MeshConfig.of(mesh.shape),
         machines=machines_of(numbered),

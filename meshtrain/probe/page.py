@@ -21,7 +21,7 @@ from meshtrain.draw.picture import Picture, block
 from meshtrain.draw.svg import FIRST, INK, SECOND, image, svg
 from meshtrain.probe import judge, report
 from meshtrain.probe.figures import XLA, Probe
-from meshtrain.units import duration, size
+from meshtrain.units import duration
 
 STYLE = """
 body { max-width: 1000px; } th { color: var(--faint); font-weight: normal; } td { white-space: nowrap; vertical-align: middle; }
@@ -31,54 +31,42 @@ WIDEST = 90  # pixels of a bar
 
 
 def page(probe: Probe, cluster: Cluster | None = None) -> str:
-    """The page; with a described cluster also how much of it was reached."""
-    title = f"{probe.size} × {probe.kind}"
-    return pages.page(title, _body(probe, cluster, title), STYLE)
+    """Returns the page; with a described cluster also how much of it was reached."""
+    return pages.page(f"{probe.size} × {probe.kind}", _body(probe, cluster), STYLE)
 
 
-def _body(probe: Probe, cluster: Cluster | None, title: str) -> Iterator[str]:
-    yield f"<h1>{escape(title)}</h1>"
+def _body(probe: Probe, cluster: Cluster | None) -> Iterator[str]:
+    yield f"<h1>{probe.size} × {escape(probe.kind)}</h1>"
     yield f"<p>{escape(report.about(probe, cluster)).replace(' x ', ' × ')}</p>"
     findings = judge.findings(probe, cluster)
     yield from (f'<p class="bad">{sentence(finding.sentence)}</p>' for finding in findings)
     if not findings:
         yield '<p class="good">No device and no link is slower than its like.</p>'
-    for axis in dict.fromkeys(c.axis for c in probe.collectives):
-        yield from _axis(probe, axis, cluster)
+    for axis in probe.axes:
+        yield f"<h2>Over {escape(axis)}, {probe.over(axis)[0].devices} devices</h2>"
+        yield _axis(probe, axis, cluster)
     if error := report.left_out(probe):
         yield f'<p class="about">{escape(error)}.</p>'
     if probe.pairs:
-        yield "<h2>From device to device</h2>"
-        yield f'<div class="wide">{drawing(probe)}</div>'
+        yield f'<h2>From device to device</h2><div class="wide">{drawing(probe)}</div>'
         if probe.size <= report.MOST_DEVICES:
             yield '<p class="about">Latency in µs, from row to column:</p>'
-            latency = (probe.pairs.latency * 1e6).tolist()
-            rows = [(f"<b>{i}</b>", *map(report.figure, row)) for i, row in enumerate(latency)]
-            yield pages.table(("", *map(str, range(len(rows)))), rows, numbers=range(1, len(rows) + 1))
+            heads, *rows = report.matrix(probe.pairs.latency * 1e6)
+            yield pages.table(heads, rows, numbers=range(1, len(heads)))
 
 
-def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> Iterator[str]:
+def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
+    """Returns the report's table, with a bar beside each bandwidth."""
+    heads, *rows = report.axis_table(probe, axis, cluster)
     collectives = probe.over(axis)
     fastest = max(c.busbw for c in collectives)
-    sizes = [size(t.nbytes) for t in collectives[0].timings]
-    heads = ["", "latency", "busbw", "", *sizes, "left out", *(["score"] * bool(cluster))]
-    rows = []
-    for c in collectives:
-        name, colour = (f"<b>{escape(c.kind)}</b>", FIRST) if c.algorithm == XLA else (escape(c.algorithm), SECOND)
-        width = max(WIDEST * c.busbw / fastest, 1)
-        rows.append(
-            [
-                name,
-                duration(c.line.latency),
-                report.per_second(c.busbw),
-                f'<span class="bar" style="width:{width:.0f}px;background:{colour}"></span>',
-                *(duration(t.seconds) for t in c.timings),
-                f"{max(map(abs, c.left_out)):.0%}" if c.left_out else "–",
-                *([f"{judge.score(cluster, probe, c):.2f}"] if cluster else []),
-            ]
-        )
-    yield f"<h2>Over {escape(axis)}, {collectives[0].devices} devices</h2>"
-    yield pages.table(heads, rows, numbers=range(1, len(heads)))
+    for row, c in zip(rows, collectives, strict=True):
+        own = c.algorithm == XLA
+        row[0] = f"<b>{escape(c.kind)}</b>" if own else escape(c.algorithm)
+        style = f"width:{max(WIDEST * c.busbw / fastest, 1):.0f}px;background:{FIRST if own else SECOND}"
+        row.insert(3, f'<span class="bar" style="{style}"></span>')
+    heads.insert(3, "")
+    return pages.table(heads, rows, numbers=range(1, len(heads)))
 
 
 _SIDE, _LEFT, _TOP = 34, 52, 34

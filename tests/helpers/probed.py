@@ -4,7 +4,7 @@ import numpy as np
 
 from meshtrain.cluster.algorithms import KINDS
 from meshtrain.config import MeshConfig
-from meshtrain.probe.figures import Devices, MeasuredCollective, Pairs, Probe, Timing
+from meshtrain.probe.figures import Devices, MeasuredCollective, Pairs, Probe
 
 SIZES = (2**12, 2**16, 2**20, 2**24)
 PAIR_SIZES = (2**12, 2**24)
@@ -12,8 +12,8 @@ PAIR_SIZES = (2**12, 2**24)
 
 def collective(axis, kind, devices, latency, bandwidth, spread=0.05):
     """All kinds take latency + bytes / bandwidth of the whole array."""
-    sizes = (Timing(axis, kind, devices, size, latency + size / bandwidth, spread) for size in SIZES)
-    return MeasuredCollective(axis, kind, tuple(sizes))
+    seconds = tuple(latency + size / bandwidth for size in SIZES)
+    return MeasuredCollective(axis, kind, devices, SIZES, seconds, (spread,) * len(SIZES))
 
 
 def pairs(devices, latency=1e-5, bandwidth=1e10, noise=0.0, seed=0, spread=0.05):

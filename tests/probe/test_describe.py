@@ -46,14 +46,11 @@ def test_a_device_that_the_planner_does_not_know_is_told():
     assert "data sheet" not in report.to_text(replace(probe(devices=devices(8)), kind="h100"))
 
 
-def test_levels_that_differ_stay_apart_in_a_machine(tmp_path):
-    links = {"tensor": (1e-5, 1e11), "data": (1e-5, 3e10), "pipeline": (1e-5, 4e10)}
-    cluster = loaded(probe(CUBE, links, devices=devices(8)), tmp_path / "mine.yaml")
-    assert [(name, link.devices) for name, link in cluster.levels()] == [("island", 2), ("node", 8)]
-
-
-def test_more_kinds_of_link_than_levels_are_joined_where_they_differ_least():
-    links = {"tensor": (1e-5, 1e11), "data": (1e-5, 3e10), "pipeline": (1e-5, 1e10)}
+@pytest.mark.parametrize(
+    "third", [4e10, 1e10]
+)  # as many levels as there are names, or one more, joined where they differ least
+def test_levels_that_differ_stay_apart_in_a_machine(third):
+    links = {"tensor": (1e-5, 1e11), "data": (1e-5, 3e10), "pipeline": (1e-5, third)}
     found = describe.levels(probe(CUBE, links))
     assert {name: level.devices for name, level in found.items()} == {"island": 2, "node": 8}
 
@@ -82,14 +79,10 @@ def test_figures_beyond_what_the_planner_takes_are_its_bounds(tmp_path):
     assert (cluster.links.node.latency, cluster.links.node.bandwidth) == (0.01, 0.01)
 
 
-def test_one_device_has_no_links(tmp_path):
-    written = describe.to_yaml(probe(MeshConfig(), {}, devices=devices(1)))
-    assert yaml.safe_load(written)["links"] == {}
-
-
-def test_devices_are_told_one_by_one_where_there_are_several():
-    one, two = (report.to_text(probe(MeshConfig(data=n), {}, devices=devices(n))) for n in (1, 2))
-    assert "device alone" not in one and "device alone" in two
+def test_one_device_has_no_links_and_is_told_once():
+    one, two = (probe(MeshConfig(data=n), {}, devices=devices(n)) for n in (1, 2))
+    assert yaml.safe_load(describe.to_yaml(one))["links"] == {}
+    assert "device alone" not in report.to_text(one) and "device alone" in report.to_text(two)
 
 
 @pytest.mark.parametrize("parts", [{"pairs": pairs(8)}, {"devices": devices(8), "links": {}}])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, PERMUTE, REDUCE_SCATTER
-from meshtrain.probe.figures import Timing, bus_factor, left_out, line
+from meshtrain.probe.figures import MeasuredCollective, bus_factor, left_out, line
 
 SIZES = [2**k for k in range(12, 28, 3)]
 ALPHA, RATE = 5e-6, 2e10
@@ -69,6 +69,5 @@ FACTORS = {ALL_REDUCE: 2 * 7 / 8, ALL_GATHER: 7 / 8, REDUCE_SCATTER: 7 / 8, ALL_
 @pytest.mark.parametrize("kind", KINDS)
 def test_bus_bandwidth_is_that_of_nccl_tests(kind):
     assert bus_factor(kind, 8) == pytest.approx(FACTORS[kind])
-    timing = Timing("data", kind, 8, 8_000_000, 1e-3, 0.0)
-    assert timing.algbw == pytest.approx(8e9)
-    assert timing.busbw == pytest.approx(8e9 * FACTORS[kind])
+    (sized,) = MeasuredCollective("data", kind, 8, (8_000_000,), (1e-3,), (0.0,)).as_json()["sizes"]
+    assert (sized["algbw"], sized["busbw"]) == pytest.approx((8e9, 8e9 * FACTORS[kind]))

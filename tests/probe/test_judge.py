@@ -9,6 +9,7 @@ from meshtrain.config import MeshConfig
 from meshtrain.plan import named, programs
 from meshtrain.plan.compute import product
 from meshtrain.probe import judge, report
+from meshtrain.probe.figures import XLA
 
 NOISE = 0.1  # either way
 
@@ -17,19 +18,19 @@ def named_slow(found):
     return [(one.what, one.devices) for one in judge.findings(found)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_machine_whose_parts_are_alike_but_for_chance_has_nothing_slow(seed):
-    assert named_slow(probe(pairs=pairs(8, noise=NOISE, seed=seed), devices=devices(8, noise=NOISE, seed=seed))) == []
+def test_a_machine_whose_parts_are_alike_but_for_chance_has_nothing_slow():
+    for seed in range(20):
+        chance = {"noise": NOISE, "seed": seed}
+        assert named_slow(probe(pairs=pairs(8, **chance), devices=devices(8, **chance))) == []
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_one_slow_device_is_named_with_its_score(seed):
-    found = devices(8, noise=NOISE, seed=seed)
-    found.flops[seed] *= 0.6
+@pytest.mark.parametrize("slow", range(8))
+def test_the_one_slow_device_is_named_with_its_score(slow):
+    found = devices(8, noise=NOISE, seed=slow)
+    found.flops[slow] *= 0.6
     (finding,) = judge.findings(probe(devices=found))
-    assert (finding.what, finding.devices) == ("device", (seed,))
-    assert finding.score == pytest.approx(0.6, abs=0.1)
-    assert f"device {seed} (tensor {seed}) computes at 0." in report.to_text(probe(devices=found))
+    assert (finding.what, finding.devices) == ("device", (slow,)) and finding.score == pytest.approx(0.6, abs=0.1)
+    assert f"device {slow} (tensor {slow}) computes at 0." in report.to_text(probe(devices=found))
 
 
 def test_a_device_with_slow_memory_is_told_from_one_that_computes_slowly():
@@ -40,15 +41,13 @@ def test_a_device_with_slow_memory_is_told_from_one_that_computes_slowly():
 
 @pytest.mark.parametrize(("a", "b"), [(0, 1), (2, 7), (6, 3)])
 def test_the_one_slow_link_is_named_both_ways_or_one_way(a, b):
-    found = pairs(8, noise=NOISE)
-    found.seconds[:, a, b] *= 2
-    assert named_slow(probe(pairs=found)) == [("pair", (a, b))]
-    assert f"slow: the link from device {a} (tensor {a}) to device {b} (tensor {b})" in report.to_text(
-        probe(pairs=found)
-    )
-    found.seconds[:, b, a] *= 2
-    assert named_slow(probe(pairs=found)) == [("pair", (min(a, b), max(a, b)))]
-    assert "slow: the link between device" in report.to_text(probe(pairs=found))
+    measured = probe(pairs=pairs(8, noise=NOISE))
+    measured.pairs.seconds[:, a, b] *= 2
+    assert named_slow(measured) == [("pair", (a, b))]
+    assert f"slow: the link from device {a} (tensor {a}) to device {b} (tensor {b})" in report.to_text(measured)
+    measured.pairs.seconds[:, b, a] *= 2
+    assert named_slow(measured) == [("pair", (min(a, b), max(a, b)))]
+    assert "slow: the link between device" in report.to_text(measured)
 
 
 def test_a_device_whose_links_are_all_slow_is_named_and_its_partners_are_not():
@@ -56,16 +55,6 @@ def test_a_device_whose_links_are_all_slow_is_named_and_its_partners_are_not():
     found.seconds[:, 5, :] *= 2
     found.seconds[:, :, 5] *= 2
     assert named_slow(probe(pairs=found)) == [("links", (5,))]
-
-
-def test_links_between_machines_are_held_against_each_other_and_not_against_those_in_one():
-    found = pairs(8)
-    machines = np.arange(8) // 4
-    found.seconds[:, machines[:, None] != machines] *= 20
-    across = replace(probe(MeshConfig(data=2, tensor=4), {}, per_machine=4), pairs=found)
-    assert named_slow(across) == []
-    found.seconds[:, 1, 6] *= 2
-    assert named_slow(across) == [("pair", (1, 6))]
 
 
 def test_times_that_vary_are_a_verdict_on_the_machine_and_on_nothing_else():
@@ -78,24 +67,34 @@ def test_times_that_vary_are_a_verdict_on_the_machine_and_on_nothing_else():
     assert "the times of pairs vary by 60%" in found[0].sentence
 
 
-def test_a_tensor_group_over_two_machines_has_two_kinds_of_links():
-    found = pairs(8)
-    machines = np.arange(8) // 6
-    found.seconds[:, machines[:, None] != machines] *= 20
-    assert named_slow(probe(links={}, per_machine=6, pairs=found)) == []
+@pytest.mark.parametrize(
+    ("mesh", "per_machine", "block"),
+    [(MeshConfig(tensor=8), 6, 6), (MeshConfig(data=2, tensor=4), 4, 4), (MeshConfig(data=8, islands=2), 8, 4)],
+)
+def test_links_of_one_kind_are_held_against_each_other_alone(mesh, per_machine, block):
+    """In a machine or between two of them; in an island or between two."""
+    measured = probe(mesh, {}, per_machine=per_machine, pairs=pairs(8))
+    blocks = np.arange(8) // block
+    measured.pairs.seconds[:, blocks[:, None] != blocks] *= 20
+    assert named_slow(measured) == []
+    measured.pairs.seconds[:, 1, 6] *= 2
+    assert named_slow(measured) == [("pair", (1, 6))]
+    if mesh.islands > 1:
+        assert "from device 1 (island 0, data 1) to device 6 (island 1, data 2)" in report.to_text(measured)
+
+
+def at_half_speed(axis, kind, seconds, algorithm=XLA):
+    """A collective over an axis that takes twice as long as `seconds` of so many bytes."""
+    found = collective(axis, kind, 16, 1e-5, 1e9)
+    return replace(found, seconds=tuple(2 * seconds(nbytes) for nbytes in found.sizes), algorithm=algorithm)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_as_described_scores_one_and_half_the_speed_scores_a_half(kind):
-    cluster = named("h100", 16)
-    mesh = MeshConfig(data=2, tensor=8)
-    for axis in ("data", "tensor"):
-        found = collective(axis, kind, getattr(mesh, axis), 1e-5, 1e9)
-        timings = tuple(
-            replace(t, seconds=2 * best(kind, cluster.axis(axis, mesh), t.nbytes).seconds) for t in found.timings
-        )
-        measured = replace(probe(mesh, {}), collectives=(replace(found, timings=timings),))
-        assert judge.score(cluster, measured, measured.collectives[0]) == pytest.approx(0.5)
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_half_the_described_speed_scores_a_half(kind, axis):
+    cluster, mesh = named("h100", 16), MeshConfig(data=2, tensor=8)
+    half = at_half_speed(axis, kind, lambda nbytes: best(kind, cluster.axis(axis, mesh), nbytes).seconds)
+    assert judge.score(cluster, probe(mesh, {}), half) == pytest.approx(0.5)
 
 
 def test_an_axis_far_below_its_description_is_named():
@@ -128,25 +127,10 @@ def test_the_sum_over_all_kinds_is_written_beside_the_described_link():
     assert f"  {ALL_REDUCE}" in text and "left out  score" in text and "(score " in text
 
 
-def test_devices_of_an_island_are_held_against_each_other_and_named_by_their_island():
-    mesh = MeshConfig(data=8, islands=2)
-    found = pairs(8)
-    across = np.arange(8) // 4
-    found.seconds[:, across[:, None] != across] *= 20
-    assert named_slow(replace(probe(mesh, {}), pairs=found)) == []
-    found.seconds[:, 1, 6] *= 2
-    slow = replace(probe(mesh, {}), pairs=found)
-    assert named_slow(slow) == [("pair", (1, 6))]
-    assert "from device 1 (island 0, data 1) to device 6 (island 1, data 2)" in report.to_text(slow)
-
-
-def test_a_program_of_messages_is_scored_by_what_it_costs_and_not_by_what_xla_does():
+@pytest.mark.parametrize("by", ["ring", "double_tree"])
+def test_a_program_of_messages_is_scored_by_what_it_costs_and_not_by_what_xla_does(by):
     cluster, mesh = named("h100", 16), MeshConfig(data=16)
-    for algorithm, half in (("ring", 0.5), ("double_tree", 0.5)):
-        found = collective("data", ALL_REDUCE, 16, 1e-5, 1e9)
-        timings = tuple(
-            replace(t, seconds=2 * programs.seconds(algorithm, ALL_REDUCE, ("data",), mesh, cluster, t.nbytes))
-            for t in found.timings
-        )
-        measured = replace(found, timings=timings, algorithm=algorithm)
-        assert judge.score(cluster, probe(mesh, {}), measured) == pytest.approx(half)
+    half = at_half_speed(
+        "data", ALL_REDUCE, lambda n: programs.seconds(by, ALL_REDUCE, ("data",), mesh, cluster, n), by
+    )
+    assert judge.score(cluster, probe(mesh, {}), half) == pytest.approx(0.5)

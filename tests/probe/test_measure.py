@@ -19,17 +19,21 @@ def mesh():
     return make_mesh(load({"mesh": {"data": 2, "pipeline": 2}}), jax.devices()[:4])
 
 
+def sent(mesh, step, elements, rounds=8):
+    """The collectives of a program that repeats a step on arrays of so many elements."""
+    loop = links.repeated(step, rounds)
+    manual = jax.shard_map(loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
+    x = jax.ShapeDtypeStruct((4 * elements,), "float32", sharding=links.Arrays(mesh).sharding)
+    found = collectives_of(jax.jit(manual).lower(x).compile().as_text(), mesh)
+    assert {c.times for c in found} == {rounds}
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_program_sends_what_its_name_says_as_often_and_as_much(kind, mesh):
-    arrays, nbytes, rounds = links.Arrays(mesh), 2**12, 8
-    elements = nbytes // 8 if kind == "all-gather" else nbytes // 4
-    loop = links.repeated(links._STEPS[kind]("pipeline", 2), rounds)
-    manual = jax.shard_map(loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
-    x = jax.ShapeDtypeStruct((4 * elements,), "float32", sharding=arrays.sharding)
-    found = collectives_of(jax.jit(manual).lower(x).compile().as_text(), mesh)
-    assert [(c.axis, c.times) for c in found] == [("pipeline", rounds)]
-    (one,) = found
-    assert one.kind == ("collective-permute" if kind == PERMUTE else kind)
+    nbytes = 2**12
+    (one,) = sent(mesh, links._STEPS[kind]("pipeline", 2), nbytes // 8 if kind == ALL_GATHER else nbytes // 4)
+    assert one.axis == "pipeline" and one.kind == ("collective-permute" if kind == PERMUTE else kind)
     assert one.bytes == nbytes and one.sent == bus_factor(kind, 2) * nbytes
 
 
@@ -92,46 +96,35 @@ def test_what_was_not_asked_for_is_left_out_and_what_comes_next_is_told(bad_link
     assert found.as_json().keys() & {"each_device", "pairs"} == {"pairs"}
 
 
-def test_over_an_axis_every_kind_is_timed_at_every_size(mesh):
-    found = list(links.collectives(mesh, "data", (PERMUTE,), SIZES))
-    assert [(c.axis, c.kind, c.devices) for c in found] == [("data", PERMUTE, 2)]
-    assert [t.nbytes for t in found[0].timings] == list(SIZES)
-    assert all(t.seconds > 0 for t in found[0].timings)
-
-
-def test_medians_are_of_a_round_and_jobs_take_turns(monkeypatch):
-    now, order = [0.0], []
-
-    def job(name, seconds):
-        taken = iter([seconds[0], *seconds])
-
-        def run():
-            order.append(name)
-            now[0] += next(taken)
-            return 0
-
-        return clock.Job(run, rounds=2)
-
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    found = clock.times([job("a", [2.0, 4.0, 90.0]), job("b", [1.0, 1.0, 1.0])], repeats=3, attempts=1)
-    assert found.median.tolist() == [2.0, 0.5] and found.least.tolist() == [1.0, 0.5]
-    assert found.spread.tolist() == [pytest.approx((47 - 3) / 4), 0.0]
-    assert order == ["a", "b"] * 4
-
-
-def test_times_that_vary_are_taken_again_and_the_steadier_count(monkeypatch):
+@pytest.fixture
+def job(monkeypatch):
+    """Makes jobs that take the seconds given, one run after another, and note their names in `job.order`."""
     now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
 
-    def job(*seconds):
+    def made(*seconds, name="", rounds=1):
         taken = iter(seconds)
 
         def run():
+            made.order.append(name)
             now[0] += next(taken)
             return 0
 
-        return clock.Job(run)
+        return clock.Job(run, rounds)
 
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    made.order = []
+    return made
+
+
+def test_medians_are_of_a_round_and_jobs_take_turns(job):
+    jobs = [job(2, 2, 4, 90, name="a", rounds=2), job(1, 1, 1, 1, name="b", rounds=2)]
+    found = clock.times(jobs, repeats=3, attempts=1)
+    assert found.median.tolist() == [2.0, 0.5] and found.least.tolist() == [1.0, 0.5]
+    assert found.spread.tolist() == [pytest.approx((47 - 3) / 4), 0.0]
+    assert job.order == ["a", "b"] * 4
+
+
+def test_times_that_vary_are_taken_again_and_the_steadier_count(job):
     # The first run compiles; then three repeats an attempt.
     assert clock.times([job(0, 1, 9, 5, 2, 2, 2)], repeats=3).median.tolist() == [2.0]
     assert clock.times([job(0, 1, 2, 3, 1, 9, 5)], repeats=3).median.tolist() == [2.0]
@@ -146,13 +139,13 @@ def test_products_neither_vanish_nor_overflow_in_any_dtype():
         assert 0.1 < y.std() < 10, dtype
 
 
-def test_without_a_mesh_a_machines_devices_are_tensor_ranks(monkeypatch):
-    assert dict(measure.mesh_of(None).shape) == {"data": 1, "tensor": 8, "pipeline": 1}
-    monkeypatch.setattr(measure, "machines_of", lambda devices: tuple(i // 2 for i in range(len(devices))))
-    assert dict(measure.mesh_of(None).shape) == {"data": 4, "tensor": 2, "pipeline": 1}
-    # Of different sizes they make no rectangle.
-    monkeypatch.setattr(measure, "machines_of", lambda devices: (0, 0, 0, *(1 for _ in devices[3:])))
-    assert dict(measure.mesh_of(None).shape) == {"data": 1, "tensor": 8, "pipeline": 1}
+@pytest.mark.parametrize(
+    ("machines", "data"),
+    [((0,) * 8, 1), ((0, 0, 1, 1, 2, 2, 3, 3), 4), ((0, 0, 0, 1, 1, 1, 1, 1), 1)],  # of different sizes they make no rectangle
+)  # fmt: skip
+def test_without_a_mesh_a_machines_devices_are_tensor_ranks(machines, data, monkeypatch):
+    monkeypatch.setattr(measure, "machines_of", lambda devices: machines)
+    assert dict(measure.mesh_of(None).shape) == {"data": data, "tensor": 8 // data, "pipeline": 1}
 
 
 def test_each_device_is_measured_by_itself_and_with_all_others(mesh, monkeypatch):
@@ -184,17 +177,13 @@ def test_programs_of_messages_are_measured_beside_what_xla_does():
     over = {"island": both, "data": both, links.JOINED: [(ALL_REDUCE, by) for by in (XLA, *asked)]}
     assert found == [(axis, *one) for axis, ones in over.items() for one in ones]
     assert measured.mesh == MeshConfig(data=4, islands=2)
+    assert all(c.sizes == SIZES and min(c.seconds) > 0 for c in measured.collectives)
     assert [entry["algorithm"] for entry in measured.as_json()["collectives"]] == [by for _, _, by in found]
 
 
-def test_what_is_measured_of_a_program_is_its_messages():
+@pytest.mark.parametrize(("by", "times"), [("ring", 6), ("hierarchical", 4)])
+def test_what_is_measured_of_a_program_is_its_messages(by, times):
     mesh = make_mesh(load({"mesh": {"data": 4, "islands": 2}}), jax.devices()[:4])
-    arrays, nbytes, rounds = links.Arrays(mesh), 2**12, 8
-    for by, times in (("ring", 6), ("hierarchical", 4)):
-        loop = links.repeated(links.step_of(ALL_REDUCE, by, ("island", "data"), 4), rounds)
-        manual = jax.shard_map(loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
-        x = jax.ShapeDtypeStruct((nbytes,), "float32", sharding=arrays.sharding)
-        found = collectives_of(jax.jit(manual).lower(x).compile().as_text(), mesh)
-        assert {c.kind for c in found} == {"collective-permute"}
-        assert (len(found), {c.times for c in found}) == (times, {rounds})
-        assert sum(c.sent for c in found) == bus_factor(ALL_REDUCE, 4) * nbytes
+    found = sent(mesh, links.step_of(ALL_REDUCE, by, ("island", "data"), 4), 2**10)
+    assert len(found) == times and {c.kind for c in found} == {"collective-permute"}
+    assert sum(c.sent for c in found) == bus_factor(ALL_REDUCE, 4) * 2**12

@@ -52,7 +52,7 @@ def test_algorithms_stand_side_by_side_with_their_bandwidth_as_bars():
     assert widths[0] == 2 * widths[1]
     rows = re.findall(r"<tr><td>(.*?)</td>(.*?)</tr>", written.split("From device to device")[0])
     assert [name for name, _ in rows] == ["<b>all-reduce</b>", "ring"]
-    assert all(cells.count("<td") == 4 + len(SIZES) for _, cells in rows)
+    assert all(cells.count("<td") == 5 + len(SIZES) for _, cells in rows)
 
 
 def test_what_is_slow_stands_at_the_top_and_pairs_are_drawn_with_figures():

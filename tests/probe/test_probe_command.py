@@ -17,9 +17,12 @@ from meshtrain.probe.devices import ELEMENTS, SIDES
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_mesh_is_given_by_its_axes():
-    assert command.parse_mesh("data=2,pipeline=4") == MeshConfig(data=2, pipeline=4)
-    assert command.parse_mesh("islands=2,data=6") == MeshConfig(data=6, islands=2)
+@pytest.mark.parametrize(
+    ("text", "mesh"),
+    [("data=2,pipeline=4", MeshConfig(data=2, pipeline=4)), ("islands=2,data=6", MeshConfig(data=6, islands=2))],
+)
+def test_a_mesh_is_given_by_its_axes(text, mesh):
+    assert command.parse_mesh(text) == mesh
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,6 @@ def test_another_mesh_is_one_sentence(text, said):
         (["--set", "mesh.data=2"], "overrides a key of --config FILE, which is missing"),
         (["--only", "pears"], "--only"),
         (["--only", "pairs", "--output", "c.yaml"], "leave --only out"),
-        (["--only", "products", "--svg", "c.svg"], "which --only products leaves out"),
         (["--algorithms", "rink"], "--algorithms has 'rink'; did you mean ring?"),
         (["--only", "pairs", "--algorithms", "all"], "--algorithms are of collectives, which --only pairs leaves out"),
         (
@@ -56,7 +58,6 @@ def test_another_mesh_is_one_sentence(text, said):
         (["--output", "c.json"], "must end in .yaml"),
         (["--output", "nowhere/c.yaml"], "there is no directory"),
         (["--cluster", "h1000"], "there is no such file or accelerator"),
-        (["--mesh", "data=1", "--svg", "c.svg"], "--svg draws pairs of devices, and there is one device"),
         (["--mesh", "data=4096"], "run.fake_devices fakes at most 1024"),
     ],
 )
@@ -120,13 +121,13 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIDES, "cpu", 128)
     monkeypatch.setitem(ELEMENTS, "cpu", 2**16)
-    arguments = ["--mesh", "data=2,tensor=2", "--cluster", "cpu", "--output", "c.yaml", "--svg", "c.svg"]
+    arguments = ["--mesh", "data=2,tensor=2", "--cluster", "cpu", "--output", "c.yaml", "--html", "c.html"]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
     assert "over data 2" in out and "over tensor 2" in out and "left out  score" in out
-    assert "meshtrain: measuring 12 pairs of devices\n" in err and err.endswith("wrote c.svg\n")
+    assert "meshtrain: measuring 12 pairs of devices\n" in err and err.endswith("wrote c.html\n")
     assert named("c.yaml", 4).devices == 4
-    assert (tmp_path / "c.svg").read_text().count("<rect") == 12
+    assert (tmp_path / "c.html").read_text().count("<rect") == 12
 
 
 @pytest.mark.thorough
