@@ -32,14 +32,19 @@ XLA = "xla_"
 
 @dataclass(frozen=True)
 class Preset:
-    """`value`: what it is set to for a config on a cluster; None: it is of no use there."""
+    """What is set on several nodes, if `is_of_use` for a config on a cluster."""
 
     name: str  # a flag of XLA, or an environment variable
     library: str
     since: str
     before: str  # the first version without it; "": there is none
-    value: Callable[[Config, Cluster], str | None]
+    value: str
+    is_of_use: Callable[[Config, Cluster], bool]
     reason: str
+
+    @property
+    def versions(self) -> str:
+        return f"{self.library} {self.since} and later" + (f", before {self.before}" if self.before else "")
 
 
 @dataclass(frozen=True)
@@ -53,19 +58,6 @@ class Setting:
     left: str = ""
 
 
-@dataclass(frozen=True)
-class Advice:
-    """What others say to set, and why it is left alone."""
-
-    setting: str
-    why: str
-
-
-def _on_nodes(value: str, is_of_use: Callable[[Config, Cluster], bool]) -> Callable[[Config, Cluster], str | None]:
-    """Returns a preset's `value` for a mesh of several nodes."""
-    return lambda c, k: value if c.mesh.devices > k.devices_per_node and is_of_use(c, k) else None
-
-
 def _has_messages(config: Config, _: Cluster) -> bool:
     """Returns whether devices send to some others alone."""
     return config.mesh.pipeline > 1 or config.parallel.reduce.algorithm != "psum"
@@ -77,47 +69,46 @@ def _is_slow_between_rails(_: Config, cluster: Cluster) -> bool:
 
 PRESETS = (
     Preset(
-        "xla_gpu_collective_permute_connected_components", JAXLIB, *KNOWN, _on_nodes("true", _has_messages),
+        "xla_gpu_collective_permute_connected_components", JAXLIB, *KNOWN, "true", _has_messages,
         "messages go through communicators of those alone that send to each other; through one of all devices those inside a node were "
         "10 to 20 times as slow (openxla/xla, issue 40505)",
     ),
     Preset(
-        "NCCL_DEBUG", NCCL, "2.0", "", _on_nodes("WARN", lambda *_: True),
+        "NCCL_DEBUG", NCCL, "2.0", "", "WARN", lambda *_: True,
         "says which connection failed and why, where NCCL by itself says nothing; it costs nothing while none fails",
     ),
     Preset(
-        "NCCL_CROSS_NIC", NCCL, "2.4", "", _on_nodes("0", _is_slow_between_rails),
+        "NCCL_CROSS_NIC", NCCL, "2.4", "", "0", _is_slow_between_rails,
         "rings keep to one rail from node to node: the way between the rails of this cluster is narrow",
     ),
     Preset(
-        "NCCL_PXN_DISABLE", NCCL, "2.12", "", _on_nodes("1", lambda _, k: k.between_rails == "spine"),
+        "NCCL_PXN_DISABLE", NCCL, "2.12", "", "1", lambda _, cluster: cluster.between_rails == "spine",
         "the cluster file says that messages between rails go over the spine, not through the node",
     ),
 )  # fmt: skip
 
-ADVICE = (
-    Advice("xla_gpu_enable_latency_hiding_scheduler=true", "jaxlib 0.10.2 compiles the same step with true, false and neither"),
-    Advice(
-        "xla_gpu_{all_gather,reduce_scatter}_combine_threshold_bytes",
+# What others say to set, and why it is left alone.
+ADVICE = {
+    "xla_gpu_enable_latency_hiding_scheduler=true": "jaxlib 0.10.2 compiles the same step with true, false and neither",
+    "xla_gpu_{all_gather,reduce_scatter}_combine_threshold_bytes": (
         "MaxText sets 128 MiB for 405B on 128 nodes. Larger collectives wait less and hide less: for our ZeRO-3 step on 16 H100, by the "
-        "compiled program, 128 MiB change nothing and 512 MiB cost 5%",
+        "compiled program, 128 MiB change nothing and 512 MiB cost 5%"
     ),
-    Advice(
-        "xla_gpu_enable_pipelined_{all_gather,all_reduce,reduce_scatter}=true",
-        "jaxlib 0.12 knows them only as old names of xla_gpu_pipeline_..., which 0.10 does not know; the step orders its own collectives",
+    "xla_gpu_enable_pipelined_{all_gather,all_reduce,reduce_scatter}=true": (
+        "jaxlib 0.12 knows them only as old names of xla_gpu_pipeline_..., which 0.10 does not know; the step orders its own collectives"
     ),
-    Advice("xla_gpu_enable_async_collectives=true, xla_gpu_enable_async_all_gather=true", "gone, so that they end the process; collectives are asynchronous without"),
-    Advice("xla_gpu_enable_triton_softmax_fusion=true, xla_gpu_graph_level=0", "gone, so that they end the process"),
-    Advice("xla_gpu_experimental_enable_nvshmem=true", "gone in jaxlib 0.12"),
-    Advice("JAX_OPTIMIZATION_LEVEL=O1", "NVIDIA's recommendation; on our steps it unrolls loops into three times as many kernels, for 1% of a ZeRO-3 step: try it"),
-    Advice("CUDA_DEVICE_MAX_CONNECTIONS=1", "for programs that launch kernels in a fixed order by hand; XLA orders its own, and NVIDIA advises against it on Blackwell"),
-    Advice("NCCL_NVLS_ENABLE=0", "NVIDIA's images set it until 2025; switches that sum are the fastest all-reduce in a node"),
-    Advice("NCCL_ALGO, NCCL_PROTO", "NCCL chooses by size and by what the links are safe for: LL128 forced where they are not corrupts data"),
-    Advice("NCCL_IB_GID_INDEX=3", "found by NCCL itself since 2.21 (-1); 3 is right on some networks only"),
-    Advice("NCCL_IB_TIMEOUT=22", "20 by default since 2.23, and 7 retries: four seconds a try are enough unless the fabric is being repaired"),
-    Advice("NCCL_IB_QPS_PER_CONNECTION=4", "for networks that hash each connection to one path; others pay with cache misses on the card"),
-    Advice("NCCL_ASYNC_ERROR_HANDLING=1", "PyTorch's variable, which NCCL never reads; a run under `survive` finds stuck ranks itself"),
-)  # fmt: skip
+    "xla_gpu_enable_async_collectives=true, xla_gpu_enable_async_all_gather=true": "gone, so that they end the process; collectives are asynchronous without",
+    "xla_gpu_enable_triton_softmax_fusion=true, xla_gpu_graph_level=0": "gone, so that they end the process",
+    "xla_gpu_experimental_enable_nvshmem=true": "gone in jaxlib 0.12",
+    "JAX_OPTIMIZATION_LEVEL=O1": "NVIDIA's recommendation; on our steps it unrolls loops into three times as many kernels, for 1% of a ZeRO-3 step: try it",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1": "for programs that launch kernels in a fixed order by hand; XLA orders its own, and NVIDIA advises against it on Blackwell",
+    "NCCL_NVLS_ENABLE=0": "NVIDIA's images set it until 2025; switches that sum are the fastest all-reduce in a node",
+    "NCCL_ALGO, NCCL_PROTO": "NCCL chooses by size and by what the links are safe for: LL128 forced where they are not corrupts data",
+    "NCCL_IB_GID_INDEX=3": "found by NCCL itself since 2.21 (-1); 3 is right on some networks only",
+    "NCCL_IB_TIMEOUT=22": "20 by default since 2.23, and 7 retries: four seconds a try are enough unless the fabric is being repaired",
+    "NCCL_IB_QPS_PER_CONNECTION=4": "for networks that hash each connection to one path; others pay with cache misses on the card",
+    "NCCL_ASYNC_ERROR_HANDLING=1": "PyTorch's variable, which NCCL never reads; a run under `survive` finds stuck ranks itself",
+}  # fmt: skip
 
 
 def settings(
@@ -125,35 +116,27 @@ def settings(
 ) -> list[Setting]:
     """Returns what is of use for a config on a cluster, with the versions of libraries that are there (those of `installed`) and a user's
     own environment, which wins."""
-    if cluster.accelerator.platform != "gpu" or config.mesh.devices == 1:
+    if cluster.accelerator.platform != "gpu" or config.mesh.devices <= cluster.devices_per_node:
         return []
-    values = [(preset, value) for preset in PRESETS if (value := preset.value(config, cluster)) is not None]
     return [
-        Setting(
-            preset.name,
-            value,
-            f"{preset.library} {preset.since} and later" + (f", before {preset.before}" if preset.before else ""),
-            preset.reason,
-            _left(preset, versions.get(preset.library, ""), variables),
-        )
-        for preset, value in values
+        Setting(p.name, p.value, p.versions, p.reason, _left(p, versions.get(p.library, ""), variables))
+        for p in PRESETS
+        if p.is_of_use(config, cluster)
     ]
 
 
 def _left(preset: Preset, version: str, variables: Mapping[str, str]) -> str:
     if preset.name in variables or re.search(rf"--{preset.name}\b", variables.get("XLA_FLAGS", "")):
         return "set by the user"
-    # An unknown variable of NCCL's is ignored, and an unknown flag ends the process.
-    if preset.library == JAXLIB and not version:
-        return f"{JAXLIB} is not installed here"
+    if not version:
+        # An unknown variable of NCCL's is ignored, and an unknown flag ends the process.
+        return f"{JAXLIB} is not installed here" if preset.library == JAXLIB else ""
 
     def parts(number: str) -> list[int]:
         return [int(part) for part in re.findall(r"\d+", number)[:3]]
 
     early, late = parts(version) < parts(preset.since), preset.before and parts(version) >= parts(preset.before)
-    return (
-        f"{preset.library} {version} is not among the versions seen to take it" if version and (early or late) else ""
-    )
+    return f"{preset.library} {version} is not among the versions seen to take it" if early or late else ""
 
 
 def environment(chosen: list[Setting], variables: Mapping[str, str]) -> dict[str, str]:
@@ -184,10 +167,8 @@ def installed() -> dict[str, str]:
 
 
 def to_text(config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]) -> str:
-    """`plan --flags`: lines for people."""
-    there = (
-        ", ".join(f"{library} {version}" for library, version in versions.items()) or "none of the libraries installed"
-    )
+    """Returns what `plan --flags` prints."""
+    there = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none of the libraries installed"
     lines = [f"{config.mesh.devices} x {cluster.accelerator.name}, {config.mesh}, on {cluster.name} ({cluster.topology}); {there}", ""]  # fmt: skip
     chosen = settings(config, cluster, versions, variables)
     lines.append("launch sets" if chosen else "launch sets nothing")
@@ -198,18 +179,18 @@ def to_text(config: Config, cluster: Cluster, versions: Mapping[str, str], varia
         for entry in own:
             lines += [f"  {entry.name}={entry.value}", f"      {entry.reason}"]
     lines += ["", "left alone, whatever older advice says"]
-    for advice in ADVICE:
-        lines += [f"  {advice.setting}", f"      {advice.why}"]
+    for setting, why in ADVICE.items():
+        lines += [f"  {setting}", f"      {why}"]
     return "\n".join(lines)
 
 
 def as_json(config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]) -> dict:
-    """`plan --flags --json`."""
+    """Returns what `plan --flags --json` prints."""
     chosen = settings(config, cluster, versions, variables)
     return {
         "versions": dict(versions),
         "set": [asdict(entry) for entry in chosen],
         "environment": environment(chosen, variables),
         "by_the_step": [asdict(entry) for entry in by_the_step(config, cluster)],
-        "left": [asdict(entry) for entry in ADVICE],
+        "left": [{"setting": setting, "why": why} for setting, why in ADVICE.items()],
     }

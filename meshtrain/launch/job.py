@@ -62,9 +62,7 @@ def add_engine(parser: Parser) -> None:
     add_flags(parser)
     parser.add_argument("--nodes", type=whole_number, help="nodes to ask for; default: survive.wanted")
     parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="default: what the mesh needs; 0: none")
-    parser.add_argument(
-        "--cpus-per-node", type=whole_number, metavar="N", help="CPU cores; default: left to the engine"
-    )
+    parser.add_argument("--cpus-per-node", type=whole_number, metavar="N", help="CPU cores; default: left to the engine")  # fmt: skip
     parser.add_argument("--name", type=_name, help="of the job; default: the run directory's")
     parser.add_argument("--python", default="python", help="the interpreter on the nodes; default: python")
 
@@ -80,12 +78,17 @@ def add_requeues(parser: Parser) -> None:
     parser.add_argument("--requeues", type=_count, default=REQUEUES, metavar="N", help=meaning)
 
 
+def add_mount(parser: Parser) -> None:
+    meaning = "where it is; paths of the config begin there; default: /work"
+    parser.add_argument("--mount", default="/work", type=absolute, help=meaning)
+
+
 def add_time(parser: Parser) -> None:
     parser.add_argument("--time", type=duration, help="the longest that it may run: H:MM:SS or DAYS-HH:MM:SS")
 
 
 def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
-    """The job of an engine's options. `shipped`: where the config's file is on the nodes, if the engine takes it there."""
+    """Returns the job of an engine's options. `shipped`: where the config's file is on the nodes, if the engine takes it there."""
     config = load(options.config, options.set)
     nodes = options.nodes or config.survive.wanted
     job = make(config, options, nodes, options.python, shipped)
@@ -94,14 +97,12 @@ def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
 
 
 def make(config: Config, options: argparse.Namespace, nodes: int, python: str, shipped: str = "") -> LaunchJob:
-    """A job on so many nodes. A config that says nothing of nodes (survive.wanted is 1) is for as many as there are; one that does may
+    """Makes a job on so many nodes. A config that says nothing of nodes (survive.wanted is 1) is for as many as there are; one that does may
     be given more of them, as spares, or fewer, which wait for the others to come from elsewhere."""
     wanted, devices, overrides = config.survive.wanted, config.mesh.devices, list(options.set)
     if wanted == 1 < nodes:
         if devices % nodes:
-            raise ConfigError(
-                f"the {devices} devices of the mesh do not divide into {nodes} nodes; legal are {listed_divisors(devices)}."
-            )
+            raise ConfigError(f"the {devices} devices of the mesh do not divide into {nodes} nodes; legal are {listed_divisors(devices)}.")  # fmt: skip
         wanted = nodes
         overrides.append(f"survive.wanted={nodes}")
     # Its other rules, such as survive.least, count for the nodes that there are.
@@ -113,10 +114,9 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str, s
     if not options.no_flags and flags.settings(config, named(cluster, config.mesh.devices), {}, {}):
         # Each node sets what its own versions take.
         words += ["--flags", cluster]
-    survive = config.survive
     name = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower()).lstrip("-0123456789")
     name = name[:LONGEST_NAME].rstrip("-") or "meshtrain"
-    return LaunchJob(name, nodes, devices // wanted, tuple(words), config.run.directory, survive.restarts)
+    return LaunchJob(name, nodes, devices // wanted, tuple(words), config.run.directory, config.survive.restarts)
 
 
 def again(job: LaunchJob, words: str = "") -> str:

@@ -21,8 +21,8 @@ from meshtrain.launch.job import (
     GRACE,
     Launcher,
     LaunchJob,
-    absolute,
     add_engine,
+    add_mount,
     add_time,
     engine_job,
     manifest,
@@ -43,12 +43,8 @@ def add(parser: Parser) -> None:
     add_time(parser)
     parser.add_argument("--image", required=True, help="a container image that has meshtrain")
     parser.add_argument("--namespace", type=word)
-    parser.add_argument(
-        "--volume", required=True, type=word, metavar="CLAIM", help="a claim that all pods may write to (ReadWriteMany)"
-    )
-    parser.add_argument(
-        "--mount", default="/work", type=absolute, help="where it is; paths of the config begin there; default: /work"
-    )
+    parser.add_argument("--volume", required=True, type=word, metavar="CLAIM", help="a claim that all pods may write to (ReadWriteMany)")  # fmt: skip
+    add_mount(parser)
     parser.add_argument("--memory-per-node", type=_quantity, metavar="SIZE", help=f"asked for, and not exceeded, as in 512Gi; default: {MEMORY}Gi a device asked for, no limit")  # fmt: skip
     parser.add_argument("--shared-memory", type=_quantity, default="16Gi", metavar="SIZE", help="of /dev/shm, a part of a node's memory; default: 16Gi")  # fmt: skip
 
@@ -74,28 +70,21 @@ def trainjob(options: argparse.Namespace) -> str:
         "metadata": _metadata(job, options),
         "spec": {"mlPolicy": {"numNodes": job.nodes}, "template": {"spec": _set(job, options, {}, ANCESTOR)}},
     }
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
     trained = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         "metadata": _metadata(job, options),
-        "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
-            "trainer": {"numNodes": job.nodes},
-        },
+        "spec": {"runtimeRef": reference, "trainer": {"numNodes": job.nodes}},
     }
     return manifest(_config(job, options), runtime, trained)
 
 
 def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
-    """The ConfigMap with the config's file."""
-    name = {"name": f"{job.name}-config"}
-    text = Path(options.config).read_text()
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(job, options) | name,
-        "data": {CONFIG.rpartition("/")[2]: text},
-    }
+    """Returns the ConfigMap with the config's file."""
+    metadata = _metadata(job, options) | {"name": f"{job.name}-config"}
+    data = {Path(CONFIG).name: Path(options.config).read_text()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
 def _metadata(job: LaunchJob, options: argparse.Namespace) -> dict:
@@ -103,14 +92,15 @@ def _metadata(job: LaunchJob, options: argparse.Namespace) -> dict:
 
 
 def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) -> dict:
-    """A JobSet's spec. It is not restarted: its Job starts pods again."""
+    """Returns a JobSet's spec. It is not restarted: its Job starts pods again."""
     template = {"metadata": {"labels": labels}} if labels else {}
     limit = {"activeDeadlineSeconds": seconds(options.time)} if options.time else {}
-    rules = [
-        {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [USAGE, GIVEN_UP]}},
-        {"action": "Ignore", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [STOPPED]}},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
+
+    def on_codes(action: str, *codes: int) -> dict:
+        return {"action": action, "onExitCodes": {"containerName": NODE, "operator": "In", "values": list(codes)}}
+
+    drained = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    rules = [on_codes("FailJob", USAGE, GIVEN_UP), on_codes("Ignore", STOPPED), drained]
     spec = {
         "completionMode": "Indexed",
         **size,

@@ -47,7 +47,7 @@ class NodeProcess:
     """One node's supervisor. `listens`: signals reach it as words on its standard input, one a line, as it runs on another machine."""
 
     def __init__(self, name: str, command: Sequence[str], piped: bool, listens: bool) -> None:
-        self.name, self.listens = name, listens
+        self.name = name
         pipe = subprocess.PIPE if piped else None
         self.process = subprocess.Popen(
             command,
@@ -59,7 +59,7 @@ class NodeProcess:
         )
 
     def send(self, number: int) -> None:
-        if not self.listens or self.process.stdin is None:
+        if self.process.stdin is None:
             self.process.send_signal(number)
             return
         # Its connection may be gone, and it then ends by itself.
@@ -95,7 +95,7 @@ def _wait(children: Sequence[NodeProcess], pipes: selectors.BaseSelector, receiv
     passed, running = 0, list(children)
     while running:
         for key, _ in pipes.select(LOOK):
-            if not key.data.pass_on():
+            if key.data.pass_on() is False:
                 pipes.unregister(key.fileobj)
         for number in received[passed:]:
             passed += 1
@@ -112,7 +112,7 @@ def _wait(children: Sequence[NodeProcess], pipes: selectors.BaseSelector, receiv
                 say(f"{child.name} {how}{'; the others go on' if running else ''}.")
     # What they wrote last; a pipe that a child of theirs still has open has no end.
     for key in list(pipes.get_map().values()):
-        while key.data.pass_on() and key.data.more:
+        while key.data.pass_on():
             pass
         key.data.end()
     return outcome(child.process.returncode for child in children)
@@ -122,16 +122,14 @@ class _Lines:
     """One stream of a node, passed on by complete lines with the node's name before each."""
 
     def __init__(self, name: str, pipe: IO[bytes], to: TextIO) -> None:
-        self.name, self.pipe, self.to, self.begun, self.more = name, pipe, to, b"", False
+        self.name, self.pipe, self.to, self.begun = name, pipe, to, b""
 
-    def pass_on(self) -> bool:
-        """Reads what is there; returns false at the end of the stream."""
+    def pass_on(self) -> bool | None:
+        """Reads some of what is there; returns None if nothing is, False at the end of the stream."""
         try:
             read = os.read(self.pipe.fileno(), LONGEST_LINE)
         except BlockingIOError:
-            self.more = False
-            return True
-        self.more = bool(read)
+            return None
         *lines, self.begun = (self.begun + read).split(b"\n")
         self._write(lines)
         if not read or len(self.begun) > LONGEST_LINE:

@@ -10,7 +10,7 @@ import shlex
 
 from meshtrain.cli import STOPPED, Parser
 from meshtrain.errors import ConfigError
-from meshtrain.launch.job import Launcher, absolute, add_engine, again, engine_job, manifest, word
+from meshtrain.launch.job import Launcher, add_engine, add_mount, again, engine_job, manifest, word
 
 NODE = '--node "n$SKYPILOT_NODE_RANK" --address "$address"'
 RUN = """\
@@ -22,14 +22,10 @@ address=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
 
 def add(parser: Parser) -> None:
     add_engine(parser)
-    parser.add_argument(
-        "--accelerator", type=word, help="as SkyPilot calls it, such as H100; needed unless --gpus-per-node is 0"
-    )
+    parser.add_argument("--accelerator", type=word, help="as SkyPilot calls it, such as H100; needed unless --gpus-per-node is 0")  # fmt: skip
     parser.add_argument("--image", help="a container image that has meshtrain; default: the checkout in which sky is called is installed")  # fmt: skip
     parser.add_argument("--volume", required=True, type=word, help="a SkyPilot volume that all nodes share")
-    parser.add_argument(
-        "--mount", default="/work", type=absolute, help="where it is; paths of the config begin there; default: /work"
-    )
+    add_mount(parser)
     parser.add_argument("--spot", action="store_true", help="take machines that may be taken away")
 
 
@@ -44,19 +40,16 @@ def text(options: argparse.Namespace) -> str:
         "use_spot": options.spot or None,
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]},
     }
+    setup = f"{shlex.quote(options.python)} -m pip install --quiet '.{'[cuda12]' if job.devices else ''}'\n"
     task = {
         "name": job.name,
         "num_nodes": job.nodes,
         "resources": {key: value for key, value in resources.items() if value is not None},
-        **({} if options.image else {"workdir": ".", "setup": _setup(options.python, job.devices)}),
+        **({} if options.image else {"workdir": ".", "setup": setup}),
         "volumes": {options.mount: options.volume},
         "run": RUN.format(mount=shlex.quote(options.mount), again=again(job, NODE)),
     }
     return manifest(task)
-
-
-def _setup(python: str, devices: int) -> str:
-    return f"{shlex.quote(python)} -m pip install --quiet '.{'[cuda12]' if devices else ''}'\n"
 
 
 LAUNCHERS = {"sky": Launcher("print a task of SkyPilot", add, text=text, hint="give it to sky jobs launch")}

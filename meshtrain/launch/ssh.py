@@ -53,25 +53,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def command(host: str, directory: str, supervisor: Sequence[str]) -> list[str]:
-    """The ssh command of one host. The login shell there sees only quoted words."""
+    """Returns the ssh command of one host. The login shell there sees only quoted words."""
     name = host.rpartition("@")[2]
     words = shlex.join(["exec", "sh", "-c", FAR_SIDE, "supervisor", *supervisor, "--node", name, "--address", name])
     return [*SSH, "--", host, f"cd {shlex.quote(directory)} && {words}"]
 
 
 def refuse_others_files(path: str, option: str) -> None:
-    """ConfigError for a file that decides about commands and is another user's to change."""
+    """Refuses a file that decides about commands and is another user's to change."""
     try:
         info = os.stat(path)
     except OSError:
         # Whoever reads it reports what is wrong.
         return
     if info.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{option} {short(path)} belongs to another user; nothing is run from what others may write.")
-    if info.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{option} {short(path)} can be written by everyone; nothing is run from what others may write."
-        )
+        fault = "belongs to another user"
+    elif info.st_mode & stat.S_IWOTH:
+        fault = "can be written by everyone"
+    else:
+        return
+    raise ConfigError(f"{option} {short(path)} {fault}; nothing is run from what others may write.")
 
 
 def _hosts(options: argparse.Namespace) -> dict[str, str]:

@@ -88,8 +88,7 @@ def test_the_command_says_of_each_what_why_and_for_which_versions(tmp_path, caps
     said = capsys.readouterr().out
     assert f"{PERMUTE}=true" in said and "issue 40505" in said and "jaxlib 0.10.2 and later, before 0.13" in said
     assert f"xla_gpu_memory_limit_slop_factor={slop_factor()}" in said and "overlap_limit=4" in said
-    for advice in flags.ADVICE:
-        assert advice.setting in said and advice.why in said
+    assert all(setting in said and why in said for setting, why in flags.ADVICE.items())
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["set"]] == [PERMUTE, "NCCL_DEBUG"] and len(found["left"]) == len(flags.ADVICE)

@@ -36,21 +36,21 @@ def _code(words: list[str]) -> object:
         return ended.code
 
 
+MISTAKES = [
+    ("--nodes 3", "the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8."),
+    ("--nodes 0", "argument --nodes: '0' is not a whole number"),
+    ("--name ../x", "argument --name: '../x' is no name"),
+    ("--gpus-per-node=-1", "argument --gpus-per-node: '-1' is not a whole number"),
+    ("--set mesh.dat=2", "there is no key mesh.dat; did you mean data?"),
+    ("--hosts a", "--hosts is an option of ssh, and not of"),
+    ("--nods 2", "there is no option --nods; did you mean --nodes?"),
+]
+
+
 @pytest.mark.parametrize("way", NEEDED)
-@pytest.mark.parametrize(
-    "more, sentence",
-    [
-        (["--nodes", "3"], "the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8."),
-        (["--nodes", "0"], "argument --nodes: '0' is not a whole number"),
-        (["--name", "../x"], "argument --name: '../x' is no name"),
-        (["--gpus-per-node=-1"], "argument --gpus-per-node: '-1' is not a whole number"),
-        (["--set", "mesh.dat=2"], "there is no key mesh.dat; did you mean data?"),
-        (["--hosts", "a"], "--hosts is an option of ssh, and not of"),
-        (["--nods", "2"], "there is no option --nods; did you mean --nodes?"),
-    ],
-)
+@pytest.mark.parametrize("more, sentence", MISTAKES)
 def test_a_mistake_is_one_sentence(way, more, sentence, config, capsys):
-    assert _code([way, "--config", str(config), *NEEDED[way], *more]) == 2
+    assert _code([way, "--config", str(config), *NEEDED[way], *more.split()]) == 2
     said = capsys.readouterr()
     assert sentence in said.err and said.err.count("\n") == 1 and not said.out
 
@@ -87,21 +87,13 @@ def test_no_jax_is_loaded():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "codes, whole",
-    [
-        ([0, 0], 0),
-        ([0, -9], 0),  # killed, and the others went on to the end
-        ([0, 137, 75], 0),
-        ([3, 3, -9], 3),
-        ([75, 3, 2], 3),
-        ([2, 75, 75], 2),  # or it would be started again for ever
-        ([75, 75, -9], 75),
-        ([1, 75], 75),
-        ([1, 137, -15], 1),
-        ([255], 1),
-        ([], 1),
-    ],
-)
+CODES = [
+    ([0, 0], 0), ([0, -9], 0),  # killed, and the others went on to the end
+    ([0, 137, 75], 0), ([3, 3, -9], 3), ([75, 3, 2], 3), ([2, 75, 75], 2),  # or it would be started again for ever
+    ([75, 75, -9], 75), ([1, 75], 75), ([1, 137, -15], 1), ([255], 1), ([], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("codes, whole", CODES)
 def test_one_code_of_many(codes, whole):
     assert {outcome(order) for order in permutations(codes)} == {whole}

@@ -74,23 +74,27 @@ def test_a_job_that_is_stopped_starts_nothing_again():
     assert on_ray.drive(lambda node: (0, node), lambda *_: ((0, ends[0][0]), ends.pop(0)[1]), 2, 9, lambda: True) == 75
 
 
-def test_a_supervisor_stops_when_its_task_is_cancelled(supervisors, tmp_path):
+@pytest.fixture
+def worker(supervisors, tmp_path):
+    """A worker of Ray's that runs a supervisor, which has started; and how the supervisor started."""
     words = [str(supervisors.python), "-m", "meshtrain.survive"]
     code = f"import sys; from meshtrain.launch.on_ray import supervise; sys.exit(supervise({words!r}, {str(tmp_path)!r}, 'n0', 'h'))"
-    worker = subprocess.Popen([sys.executable, "-c", code])
-    supervisors.started("n0")
-    worker.send_signal(signal.SIGINT)
-    assert worker.wait(PATIENCE) == 75
+    process = subprocess.Popen([sys.executable, "-c", code])
+    yield process, supervisors.started("n0")
+    process.kill()
+    process.wait()
+
+
+def test_a_supervisor_stops_when_its_task_is_cancelled(worker, supervisors):
+    process, _ = worker
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 75
     assert supervisors.signals("n0") == [signal.SIGTERM.name]
 
 
-def test_a_supervisor_stops_with_the_worker_that_started_it(supervisors, tmp_path):
-    words = [str(supervisors.python), "-m", "meshtrain.survive"]
-    code = f"from meshtrain.launch.on_ray import supervise; supervise({words!r}, {str(tmp_path)!r}, 'n0', 'h')"
-    worker = subprocess.Popen([sys.executable, "-c", code])
-    started = supervisors.started("n0")
+def test_a_supervisor_stops_with_the_worker_that_started_it(worker, supervisors, tmp_path):
+    process, started = worker
     assert started["cwd"] == str(tmp_path)
-    worker.kill()
-    worker.wait(PATIENCE)
+    process.kill()
     assert is_gone(started["pid"])
     assert supervisors.signals("n0") == [signal.SIGTERM.name]

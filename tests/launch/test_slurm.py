@@ -48,11 +48,11 @@ def sbatch(script: Path, tmp_path: Path):
         (programs / name).chmod(0o755)
     # An earlier start was stopped.
     (run / "survive" / "plans" / "000007.json").write_bytes(_plan(7, "over", 75))
+    given = {"PATH": f"{programs}:{os.environ['PATH']}", "TOLD": str(told), "RUN": str(run), "SLURM_JOB_ID": "42"}
 
     def submit(code: int, plan: bytes = b"", **variables: str) -> tuple[int, list[str], str]:
-        given = {"PATH": f"{programs}:{os.environ['PATH']}", "TOLD": str(told), "RUN": str(run), "CODE": str(code)}
-        given |= {"SLURM_JOB_ID": "42"} | variables | {"PLAN": plan.decode()}
-        ended = subprocess.run(["bash", str(script)], env=os.environ | given, timeout=120)
+        environment = os.environ | given | variables | {"CODE": str(code), "PLAN": plan.decode()}
+        ended = subprocess.run(["bash", str(script)], env=environment, timeout=120)
         requeued = told / "scontrol"
         return (
             ended.returncode,
@@ -65,11 +65,8 @@ def sbatch(script: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("code, requeued", [(0, ""), (1, ""), (2, ""), (3, ""), (75, "requeue 42\n")])
 def test_only_a_stopped_run_goes_back_into_the_queue(sbatch, code, requeued):
-    ended, words, told = sbatch(code)
-    assert (ended, told) == (code, requeued)
-    assert words == [
-        "--label", "--kill-on-bad-exit=0", "--no-kill", "--export=ALL", "--cpus-per-task=32", "bash", "-c", "node"
-    ]  # fmt: skip
+    words = "--label --kill-on-bad-exit=0 --no-kill --export=ALL --cpus-per-task=32 bash -c node"
+    assert sbatch(code) == (code, words.split(), requeued)
 
 
 @pytest.mark.parametrize(
@@ -127,24 +124,17 @@ def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
         str(config),
         "--template",
         str(tmp_path / "site.sh"),
-        "--partition",
-        "ours",
-        "--qos",
-        "high",
+        *["--partition", "ours", "--qos", "high"],
     ]
     more = ["--account", "a1", "--constraint", "h100&ib", "--mail-user", "a@b.org", "--directory", "/shared/my project"]
     assert main([*words, *more]) == 0
     text = capsys.readouterr().out
     head, _, rest = text.partition("# One supervisor a node")
     assert "ours" not in head and "the-run-s-%j.out" not in head
-    for line in ("-p gpu-of-the-site", '--output=logs/%j.out --comment="my run"', "--qos=high", "--account=a1"):
-        assert head.count(f"#SBATCH {line}\n") == 1
     for line in (
-        "--constraint='h100&ib'",
-        "--mail-user=a@b.org",
-        "--mail-type=END,FAIL,REQUEUE",
-        "--chdir='/shared/my project'",
-    ):
+        "-p gpu-of-the-site", '--output=logs/%j.out --comment="my run"', "--qos=high", "--account=a1", "--constraint='h100&ib'",
+        "--mail-user=a@b.org", "--mail-type=END,FAIL,REQUEUE", "--chdir='/shared/my project'",
+    ):  # fmt: skip
         assert head.count(f"#SBATCH {line}\n") == 1
     assert text.count("#!/bin/bash") == 1
     assert "module load cuda/12.4\nsource ~/venv/bin/activate\n" in rest.partition("srun")[0]
@@ -159,17 +149,14 @@ def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
             "line 2: -N is meshtrain's own, for one supervisor a node; give --nodes to this command.",
         ),
         ("#SBATCH -c8", "give --cpus-per-node"),
+        (None, "site.sh cannot be read: "),
     ],
 )
-def test_a_site_does_not_change_how_many_supervisors_there_are(config, tmp_path, capsys, line, sentence):
-    (tmp_path / "site.sh").write_text(f"#!/bin/bash\n{line}\n")
+def test_a_template_that_is_not_there_or_sets_how_many_supervisors_there_are(config, tmp_path, capsys, line, sentence):
+    if line:
+        (tmp_path / "site.sh").write_text(f"#!/bin/bash\n{line}\n")
     assert main(["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_a_template_that_is_not_there(config, tmp_path, capsys):
-    assert main(["slurm", "--config", str(config), "--template", str(tmp_path / "none.sh")]) == 2
-    assert "none.sh cannot be read: " in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -181,48 +168,46 @@ def node(supervisors: Supervisors, tmp_path, config, capsys, monkeypatch):
     # A stand-in asks for the node's name, which on a host is the host's.
     assert main([*words, "--set", "survive.restarts=2"]) == 0
     text = capsys.readouterr().out.replace("survive.wanted=2 ||", "survive.wanted=2 --node n0 ||")
+    told = tmp_path / "told"
     for name in ("scontrol", "scancel"):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >>"{tmp_path}/told"\n')
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >>"{told}"\n')
         (tmp_path / name).chmod(0o755)
     functions = text[text.index("ended=") : text.index("before=")]
+    given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
 
-    def run(number: int, srun: str) -> tuple[int, str]:
-        given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": str(number), "SLURM_JOB_ID": "42"}
-        address, port = srun.split(":")
-        given |= {"SLURM_SRUN_COMM_HOST": address, "SLURM_SRUN_COMM_PORT": port}
+    def run(number: int, port: int = 9) -> tuple[int, str]:
+        srun = {"SLURM_SRUN_COMM_HOST": "127.0.0.1", "SLURM_SRUN_COMM_PORT": str(port)}
         with open(tmp_path / "errors", "w") as errors:
-            words = ["bash", "-c", f"{functions}\nnode"]
-            ended = subprocess.run(words, env=os.environ | given, cwd=tmp_path, stderr=errors, timeout=60)
-        told = tmp_path / "told"
+            ended = subprocess.run(
+                ["bash", "-c", f"{functions}\nnode"], env=given | srun | {"SLURM_NODEID": str(number)}, cwd=tmp_path, stderr=errors, timeout=60
+            )  # fmt: skip
         return ended.returncode, told.read_text() if told.exists() else ""
 
     return run
 
 
-NOBODY = "127.0.0.1:9"
-
-
 def test_a_killed_supervisor_is_started_again_on_its_node(node, supervisors, tmp_path):
     supervisors.does("n0", kill=9)
-    assert node(0, NOBODY) == (137, "")
+    assert node(0) == (137, "")
     assert (tmp_path / "errors").read_text().count("it is started again") == 2
 
 
-@pytest.mark.parametrize(
-    "code, told", [(0, "scancel 42\n"), (3, "scancel 42\n"), (75, "scontrol requeue 42\n"), (1, ""), (2, "")]
-)
+ENDINGS = [(0, "scancel 42\n"), (3, "scancel 42\n"), (75, "scontrol requeue 42\n"), (1, ""), (2, "")]
+
+
+@pytest.mark.parametrize("code, told", ENDINGS)
 def test_the_other_nodes_end_the_job_when_the_first_one_is_lost(node, supervisors, code, told):
     supervisors.does("n0", exit=code)
-    assert node(1, NOBODY) == (code, told)
+    assert node(1) == (code, told)
 
 
 def test_while_srun_is_there_it_ends_the_job(node, supervisors, tmp_path):
     supervisors.does("n0", exit=0)
     with socket.create_server(("127.0.0.1", 0)) as srun:
-        assert node(1, f"127.0.0.1:{srun.getsockname()[1]}") == (0, "")
+        assert node(1, srun.getsockname()[1]) == (0, "")
     # The first node has ended: nobody asks srun.
     (tmp_path / ".meshtrain-42-0").touch()
-    assert node(1, NOBODY) == (0, "")
+    assert node(1) == (0, "")
 
 
 def test_shellcheck_finds_nothing(script):
