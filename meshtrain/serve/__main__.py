@@ -39,10 +39,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
     parser.add_model()
     add, seconds = parser.add_argument, _up_to(1e9, float, "number of seconds")
+    port = _up_to(65535, int, "port; ports are 0 to 65535")
     add("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1: this machine alone)")
-    add(
-        "--port", type=_up_to(65535, int, "port; ports are 0 to 65535"), default=8000, help="0: any that is free (8000)"
-    )
+    add("--port", type=port, default=8000, help="0: any that is free (8000)")
     add("--name", help="what clients call the model (that of its run)")
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once (8)")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (the model's)")
@@ -57,7 +56,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _key(variable: str | None) -> str | None:
-    """What clients must show; never part of a sentence."""
+    """Returns what clients must show; never part of a sentence."""
     key = os.environ.get(variable or KEY, "").strip()
     if variable is not None and not key:
         raise ConfigError(f"--key-env names {short(variable)}, but the environment has no such variable, or an empty one.")  # fmt: skip

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from meshtrain.generate.request import Chosen, Piece
-from meshtrain.serve.errors import GONE, OUTCOME, told, written
+from meshtrain.serve.errors import GONE, OUTCOME, as_refused, json_bytes
 from meshtrain.serve.requests import Asked
 
 UNLIKELY = -9999.0  # what OpenAI writes where a log-probability has no number
@@ -154,11 +154,11 @@ class EventStream(Response):
             try:
                 async with asyncio.timeout_at(self._deadline):
                     async for chunk in self._chunks:
-                        await out(written(chunk))
+                        await out(json_bytes(chunk))
             except Exception as error:
-                problem = told(error)
+                problem = as_refused(error)
                 scope[OUTCOME] = problem.status
-                await out(written(problem.body))
+                await out(json_bytes(problem.body))
         await out(b"[DONE]", more=False)
 
 

@@ -23,7 +23,7 @@ from meshtrain.generate.request import Piece, Sampling
 from meshtrain.serve import answers, requests
 from meshtrain.serve.answering import Answering, joined
 from meshtrain.serve.answers import Answers, EventStream, unless_gone
-from meshtrain.serve.errors import GONE, OUTCOME, Refused, told, unavailable, written
+from meshtrain.serve.errors import GONE, OUTCOME, Refused, as_refused, json_bytes, unavailable
 from meshtrain.serve.metrics import families
 from meshtrain.serve.requests import Asked, Fields, parsed
 from meshtrain.serve.service import ServedModel, Service
@@ -80,7 +80,7 @@ class Gate:
         except Exception as error:
             if status:
                 raise
-            await _refusal(told(error))(scope, receive, counted_send)
+            await _refusal(as_refused(error))(scope, receive, counted_send)
         finally:
             service.open_requests -= answered
             route = next((each for each in ROUTES if path == each or path.startswith(f"{each}/")), "other")
@@ -229,7 +229,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(written(value), status, headers, "application/json")
+    return Response(json_bytes(value), status, headers, "application/json")
 
 
 def _refusal(refused: Refused) -> Response:

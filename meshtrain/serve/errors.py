@@ -1,4 +1,4 @@
-"""What a client is refused or told, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""What a client is refused, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import traceback
@@ -41,7 +41,7 @@ def failed(message: str) -> Refused:
     return Refused(500, message, code="failed")
 
 
-def told(error: Exception) -> Refused:
+def as_refused(error: Exception) -> Refused:
     """Returns what a client is told of whatever went wrong; what is nobody's fault but ours is written on stderr."""
     if isinstance(error, Refused):
         return error
@@ -53,6 +53,6 @@ def told(error: Exception) -> Refused:
     return failed("something went wrong in the server, which has written down what.")
 
 
-def written(value: object) -> bytes:
+def json_bytes(value: object) -> bytes:
     """Returns JSON as it goes out: without spaces, and never NaN, which is none."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
