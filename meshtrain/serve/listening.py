@@ -81,12 +81,15 @@ class Server(uvicorn.Server):
             )
         )  # fmt: skip
         self._service, self._notice, self._patience = service, notice, patience
-        self._ending: asyncio.Task | None = None
         # What goes wrong in a request the server tells itself; that somebody speaks no HTTP is nobody's error.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         if access_log:
             logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler(sys.stderr))
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by the signals that end a server."""
@@ -95,21 +98,17 @@ class Server(uvicorn.Server):
             say("ended at once.")
             end_now(STOPPED)
         service.draining = True
-        if sig == signal.SIGINT:
-            self._notice = 0.0
-        self.should_exit |= service.served is None
+        if service.served is None:
+            self.should_exit = True
+        else:
+            notice = 0.0 if sig == signal.SIGINT else self._notice
+            self._ending = asyncio.run_coroutine_threadsafe(self._end(notice), self._loop)
 
-    async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn's event loop every 0.1 s; returns whether to close what is open."""
-        if self._service.draining and self._ending is None:
-            self._ending = asyncio.create_task(self._end())
-        return await super().on_tick(counter)
-
-    async def _end(self) -> None:
+    async def _end(self, notice: float) -> None:
         service = self._service
         many = service.open_requests
         say(f"ending: {many} request{'' if many == 1 else 's'} to finish; a second signal ends at once.")
-        await asyncio.sleep(self._notice)
+        await asyncio.sleep(notice)
         service.closed = True
         for door in self.servers:
             door.close()
