@@ -68,7 +68,7 @@ class Arrays:
     """One array of ones a size on every device; programs take its memory and give it back."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.held = mesh, dict[int, jax.Array]()
+        self.mesh, self.arrays = mesh, dict[int, jax.Array]()
         self.sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     def program(self, loop: Callable[..., jax.Array], elements: int, *before: jax.Array) -> Callable[..., jax.Array]:
@@ -77,15 +77,15 @@ class Arrays:
         everywhere = PartitionSpec(self.mesh.axis_names)
         specs = (*(PartitionSpec() for _ in before), everywhere)
         manual = jax.shard_map(loop, mesh=self.mesh, in_specs=specs, out_specs=everywhere)
-        if elements not in self.held:
+        if elements not in self.arrays:
             ones = np.ones(elements, np.float32)
             whole = (self.mesh.size * elements,)
-            self.held[elements] = jax.make_array_from_callback(whole, self.sharding, lambda _: ones)
-        compiled = jax.jit(manual, donate_argnums=len(before)).lower(*before, self.held[elements]).compile()
+            self.arrays[elements] = jax.make_array_from_callback(whole, self.sharding, lambda _: ones)
+        compiled = jax.jit(manual, donate_argnums=len(before)).lower(*before, self.arrays[elements]).compile()
 
-        def run(*given: jax.Array) -> jax.Array:
-            self.held[elements] = compiled(*given, self.held[elements])
-            return self.held[elements]
+        def run(*arguments: jax.Array) -> jax.Array:
+            self.arrays[elements] = compiled(*arguments, self.arrays[elements])
+            return self.arrays[elements]
 
         return run
 

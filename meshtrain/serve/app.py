@@ -145,7 +145,7 @@ class Routes:
     def _model(self) -> dict[str, Any]:
         served = self._served
         # max_model_len: as vLLM names it
-        return {"id": served.name, "object": "model", "created": served.made, "owned_by": "meshtrain", "max_model_len": served.length}  # fmt: skip
+        return {"id": served.name, "object": "model", "created": served.created, "owned_by": "meshtrain", "max_model_len": served.length}  # fmt: skip
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:

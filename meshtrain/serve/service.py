@@ -63,7 +63,7 @@ class ServedModel:
         self.name, self.engine, self.length = name, engine, engine.length
         self._opened = engine.opened
         self.sampling = self._opened.sampling or Sampling(1.0)
-        self.made = int(time.time())
+        self.created = int(time.time())
         self._thread = ThreadPoolExecutor(1, "meshtrain-prompts")
 
     async def requests(self, asked: Asked) -> list[Request]:
