@@ -8,7 +8,7 @@ Needs XLA's CUDA compiler (pip install 'meshtrain[compile]') and no GPU. Of each
 
 Outside the layers: bytes that a steady clock reads from memory and writes there outside the loops over layers, in GB (10^9). A clock is
 steady where the program does a forward and a backward; with chunks only some of these have a loss head or an embedding, so the figure is
-the mean over them. Each instruction of the clock counts what it reads and writes (`meshtrain.hlo.work`).
+the mean over them. Each instruction of the clock counts what it reads and writes (`experiments.plan.work`).
 
 Must: what no program could spare whose matrix products take operands from memory and leave results there, and which does in a clock only
 what the table's row needs (the shares of the clocks with a head and with an embedding are the table's). With s the bytes of a microbatch's
@@ -47,11 +47,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from experiments.plan.work import IssuedCollective, Moved, Work
 from meshtrain.cluster.algorithms import ALL_GATHER, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.config import Config, load
 from meshtrain.hlo import collectives
 from meshtrain.hlo.module import Module, Operation, replica_groups
-from meshtrain.hlo.work import IssuedCollective, Moved, Work
 from meshtrain.mesh import PIPELINE, TENSOR, make_mesh
 from meshtrain.plan import named, shapes
 from meshtrain.plan.compiled import described_devices

@@ -3,7 +3,7 @@
     python -m experiments.communicate.overlap                           all layouts, up to a minute each
     python -m experiments.communicate.overlap 8b --set parallel.zero_stage=2
 
-Needs the compiler (pip install 'meshtrain[compile]') and no GPU. Read from the order in which the program is issued (`plan.timed`):
+Needs the compiler (pip install 'meshtrain[compile]') and no GPU. Read from the order in which the program is issued (`experiments.plan.timed`):
 
     GB           of the arrays that a device gathers, scatters or sums over data (and islands) in a step
     under        share of these bytes with a matrix product between start and done
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench_program import LLAMA, compiled
+from experiments.plan.timed import CollectiveTime, timed
 from meshtrain.config import Config, load
 from meshtrain.hlo.module import Module
 from meshtrain.mesh import DATA, ISLAND, make_mesh
 from meshtrain.plan import named, plan
 from meshtrain.plan.compiled import described_devices
-from meshtrain.plan.timed import CollectiveTime, timed
 from meshtrain.step import Program
 
 SMALL = {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336}

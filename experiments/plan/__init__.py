@@ -10,6 +10,7 @@ others have published for GPUs:
 - `tpu`: MaxText's on TPU v5p, three of which are fitted.
 - `kernels`: what kernels of attention reach by sequence length, from tables of kernels that were timed alone.
 - `memory`: published gigabytes of other frameworks, by how they hold what they train.
+- `timed`, `work`: seconds of a compiled program, by what its instructions move and multiply.
 - `calibrate`: the fit, and how well it predicts runs that it has not seen.
 
 The numbers themselves stand with their devices, in `meshtrain.cluster.accelerators`; how good they are is printed by

@@ -268,10 +268,10 @@ def compiled(console: Console, target: str) -> None:
             planned, real = found["per_device_bytes"]["total"], found["compiled"]["total_bytes"]
             traffic = _traffic_error(found)
             memory_errors.append(planned / real - 1)
-            seconds_errors.append(found["step_seconds"] / found["compiled"]["step_seconds"] - 1)
+            seconds_errors.append(found["step_seconds"] / found["program_seconds"] - 1)
             traffic_errors.append(traffic)
             keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
-            table.add_row(row[0], " x ".join(map(str, row[1])), keys, f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{planned / real - 1:+.1%}", f"{traffic:.2%}", f"{found['step_seconds']:.3f}", f"{found['compiled']['step_seconds']:.3f}", f"{seconds_errors[-1]:+.1%}")  # fmt: skip
+            table.add_row(row[0], " x ".join(map(str, row[1])), keys, f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{planned / real - 1:+.1%}", f"{traffic:.2%}", f"{found['step_seconds']:.3f}", f"{found['program_seconds']:.3f}", f"{seconds_errors[-1]:+.1%}")  # fmt: skip
         console.print(table)
         console.print(
             f"memory: {_summary(memory_errors)}; traffic of the worst axis: {_summary(traffic_errors)}; "
@@ -283,7 +283,7 @@ def _plan(row: tuple, target: str) -> dict | None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(to_yaml(load(config_of(row))))
         file.flush()
-        command = [sys.executable, "-m", "meshtrain.plan", "--config", file.name, "--compile", target, "--json"]
+        command = [sys.executable, "-m", "experiments.plan.timed", file.name, target]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stderr.splitlines()[-1], file=sys.stderr)

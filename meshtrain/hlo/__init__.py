@@ -7,7 +7,6 @@ The HLO is read as XLA prints it, on CPUs and for GPUs that may only be describe
 
 - `meshtrain.hlo.module`: the text, in all of XLA's spellings, with a drawing of how trips are counted.
 - `meshtrain.hlo.traffic`: what is sent, by whom, and the bytes of live arrays.
-- `meshtrain.hlo.work`: what is read and written in memory, what is multiplied, and what messages travel under.
 
 Measured (`tests/test_traffic.py`): what is read here equals the formulas of the papers for every axis, ZeRO stage and schedule.
 """

@@ -21,7 +21,7 @@ them up by formula, and imports no JAX but for `--compile` and `--measure`.
 - `meshtrain.plan.search`: every legal layout, ranked, of `meshtrain.plan.choices`. `meshtrain.plan.advice`: a better schedule; what helps one that does not fit.
 - `meshtrain.plan.jobs`: several runs on one cluster. `--measure` prints what `meshtrain.probe` measures of this machine.
 - `meshtrain.plan.failures`: how often to save, and what failures cost. `meshtrain.plan.scaling`: more devices.
-- `meshtrain.plan.compiled`: XLA's own figures for described devices; `meshtrain.plan.timed`: seconds of its program.
+- `meshtrain.plan.compiled`: XLA's own figures for described devices.
 
 Measured (`python -m experiments.plan`): memory against XLA's analysis of 77 compiled configs: median error 1.0%, none more than 4.4% too
 little. Step time of 239 published runs that nothing was fitted on: median 3.9%, ninetieth percentile 13%. Seconds by formula against those of the

@@ -18,7 +18,7 @@ from meshtrain.errors import say
 from meshtrain.launch import flags
 from meshtrain.parallel import placement
 from meshtrain.plan import advice, axes, page, pipeline, report, scaling
-from meshtrain.plan.compiled import Compiled, compile_step, parse_target
+from meshtrain.plan.compiled import CLUSTERS, Compiled, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough
 from meshtrain.plan.failures import faults
 from meshtrain.plan.search import search
@@ -104,7 +104,7 @@ def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
     usual = usual_cluster(config)
     if options.compile:
         target = parse_target(options.compile, config.mesh.devices)
-        usual = {"a100": "a100-80"}.get(target, target)
+        usual = CLUSTERS.get(target, target)
     cluster = named(options.cluster or usual, needed)
     if options.search and cluster.devices < (options.devices or 0):
         raise ConfigError(f"--devices {options.devices} is more than the {cluster.devices} devices of cluster {cluster.name}.")  # fmt: skip
@@ -118,7 +118,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     output["traffic"] = report.traffic_json(planned)
     output["axes"] = axes.as_json(planned)
     output["changes"] = [list(change.settings) for change in changes]
-    compiled = compile_step(config, options.compile, cluster) if options.compile else None
+    compiled = compile_step(config, options.compile) if options.compile else None
     if compiled:
         output["compiled"] = compiled.as_json()
     if options.json:

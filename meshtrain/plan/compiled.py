@@ -8,14 +8,18 @@ import os
 import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PAIRS, PATCHES, TOKENS
 from meshtrain.plan import traffic
 from meshtrain.plan.estimate import Plan
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from meshtrain.hlo import Module
 
 # Streaming multiprocessors, clock in GHz, L2 and shared memory in bytes, compute capability, memory and its bandwidth:
 # NVIDIA A100, H100, H200 and B200 data sheets and the CUDA C++ Programming Guide, section "Compute Capabilities".
@@ -26,6 +30,7 @@ GPUS: dict[str, dict[str, Any]] = {
     "b200": dict(cores=148, clock=1.96, l2=132644864, shared=233472, capability=(10, 0), memory=191_000_000_000, bandwidth=7700e9),
 }  # fmt: skip
 SMALLEST = 1024  # bytes: metrics and the gradient's norm are not worth a line
+CLUSTERS = {"a100": "a100-80"}  # of a target, where it has another name
 CUDNN = (9, 8, 0)  # of the described GPUs
 PACKAGES = "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 (pip install 'meshtrain[compile]')"
 
@@ -40,8 +45,9 @@ class Compiled:
     output_bytes: int
     alias_bytes: int
     compile_seconds: float
-    step_seconds: float | None  # of the program on a cluster, by its rates (`plan.timed`); none of a CPU's
     collectives: list[dict[str, Any]]
+    module: "Module"
+    mesh: "Mesh"
 
     @property
     def total_bytes(self) -> int:
@@ -53,7 +59,7 @@ class Compiled:
         return {axis: sum(c["sent_bytes"] for c in self.collectives if c["axis"] == axis) for axis in axes}
 
     def as_json(self) -> dict[str, Any]:
-        names = ("target", "argument_bytes", "temp_bytes", "output_bytes", "alias_bytes", "total_bytes", "compile_seconds", "step_seconds", "collectives")  # fmt: skip
+        names = ("target", "argument_bytes", "temp_bytes", "output_bytes", "alias_bytes", "total_bytes", "compile_seconds", "collectives")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
 
@@ -69,8 +75,8 @@ def parse_target(target: str, devices: int) -> str:
     return name
 
 
-def compile_step(config: Config, target: str, cluster: Cluster | None = None) -> Compiled:
-    """Compiles the train step of a config for `cpu` or a GPU of `GPUS`, which need not be there; of a GPU's its seconds on a cluster.
+def compile_step(config: Config, target: str) -> Compiled:
+    """Compiles the train step of a config for `cpu` or a GPU of `GPUS`, which need not be there.
 
     Must run before JAX has started a backend, since it chooses which. Raises ConfigError where the compiler is not installed.
     """
@@ -80,7 +86,6 @@ def compile_step(config: Config, target: str, cluster: Cluster | None = None) ->
     # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
     from meshtrain.hlo import Module, collectives
     from meshtrain.mesh import make_mesh
-    from meshtrain.plan.timed import timed
     from meshtrain.step import Program
 
     jax_mesh = make_mesh(config, described)
@@ -99,8 +104,9 @@ def compile_step(config: Config, target: str, cluster: Cluster | None = None) ->
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         compile_seconds=seconds,
-        step_seconds=timed(module, jax_mesh, config, cluster).seconds if cluster and name != "cpu" else None,
         collectives=[_row(c) for c in collectives(module, jax_mesh, program.busy)],
+        module=module,
+        mesh=jax_mesh,
     )
 
 

@@ -188,10 +188,6 @@ def compared(plan: Plan, compiled: Compiled) -> Table:
         rows.add_row(
             what, size(planned), size(compiled_bytes), f"{planned / compiled_bytes - 1:+.1%}" if compiled_bytes else ""
         )
-    if compiled.step_seconds:
-        step = plan.seconds - plan.time.checkpoint
-        by_rates = duration(step), duration(compiled.step_seconds), f"{step / compiled.step_seconds - 1:+.1%}"
-        rows.add_row("a step, by the cluster's rates", *by_rates)
     return rows
 
 

@@ -165,7 +165,7 @@ def _tensor_sends(
 
 
 def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
-    """Copies that our compiled program makes in one layer and microbatch, forward and backward, as seen in it (`plan.timed`).
+    """Copies that our compiled program makes in one layer and microbatch, forward and backward, as seen in it (`experiments.plan.timed`).
 
     Each copy is a read and a write: of the layer's weights out of the stacked ones, forward and backward; of what it keeps into the
     stash; and of several sequences that were gathered over tensor, or are to be scattered, into the order of the other side.

@@ -17,7 +17,7 @@ from meshtrain.hlo import Module
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.plan import named
-from meshtrain.plan.timed import timed
+from experiments.plan.timed import timed
 
 pytestmark = [
     pytest.mark.thorough,

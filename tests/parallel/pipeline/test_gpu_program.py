@@ -20,7 +20,7 @@ import pytest
 from meshtrain.cluster.algorithms import PERMUTE, best
 from meshtrain.config import Config, load
 from meshtrain.hlo import Module, collectives
-from meshtrain.hlo.work import IssuedCollective, Work
+from experiments.plan.work import IssuedCollective, Work
 from meshtrain.mesh import PIPELINE, make_mesh
 from meshtrain.plan import named
 from meshtrain.schedule import make_table

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.plan.work import Moved, Work
 from meshtrain.hlo.module import Module
-from meshtrain.hlo.work import Moved, Work
 
 HEAD = "HloModule jit_step, is_scheduled=true\n"
 

@@ -5,9 +5,13 @@
 
 The formulas of `plan.seconds` say what a step should take; this says what the program that XLA made of it takes by the same rates: products
 of the shapes that it has, bytes that it moves, collectives that it sends, and what hides what. Loops count by their turns.
+
+`python -m experiments.plan.timed CONFIG TARGET` prints the plan of a config and its compiled step, with the program's seconds, as JSON.
 """
 
+import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,15 +19,17 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from experiments.plan.work import Work
 from meshtrain.cluster import algorithms
-from meshtrain.cluster.cluster import Cluster, Group
-from meshtrain.config import Config
+from meshtrain.cluster.cluster import Cluster, Group, named
+from meshtrain.config import Config, load
 from meshtrain.families import FAMILIES
 from meshtrain.hlo.module import Module, Operation, byte_count, elements
 from meshtrain.hlo.traffic import axes_of
-from meshtrain.hlo.work import Work
 from meshtrain.plan import compute, shapes
+from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.compute import DEFAULT_PROFILE
+from meshtrain.plan.estimate import plan
 
 KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where HLO has another
 
@@ -180,3 +186,16 @@ class _Clock:
         forward = compute.attention(self.device, self.dtype, model.head_dim, length, scores, DEFAULT_PROFILE, causal)
         looped = compute.looped(length, causal)
         return (compute.layer_backward(forward, self.device, looped) if backward else forward).total
+
+
+def main(path: str, target: str) -> None:
+    config = load(path)
+    name = parse_target(target, config.mesh.devices)
+    cluster = named(CLUSTERS.get(name, name), config.mesh.devices)
+    compiled = compile_step(config, target)
+    seconds = timed(compiled.module, compiled.mesh, config, cluster).seconds
+    print(json.dumps(plan(config, cluster).as_json() | {"compiled": compiled.as_json(), "program_seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
