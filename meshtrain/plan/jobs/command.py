@@ -17,29 +17,27 @@ from meshtrain.plan.jobs.requests import Speeds, requests, wanted
 from meshtrain.plan.jobs.searched import strategies
 
 OF_A_CONFIG = ("config", "set", "search", "devices", "write", "gantt", "csv", "compile", "measure")
-USUAL = "h100"
 
 
 def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
     """The command, with the function that writes a text to a path. Jobs that do not fit are no error."""
-    for flag in OF_A_CONFIG:
-        if getattr(options, flag):
-            raise ConfigError(
-                f"--{flag} and --jobs do not go together: the file of jobs names each one's config and set."
-            )
+    if flags := [flag for flag in OF_A_CONFIG if getattr(options, flag)]:
+        raise ConfigError(
+            f"--{flags[0]} and --jobs do not go together: the file of jobs names each one's config and set."
+        )
     jobs = read(options.jobs)
-    cluster = _cluster(jobs, options.cluster or USUAL)
+    cluster = _cluster(jobs, options.cluster or "h100")
     if options.kueue:
         kueue.check(jobs, cluster, options.kueue)
     result = place(jobs, cluster)
-    reasons = [said for request in result.packing.requests if (said := report.reason(result, request))]
+    reasons = [sentence for request in result.packing.requests if (sentence := report.reason(result, request))]
     if options.json:
         print(json.dumps(report.as_json(result), indent=2))
     else:
         console = Console(highlight=False)
         console.print(report.render(result))
-        for reason in reasons:
-            console.print(f"note: {reason}", style="yellow", markup=False)
+        for sentence in reasons:
+            console.print(f"note: {sentence}", style="yellow", markup=False)
     if options.html:
         write(options.html, page.page(result, reasons))
     if options.kueue:
@@ -51,20 +49,19 @@ def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
 def place(jobs: Jobs, cluster: Cluster) -> Result:
     """Every strategy's packing of the jobs."""
     speeds = Speeds(cluster)
-    packer = Packer(cluster, requests(jobs, cluster, speeds), speeds)
-    return Result(jobs, strategies(packer, jobs), speeds)
+    return Result(jobs, strategies(Packer(cluster, requests(jobs, cluster, speeds), speeds), jobs), speeds)
 
 
 def _cluster(jobs: Jobs, name: str) -> Cluster:
     """The cluster of --cluster with the nodes that the file gives; a name without them is as large as all jobs together need."""
-    cluster = known()[name] if name in known() else named(name, _together(jobs, 1))
+
+    def together(per_node: int) -> int:
+        """Devices of whole nodes that all jobs need at once."""
+        return sum(math.ceil(wanted(job) / per_node) * per_node for job in jobs.jobs)
+
+    cluster = known()[name] if name in known() else named(name, together(1))
     if cluster.shared:
-        return resized(cluster, _together(jobs, 1))
+        return resized(cluster, together(1))
     if jobs.nodes:
         return resized(cluster, jobs.nodes * cluster.devices_per_node)
-    return resized(cluster, _together(jobs, cluster.devices_per_node)) if name in known() else cluster
-
-
-def _together(jobs: Jobs, per_node: int) -> int:
-    """Devices of whole nodes that all jobs need at once."""
-    return sum(math.ceil(wanted(job) / per_node) * per_node for job in jobs.jobs)
+    return resized(cluster, together(cluster.devices_per_node)) if name in known() else cluster

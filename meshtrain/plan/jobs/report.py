@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_letters, digits
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from meshtrain import units
-from meshtrain.config import Config
 from meshtrain.plan import report
 from meshtrain.plan.estimate import Plan
 from meshtrain.plan.jobs.listed import Jobs
@@ -48,32 +47,67 @@ class Result:
         return placed.plan.seconds / alone.seconds if placed.plan and alone else 1.0
 
 
+class JobRow(NamedTuple):
+    """A job in words; where it has no place, `nodes` says so and the rest is empty."""
+
+    number: int
+    name: str
+    priority: str
+    devices: str
+    nodes: str  # and the devices there where they are not all: 0-3; 5: devices 0-3
+    mesh: str
+    step: str
+    tokens: str
+    starts: str
+    ends: str
+
+    @property
+    def letter(self) -> str:
+        """The job's letter in a picture; more than 62 jobs share them."""
+        return letter(self.number)
+
+
 def letter(number: int) -> str:
-    """The letter of a job in a picture; more than 62 jobs share them."""
     return LETTERS[number % len(LETTERS)]
 
 
-def hue(number: int) -> int:
-    """Degrees of a job's colour: neighbours are a golden angle apart, so that they differ."""
-    return round(number * 137.508) % 360
+def job_rows(result: Result) -> Iterator[JobRow]:
+    """Every job, in the order of the file."""
+    per_node = result.packing.cluster.devices_per_node
+    for number, request in enumerate(result.packing.requests):
+        job, placed = request.job, result.placed.get(request.job.name)
+        if placed is None:
+            yield JobRow(number, job.name, str(job.priority), "", "waits" if request.shapes else "nowhere", *[""] * 5)
+            continue
+        mesh = step = tokens = ""
+        if plan := placed.plan:
+            shape, slower = plan.config.mesh, result.slowdown(placed) - 1
+            islands = f", {shape.islands} islands" if shape.islands > 1 else ""
+            mesh = f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
+            step = units.duration(plan.seconds) + (f" (+{slower:.1%})" if slower > 0.0005 else "")
+            tokens = units.count(plan.tokens_per_second)
+        place = _place(placed, per_node), mesh, step, tokens, when(placed.start), when(placed.end)
+        yield JobRow(number, job.name, str(job.priority), str(placed.shape.devices), *place)
 
 
-def cells(packing: Packing) -> list[list[int | None]]:
-    """Node by node, device by device: the number of the job that is there now."""
-    grid: list[list[int | None]] = [[None] * packing.cluster.devices_per_node for _ in range(packing.cluster.nodes)]
-    numbers = {request.job.name: number for number, request in enumerate(packing.requests)}
-    for placed in packing.now:
-        for node, devices in placed.by_node(packing.cluster.devices_per_node).items():
-            for device in devices:
-                grid[node][device] = numbers[placed.request.job.name]
-    return grid
+def _place(placed: PlacedJob, per_node: int) -> str:
+    parts = []
+    for devices, group in groupby(placed.by_node(per_node).items(), key=lambda pair: pair[1]):
+        where = "" if len(devices) == per_node else f": device{'s' * (len(devices) > 1)} {spans(devices)}"
+        parts.append(spans([node for node, _ in group]) + where)
+    return "; ".join(parts)
 
 
 def node_rows(packing: Packing) -> Iterator[tuple[str, list[int | None]]]:
-    """The cells of nodes, neighbours that are the same in one row: their numbers, and the cells of one."""
-    for row, group in groupby(enumerate(cells(packing)), key=lambda pair: pair[1]):
-        nodes = [node for node, _ in group]
-        yield spans(nodes), row
+    """Numbers of nodes that are the same, neighbours in one row, and the job on each device of one of them now."""
+    per_node = packing.cluster.devices_per_node
+    grid: list[list[int | None]] = [[None] * per_node for _ in range(packing.cluster.nodes)]
+    numbers = {request.job.name: number for number, request in enumerate(packing.requests)}
+    for placed in packing.now:
+        for device in placed.devices:
+            grid[device // per_node][device % per_node] = numbers[placed.request.job.name]
+    for row, group in groupby(enumerate(grid), key=lambda pair: pair[1]):
+        yield spans([node for node, _ in group]), row
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -99,89 +133,64 @@ def words(strategy: str) -> str:
     return strategy.replace("_", " ")
 
 
-def mesh(config: Config | None) -> str:
-    """Data x tensor x pipeline, and in how many islands."""
-    if config is None:
-        return ""
-    shape = config.mesh
-    islands = f", {shape.islands} islands" if shape.islands > 1 else ""
-    return f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
-
-
-def place(placed: PlacedJob, per_node: int) -> str:
-    """Nodes, and the devices there where they are not all: 0-3; 5: devices 0-3."""
-    by_node = placed.by_node(per_node)
-    parts = []
-    for devices, group in groupby(by_node.items(), key=lambda pair: pair[1]):
-        where = "" if len(devices) == per_node else f": device{'s' * (len(devices) > 1)} {spans(devices)}"
-        parts.append(spans([node for node, _ in group]) + where)
-    return "; ".join(parts)
-
-
 def when(hours: float) -> str:
     return "not known" if math.isinf(hours) else units.duration(hours * 3600) if hours else "now"
 
 
-def step(result: Result, placed: PlacedJob) -> str:
-    if placed.plan is None:
-        return ""
-    slower = result.slowdown(placed) - 1
-    return units.duration(placed.plan.seconds) + (f" (+{slower:.1%})" if slower > 0.0005 else "")
-
-
 def reason(result: Result, request: JobRequest) -> str:
     """Why a job does not run now, in one sentence; empty where it does."""
-    packing, name = result.packing, request.job.name
+    name, free, devices = request.job.name, result.packing.free, result.packing.cluster.devices
     placed = result.placed.get(name)
     if not request.shapes:
         return f"{name} does not fit: {request.reason}."
     if placed and not placed.start:
         return ""
     least = min(request.shapes, key=lambda shape: (shape.devices, shape.nodes))
-    devices = "1 device" if least.each == 1 else f"{least.each} devices"
-    needs = devices if least.nodes == 1 else f"{least.nodes} nodes with {devices} each"
-    free, all_of = packing.free, packing.cluster.devices
-    together = ", all in one block of links" if request.job.together and least.nodes > 1 else ""
+    needs = "1 device" if least.each == 1 else f"{least.each} devices"
+    if least.nodes > 1:
+        needs = f"{least.nodes} nodes with {needs} each" + ", all in one block of links" * request.job.together
     waits = f"waits {when(placed.start)}" if placed else "waits for others to end, and nobody knows when"
-    there = (
-        f"{sum(free)} of {all_of} devices are free, at most {max(free)} on one node"
-        if any(free)
-        else f"all {all_of} devices are taken"
-    )
-    return f"{name} {waits}: it needs {needs}{together}; {there}."
+    there = f"all {devices} devices are taken"
+    if any(free):
+        there = f"{sum(free)} of {devices} devices are free, at most {max(free)} on one node"
+    return f"{name} {waits}: it needs {needs}; {there}."
 
 
-def choices(request: JobRequest) -> str:
-    """The speeds on each number of devices, of a job that any of several will do for."""
-    if len(request.plans) < 2:
-        return ""
-    plans = [f"{plan.devices} devices {units.count(plan.tokens_per_second)} tokens/s" for plan in request.plans]
-    return f"{request.job.name}: {', '.join(plans)}"
+def choices(result: Result) -> list[str]:
+    """The speeds on each number of devices, of jobs that any of several will do for."""
+    return [
+        f"{request.job.name}: "
+        + ", ".join(f"{p.devices} devices {units.count(p.tokens_per_second)} tokens/s" for p in request.plans)
+        for request in result.packing.requests
+        if len(request.plans) > 1
+    ]
+
+
+def figures(result: Result) -> Iterator[tuple[str, list[str]]]:
+    """Each strategy and its `FIGURES` in words."""
+    for name, packing in result.packings.items():
+        shares = f"{packing.utilisation:.1%}", f"{packing.fragmentation:.2f}", f"{packing.balance:.2f}"
+        tokens = units.count(packing.tokens_per_second)
+        yield name, [*shares, tokens, when(packing.mean_hours), when(packing.last_hours)]
 
 
 def render(result: Result) -> RenderableType:
     """The whole report for a `rich` console."""
+    columns = ("", "job", ">priority", ">devices", "nodes", MESH, ">a step", ">tokens/s", ">starts", ">ends")
+    jobs = report.table("", *columns)
+    for row in job_rows(result):
+        jobs.add_row(Text(row.letter, _style(row.number)), *row[1:], style="" if row.devices else "yellow")
+    nodes = report.table("", ">node", "devices now")
+    for name, devices in node_rows(result.packing):
+        text = Text()
+        for number in devices:
+            text.append(FREE if number is None else letter(number), _style(number))
+        nodes.add_row(name, text)
+    strategies = report.table("", "", *(f">{name}" for name in FIGURES))
+    for name, values in figures(result):
+        strategies.add_row(words(name), *values, style="bold" if name == result.jobs.strategy else "")
     title = Text(headline(result), style="bold")
-    lines = [Text(line) for request in result.packing.requests if (line := choices(request))]
-    return Group(title, _jobs(result), *lines, Text(), _picture(result), Text(), _strategies(result))
-
-
-def _jobs(result: Result) -> Table:
-    table = report.table(
-        "", "", "job", ">priority", ">devices", "nodes", MESH, ">a step", ">tokens/s", ">starts", ">ends"
-    )
-    per_node = result.packing.cluster.devices_per_node
-    for number, request in enumerate(result.packing.requests):
-        job, placed = request.job, result.placed.get(request.job.name)
-        named = (Text(letter(number), style=_style(number)), job.name, str(job.priority))
-        if placed is None:
-            table.add_row(*named, "", "nowhere" if not request.shapes else "waits", style="yellow")
-            continue
-        tokens = units.count(placed.plan.tokens_per_second) if placed.plan else ""
-        table.add_row(
-            *named, str(placed.shape.devices), place(placed, per_node), mesh(placed.shape.config), step(result, placed), tokens, when(placed.start), when(placed.end),
-        )  # fmt: skip
-    return table
+    return Group(title, jobs, *map(Text, choices(result)), Text(), nodes, Text(), strategies)
 
 
 def _style(number: int | None) -> Style:
@@ -190,39 +199,6 @@ def _style(number: int | None) -> Style:
     # A terminal's 6 x 6 x 6 colours; without colours the letters say it.
     red, green, blue = ((number * step + start) % 4 for step, start in ((1, 1), (3, 2), (2, 0)))
     return Style(color="black", bgcolor=f"color({16 + 36 * (red + 2) + 6 * (green + 2) + blue + 2})")
-
-
-def _picture(result: Result) -> Table:
-    table = report.table("", ">node", "devices now")
-    for nodes, row in node_rows(result.packing):
-        text = Text()
-        for number in row:
-            text.append(FREE if number is None else letter(number), _style(number))
-        table.add_row(nodes, text)
-    return table
-
-
-def _strategies(result: Result) -> Table:
-    table = report.table("", "", *(f">{name}" for name in FIGURES))
-    for name, values in figures(result):
-        table.add_row(words(name), *values, style="bold" if name == result.jobs.strategy else "")
-    return table
-
-
-def figures(result: Result) -> Iterator[tuple[str, list[str]]]:
-    """A row of `strategies` for people."""
-    for name, packing in result.packings.items():
-        yield (
-            name,
-            [
-                f"{packing.utilisation:.1%}",
-                f"{packing.fragmentation:.2f}",
-                f"{packing.balance:.2f}",
-                units.count(packing.tokens_per_second),
-                when(packing.mean_hours),
-                when(packing.last_hours),
-            ],
-        )
 
 
 def as_json(result: Result) -> dict:
@@ -263,9 +239,9 @@ def _plan_json(plan: Plan | None) -> dict:
     if plan is None:
         return {"mesh": None, "step_seconds": None, "tokens_per_second": None}
     shape = plan.config.mesh
+    axes = ("data", "tensor", "pipeline", *["islands"] * (shape.islands > 1))
     return {
-        "mesh": {"data": shape.data, "tensor": shape.tensor, "pipeline": shape.pipeline}
-        | ({"islands": shape.islands} if shape.islands > 1 else {}),
+        "mesh": {axis: getattr(shape, axis) for axis in axes},
         "step_seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,
     }
