@@ -18,9 +18,8 @@ from meshtrain.errors import say
 from meshtrain.launch import flags
 from meshtrain.parallel import placement
 from meshtrain.plan import advice, axes, page, pipeline, report, scaling
-from meshtrain.plan.compiled import CLUSTERS, Compiled, compile_step, parse_target
+from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough
-from meshtrain.plan.failures import faults
 from meshtrain.plan.search import search
 from meshtrain.schedule import draw
 from meshtrain.sources import SOURCES
@@ -50,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check_targets(config, options)
     cluster = _cluster(config, options)
     if options.flags:
-        return _flags(config, cluster, options)
+        known = config, cluster, flags.installed(), os.environ
+        print(json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known))
+        return 0
     return _search(config, cluster, options) if options.search else _plan(config, cluster, options)
 
 
@@ -79,23 +80,22 @@ def _parser() -> Parser:
 
 def _check_targets(config: Config, options: argparse.Namespace) -> None:
     """Refuses, before anything is planned, targets that no picture or file can be written to."""
-    for flag, does in (("gantt", "draws"), ("csv", "writes")):
-        if getattr(options, flag) and not options.search and config.mesh.pipeline == 1:
+    files = [options.html, options.write]
+    for flag, does, suffix, reason in (
+        ("gantt", "draws", ".svg", "the picture is SVG, so that its name must end in .svg"),
+        ("csv", "writes", ".csv", "parallel.schedule takes a name that ends in .csv"),
+    ):
+        path = getattr(options, flag)
+        if path and not options.search and config.mesh.pipeline == 1:
             raise ConfigError(
                 f"--{flag} {does} a pipeline's schedule, but mesh.pipeline is 1; give it at least 2 stages."
             )
-    files = [path for path in (options.html, options.write) if path]
-    for flag, suffix, reason in (
-        ("gantt", ".svg", "the picture is SVG, so that its name must end in .svg"),
-        ("csv", ".csv", "parallel.schedule takes a name that ends in .csv"),
-    ):
-        path = getattr(options, flag)
         if path and path != "-":
             files.append(path)
             if Path(path).suffix.lower() not in ("", suffix):
                 meant = short(Path(path).with_suffix(suffix))
                 raise ConfigError(f"--{flag} {short(path)}: {reason}; did you mean {meant}?")
-    for path in files:
+    for path in filter(None, files):
         check_target(path)
 
 
@@ -114,17 +114,17 @@ def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
 def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     planned = estimate(config, cluster)
     changes = advice.changes(planned)
-    output = planned.as_json() | {"faults": report.faults_json(faults(planned))}
-    output["traffic"] = report.traffic_json(planned)
-    output["axes"] = axes.as_json(planned)
-    output["changes"] = [list(change.settings) for change in changes]
     compiled = compile_step(config, options.compile) if options.compile else None
-    if compiled:
-        output["compiled"] = compiled.as_json()
     if options.json:
-        print(json.dumps(output, indent=2))
+        output = report.as_json(planned) | {"changes": [list(change.settings) for change in changes]}
+        print(json.dumps(output | ({"compiled": compiled.as_json()} if compiled else {}), indent=2))
     else:
-        _print(planned, compiled)
+        console = Console(highlight=False)
+        console.print(report.render(planned))
+        if compiled:
+            console.print(report.compared(planned, compiled))
+        for note in _notes(planned):
+            console.print(f"note: {note}", style="yellow")
     if options.gantt and (line := planned.timeline):
         _print_or_write(options.gantt, draw.gantt_text(line) + "\n", draw.gantt_svg(line))
     if options.csv:
@@ -138,13 +138,11 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     return 0
 
 
-def _print(planned: Plan, compiled: Compiled | None) -> None:
-    console = Console(highlight=False)
-    console.print(report.render(planned))
-    if compiled:
-        console.print(report.compared(planned, compiled))
-    for note in _notes(planned):
-        console.print(f"note: {note}", style="yellow")
+def _print_or_write(target: str, text: str, file: str) -> None:
+    if target == "-":
+        print(text, end="")
+    else:
+        write_target(target, file)
 
 
 def _notes(planned: Plan) -> list[str]:
@@ -175,13 +173,6 @@ def _not_here(config: Config) -> list[str]:
     return sentences
 
 
-def _print_or_write(target: str, text: str, file: str) -> None:
-    if target == "-":
-        print(text, end="")
-    else:
-        write_target(target, file)
-
-
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     own_size = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
     devices = options.devices or (cluster.devices if own_size else config.mesh.devices)
@@ -202,18 +193,12 @@ def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> in
             }
             for p in result.plans
         ]
-        output = {"devices": devices, "legal": result.legal, "fitting": result.fitting, "seconds": result.seconds, "best": best}  # fmt: skip
-        print(json.dumps(output, indent=2))
+        sizes = {"devices": devices, "legal": result.legal, "fitting": result.fitting, "seconds": result.seconds}
+        print(json.dumps(sizes | {"best": best}, indent=2))
     else:
         Console(highlight=False).print(report.ranking(result, devices))
     target = options.write or f"{Path(options.config).stem}-best.yaml"
     write_target(target, to_yaml(result.plans[0].config))
-    return 0
-
-
-def _flags(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
-    known = config, cluster, flags.installed(), os.environ
-    print(json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known))
     return 0
 
 

@@ -35,10 +35,8 @@ class AxisOnLinks:
 
 def axes_on_links(plan: Plan) -> list[AxisOnLinks]:
     """Axes that send something, in the mesh's order, the outermost first; joined ones after them."""
-    mesh = plan.config.mesh
-    names = dict.fromkeys([*(a for a in mesh.order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)])
-    entries = []
-    for axis in names:
+    mesh, entries = plan.config.mesh, []
+    for axis in dict.fromkeys([*(a for a in mesh.order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)]):
         group, transfers = plan.cluster.axis(axis, mesh), [t for t in plan.transfers if t.axis == axis]
         levels = tuple((hop.level, hop.fan) for hop in group.hops)
         apart = min(mesh.stride(part) for part in axis.split("+"))
@@ -54,13 +52,11 @@ def seconds(transfers: list[Transfer], cluster: Cluster, mesh: MeshConfig) -> fl
 
 def faster_order(plan: Plan) -> tuple[tuple[str, ...], float] | None:
     """(order, share of the step that it saves) of the axes' fastest order, if it saves more than `WORTH`."""
-    own, *others = ((seconds(plan.transfers, plan.cluster, mesh), mesh) for mesh in _orders(plan.config.mesh))
+    own, *others = ((seconds(plan.transfers, plan.cluster, mesh), mesh.order) for mesh in _orders(plan.config.mesh))
     # What hides behind compute is worth less, so that those which promise most are planned as a whole.
-    promising = sorted((spent, mesh.order) for spent, mesh in others if own[0] - spent > WORTH * plan.seconds)[:TRIED]
-    planned = [
-        (estimate(replaced(plan.config, mesh={"order": order}), plan.cluster).seconds, order) for _, order in promising
-    ]
-    best, order = min(planned, default=(plan.seconds, ()))
+    promising = sorted(other for other in others if own[0] - other[0] > WORTH * plan.seconds)[:TRIED]
+    plans = [estimate(replaced(plan.config, mesh={"order": order}), plan.cluster) for _, order in promising]
+    best, order = min(((other.seconds, other.config.mesh.order) for other in plans), default=(plan.seconds, ()))
     saved = 1 - best / plan.seconds
     return (order, saved) if saved > WORTH else None
 

@@ -71,20 +71,11 @@ def lost(interval: float, copy: float, between: float, write: float = 0.0) -> fl
 
 def survival(needed: int, devices: int, rate: float, hours: float) -> float:
     """Probability that at least `needed` of `devices` work for `hours` without a failure: the binomial's upper tail."""
-    if needed <= 0:
-        return 1.0
-    if needed > devices:
-        return 0.0
-    p = math.exp(-rate * hours)
-    if p == 1.0:
-        return 1.0
-    logs = [
-        math.lgamma(devices + 1) - math.lgamma(k + 1) - math.lgamma(devices - k + 1)
-        + k * math.log(p) + (devices - k) * math.log1p(-p)
-        for k in range(needed, devices + 1)
-    ]  # fmt: skip
-    top = max(logs)
-    return min(1.0, math.exp(top) * math.fsum(math.exp(x - top) for x in logs))
+    from scipy.special import bdtr  # only here: it starts slowly
+
+    failing = -math.expm1(-rate * hours)
+    # bdtr(k, n, p): of n at most k fail
+    return float(bdtr(devices - needed, devices, failing)) if needed <= devices else 0.0
 
 
 @dataclass(frozen=True)
@@ -108,8 +99,7 @@ def faults(plan: Plan) -> FailureCosts:
     between, restart = mean_time_between(cluster.failures_per_device_hour, devices), cluster.restart_seconds
     copy, write = save_seconds(cluster, memory.saved(plan.memory))
     interval = best_interval(copy, write, between)
-    step = plan.seconds - plan.time.checkpoint
-    steps = 0
+    step, steps = plan.seconds - plan.time.checkpoint, 0
     if math.isfinite(between):
         steps = max(1, round(interval / step), math.ceil(min(write, between) / step))
     every = plan.config.checkpoint.every

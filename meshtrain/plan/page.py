@@ -28,11 +28,15 @@ MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor sm
 
 def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequence[str] = ()) -> str:
     """The page of a plan with its strong and weak scaling."""
-    mesh = plan.config.mesh
     heading = f"{units.count(plan.parameters)} parameters on {plan.devices:,} × {plan.cluster.accelerator.name}"
+    usable = plan.cluster.accelerator.usable_bytes
+    verdict = f'<span class="bad">does not fit</span>: {units.size(plan.bytes - usable)} too much'
+    if plan.fits:
+        verdict = f'<span class="good">fits</span>, {units.size(usable - plan.bytes)} to spare'
+    first = strong[0].devices if strong else plan.devices
     parts = [
         f"<h1>{escape(heading)}</h1>",
-        f"<p>{str(mesh).replace(' x ', ' × ')} on {escape(plan.cluster.name)}; {_verdict(plan)}</p>",
+        f"<p>{str(plan.config.mesh).replace(' x ', ' × ')} on {escape(plan.cluster.name)}; {verdict}</p>",
         _tiles(plan),
         *[f'<p class="note">{escape(note)}</p>' for note in notes],
         "<h2>What each device holds</h2>",
@@ -40,12 +44,12 @@ def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequ
         memory_bars(plan),
         "<h2>Where a step's time goes</h2>",
         waterfall(plan),
-        *_pipeline(plan),
+        _pipeline(plan),
         "<h2>What each device sends in a step</h2>",
         _traffic(plan),
         "<h2>More devices</h2>",
         curves({"strong: same batch": strong, "weak: batch grows": weak}),
-        f"<p>Throughput a device, over that on {strong[0].devices if strong else plan.devices:,} devices. The data axis grows; tensor and pipeline stay.</p>",
+        f"<p>Throughput a device, over that on {first:,} devices. The data axis grows; tensor and pipeline stay.</p>",
         "<h2>Failures</h2>",
         f"<p>{escape(report.faults_text(report.faults(plan)))}.</p>",
     ]
@@ -64,13 +68,6 @@ def picture(plan: Plan) -> Picture:
     return Picture(block(title(first), lines, f"<table><tr>{''.join(cells)}</tr></table>"), report.headline(plan))
 
 
-def _verdict(plan: Plan) -> str:
-    usable = plan.cluster.accelerator.usable_bytes
-    if plan.fits:
-        return f'<span class="good">fits</span>, {units.size(usable - plan.bytes)} to spare'
-    return f'<span class="bad">does not fit</span>: {units.size(plan.bytes - usable)} too much'
-
-
 def _tiles(plan: Plan) -> str:
     tiles = [
         (units.size(plan.bytes), f"of {units.size(plan.cluster.accelerator.usable_bytes)} a device"),
@@ -87,7 +84,7 @@ def _tiles(plan: Plan) -> str:
 def memory_bars(plan: Plan) -> str:
     """A bar an item, largest first, with the device's memory as the full width."""
     usable = max(plan.cluster.accelerator.usable_bytes, plan.bytes)
-    items = sorted(plan.memory, key=lambda item: -item.nbytes)
+    items = report.by_size(plan)
     body, start = [f'<rect x="0" y="4" width="{WIDTH}" height="22" rx="4" fill="{EMPTY}"/>'], 0.0
     for item in items:
         width = item.nbytes / usable * WIDTH
@@ -99,8 +96,8 @@ def memory_bars(plan: Plan) -> str:
     body.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="30" stroke="#b3261e" stroke-width="2"/>')
     y = 40
     for item in items:
-        bar = (0.0, item.nbytes / items[0].nbytes, KIND_COLOURS[item.kind])
-        body += bar_row(y, item.name, units.size(item.nbytes), *bar)
+        share = item.nbytes / items[0].nbytes
+        body += bar_row(y, item.name, units.size(item.nbytes), 0.0, share, KIND_COLOURS[item.kind])
         y += ROW
     x = 0.0
     for kind, colour in KIND_COLOURS.items():
@@ -111,40 +108,31 @@ def memory_bars(plan: Plan) -> str:
 
 def waterfall(plan: Plan) -> str:
     """Each part of a step begins where the one before ends."""
+    rows = [row for row in report.waterfall(plan) if row[-1] >= 0.0005]
     body: list[str] = []
-    y, done = 0, 0.0
-    for name, seconds in plan.time.parts():
-        share = seconds / plan.seconds
-        if share >= 0.0005:
-            body += bar_row(
-                y, PART_NAMES[name], f"{units.duration(seconds)}  {share:.1%}", done, share, PART_COLOURS[name]
-            )
-            y, done = y + ROW, done + share
-    return chart(y + 4, body, "time of a step by part")
+    for i, (name, seconds, start, share) in enumerate(rows):
+        value = f"{units.duration(seconds)}  {share:.1%}"
+        body += bar_row(i * ROW, PART_NAMES[name], value, start, share, PART_COLOURS[name])
+    return chart(len(rows) * ROW + 4, body, "time of a step by part")
 
 
-def _pipeline(plan: Plan) -> list[str]:
+def _pipeline(plan: Plan) -> str:
     line = plan.timeline
     if line is None:
-        return []
-    heading = f"<h2>The pipeline: {escape(plan.config.parallel.schedule)}</h2>"
+        return ""
+    drawing = f'<div class="wide">{gantt_svg(line)}</div>'
     if len(line.kind) > MOST_CELLS:
-        return [heading, f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"]
-    return [heading, f'<div class="wide">{gantt_svg(line)}</div>']
+        drawing = f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"
+    return f"<h2>The pipeline: {escape(plan.config.parallel.schedule)}</h2>{drawing}"
 
 
 def _traffic(plan: Plan) -> str:
     if not plan.transfers:
         return "<p>Nothing: there is one device.</p>"
-    rows = [
-        (
-            transfer.axis,
-            f"{escape(transfer.what)}<br>{transfer.kind}, {report.algorithm(plan, transfer)}",
-            f"{transfer.times} × {units.size(transfer.nbytes)}",
-            units.size(transfer.sent),
-        )
-        for transfer in plan.transfers
-    ]
+    rows = []
+    for t in plan.transfers:
+        what = f"{escape(t.what)}<br>{t.kind}, {report.algorithm(plan, t)}"
+        rows.append((t.axis, what, f"{t.times} × {units.size(t.nbytes)}", units.size(t.sent)))
     return pages.table(("axis", "what", "arrays", "sent"), rows, numbers=(2, 3))
 
 
@@ -156,23 +144,21 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
         return ""
     left, top, width, height = 46, 14, WIDTH - 72, 190
     low, high = math.log2(counts[0]), max(math.log2(counts[-1]), math.log2(counts[0]) + 1)
+    most = max(1.0, *(point.efficiency for points in drawn.values() for point in points))
 
     def x(devices: int) -> float:
         return left + (math.log2(devices) - low) / (high - low) * width
-
-    most = max(1.0, *(point.efficiency for points in drawn.values() for point in points))
 
     def y(efficiency: float) -> float:
         return top + height * (1 - efficiency / most)
 
     body = []
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for mark in (0.0, 0.25, 0.5, 0.75, 1.0):
         body.append(
-            f'<line x1="{left}" x2="{left + width}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="{GRID}"/>'
-            f'<text x="{left - 8}" y="{y(tick) + 5:.1f}" text-anchor="end">{tick:.0%}</text>'
+            f'<line x1="{left}" x2="{left + width}" y1="{y(mark):.1f}" y2="{y(mark):.1f}" stroke="{GRID}"/>'
+            f'<text x="{left - 8}" y="{y(mark) + 5:.1f}" text-anchor="end">{mark:.0%}</text>'
         )
-    step = math.ceil(len(counts) / 5)
-    for devices in counts[::step]:
+    for devices in counts[:: math.ceil(len(counts) / 5)]:
         body.append(f'<text x="{x(devices):.1f}" y="{top + height + 20}" text-anchor="middle">{devices:,}</text>')
     for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
         path = " ".join(f"{x(p.devices):.1f},{y(p.efficiency):.1f}" for p in points)

@@ -1,5 +1,7 @@
 """A plan as tables for people: what a device holds, sends and takes, with bars."""
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,12 +16,8 @@ from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.failures import FailureCosts, faults
 from meshtrain.plan.gradient_traffic import Transfer
+from meshtrain.plan.memory import MemoryItem
 from meshtrain.units import count, duration, size
-
-
-def render(plan: Plan) -> RenderableType:
-    """The whole report for a `rich` console."""
-    return Group(_headline(plan), _memory(plan), _traffic(plan), _axes(plan), _time(plan))
 
 
 def headline(plan: Plan) -> str:
@@ -49,26 +47,6 @@ def headline(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def table(title: str, *columns: str) -> Table:
-    """An empty table; a column whose name begins with > is set flush right."""
-    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
-    return made
-
-
-def _headline(plan: Plan) -> Text:
-    text = Text(headline(plan))
-    text.stylize("bold", 0, len(headline(plan).splitlines()[0]))
-    if not plan.fits:
-        text.highlight_words(["DOES NOT FIT"], "bold red")
-    return text
-
-
-def bar(share: float, width: int = 24) -> str:
-    return "█" * round(share * width)
-
-
 def layers(plan: Plan) -> str:
     """Which layers a device has room for, in words: all stages run one program, so the longest decides."""
     stage, pipeline = stages(plan.config), plan.config.mesh.pipeline
@@ -80,42 +58,18 @@ def layers(plan: Plan) -> str:
     return f"room for {stage.on_device} layers: {kind} {stage.counts.index(stage.longest)} is the longest with {stage.longest}"
 
 
-def _memory(plan: Plan) -> Table:
-    rows = table("each device holds", "", ">bytes", ">share", "")
-    for item in sorted(plan.memory, key=lambda i: -i.nbytes):
-        share = item.nbytes / plan.bytes
-        rows.add_row(item.name, size(item.nbytes), f"{share:.1%}", bar(share))
-    rows.add_row("total", size(plan.bytes), "100%", "", style="bold")
-    return rows
+def by_size(plan: Plan) -> list[MemoryItem]:
+    """What a device holds, the largest first."""
+    return sorted(plan.memory, key=lambda item: -item.nbytes)
 
 
-def _traffic(plan: Plan) -> Table:
-    rows = table("each device sends in a step", "axis", "what", "kind", "by", ">times", ">size", ">sent")
-    for transfer in plan.transfers:
-        row = (
-            transfer.kind,
-            algorithm(plan, transfer),
-            f"{transfer.times}",
-            size(transfer.nbytes),
-            size(transfer.sent),
-        )
-        rows.add_row(transfer.axis, transfer.what, *row)
-    for axis, sent in traffic.by_axis(plan.transfers).items():
-        if sent:
-            rows.add_row(axis, "total", "", "", "", "", size(sent), style="bold")
-    return rows
-
-
-def _axes(plan: Plan) -> Table:
-    cluster = plan.config.mesh.cluster
-    title = (
-        f"axes on links ({plan.cluster.topology}), the outermost first{f'; devices as in {cluster}' if cluster else ''}"
-    )
-    rows = table(title, "axis", ">apart", "blocks that meet", ">sent", ">takes")
-    for axis in axes.axes_on_links(plan):
-        levels = ", ".join(f"{name} {fan}" for name, fan in axis.levels)
-        rows.add_row(f"{axis.axis} {axis.size}", str(axis.apart), levels, size(axis.sent), duration(axis.seconds))
-    return rows
+def waterfall(plan: Plan) -> Iterator[tuple[str, float, float, float]]:
+    """(part, seconds, where it starts, its share) of a step, each part where the one before ends."""
+    start = 0.0
+    for name, seconds in plan.time.parts():
+        if seconds:
+            yield name, seconds, start, seconds / plan.seconds
+            start += seconds / plan.seconds
 
 
 def algorithm(plan: Plan, transfer: Transfer) -> str:
@@ -123,25 +77,72 @@ def algorithm(plan: Plan, transfer: Transfer) -> str:
     return best(transfer.kind, plan.cluster.axis(transfer.axis, plan.config.mesh), transfer.nbytes).algorithm
 
 
-def traffic_json(plan: Plan) -> list[dict]:
-    """Collectives of a step for `plan --json`: times and bytes of the whole array (see `cluster.algorithms`)."""
-    return [
-        {"axis": f.axis, "what": f.what, "kind": f.kind, "algorithm": algorithm(plan, f), "times": f.count, "bytes": int(f.nbytes)}
-        for f in plan.transfers
-    ]  # fmt: skip
+def table(title: str, *columns: str) -> Table:
+    """An empty table; a column whose name begins with > is set flush right."""
+    rows = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        rows.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return rows
+
+
+def render(plan: Plan) -> RenderableType:
+    """The whole report for a `rich` console."""
+    text = Text(headline(plan))
+    text.stylize("bold", 0, len(headline(plan).splitlines()[0]))
+    if not plan.fits:
+        text.highlight_words(["DOES NOT FIT"], "bold red")
+    return Group(text, _memory(plan), _traffic(plan), _axes(plan), _time(plan))
+
+
+def _bar(share: float, width: int) -> str:
+    return "█" * round(share * width)
+
+
+def _memory(plan: Plan) -> Table:
+    rows = table("each device holds", "", ">bytes", ">share", "")
+    for item in by_size(plan):
+        share = item.nbytes / plan.bytes
+        rows.add_row(item.name, size(item.nbytes), f"{share:.1%}", _bar(share, 24))
+    rows.add_row("total", size(plan.bytes), "100%", "", style="bold")
+    return rows
+
+
+def _traffic(plan: Plan) -> Table:
+    rows = table("each device sends in a step", "axis", "what", "kind", "by", ">times", ">size", ">sent")
+    for t in plan.transfers:
+        rows.add_row(t.axis, t.what, t.kind, algorithm(plan, t), f"{t.times}", size(t.nbytes), size(t.sent))
+    for axis, sent in traffic.by_axis(plan.transfers).items():
+        if sent:
+            rows.add_row(axis, "total", "", "", "", "", size(sent), style="bold")
+    return rows
+
+
+def _axes(plan: Plan) -> Table:
+    file = plan.config.mesh.cluster
+    order = f"; devices as in {file}" if file else ""
+    title = f"axes on links ({plan.cluster.topology}), the outermost first{order}"
+    rows = table(title, "axis", ">apart", "blocks that meet", ">sent", ">takes")
+    for axis in axes.axes_on_links(plan):
+        levels = ", ".join(f"{name} {fan}" for name, fan in axis.levels)
+        rows.add_row(f"{axis.axis} {axis.size}", str(axis.apart), levels, size(axis.sent), duration(axis.seconds))
+    return rows
 
 
 def _time(plan: Plan) -> Table:
     rows = table("a step takes", "", ">time", ">share", "")
-    done = 0.0
-    for name, seconds in plan.time.parts():
-        if seconds:
-            share = seconds / plan.seconds
-            rows.add_row(
-                PART_NAMES[name], duration(seconds), f"{share:.1%}", " " * round(done * 40) + (bar(share, 40) or "▏")
-            )
-            done += share
+    for name, seconds, start, share in waterfall(plan):
+        bar = " " * round(start * 40) + (_bar(share, 40) or "▏")
+        rows.add_row(PART_NAMES[name], duration(seconds), f"{share:.1%}", bar)
     rows.add_row("total", duration(plan.seconds), "100%", "", style="bold")
+    return rows
+
+
+def compared(plan: Plan, compiled: Compiled) -> Table:
+    """The planner's bytes beside the compiler's."""
+    title = f"compiled for {compiled.target} in {compiled.compile_seconds:.1f} s"
+    rows = table(title, "", ">planned", ">compiled", ">off by")
+    for what, planned, by_xla in comparison(plan, compiled):
+        rows.add_row(what, size(planned), size(by_xla), f"{planned / by_xla - 1:+.1%}" if by_xla else "")
     return rows
 
 
@@ -156,39 +157,36 @@ def faults_text(costs: FailureCosts) -> str:
     )
 
 
-def faults_json(costs: FailureCosts) -> dict:
-    """Failures for `plan --json`."""
-    return {
-        "mean_seconds_between_failures": costs.between if costs.interval_steps else None,
-        "checkpoint_every_steps": costs.interval_steps,
-        "checkpoint_copy_seconds": costs.copy,
-        "checkpoint_write_seconds": costs.write,
-        "seconds_lost_by_a_failure": costs.lost,
-        "goodput": costs.goodput,
-        "goodput_as_configured": costs.configured_goodput,
-        "spare_nodes_for_a_day": costs.spares,
-    }
+def as_json(plan: Plan) -> dict:
+    """The object of `plan --json` but for what changes it: the plan, its failures, collectives (bytes of the whole array) and axes."""
+    costs = faults(plan)
+    return plan.as_json() | {
+        "faults": {
+            "mean_seconds_between_failures": costs.between if costs.interval_steps else None,
+            "checkpoint_every_steps": costs.interval_steps,
+            "checkpoint_copy_seconds": costs.copy,
+            "checkpoint_write_seconds": costs.write,
+            "seconds_lost_by_a_failure": costs.lost,
+            "goodput": costs.goodput,
+            "goodput_as_configured": costs.configured_goodput,
+            "spare_nodes_for_a_day": costs.spares,
+        },
+        "traffic": [
+            {"axis": t.axis, "what": t.what, "kind": t.kind, "algorithm": algorithm(plan, t), "times": t.count, "bytes": int(t.nbytes)}
+            for t in plan.transfers
+        ],
+        "axes": axes.as_json(plan),
+    }  # fmt: skip
 
 
 def settings(config: Config) -> dict[str, object]:
     """The keys that a search decides."""
     mesh, parallel = config.mesh, config.parallel
-    keys: dict[str, object] = {"mesh.data": mesh.data, "mesh.tensor": mesh.tensor, "mesh.pipeline": mesh.pipeline}
-    if mesh.islands > 1:
-        keys["mesh.islands"] = mesh.islands
+    axes = ("data", "tensor", "pipeline", *["islands"] * (mesh.islands > 1))
     names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab")  # fmt: skip
-    return keys | {f"parallel.{name}": getattr(parallel, name) for name in names}
-
-
-def compared(plan: Plan, compiled: Compiled) -> Table:
-    """The planner's bytes beside the compiler's."""
-    title = f"compiled for {compiled.target} in {compiled.compile_seconds:.1f} s"
-    rows = table(title, "", ">planned", ">compiled", ">off by")
-    for what, planned, compiled_bytes in comparison(plan, compiled):
-        rows.add_row(
-            what, size(planned), size(compiled_bytes), f"{planned / compiled_bytes - 1:+.1%}" if compiled_bytes else ""
-        )
-    return rows
+    return {f"mesh.{name}": getattr(mesh, name) for name in axes} | {
+        f"parallel.{name}": getattr(parallel, name) for name in names
+    }
 
 
 def layout(config: Config) -> str:
@@ -201,15 +199,12 @@ def layout(config: Config) -> str:
         words.append(f"vocabulary {'spread' if parallel.vocab == 'spread' else 'on the edge'}")
     words.append(f"{parallel.microbatches} microbatches" if parallel.microbatches > 1 else "1 microbatch")
     words.append(f"ZeRO-{parallel.zero_stage}{' held' if parallel.zero_hold else ''}")
-    words.append(f"remat {parallel.remat}")
-    if parallel.remat == "names":
-        words[-1] += f" ({' + '.join(parallel.remat_keep) or 'none kept'})"
+    kept = f" ({' + '.join(parallel.remat_keep) or 'none kept'})" if parallel.remat == "names" else ""
+    words.append(f"remat {parallel.remat}{kept}")
     if parallel.remat_offload:
         words.append(f"{' + '.join(parallel.remat_offload)} offloaded")
-    if parallel.offload_optimizer:
-        words.append("optimizer offloaded")
-    if parallel.sequence_parallel:
-        words.append("sequence parallel")
+    words += ["optimizer offloaded"] * parallel.offload_optimizer
+    words += ["sequence parallel"] * parallel.sequence_parallel
     return ", ".join(words)
 
 

@@ -6,7 +6,7 @@ where microbatches run out, collectives over data grow with the number of hops.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshtrain.cluster.cluster import Cluster, resized
@@ -41,10 +41,8 @@ def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Poi
     """The config's share of the batch on every data rank, on more and more devices."""
     mesh, batch = config.mesh, config.train.global_batch_size
     factors = [2**k for k in range(most.bit_length()) if mesh.devices << k <= most]
-    return _points(
-        (replaced(config, mesh={"data": n * mesh.data}, train={"global_batch_size": n * batch}) for n in factors),
-        cluster,
-    )
+    larger = (replaced(config, mesh={"data": n * mesh.data}, train={"global_batch_size": n * batch}) for n in factors)
+    return _points(larger, cluster)
 
 
 def _on_more_devices(config: Config, most: int) -> Iterator[Config]:
@@ -59,19 +57,18 @@ def _on_more_devices(config: Config, most: int) -> Iterator[Config]:
         data *= 2
 
 
-def _points(configs: Iterator[Config], cluster: Cluster) -> list[Point]:
+def _points(configs: Iterable[Config], cluster: Cluster) -> list[Point]:
     points: list[Point] = []
     for config in configs:
-        devices = config.mesh.devices
         # A schedule's own table has one number of microbatches, which not every size of the run has.
         try:
             check(config)
-            planned = estimate(config, grown(cluster, devices))
+            planned = estimate(config, grown(cluster, config.mesh.devices))
         except ConfigError:
             continue
-        each = planned.tokens_per_second / devices
+        each = planned.tokens_per_second / planned.devices
         first = points[0].plan.tokens_per_second / points[0].devices if points else each
-        points.append(Point(devices, planned, each / first))
+        points.append(Point(planned.devices, planned, each / first))
     return points
 
 
