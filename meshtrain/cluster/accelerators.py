@@ -108,6 +108,7 @@ def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float,
 # Fitted by `experiments/plan/calibrate.py` on the rows of `published.py` there; `python -m experiments.plan` prints the fit and its leave-one-out errors.
 # Other accelerators borrow the nearest of the two.
 AMPERE = Efficiency(matmul=0.767, half_size=76.3, attention=0.576, memory=0.837, link=0.733, exposed=0.3)
+CPU = Efficiency(matmul=0.8, half_size=32.0, exposed=1.0)
 HOPPER = Efficiency(matmul=0.594, half_size=144.0, attention=0.625, memory=0.65, link=0.784, exposed=0.219)
 
 ACCELERATORS: dict[str, Accelerator] = {
@@ -122,16 +123,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         _gpu("gb200", 185.0, 8000, 2500, 1250, 1200, HOPPER, float8=5000),
         _gpu("v100", 31.7, 900, 125, 15.7, 300, AMPERE, bfloat16=0.0),
         Accelerator("tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), TPU_V5P),
-        Accelerator(
-            "cpu",
-            "cpu",
-            16.0,
-            0.0,
-            33.0,
-            0.0,
-            Peak(0.45, 0.44, 0.44),
-            Efficiency(matmul=0.8, half_size=32.0, exposed=1.0),
-        ),
+        Accelerator("cpu", "cpu", 16.0, 0.0, 33.0, 0.0, Peak(0.45, 0.44, 0.44), CPU),
     )
 }
 

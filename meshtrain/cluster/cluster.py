@@ -17,22 +17,9 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from meshtrain.cluster import topology as shapes
 from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator, Peak, canonical
-from meshtrain.cluster.topology import (
-    DRAGONFLY,
-    FAT_TREE,
-    HYPERCUBE,
-    LEVELS,
-    RAILS,
-    TORUS,
-    Group,
-    Legs,
-    Levels,
-    Links,
-    Network,
-    group,
-    torus_of,
-)  # fmt: skip
+from meshtrain.cluster.topology import DRAGONFLY, FAT_TREE, HYPERCUBE, LEVELS, RAILS, TORUS, Group, Legs, Levels, Links
 from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.load import filled, read_given
 from meshtrain.config.schema import key
@@ -113,13 +100,13 @@ class Cluster:
     def _group(self, legs: Legs) -> Group:
         device = self.accelerator
         library = "nccl" if device.platform == "gpu" else ""
-        return group(self.levels(), device.efficiency.link, self.network, library, legs)
+        return shapes.group(self.levels(), device.efficiency.link, self.network, library, legs)
 
     @functools.cached_property
-    def network(self) -> Network:
+    def network(self) -> shapes.Network:
         """The shape, with what it needs."""
-        torus, level = torus_of(self.levels(), self.topology, self.dimensions)
-        return Network(self.topology, self.between_rails, self.devices_per_node, torus, level)
+        torus, level = shapes.torus_of(self.levels(), self.topology, self.dimensions)
+        return shapes.Network(self.topology, self.between_rails, self.devices_per_node, torus, level)
 
     @property
     def bisection(self) -> float:
@@ -167,9 +154,8 @@ def _check_scale(device: Accelerator, sheet: Accelerator, source: str) -> None:
 def checked(cluster: Cluster, source: str) -> Cluster:
     """The cluster with a name; ConfigError where a figure is missing or makes no sense."""
     accelerator = cluster.accelerator
-    missing = [n for n in ("memory", "bandwidth") if not getattr(accelerator, n)]
-    missing += [] if accelerator.peak.float32 else ["peak.float32"]
-    if missing:
+    figures = ("memory", "bandwidth", "peak.float32")
+    if missing := [name for name in figures if not operator.attrgetter(name)(accelerator)]:
         needed = f"accelerator.{', accelerator.'.join(missing)}"
         if accelerator.name in ACCELERATORS:
             raise ConfigError(f"{source}: {needed} is 0; leave it out for what the data sheet says.")
@@ -182,11 +168,10 @@ def checked(cluster: Cluster, source: str) -> Cluster:
             f"{source}: accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of {accelerator.memory:g} GiB."
         )
     levels = cluster.levels()
-    for name, link in levels:
-        if not link.bandwidth:
-            raise ConfigError(
-                f"{source}: links.{name}.bandwidth is 0; give the GB/s that one device can send over this level."
-            )
+    for name in (name for name, link in levels if not link.bandwidth):
+        raise ConfigError(
+            f"{source}: links.{name}.bandwidth is 0; give the GB/s that one device can send over this level."
+        )
     for (inner, below), (name, link) in itertools.pairwise(levels):
         if link.devices <= below.devices:
             raise ConfigError(
@@ -216,10 +201,11 @@ def _check_shape(cluster: Cluster, source: str) -> None:
         raise ConfigError(f"{source}: dimensions are a torus's, and topology is {topology}; leave them out.")
     below, joined = 1, []
     for name, link in levels.items():
-        joined.append(f"{link.devices // below} at links.{name}")
-        if (topology == HYPERCUBE and name == [*levels][-1]) and (link.devices // below).bit_count() > 1:
+        blocks = link.devices // below
+        joined.append(f"{blocks} at links.{name}")
+        if topology == HYPERCUBE and name == [*levels][-1] and blocks.bit_count() > 1:
             raise ConfigError(
-                f"{source}: links.{name} joins {link.devices // below} blocks, and a hypercube has a power of two of them."
+                f"{source}: links.{name} joins {blocks} blocks, and a hypercube has a power of two of them."
             )
         below = link.devices
     if cluster.dimensions and cluster.network.torus is None:

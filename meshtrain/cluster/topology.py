@@ -196,11 +196,6 @@ class Torus:
         )
 
 
-def hypercube(places: int) -> Torus:
-    """The hypercube of a power of two places: a link for each binary digit of their numbers."""
-    return Torus((2,) * (places.bit_length() - 1))
-
-
 class Network(NamedTuple):
     """The shape of a cluster's network. The torus joins the blocks below its level, or devices."""
 
@@ -219,7 +214,7 @@ def torus_of(levels: Levels, topology: str, dimensions: tuple[int, ...]) -> tupl
         if dimensions and math.prod(dimensions) == places:
             return Torus(dimensions), name
         if topology == HYPERCUBE and name == levels[-1][0]:
-            return hypercube(places), name
+            return Torus((2,) * (places.bit_length() - 1)), name
         below = link.devices
     return None, ""
 

@@ -35,16 +35,7 @@ from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.estimate import Plan, plan
 
 __all__ = [
-    "ACCELERATORS",
-    "DEFAULT_PROFILE",
-    "Accelerator",
-    "Cluster",
-    "Efficiency",
-    "FrameworkProfile",
-    "Plan",
-    "load_cluster",
-    "named",
-    "plan",
+    "ACCELERATORS", "DEFAULT_PROFILE", "Accelerator", "Cluster", "Efficiency", "FrameworkProfile", "Plan", "load_cluster", "named", "plan",
 ]  # fmt: skip
 
 callable_as(__name__, plan)

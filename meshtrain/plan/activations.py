@@ -44,15 +44,10 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
 
 def kernel(config: Config, platform: str) -> Kernel:
     """How the program computes attention on a platform."""
-    model = config.model
-    length, packed = config.train.sequence_length, _packed(config)
-    return attention_kernel(
-        platform, config.precision.compute, model.head_dim, length, packed, model.dropout > 0, model.score_cap > 0
-    )
-
-
-def _packed(config: Config) -> bool:
-    return config.data.batching == "packed" or config.data.format == "pairs"
+    model, length = config.model, config.train.sequence_length
+    packed = config.data.batching == "packed" or config.data.format == "pairs"
+    dtype = config.precision.compute
+    return attention_kernel(platform, dtype, model.head_dim, length, packed, model.dropout > 0, model.score_cap > 0)
 
 
 class Tuned(NamedTuple):
@@ -165,10 +160,8 @@ def work(config: Config, platform: str) -> float:
     stream in the forms that the products and the attention want it in. Where attention runs in blocks also some of scores; if the
     layer is computed again its forward's beside its backward's, and with dropout what the random numbers are made of.
     """
-    w, length = (
-        widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel),
-        config.train.sequence_length,
-    )
+    w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
+    length = config.train.sequence_length
     size, how = shapes.itemsize(config.precision.compute), kernel(config, platform)
     # what is gathered is also copied, from [rank, sequence] to [sequence]
     copies = 6 if config.parallel.sequence_parallel else 4

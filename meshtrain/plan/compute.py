@@ -57,16 +57,11 @@ class FrameworkProfile:
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
     scatter_messages: bool = False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
     gradient_bytes: int = 4  # of one element, as summed over data
-    sum_bytes: int = (
-        10  # to add one element of a microbatch's gradient: it is read, and the float32 sum read and written
-    )
-    copy_bytes: int = (
-        0  # to copy one element of weights and gradient out of and into the buffers of gathers and reductions
-    )
-    compiled: bool = (
-        False  # as our program: what it copies of weights and activations, and what XLA lets collectives travel under
-    )
-    # shares of products, attention, memory; or attention alone, with its passes over memory; None: as our remat does
+    # to add one element of a microbatch's gradient: it is read, and the float32 sum read and written
+    sum_bytes: int = 10
+    copy_bytes: int = 0  # of one element of weights and gradient, out of and into the buffers of collectives
+    compiled: bool = False  # as our program: with its copies, and what XLA lets collectives travel under
+    # fractions of products, attention, memory; or attention alone, with its passes over memory; None: as our remat does
     recomputes: tuple[float, float, float] | Literal["attention"] | None = None
 
 
@@ -143,18 +138,11 @@ def layer(
     eager = gated and not profile.fused
     stream = d / (tensor if sequence_parallel else 1) * (2.2 if eager else 1.0)
     inner = 2 if eager else 1
+    scores = sequences * heads * length * shapes.seen(model, length)
     return Layer(
         norms=passes((8 if model.post_norms else 4) * stream),
         qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
-        attention=attention(
-            accelerator,
-            dtype,
-            k,
-            length,
-            sequences * heads * length * shapes.seen(model, length),
-            profile,
-            FAMILIES[model.family].causal,
-        ),
+        attention=attention(accelerator, dtype, k, length, scores, profile, FAMILIES[model.family].causal),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
@@ -164,14 +152,8 @@ def layer(
 
 
 def attention(
-    accelerator: Accelerator,
-    dtype: str,
-    width: int,
-    length: int,
-    scores: float,
-    profile: FrameworkProfile,
-    causal: bool = True,
-) -> Seconds:
+    accelerator: Accelerator, dtype: str, width: int, length: int, scores: float, profile: FrameworkProfile, causal: bool = True
+) -> Seconds:  # fmt: skip
     """Attention forward over `scores` elements of the whole square, of sequences of `length` tokens and heads of `width` elements.
 
     A kernel leaves out the half that is masked, where attention is `causal`.
@@ -179,13 +161,8 @@ def attention(
     flops, efficiency, size = accelerator.flops(dtype), accelerator.efficiency, shapes.itemsize(dtype)
     if kernel := profile.kernel:
         slowed, _ = kernel.slowed(accelerator, looped(length, causal))
-        return Seconds(
-            attention=4
-            * width
-            * (scores / 2 if causal else scores)
-            * slowed
-            / (flops * (kernel.rate or efficiency.attention))
-        )
+        products = 4 * width * (scores / 2 if causal else scores) * slowed
+        return Seconds(attention=products / (flops * (kernel.rate or efficiency.attention)))
     # Both products in full. Passes over the scores: 6 and a byte of dropout's mask forward (product, softmax and dropout write them, and each
     # is read), 9 and a byte backward. A backward counts as two forwards here, so a forward as a third of both.
     moved = scores * (15 * size + 2) / 3
@@ -219,13 +196,10 @@ def adapters(config: Config, accelerator: Accelerator) -> Seconds:
 
 
 def layer_backward(
-    forward: Seconds,
-    accelerator: Accelerator,
-    length: int,
-    profile: FrameworkProfile = DEFAULT_PROFILE,
-    share: float = 1.0,
-) -> Seconds:
-    """`length` is as attention is `looped`. Every pass twice, and every product, but once where its weight is frozen (all but a `share`); a kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1)."""
+    forward: Seconds, accelerator: Accelerator, length: int, profile: FrameworkProfile = DEFAULT_PROFILE, share: float = 1.0
+) -> Seconds:  # fmt: skip
+    """Every pass twice, and every product, but once where its weight is frozen (all but a `share`). A kernel of attention computes the
+    scores again, 2.5 times the FLOPs (FlashAttention, section 3.1); `length` is as it is `looped`."""
     attention = 2.0
     if kernel := profile.kernel:
         slowed, slowed_backward = kernel.slowed(accelerator, length)
@@ -305,13 +279,9 @@ def optimizer(
     leave or want into that of the shards: all in float32 once read and written, all in the compute dtype likewise.
     """
     moved = 4 * (3 * elements + 2 * shapes.optimizer_state(config, stages(config).on_device))
-    if (
-        profile.compiled
-        and accelerator.platform == "gpu"
-        and config.mesh.shards > 1
-        and config.parallel.zero_stage
-        and not gathers_at_use(config)
-    ):
+    own_program = profile.compiled and accelerator.platform == "gpu"
+    gathered_at_once = config.mesh.shards > 1 and config.parallel.zero_stage and not gathers_at_use(config)
+    if own_program and gathered_at_once:
         resident = shapes.trained(config)
         elements_gathered = resident.block.full * stages(config).on_device + resident.outer.full
         moved += (4 + 8 + 2 * shapes.itemsize(config.precision.compute)) * elements_gathered

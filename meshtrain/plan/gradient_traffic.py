@@ -180,9 +180,8 @@ def _inside(tally: _Tally, weight: Placed, iterations: Iterations) -> None:
     if weight.zero_dim is None:
         joined = any(config.mesh.ways(axis) > 1 for axis in weight.replicated)
         if config.parallel.zero_stage or not joined:
-            at_once = (
-                config.mesh.islands > 1 and not config.parallel.sync.every and not crosses_compressed(config, weight)
-            )
+            summed = config.mesh.islands > 1 and not config.parallel.sync.every
+            at_once = summed and not crosses_compressed(config, weight)
             axes = (ISLAND, *weight.zero_axes) if at_once else weight.zero_axes
             tally.add(axes, ALL_REDUCE, "gradients summed", weight.on_device() * reduce)
     elif _low_rank(config, weight) and not over_islands(config):
@@ -194,9 +193,8 @@ def _inside(tally: _Tally, weight: Placed, iterations: Iterations) -> None:
                 tally.add(weight.zero_axes, ALL_TO_ALL, f"gradients{where} scattered{what}", nbytes, count, alone=True)
                 tally.encoded(ranks * shard, nbytes, shard, count)
             else:
-                tally.add(
-                    weight.zero_axes, REDUCE_SCATTER, f"gradients{where} scattered", ranks * shard * reduce, count
-                )
+                nbytes, what = ranks * shard * reduce, f"gradients{where} scattered"
+                tally.add(weight.zero_axes, REDUCE_SCATTER, what, nbytes, count)
 
 
 def _across(tally: _Tally, weight: Placed) -> None:

@@ -84,11 +84,7 @@ def between_steps(config: Config) -> list[MemoryItem]:
         MemoryItem("float32 masters", "parameters", 4 * trained.shard, True),
         MemoryItem(f"{config.optimizer.name} state", "optimizer_state", state, True),
         MemoryItem("frozen weights", "parameters", _itemsize(config) * frozen.shard, True, frozen=True),
-        *[
-            MemoryItem(KEPT[name], "gradients", nbytes, True)
-            for name, nbytes in feedback_bytes(config).items()
-            if nbytes
-        ],
+        *(MemoryItem(KEPT[name], "gradients", n, True) for name, n in feedback_bytes(config).items() if n),
         *(MemoryItem(name, "parameters", 4 * trained.shard, True) for name in gradient_traffic.sync_copies(config)),
     ]
 
@@ -214,11 +210,8 @@ def _of_stages(config: Config, facts: ScheduleFacts, platform: str) -> dict[str,
     Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is there twice.
     """
     size, gathers, scatters = _itemsize(config), gathers_at_use(config), scatters_at_use(config)
-    block, trained, chunked = (
-        shapes.resident(config).block,
-        shapes.trained(config).block,
-        shapes.loss_chunks(config) > 1,
-    )
+    block, trained = shapes.resident(config).block, shapes.trained(config).block
+    chunked = shapes.loss_chunks(config) > 1
     always = [
         MemoryItem("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
         MemoryItem("gradients of a layer, to be scattered", "gradients", 4 * trained.full if scatters else 0),
@@ -268,6 +261,5 @@ def _hidden(config: Config) -> float:
 
 def _new_gradients(config: Config) -> float:
     """One microbatch's gradients of a chunk's layers, stacked."""
-    stage = stages(config)
     block = shapes.trained(config).block
-    return _itemsize(config) * (block.shard if scatters_at_use(config) else block.full) * stage.longest
+    return _itemsize(config) * (block.shard if scatters_at_use(config) else block.full) * stages(config).longest

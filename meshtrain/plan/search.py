@@ -16,17 +16,7 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import microbatch_rows, put
 from meshtrain.config.reduce import gathers_at_use, keeps_feedback, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
-from meshtrain.plan import memory, pipeline
-from meshtrain.plan.choices import (
-    cuts,
-    ends_empty,
-    meshes,
-    near_cuts,
-    near_schedule,
-    remats,
-    schedules,
-    with_empty_ends,
-)
+from meshtrain.plan import choices, memory, pipeline
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import MicrobatchCosts, hidden_seconds, microbatch_costs
 
@@ -134,17 +124,20 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
     )
     recomputed: dict[tuple, list[dict[str, Any]]] = {}
-    for data, tensor, stages in meshes(base, devices):
+    for data, tensor, stages in choices.meshes(base, devices):
         # The config's islands, as far as so many data ranks can be cut into them.
         islands = math.gcd(data, config.mesh.islands)
         mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages, "islands": islands})
         splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers
-        counts, named_schedules = cuts(base, data), [*schedules(layers, stages), *with_empty_ends(layers, stages)]
+        counts, named_schedules = (
+            choices.cuts(base, data),
+            [*choices.schedules(layers, stages), *choices.with_empty_ends(layers, stages)],
+        )
         if near:
             splits, vocabularies = (base.parallel.sequence_parallel and splits[-1],), (base.parallel.vocab,)
-            counts, named_schedules = near_cuts(base, data, most), [near_schedule(base, stages)]
+            counts, named_schedules = choices.near_cuts(base, data, most), [choices.near_schedule(base, stages)]
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             outside: dict[int, list[_Decided]] = {}
@@ -152,7 +145,7 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
                 split_config = put(cut, parallel={"sequence_parallel": split})
                 key = tensor, split, stages == 1, microbatch_rows(split_config)
                 if key not in recomputed:
-                    recomputed[key] = remats(split_config, cluster)
+                    recomputed[key] = choices.remats(split_config, cluster)
                 for keys in recomputed[key]:
                     yield from _scheduled(put(split_config, parallel=keys), cluster, named_schedules, outside)
 
@@ -176,7 +169,7 @@ def _scheduled(
     usable = spared(cluster)
     costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
     for schedule, chunks in named_schedules:
-        split = ends_empty(config.model.layers, chunks * config.mesh.pipeline)
+        split = choices.ends_empty(config.model.layers, chunks * config.mesh.pipeline)
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
         stage = stages_of(scheduled)
         if stage.on_device not in outside:
@@ -216,13 +209,13 @@ def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
     holds = (False, True) if several else (False,)
     reduce = config.parallel.reduce
     scattered = config.mesh.data > 1 and reduce.compression != "none" and reduce.over == "data"
-    choices: list[tuple[int, bool]] = [] if scattered else [(0, False)]
+    legal: list[tuple[int, bool]] = [] if scattered else [(0, False)]
     if config.mesh.data > 1:
-        choices += [(1, False), (2, False), *((3, hold) for hold in holds)]
+        legal += [(1, False), (2, False), *((3, hold) for hold in holds)]
     if keeps_feedback(config) and reduce.over == "data":
-        choices = [(stage, hold) for stage, hold in choices if stage < 2 or hold]
+        legal = [(stage, hold) for stage, hold in legal if stage < 2 or hold]
     hosts = (False, True) if cluster.accelerator.platform == "gpu" else (False,)
-    for (stage, hold), host in itertools.product(choices, hosts):
+    for (stage, hold), host in itertools.product(legal, hosts):
         chosen = _with_zero(config, zero := ZeroKeys(stage, hold, host))
         nbytes = sum(item.nbytes for item in memory.state(chosen))
         passing = gathers_at_use(chosen), scatters_at_use(chosen), stage > 0

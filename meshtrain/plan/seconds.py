@@ -183,13 +183,8 @@ def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
 def edge_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> EdgeCost:
     """Costs of a microbatch in embedding and loss head."""
     model, trained = config.model, shapes.trained(config)
-    sizes = (
-        model,
-        cluster.accelerator,
-        config.precision.compute,
-        shapes.tokens(config),
-        shapes.vocabulary_degree(config),
-    )
+    dtype, degree = config.precision.compute, shapes.vocabulary_degree(config)
+    sizes = model, cluster.accelerator, dtype, shapes.tokens(config), degree
     head_is_trained = bool(trained.tokens.full if model.tied_head else trained.output.full)
     head = compute.head(*sizes, profile, head_is_trained) + compute.embedding(*sizes, bool(trained.embedding.full))
     if (chunks := shapes.loss_chunks(config)) > 1:

@@ -171,10 +171,8 @@ def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Trans
     passes = stages(config).longest * (iterations.forward + iterations.backward)
     transfers = [Transfer("data", ALL_GATHER, "weights of a layer gathered", layer * weight, passes, ranks)]
     for moment, elements in edge_uses(config):
-        times = iterations.of(moment)
-        transfers.append(
-            Transfer("data", ALL_GATHER, f"weights of the {moment} gathered", elements * weight, times, ranks)
-        )
+        what, times = f"weights of the {moment} gathered", iterations.of(moment)
+        transfers.append(Transfer("data", ALL_GATHER, what, elements * weight, times, ranks))
     return transfers
 
 

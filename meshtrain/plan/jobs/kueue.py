@@ -11,7 +11,6 @@ Kueue (kueue.x-k8s.io/v1beta2, apis/kueue/v1beta2 in kubernetes-sigs/kueue) choo
 of each job, the nodes and the devices on each, and to keep a job in one block where it can, or must (`together`).
 """
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,11 @@ QUEUES = "queues.yaml"
 # As the API takes them.
 NAME = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 LABEL = rf"({NAME}(\.{NAME})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
-MEANT = {
-    "queue": "lower-case letters, digits and - inside are legal",
-    "namespace": "lower-case letters, digits and - inside are legal",
-    "block_label": "write a label's name, as in example.com/block",
-    "node_label": "write a label and its value, as in team=a",
+LEGAL = {
+    "queue": (NAME, "lower-case letters, digits and - inside are legal"),
+    "namespace": (NAME, "lower-case letters, digits and - inside are legal"),
+    "block_label": (f"({LABEL})?", "write a label's name, as in example.com/block"),
+    "node_label": (f"{LABEL}=[A-Za-z0-9._-]+", "write a label and its value, as in team=a"),
 }
 
 
@@ -52,38 +51,28 @@ def check(jobs: Jobs, cluster: Cluster, directory: str) -> None:
             raise ConfigError(
                 f"--kueue needs kueue.{name} in the file of jobs: job {with_config[0]} has a config, so that a JobSet is written."
             )
-    for name, pattern in (
-        ("queue", NAME),
-        ("namespace", NAME),
-        ("block_label", f"({LABEL})?"),
-        ("node_label", f"{LABEL}=[A-Za-z0-9._-]+"),
-    ):
+    for name, (pattern, legal) in LEGAL.items():
         value = getattr(jobs.kueue, name)
         if not re.fullmatch(pattern, value):
-            raise ConfigError(f"kueue.{name} is {short(repr(value))}; {MEANT[name]}.")
+            raise ConfigError(f"kueue.{name} is {short(repr(value))}; {legal}.")
     if any(job.name == Path(QUEUES).stem for job in jobs.jobs):
         raise ConfigError(
             f"--kueue writes {QUEUES} and a file for each job, so that no job can have the name {Path(QUEUES).stem}."
         )
-    _check_directories(jobs)
+    owners: dict[str, str] = {}
+    for job in jobs.jobs:
+        if not job.config:
+            continue
+        run = configured(job).run.directory
+        if (other := owners.setdefault(run, job.name)) != job.name:
+            raise ConfigError(
+                f"--kueue: jobs {other} and {job.name} both have run.directory {short(run)}; give each its own, as in "
+                f"set: [run.directory=runs/{job.name}]."
+            )
     try:
         Path(directory).mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--kueue {short(directory)}: no such directory can be made: {refusal(error)}.") from None
-
-
-def _check_directories(jobs: Jobs) -> None:
-    """Two runs in one directory would take each other for itself."""
-    owners: dict[str, str] = {}
-    for job in jobs.jobs:
-        if job.config:
-            directory = configured(job).run.directory
-            other = owners.setdefault(directory, job.name)
-            if other != job.name:
-                raise ConfigError(
-                    f"--kueue: jobs {other} and {job.name} both have run.directory {short(directory)}; give each its own, as in "
-                    f"set: [run.directory=runs/{job.name}]."
-                )
 
 
 def files(result: Result, directory: str) -> dict[str, str]:
@@ -151,7 +140,9 @@ def jobset(job: JobSpec, shape: JobShape, jobs: Jobs) -> list[dict[str, Any]]:
     ]  # fmt: skip
     for override in overrides:
         words += ["--set", override]
-    *configs, document = yaml.safe_load_all(kubernetes.jobset(_options(words)))
+    parser = Parser(prog="python -m meshtrain.launch jobset")
+    kubernetes.add(parser)
+    *configs, document = yaml.safe_load_all(kubernetes.jobset(parser.parse_args(words)))
     document["metadata"]["labels"] = {_QUEUE: kueue.queue, _PRIORITY: _class(job.priority)}
     document["spec"]["suspend"] = True
     (replicated,) = document["spec"]["replicatedJobs"]
@@ -159,10 +150,3 @@ def jobset(job: JobSpec, shape: JobShape, jobs: Jobs) -> list[dict[str, Any]]:
     kind = _REQUIRED if shape.nodes == 1 or (job.together and kueue.block_label) else _PREFERRED
     replicated["template"]["spec"]["template"]["metadata"] = {"annotations": {kind: level}}
     return [*configs, document]
-
-
-def _options(words: list[str]) -> argparse.Namespace:
-    """The options of `jobset`, from words as they are typed."""
-    parser = Parser(prog="python -m meshtrain.launch jobset")
-    kubernetes.add(parser)
-    return parser.parse_args(words)

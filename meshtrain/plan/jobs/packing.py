@@ -51,9 +51,7 @@ def first_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bo
 
 
 def best_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
-    if shape.nodes == 1:
-        return _chosen(shape, free, blocks.levels[-1], fullest=True)
-    levels = (blocks.lowest,) if together else blocks.levels
+    levels = blocks.levels[-1:] if shape.nodes == 1 else blocks.levels[:1] if together else blocks.levels
     return next((nodes for level in levels if (nodes := _chosen(shape, free, level, fullest=True))), None)
 
 
