@@ -73,8 +73,7 @@ def best_schedule(planned: Plan) -> Change | None:
     """The schedule that takes least time on the same mesh with the same microbatches, of those that fit; None where it would gain
     little or nothing. By formula, and simulated to be sure.
     """
-    fastest = _fastest_schedule(planned.config, planned.cluster)
-    if fastest is None:
+    if (fastest := _fastest_schedule(planned.config, planned.cluster)) is None:
         return None
     settings, config = fastest
     best = estimate(config, planned.cluster)
@@ -84,13 +83,14 @@ def best_schedule(planned: Plan) -> Change | None:
 
 def notes(planned: Plan) -> list[str]:
     """Sentences on what the schedule costs beside others, if it does."""
-    sentences = []
-    if planned.fits and (best := best_schedule(planned)):
-        sentences.append(
-            f"{', '.join(best.settings)} would take {best.seconds / planned.seconds:.2f} of the step's time and hold "
-            f"{best.nbytes / 2**30:.3g} GiB a device in place of {planned.bytes / 2**30:.3g}."
-        )
-    return sentences + _heavy(planned)
+    best = best_schedule(planned) if planned.fits else None
+    if best is None:
+        return _heavy(planned)
+    faster = (
+        f"{', '.join(best.settings)} would take {best.seconds / planned.seconds:.2f} of the step's time and hold "
+        f"{best.nbytes / 2**30:.3g} GiB a device in place of {planned.bytes / 2**30:.3g}."
+    )
+    return [faster, *_heavy(planned)]
 
 
 def _heavy(planned: Plan) -> list[str]:
@@ -153,9 +153,7 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
         seconds = pipeline.quick(other, facts, microbatch_costs(other, cluster))
         fits = nbytes <= cluster.accelerator.usable_bytes
         ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
-    if not ranked:
-        return None
-    fastest = min(ranked, key=lambda r: r[:3])[-1]
+    fastest = min(ranked, key=lambda r: r[:3], default=(config,))[-1]
     if fastest == config:
         return None
     parallel = fastest.parallel

@@ -104,7 +104,18 @@ def compile_step(config: Config, target: str) -> Compiled:
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         compile_seconds=seconds,
-        collectives=[_row(c) for c in collectives(module, jax_mesh, program.busy)],
+        collectives=[
+            {
+                "kind": c.kind,
+                "axis": c.axis,
+                "bytes": c.bytes,
+                "ranks": c.ranks,
+                "trip_count": round(c.times),
+                "sent_bytes": c.sent * round(c.times),
+                "source": c.source,
+            }
+            for c in collectives(module, jax_mesh, program.busy)
+        ],
         module=module,
         mesh=jax_mesh,
     )
@@ -118,19 +129,6 @@ def _batch(config: Config) -> dict[str, None]:
     packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
     pairs = PAIRS if config.train.objective == "dpo" else ()
     return dict.fromkeys((TOKENS, LABELS, *packed, *pairs))
-
-
-def _row(collective: Any) -> dict[str, Any]:
-    times = round(collective.times)
-    return {
-        "kind": collective.kind,
-        "axis": collective.axis,
-        "bytes": collective.bytes,
-        "ranks": collective.ranks,
-        "trip_count": times,
-        "sent_bytes": collective.sent * times,
-        "source": collective.source,
-    }
 
 
 def _fake(devices: int) -> Sequence[Any]:

@@ -45,7 +45,7 @@ def zero_state(
 
 
 def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
-    """Everything that a device holds at the fullest moment of a step, with the schedule's `facts` (see `pipeline.facts`)."""
+    """What a device holds at the fullest moment of a step, with the schedule's `facts` (see `pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
 
 

@@ -55,8 +55,6 @@ BAD = {
     "restart_seconds: 300000": "restart_seconds is 300000.0; it must be at least 0 and at most 86400, in seconds",
     "storage_bandwidth: 2e+9": "storage_bandwidth is 2000000000.0; it must be .*, in GB/s of one node",
     "host_bandwidth: 20000": "host_bandwidth is 20000.0; it must be .*, in GB/s of one device",
-    "accelerator: {name: h100, eficiency: {matmul: 0.7}}": "there is no key accelerator.eficiency; did you mean efficiency",
-    "accelerator: {name: hopper100}": "did you mean h100?",
 }
 
 
@@ -87,8 +85,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3", "h100"])
 def test_an_accelerator_may_be_called_as_its_driver_does(tmp_path, name):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"accelerator: {{name: {name}}}\nlinks: {{node: {{devices: 8, bandwidth: 450}}}}\n")
+    path = write(tmp_path / "mine.yaml", GOOD.replace("name: h100", f"name: {name}"))
     assert load_cluster(path).accelerator == ACCELERATORS["h100"]
 
 
@@ -170,11 +167,6 @@ def test_axes_joined_by_a_sum_need_not_be_neighbours(tmp_path):
     cluster = load_cluster(write(tmp_path / "mine.yaml", GOOD))
     both = cluster.axis("tensor+pipeline", MeshConfig(data=4, tensor=4, pipeline=2))
     assert both.size == 8 and [(h.level, h.fan, h.members) for h in both.hops] == [("node", 4, 1), ("rail", 2, 4)]
-
-
-def test_an_unknown_cluster_names_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean h100"):
-        named("h1000", 8)
 
 
 def test_efficiencies_that_are_borrowed_are_said_to_be_until_all_are_given(tmp_path):

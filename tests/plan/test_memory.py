@@ -195,11 +195,8 @@ def traced_stage(config) -> tuple[float, float]:
     found: list[float] = []
 
     def local(masters, tokens):
-        batch = {
-            "tokens": tokens,
-            "labels": tokens,
-            "rows": jnp.arange(math.prod(tokens.shape[:2])).reshape(tokens.shape[:2]),
-        }
+        rows = jnp.arange(math.prod(tokens.shape[:2])).reshape(tokens.shape[:2])
+        batch = {"tokens": tokens, "labels": tokens, "rows": rows}
         key = jax.random.key(0) if config.model.dropout else None
         stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batch, key)
         found.extend(

@@ -26,6 +26,10 @@ def config(tmp_path):
     return path
 
 
+def sets(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def planned(capsys, *arguments):
     assert main([str(a) for a in arguments]) == 0
     return json.loads(capsys.readouterr().out)
@@ -173,14 +177,8 @@ def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypat
 
 def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
     (tmp_path / "mine.csv").write_text(ILLEGAL)
-    arguments = [
-        "--set",
-        f"parallel.schedule={tmp_path / 'mine.csv'}",
-        "--search",
-        "--write",
-        str(tmp_path / "best.yaml"),
-    ]
-    assert main(["--config", str(config), *arguments]) == 0
+    table, best = sets(f"parallel.schedule={tmp_path / 'mine.csv'}"), str(tmp_path / "best.yaml")
+    assert main(["--config", str(config), *table, "--search", "--write", best]) == 0
     assert "mine.csv" not in (tmp_path / "best.yaml").read_text()
 
 
@@ -195,14 +193,7 @@ def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp
 def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, tmp_path, capsys):
     """Advice that asks for other microbatches than the table's is no advice."""
     (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
-    keys = [
-        "--set",
-        f"parallel.schedule={tmp_path / 'mine.csv'}",
-        "--set",
-        "model.d_model=8192",
-        "--set",
-        "model.layers=80",
-    ]
+    keys = sets(f"parallel.schedule={tmp_path / 'mine.csv'}", "model.d_model=8192", "model.layers=80")
     assert main(["--config", str(config), *keys, "--cluster", "v100"]) == 0
     assert "more than" in capsys.readouterr().err
 
@@ -216,33 +207,16 @@ def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):
 
 
 def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
-    big = [
-        "--set",
-        "model.d_model=8192",
-        "--set",
-        "model.heads=64",
-        "--set",
-        "model.d_ff=28672",
-        "--set",
-        "model.layers=24",
-    ]
-    big += [
-        "--set",
-        "model.kv_heads=8",
-        "--set",
-        "train.sequence_length=4096",
-        "--cluster",
-        "h100",
-        "--set",
-        "precision.compute=bfloat16",
-    ]
+    large = ("d_model=8192", "heads=64", "d_ff=28672", "layers=24", "kv_heads=8")
+    big = sets(*(f"model.{key}" for key in large), "train.sequence_length=4096", "precision.compute=bfloat16")
+    big += ["--cluster", "h100"]
     assert main(["--config", str(config), *big, "--json"]) == 0
     caught = capsys.readouterr()
     found = json.loads(caught.out)
     assert not found["fits"] and len(found["changes"]) == 3
     assert "GiB more than" in caught.err and caught.err.count("\n") == 1
     for settings in found["changes"]:
-        again = planned(capsys, "--config", config, *big, *[x for s in settings for x in ("--set", s)], "--json")
+        again = planned(capsys, "--config", config, *big, *sets(*settings), "--json")
         assert again["fits"]
 
 
@@ -303,10 +277,9 @@ def test_measure_describes_this_machine_as_a_cluster(tmp_path):
     assert "bandwidth in GB/s" in found.stderr
 
 
-@pytest.mark.parametrize("flag", ["--help"])
-def test_help_names_every_flag(flag, capsys):
+def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([flag])
+        main(["--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     for name in ("--config", "--set", "--cluster", "--json", "--search", "--compile", "--gantt", "--html", "--measure"):
@@ -314,21 +287,8 @@ def test_help_names_every_flag(flag, capsys):
 
 
 def test_what_zero_pads_is_said_with_its_cost_as_in_the_log_of_a_run(config, capsys):
-    assert (
-        main(
-            [
-                "--config",
-                str(config),
-                "--set",
-                "mesh.data=7",
-                "--set",
-                "run.fake_devices=28",
-                "--set",
-                "train.global_batch_size=28",
-            ]
-        )
-        == 0
-    )
+    keys = sets("mesh.data=7", "run.fake_devices=28", "train.global_batch_size=28")
+    assert main(["--config", str(config), *keys]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "note: embedding.tokens (260, 128) is padded to (260, 133) so that data 7 divides it: 3.9% more." in said
 

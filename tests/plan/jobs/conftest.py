@@ -44,17 +44,8 @@ def cluster(tmp_path):
         if block == 1:
             del links["rail"]
         path = tmp_path / "cluster.yaml"
-        path.write_text(
-            yaml.safe_dump(
-                {
-                    "name": "small",
-                    "nodes": nodes,
-                    "devices_per_node": per_node,
-                    "accelerator": {"name": "h100"},
-                    "links": links,
-                }
-            )
-        )
+        sizes = {"name": "small", "nodes": nodes, "devices_per_node": per_node}
+        path.write_text(yaml.safe_dump(sizes | {"accelerator": {"name": "h100"}, "links": links}))
         return load_cluster(path)
 
     return make
@@ -72,13 +63,10 @@ def packer():
     """A function (cluster, jobs) -> a packer of jobs of which only devices and hours are known, each on as few nodes as can be."""
 
     def make(cluster: Cluster, *jobs: JobSpec) -> Packer:
-        per_node = cluster.devices_per_node
-        requests = [
-            JobRequest(
-                job, tuple(JobShape(max(1, n // per_node), min(n, per_node)) for n in job.any_of or (job.devices,))
-            )
-            for job in jobs
-        ]
+        def shape(devices: int) -> JobShape:
+            return JobShape(max(1, devices // cluster.devices_per_node), min(devices, cluster.devices_per_node))
+
+        requests = [JobRequest(job, tuple(map(shape, job.any_of or (job.devices,)))) for job in jobs]
         return Packer(cluster, requests, Speeds(cluster))
 
     return make

@@ -88,20 +88,12 @@ def test_every_field_is_one_of_the_api(manifests):
     found = manifests()
     assert set(found) == {"queues.yaml", "run.yaml", "short.yaml"}
     kinds = [document["kind"] for document in found["queues.yaml"]]
-    assert kinds == [
-        "Topology",
-        "ResourceFlavor",
-        "ClusterQueue",
-        "LocalQueue",
-        "WorkloadPriorityClass",
-        "WorkloadPriorityClass",
-    ]
+    assert kinds == [*SPECS, "WorkloadPriorityClass"]  # one of each, and a second priority
     for document in found["queues.yaml"]:
         assert document.pop("apiVersion") == "kueue.x-k8s.io/v1beta2"
         kind, metadata = document.pop("kind"), document.pop("metadata")
-        assert set(metadata) == ({"name", "namespace"} if kind in NAMESPACED else {"name"}) and re.fullmatch(
-            NAME, metadata["name"]
-        )
+        assert set(metadata) == ({"name", "namespace"} if kind in NAMESPACED else {"name"})
+        assert re.fullmatch(NAME, metadata["name"])
         check(document, SPECS[kind], kind)
     for name in ("run", "short"):
         shipped, document = found[f"{name}.yaml"]
@@ -110,15 +102,9 @@ def test_every_field_is_one_of_the_api(manifests):
 
 
 def test_the_check_finds_what_is_wrong():
-    good = {"spec": {"levels": [{"nodeLabel": "kubernetes.io/hostname"}]}}
-    check(good, SPECS["Topology"], "Topology")
-    for wrong in (
-        {"spec": {}},
-        {"spec": {"levels": []}},
-        {"spec": {"levels": [{"nodeLabel": "a b"}]}},
-        {"spec": {"levels": [{"label": "a"}]}},
-        {},
-    ):
+    check({"spec": {"levels": [{"nodeLabel": "kubernetes.io/hostname"}]}}, SPECS["Topology"], "Topology")
+    levels: list[list] = [[], [{"nodeLabel": "a b"}], [{"label": "a"}]]
+    for wrong in ({}, {"spec": {}}, *({"spec": {"levels": wrong}} for wrong in levels)):
         with pytest.raises(AssertionError):
             check(wrong, SPECS["Topology"], "Topology")
 
@@ -131,10 +117,8 @@ def test_queue_flavor_topology_and_classes_name_each_other(manifests):
     # A flavor has as many resources as are covered; a flavor with a topology has a label of nodes: validations of the API.
     assert group["coveredResources"] == [resource["name"] for resource in flavor["resources"]] == ["nvidia.com/gpu"]
     assert flavor["resources"][0]["nominalQuota"] == 16
-    assert (
-        flavor["name"] == by_kind["ResourceFlavor"]["metadata"]["name"]
-        and by_kind["ResourceFlavor"]["spec"]["nodeLabels"]
-    )
+    assert flavor["name"] == by_kind["ResourceFlavor"]["metadata"]["name"]
+    assert by_kind["ResourceFlavor"]["spec"]["nodeLabels"]
     assert by_kind["ResourceFlavor"]["spec"]["topologyName"] == by_kind["Topology"]["metadata"]["name"]
     labels = [level["nodeLabel"] for level in by_kind["Topology"]["spec"]["levels"]]
     assert labels == ["example.com/block", "kubernetes.io/hostname"]
