@@ -16,10 +16,12 @@ import numpy as np
 
 import meshtrain as mt
 from meshtrain.report.compare import compare
-from meshtrain.report.diagnosis.diagnose import diagnose, read, render
+from meshtrain.report.diagnosis.diagnose import diagnose, read
 from meshtrain.report.diagnosis.layouts import layouts
 from meshtrain.report.diagnosis.tracing import newest_trace
 from meshtrain.report.facts import gather
+from meshtrain.report.sections import findings
+from meshtrain.report.text import section_text
 from meshtrain.report.trace import MEANING, PARTS, attribute, planned, read_trace
 from meshtrain.telemetry.alerts import Judge
 from meshtrain.telemetry.catalogue import METRICS
@@ -134,7 +136,7 @@ plt.show()
 # of a step a cure would win. (Where others use the machine that comes first, since nothing can be said of the speed then; so it may be here.)
 
 # %% tags=["varies"]
-print(render(diagnose(evidence)))
+print(section_text(findings(diagnose(evidence).as_json())))
 
 # %% [markdown]
 # The rule for layouts, asked by itself: it proposes only what the planner shows to be faster on this cluster.

@@ -35,14 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html:
         check_target(options.html)
     runs = [run for run in (options.run, options.other) if run is not None]
-    facts, diagnoses = [gather(run, options.cluster) for run in runs], [""] * len(runs)
+    facts = [gather(run, options.cluster) for run in runs]
     if options.diagnose:
         # Traces take JAX.
         from meshtrain.report.diagnosis import diagnose
 
         for i, run in enumerate(runs):
-            diagnosis = diagnose.run(run, options.cluster)
-            content, diagnoses[i] = diagnosis.as_json(), diagnose.render(diagnosis)
+            content = diagnose.run(run, options.cluster).as_json()
             facts[i] = replace(facts[i], diagnosis=content, findings=tuple(content["findings"]))
     summaries = [summarise(run) for run in facts]
     compared = compare.compare(facts[0], facts[1]) if len(facts) == 2 else None
@@ -52,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             content |= {"other": to_json(facts[1], summaries[1]), "compared": compared.as_json()}
         print(json.dumps(content, indent=2))
     elif compared is not None:
-        _print(Text(compare.render(compared, diagnoses)))
+        _print(Text(compare.render(compared, facts if options.diagnose else ())))
     else:
-        styled = Text(text.render(facts[0], summaries[0], diagnoses[0]))
+        styled = Text(text.render(facts[0], summaries[0]))
         styled.stylize(STYLE[summaries[0].level], 0, styled.plain.index("\n"))
         _print(styled)
     if options.html:

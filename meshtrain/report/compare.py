@@ -27,7 +27,7 @@ from meshtrain.report import text
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import tokens_by_row, warmed_up
 from meshtrain.report.rows import Columns
-from meshtrain.report.sections import Section, Table
+from meshtrain.report.sections import Section, Table, findings
 from meshtrain.report.summary import setting_text, summarise
 from meshtrain.survive import history as histories
 
@@ -251,10 +251,12 @@ def tables(comparison: Comparison) -> list[Section]:
     return [figures, keys if changed else Section("", ("Their configs are the same.",))]
 
 
-def render(comparison: Comparison, diagnoses: Sequence[str] = ()) -> str:
-    """Returns the comparison for a terminal; with the words of a diagnosis of each run, if one was made."""
+def render(comparison: Comparison, diagnosed: Sequence[RunFacts] = ()) -> str:
+    """Returns the comparison for a terminal; with the findings of runs that were just diagnosed."""
     first, second = comparison.names
     parts = [f"{first} and {second}: {comparison.verdict}", "\n".join(sentences(comparison))]
     parts += [text.section_text(section).strip("\n") for section in tables(comparison)]
-    parts += [f"{name}\n{words.rstrip()}" for name, words in zip(comparison.names, diagnoses, strict=False) if words]
+    for name, run in zip(comparison.names, diagnosed, strict=False):
+        if (section := findings(run.diagnosis)) is not None:
+            parts.append(f"{name}\n{text.section_text(section)}")
     return "\n\n".join(parts) + "\n"

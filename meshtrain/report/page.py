@@ -16,9 +16,8 @@ from meshtrain.report import compare, text
 from meshtrain.report.charts import figures
 from meshtrain.report.compare import Comparison
 from meshtrain.report.facts import RunFacts
-from meshtrain.report.sections import Section, sections
+from meshtrain.report.sections import Section, findings, sections
 from meshtrain.report.summary import Summary
-from meshtrain.survive import history as histories
 
 MOST_ROWS = 12  # of a table: the newest
 
@@ -63,7 +62,8 @@ def _run(facts: RunFacts, summary: Summary, alone: bool) -> Iterator[str]:
         lines = "".join(f'<li class="{r.level}">{escape(r.sentence)}</li>' for r in reasons)
         yield f'<ul class="reasons">{lines}</ul>'
     yield _tiles(summary)
-    yield from _findings(facts)
+    if (diagnosis := findings(facts.diagnosis)) is not None:
+        yield from _section(diagnosis)
     if alone:
         yield from _charts([facts])
     for section in sections(facts, summary):
@@ -79,6 +79,13 @@ def _section(section: Section, style: str = "table") -> Iterator[str]:
     if section.title:
         yield f"<h2>{escape(section.title)}</h2>"
     yield from (f"<p>{sentence(words)}</p>" for words in section.sentences)
+    for item in section.items:
+        flags = f"<p><code>{escape(item.flags)}</code></p>" if item.flags else ""
+        words = f"<p><b>{escape(item.sentence)}</b></p><p>{escape(item.advice)}</p>"
+        yield f'<div class="finding">{words}{flags}</div>'
+    if section.unknown:
+        lines = "".join(f"<li>{escape(line)}</li>" for line in section.unknown)
+        yield f"<p>It cannot be told:</p><ul>{lines}</ul>"
     if section.figures:
         drawn = (figure(one.title, one.about, one.draw()) for one in section.figures)
         yield f'<div class="few">{"".join(drawn)}</div>'
@@ -102,29 +109,6 @@ def _tiles(summary: Summary) -> str:
     if figures.get("lowest eval loss") == figures.get("eval loss"):
         figures.pop("lowest eval loss", None)
     return pages.tiles((figures[name], label) for name, label in labels.items() if name in figures)
-
-
-def _findings(facts: RunFacts) -> Iterator[str]:
-    if facts.findings is None:
-        return
-    yield "<h2>Why it is slow: findings</h2>"
-    entries = [f for f in facts.findings if histories.text(f.get("sentence"))]
-    for finding in entries:
-        share, settings = histories.number(finding.get("severity")), finding.get("settings")
-        worth = f"Curing it would win {share:.0%} of a step." if share else ""
-        sure = "" if finding.get("sure", True) else "This is not sure."
-        flags = [f"--set {short(s)}" for s in settings if isinstance(s, str)] if isinstance(settings, list) else []
-        code = f"<p><code>{escape(' '.join(flags))}</code></p>" if flags else ""
-        advice = " ".join(filter(None, (sure, worth, histories.text(finding.get("advice")))))
-        head = escape(histories.text(finding.get("sentence")))
-        yield f'<div class="finding"><p><b>{head}</b></p><p>{escape(advice)}</p>{code}</div>'
-    if not entries:
-        yield "<p>None.</p>"
-    unknown = facts.diagnosis.get("cannot_tell")
-    lines = [histories.text(line) for line in unknown] if isinstance(unknown, list) else []
-    if any(lines):
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines if line)
-        yield f"<p>It cannot be told:</p><ul>{items}</ul>"
 
 
 def _charts(facts: Sequence[RunFacts]) -> Iterator[str]:

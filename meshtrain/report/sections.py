@@ -3,11 +3,12 @@
 How fast a run is against what is possible, where its time went, what it held, what happened to it, and what was set.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshtrain import units
+from meshtrain.config import short
 from meshtrain.draw.svg import FIRST, PALE
 from meshtrain.plan import page as plans
 from meshtrain.report.charts import Row, bars, stacked
@@ -23,7 +24,7 @@ from meshtrain.units import duration
 LEAST_SHARE = 0.0005  # of a time that is shown
 LARGEST_LIFE = 30_000  # bytes of the picture of a run's life: a larger one is drawn by survive stats
 LETTERS = 78  # of the same in a terminal
-TRACED = "A step, by a trace"
+DESCRIBED = "The plan is for a described machine with 2 cores, not for this one: compare shares, not seconds (plan --measure describes this one)."
 GREY = "#b9c0ca"
 # Seconds have the colour of their kind in the picture of a run's life.
 KINDS = picture.FILL | {"down": "#e3e7ee"}
@@ -51,11 +52,21 @@ class Table(NamedTuple):
     what: str = "rows"
 
 
+class Item(NamedTuple):
+    """A finding: what it is, what would cure it, and the flags that do."""
+
+    sentence: str
+    advice: str
+    flags: str
+
+
 class Section(NamedTuple):
     """A part of a report under a title. `wide`: a drawing of a page that is as wide as it is; `lines` say the same in a terminal."""
 
     title: str
     sentences: Sequence[str] = ()
+    items: Sequence[Item] = ()
+    unknown: Sequence[str] = ()  # what cannot be told
     figures: Sequence[Figure] = ()
     table: Table | None = None
     wide: Callable[[], str] | None = None
@@ -63,7 +74,7 @@ class Section(NamedTuple):
 
 
 def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
-    """Yields the sections of which the files of a run say something."""
+    """Yields the sections of which the files of a run say something, but for `findings`."""
     if summary.speed is not None:
         yield _speed(facts, summary.speed, summary.bounds)
     if summary.wall:
@@ -84,6 +95,29 @@ def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
         rows = [(section, ", ".join(keys)) for section, keys in by_section.items()]
         about = "What is neither at its default nor follows from other keys; config.yaml has all of it."
         yield Section("Config", (about,), table=Table((), rows, "sections"))
+
+
+def findings(diagnosis: Mapping[str, Any]) -> Section | None:
+    """Returns what the rules of a diagnosis found, as findings.json has it; None if no run was diagnosed."""
+    if not isinstance(entries := diagnosis.get("findings"), list):
+        return None
+    items = []
+    for finding in entries:
+        if not isinstance(finding, dict) or not (sentence := histories.text(finding.get("sentence"))):
+            continue
+        share, chosen = histories.number(finding.get("severity")), finding.get("settings")
+        worth = f"Curing it would win {share:.0%} of a step." if share else ""
+        sure = "" if finding.get("sure", True) else "This is not sure."
+        flags = [f"--set {short(s)}" for s in chosen if isinstance(s, str)] if isinstance(chosen, list) else []
+        advice = " ".join(filter(None, (sure, worth, histories.text(finding.get("advice")))))
+        items.append(Item(sentence, advice, " ".join(flags)))
+    remarks, unknown = (
+        [line for entry in lines if (line := histories.text(entry))] if isinstance(lines := diagnosis.get(name), list) else []
+        for name in ("remarks", "cannot_tell")
+    )  # fmt: skip
+    if diagnosis.get("cluster") == "cpu":
+        remarks.append(DESCRIBED)
+    return Section("Why it is slow: findings", [*remarks, *([] if items else ["None."])], items, unknown)
 
 
 def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
@@ -111,7 +145,7 @@ def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
         Figure("A step", "from the peak of the devices to what was measured", rows, draw),
         Figure("The planned step", f"by part, on {cluster}", (), partial(plans.waterfall, plan)),
     )
-    return Section(title, (how_fast, against), figures)
+    return Section(title, (how_fast, against), figures=figures)
 
 
 def ladder(speed: Speed, bounds: Bounds) -> list[tuple[str, float]]:
@@ -128,7 +162,7 @@ def _time(facts: RunFacts, summary: Summary) -> Section:
         figures.append(_shares("A step", "as the host spends it", summary.parts, units.duration, "a step on the host"))
     if rows := list(_traced(facts)):
         draw = partial(bars, rows, "parts of a step, by a trace and as planned")
-        figures.append(Figure(TRACED, "shares of it, the planned ones pale beneath", rows, draw))
+        figures.append(Figure("A step, by a trace", "shares of it, the planned ones pale beneath", rows, draw))
     title, survived = "Where the time went", facts.survived
     if survived is None:
         return Section(title, figures=figures)

@@ -9,7 +9,7 @@ from meshtrain import units
 from meshtrain.config import short
 from meshtrain.draw.picture import columns
 from meshtrain.report.facts import RunFacts
-from meshtrain.report.sections import TRACED, Figure, Section, sections
+from meshtrain.report.sections import Figure, Section, findings, sections
 from meshtrain.report.summary import Summary
 
 BAR = 30  # letters of the longest bar
@@ -46,26 +46,31 @@ def title(facts: RunFacts) -> str:
     )
 
 
-def render(facts: RunFacts, summary: Summary, diagnosis: str = "") -> str:
-    """Returns the whole of it; with the words of a diagnosis that was just made, in place of the findings of an earlier one."""
-    reasons = [r for r in summary.reasons if not (diagnosis and r.finding)]
-    left_out = TRACED if diagnosis else ""
+def render(facts: RunFacts, summary: Summary) -> str:
+    """Returns the whole of it."""
+    diagnosis = findings(facts.diagnosis)
+    # Findings have a section of their own.
+    reasons = [r for r in summary.reasons if not r.finding]
     parts = [
         f"{summary.verdict}\n{title(facts)}",
         "\n".join(f"{'!' if r.level == 'bad' else '·'} {r.sentence}" for r in reasons),
-        diagnosis.rstrip(),
+        section_text(diagnosis) if diagnosis else "",
         "\n".join(_losses(facts, summary)),
-        *(section_text(section, left_out) for section in sections(facts, summary)),
+        *map(section_text, sections(facts, summary)),
         "\n".join(f"note: {note}" for note in facts.notes),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def section_text(section: Section, left_out: str = "") -> str:
-    """Returns a section as lines; without the figure of a title that is left out."""
+def section_text(section: Section) -> str:
+    """Returns a section as lines."""
     lines = [section.title, *(f"  {sentence}" for sentence in section.sentences)]
+    for number, item in enumerate(section.items, 1):
+        lines += [f"  {number}. {item.sentence}", *(f"     {words}" for words in (item.advice, item.flags) if words)]
+    if section.unknown:
+        lines += ["  It cannot be told:", *(f"  - {sentence}" for sentence in section.unknown)]
     for figure in section.figures:
-        if figure.rows and figure.title != left_out:
+        if figure.rows:
             lines += [f"  {figure.title}, {figure.about}", _rows(figure)]
     if section.table is not None:
         heads, rows, what = section.table

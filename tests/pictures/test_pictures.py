@@ -18,7 +18,9 @@ import meshtrain as mt
 from meshtrain.draw import picture
 from meshtrain.draw.picture import Picture
 from meshtrain.hlo import Collective, CompiledCollectives, HloLine
-from meshtrain.pictures import devices as drawn_devices
+from meshtrain.pictures.devices import colours, drawing
+from meshtrain.plan import page
+from meshtrain.units import size
 
 TINY = {
     "model": {"layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 259},
@@ -32,6 +34,12 @@ TINY = {
 @pytest.fixture(scope="module")
 def program() -> mt.Program:
     return mt.Program(mt.load(TINY))
+
+
+@pytest.fixture(scope="module")
+def islands() -> mt.Program:
+    mesh = {"data": 4, "pipeline": 2, "islands": 2}
+    return mt.Program(mt.load({**TINY, "mesh": mesh, "parallel": {"microbatches": 1}}))
 
 
 def drawings(html: str) -> list[ElementTree.Element]:
@@ -52,77 +60,59 @@ def shown(thing) -> Picture:
     return picture
 
 
-def same(found: list[ElementTree.Element], wanted: list[str]) -> None:
-    texts = [ElementTree.tostring(e) for e in found]
-    assert texts == [ElementTree.tostring(ElementTree.fromstring(svg)) for svg in wanted]
+def same(images: list[ElementTree.Element], wanted: list[str]) -> None:
+    assert [*map(ElementTree.tostring, images)] == [ElementTree.tostring(ElementTree.fromstring(s)) for s in wanted]
+
+
+def elements(html: str, kind: str) -> list[ElementTree.Element]:
+    return [e for drawing in drawings(html) for e in drawing.iter() if e.tag.endswith(kind)]
 
 
 def titles(html: str) -> list[str]:
-    return [e.text or "" for drawing in drawings(html) for e in drawing.iter() if e.tag.endswith("title")]
+    return [e.text or "" for e in elements(html, "title")]
 
 
 def test_a_mesh_shows_each_device_once_where_it_is(program):
-    found = titles(shown(mt.show(program.mesh)).html)
-    assert sorted(found) == sorted(
+    mesh, one = mt.show(program.mesh), mt.show(mt.make_mesh(mt.load(None)))
+    assert sorted(titles(shown(mesh).html)) == sorted(
         f"device {device.id}: data {d}, tensor {t}, pipeline {p}"
         for (d, t, p), device in np.ndenumerate(program.mesh.devices)
     )
-    assert "= 8 devices (" in repr(mt.show(program.mesh))
-    assert "= 1 device (" in repr(mt.show(mt.make_mesh(mt.load(None))))
-    rows = repr(mt.show(program.mesh)).splitlines()
-    assert rows[2].split() == ["data", "0", *(str(program.mesh.devices[0, t, p].id) for p in (0, 1) for t in (0, 1))]
+    assert "= 8 devices (" in mesh.text and "= 1 device (" in one.text
+    row = mesh.text.splitlines()[2].split()
+    assert row == ["data", "0", *(str(program.mesh.devices[0, t, p].id) for p in (0, 1) for t in (0, 1))]
 
 
-def test_every_device_of_a_mesh_has_a_colour_of_its_own():
-    from meshtrain.pictures.devices import colours
-
-    for *shape, islands in (
-        (2, 2, 2, 1),
-        (8, 1, 1, 1),
-        (1, 8, 1, 1),
-        (1, 1, 8, 1),
-        (4, 1, 2, 1),
-        (4, 1, 2, 2),
-        (8, 1, 1, 4),
-    ):
-        sizes = dict(zip(("data", "tensor", "pipeline"), shape, strict=True)) | {"islands": islands}
-        found = colours(mt.make_mesh(mt.load({"mesh": sizes})))
-        assert len(set(found.values())) == 8, sizes
-        if sizes["data"] > 1:  # from the first rank's, which is pale, to the last one's
-            assert {"32%", "82%"} <= {colour.split(",")[1] for colour in found.values()}, sizes
-
-
-@pytest.fixture(scope="module")
-def islands() -> mt.Program:
-    return mt.Program(
-        mt.load({**TINY, "mesh": {"data": 4, "pipeline": 2, "islands": 2}, "parallel": {"microbatches": 1}})
-    )
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 2, 1), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (4, 1, 2, 1), (4, 1, 2, 2), (8, 1, 1, 4)]
+)
+def test_every_device_of_a_mesh_has_a_colour_of_its_own(sizes):
+    mesh = dict(zip(("data", "tensor", "pipeline", "islands"), sizes, strict=True))
+    found = colours(mt.make_mesh(mt.load({"mesh": mesh})))
+    assert len(set(found.values())) == 8
+    if mesh["data"] > 1:  # from the first rank's, which is pale, to the last one's
+        assert {"32%", "82%"} <= {colour.split(",")[1] for colour in found.values()}
 
 
 def test_a_mesh_of_islands_shows_them_one_below_the_other(islands):
-    mesh = islands.mesh
-    picture = shown(mt.show(mesh))
+    devices = islands.mesh.devices
+    picture = shown(mt.show(islands.mesh))
     assert sorted(titles(picture.html)) == sorted(
         f"device {device.id}: island {i}, data {d}, tensor {t}, pipeline {p}"
-        for (i, d, t, p), device in np.ndenumerate(mesh.devices)
+        for (i, d, t, p), device in np.ndenumerate(devices)
     )
     _, _, *rows = (line.split() for line in picture.text.splitlines())
-    wanted = [[str(mesh.devices[i, d, 0, p].id) for p in (0, 1)] for i in (0, 1) for d in (0, 1)]
+    wanted = [[str(devices[i, d, 0, p].id) for p in (0, 1)] for i in (0, 1) for d in (0, 1)]
     named = [["island", "0", "data", "0"], ["data", "1"], ["island", "1", "data", "0"], ["data", "1"]]
     assert rows == [name + numbers for name, numbers in zip(named, wanted, strict=True)]
-    places = {e.get("y") for drawing in drawings(picture.html) for e in drawing.iter() if e.tag.endswith("rect")}
-    assert len(places) == 4, "a row a data rank, none upon another"
+    assert len({e.get("y") for e in elements(picture.html, "rect")}) == 4, "a row a data rank, none upon another"
 
 
 def test_what_lies_on_islands_is_drawn_in_the_colours_of_their_devices(islands):
-    from meshtrain.pictures.devices import colours
-
+    image = drawings(shown(islands.layout).html)[1]
+    fills = {e.get("fill") for e in image.iter() if e.tag.endswith("rect")}
+    assert fills <= {"none", *colours(islands.mesh).values()}
     leaf = max(jax.tree.leaves(islands.layout.masters), key=lambda x: x.size)
-    drawing = drawings(shown(islands.layout).html)[1]
-    assert {e.get("fill") for e in drawing.iter() if e.tag.endswith("rect")} <= {
-        "none",
-        *colours(islands.mesh).values(),
-    }
     assert "island" not in str(leaf.sharding.spec), "each island has all of it"
 
 
@@ -142,50 +132,44 @@ SPECS = [
 def test_an_array_shows_each_part_on_the_devices_that_hold_it_and_the_parts_cover_it(shape, spec, program):
     array = jax.device_put(jnp.zeros(shape), NamedSharding(program.mesh, spec))
     html = shown(mt.show(array)).html
-    told = {}
+    drawn, held = {}, {}
     for title in titles(html):
         bounds, devices = re.fullmatch(r"\[(.*)\] on devices? (.*)", title).groups()
-        told[bounds] = {int(device) for device in devices.split(", ")}
-    held: dict[str, set[int]] = {}
+        drawn[bounds] = {int(device) for device in devices.split(", ")}
     for shard in array.addressable_shards:
         bounds = ", ".join("{}:{}".format(*part.indices(n)[:2]) for part, n in zip(shard.index, shape, strict=True))
         held.setdefault(bounds, set()).add(shard.device.id)
-    assert told == held
+    assert drawn == held
     # the outlines, drawn without fill, together fill the panels
-    (drawing,) = drawings(html)
-    outlines = [e for e in drawing.iter() if e.tag.endswith("rect") and e.get("fill") == "none"]
+    (image,) = drawings(html)
+    outlines = [e for e in elements(html, "rect") if e.get("fill") == "none"]
     area = sum(float(e.get("width")) * float(e.get("height")) for e in outlines)
-    panels = {e.get("x") for e in drawing.iter() if e.tag.endswith("text") and e.get("font-size") == "9"}
-    gaps = 8 * max(len(panels) - 1, 0)
-    top = 14 if panels else 1
-    assert area == pytest.approx(
-        (float(drawing.get("width")) - gaps) * (float(drawing.get("height")) - top - 1), rel=0.02
-    )
+    panels = {e.get("x") for e in elements(html, "text") if e.get("font-size") == "9"}
+    wide, high = (float(image.get(name)) for name in ("width", "height"))
+    top, gaps = (14, 8 * (len(panels) - 1)) if panels else (1, 0)
+    assert area == pytest.approx((wide - gaps) * (high - top - 1), rel=0.02)
 
 
 def test_an_array_cut_along_more_dimensions_than_there_are_on_paper_is_told_in_words_alone():
-    devices = np.array(jax.devices()).reshape(2, 2, 2, 1)
-    mesh = Mesh(devices, ("a", "b", "c", "d"))
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices.reshape(2, 2, 2, 1), ("a", "b", "c", "d"))
     wide = jax.device_put(jnp.zeros((2, 2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c", "d")))
-    assert drawn_devices.drawing(wide), "three of the four are cut"
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
-    assert "0: a, 1: b, 2: c" in repr(
-        mt.show(jax.device_put(jnp.zeros((2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c"))))
-    )
+    assert drawing(wide), "three of the four are cut"
+    mesh = Mesh(devices.reshape(2, 2, 2), ("a", "b", "c"))
+    cube = jax.device_put(jnp.zeros((2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c")))
+    assert "0: a, 1: b, 2: c" in repr(mt.show(cube))
 
 
 def test_a_layout_tells_of_each_weight_what_the_live_arrays_hold(program):
-    state = program.init()
-    lines = {line.split()[0]: line for line in shown(program.layout).text.splitlines()[1:-1]}
+    params, layout = jax.tree.leaves(program.init().params), shown(program.layout)
+    lines = {line.split()[0]: line for line in layout.text.splitlines()[1:-1]}
     assert set(lines) == {weight.name for weight in program.layout.flat}
-    for weight, array in zip(program.layout.flat, jax.tree.leaves(state.params), strict=True):
+    for weight, array in zip(program.layout.flat, params, strict=True):
         part = " x ".join(map(str, array.addressable_shards[0].data.shape))
         assert f" {part}, " in lines[weight.name]
     q = lines["blocks.attention.q"]
     assert "layers 3/pipeline" in q and "heads 4/tensor" in q and "embed 16/data" in q
-    assert titles(shown(program.layout).html) == titles(mt.show(program.mesh).html) + [
-        title for array in jax.tree.leaves(state.params) for title in titles(mt.show(array).html)
-    ]
+    assert titles(layout.html) == [title for one in (program.mesh, *params) for title in titles(mt.show(one).html)]
 
 
 def test_an_axis_of_one_device_splits_nothing():
@@ -195,11 +179,9 @@ def test_an_axis_of_one_device_splits_nothing():
 
 
 def test_a_state_is_a_table_of_its_arrays_and_their_bytes_on_a_device(program):
-    text = shown(mt.show(program.init())).text
-    assert len(text.splitlines()) == len(jax.tree.leaves(program.state_shapes)) + 1
-    from meshtrain.units import size
-
-    assert text.splitlines()[-1] == f"{size(program.state_bytes)} a device"
+    lines = shown(mt.show(program.init())).text.splitlines()
+    assert len(lines) == len(jax.tree.leaves(program.state_shapes)) + 1
+    assert lines[-1] == f"{size(program.state_bytes)} a device"
 
 
 def test_a_program_shows_its_mesh_its_schedule_and_what_is_replaced(program):
@@ -214,42 +196,41 @@ def test_a_program_shows_its_mesh_its_schedule_and_what_is_replaced(program):
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)])
 def test_a_table_shows_every_op_once_in_its_clock_and_stage(name, chunks):
     table = mt.schedule.make_table(name, 2, 4, chunks)
+    cells = [[table.cell_text(clock, stage) for clock in range(table.clocks)] for stage in range(2)]
     picture = shown(table)
-    (drawing,) = drawings(picture.html)
-    words = [e.text for e in drawing.iter() if e.tag.endswith("text")]
-    assert Counter(w for w in words if re.fullmatch(r"[FBIW]\d+(\.\d+)?", w or "")) == Counter(
-        word for clock in range(table.clocks) for stage in range(2) for word in table.cell_text(clock, stage).split()
+    words = [e.text or "" for e in elements(picture.html, "text")]
+    assert Counter(w for w in words if re.fullmatch(r"[FBIW]\d+(\.\d+)?", w)) == Counter(
+        word for row in cells for cell in row for word in cell.split()
     )
     _, clocks, *rows, verdict = picture.text.splitlines()
     assert clocks.split() == ["clock", *map(str, range(table.clocks))] and verdict.startswith("legal")
     starts = [match.start() for match in re.finditer(r"\S+", clocks)][1:]
-    for stage, row in enumerate(rows):
-        ends = [*starts[1:], None]
-        assert [row[a:b].strip() for a, b in zip(starts, ends, strict=True)] == [
-            table.cell_text(clock, stage) for clock in range(table.clocks)
-        ]
+    ends = [*starts[1:], None]
+    assert [[row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows] == cells
 
 
 def test_an_illegal_table_is_drawn_with_what_is_wrong_with_it():
     wrong = mt.schedule.parse_csv("# schedule=w stages=2 microbatches=1\nstage 0,stage 1\nF0 B0,\n,F0\n,B0\n")
-    verdict = shown(wrong).text.splitlines()[-1]
     with pytest.raises(mt.schedule.IllegalTable) as raised:
         mt.schedule.validate(wrong)
-    assert verdict == f"it cannot be run: {raised.value}"
+    assert shown(wrong).text.splitlines()[-1] == f"it cannot be run: {raised.value}"
 
 
 def test_what_is_too_large_to_draw_is_told_in_words():
-    large = mt.schedule.make_table("1f1b", 16, 512)
-    assert not drawings(shown(large).html) and "542 clocks" in shown(large).text
+    large = shown(mt.schedule.make_table("1f1b", 16, 512))
+    assert not drawings(large.html) and "542 clocks" in large.text
 
 
-def test_a_timeline_is_its_gantt_chart():
+def test_a_timeline_is_its_gantt_chart_and_a_plan_the_pictures_of_its_page():
     line = mt.schedule.simulate(mt.schedule.make_table("1f1b", 2, 4), mt.schedule.Durations())
     same(drawings(shown(line).html), [mt.schedule.gantt_svg(line)])
     assert shown(line).text == mt.schedule.gantt_text(line)
+    plan = mt.plan(mt.load("configs/llama3_8b.yaml"))
+    same(drawings(shown(plan).html), [page.memory_bars(plan), page.waterfall(plan)])
+    assert shown(plan).text.startswith("8.03 B parameters on 64 x h100")
 
 
-def test_a_config_shows_what_is_not_by_default_and_can_be_loaded_again(tmp_path):
+def test_a_config_shows_what_is_not_by_default_and_can_be_loaded_again():
     odd = {"run": {"directory": "no: it's #1"}, "checkpoint": {"allow": ["data.source"]}}
     config = mt.load({**TINY, **odd, "parallel": {"sequence_parallel": True}})
     text = shown(config).text
@@ -267,22 +248,12 @@ def test_a_config_shows_the_sections_of_a_section_once_each_below_it():
     assert "\n  reduce:\n    compression: int8\n    block: 64\n  sync:\n    outer_learning_rate: 0.25" in text
 
 
-def test_a_plan_shows_the_pictures_of_its_page(program):
-    from meshtrain.plan import page
-
-    plan = mt.plan(mt.load("configs/llama3_8b.yaml"))
-    picture = shown(plan)
-    same(drawings(picture.html), [page.memory_bars(plan), page.waterfall(plan)])
-    assert picture.text.startswith("8.03 B parameters on 64 x h100")
-
-
 def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
     line = HloLine("/x/site-packages/p/a.py", 5, "F.f")
     one = dict(ranks=2, dtype="f32", loops=(), conditionals=(), source="jit(s)/psum", lines=(line,))
     reduce = Collective("all-reduce", ("data",), bytes=2048, **one)
-    gather = Collective(
-        "all-gather", ("tensor",), bytes=4096, **(one | {"source": "jit(s)/transpose(jvp())/x", "loops": (3,)})
-    )
+    backward = one | {"source": "jit(s)/transpose(jvp())/x", "loops": (3,)}
+    gather = Collective("all-gather", ("tensor",), bytes=4096, **backward)
     alone = Collective("all-reduce", (), bytes=8, **(one | {"ranks": 1}))
     picture = shown(CompiledCollectives([reduce, alone, reduce, gather]))
     _, first, second, end = picture.text.splitlines()
@@ -296,10 +267,10 @@ def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_
     found = program.collectives()
     assert {axis for c in found for axis in c.axes} == {"data", "tensor", "pipeline"}
     assert all(c.where for c in found)
-    sends = {c.lines[0].function for c in found if c.kind == "collective-permute"}
-    assert sends == {"Execution.send"}
+    messages = [c for c in found if c.kind == "collective-permute"]
+    assert {c.lines[0].function for c in messages} == {"Execution.send"}
     # as many messages of activations as the table has clocks, whether or not a stage has something to say
-    assert {c.times for c in found if c.kind == "collective-permute"} == {program.layout.table.clocks}
+    assert {c.times for c in messages} == {program.layout.table.clocks}
     assert any(c.backward for c in found) and not all(c.backward for c in found)
 
 

@@ -12,43 +12,35 @@ from meshtrain.telemetry.resources import Gpus, open_gpus
 ABSURD = 9223372036854775794
 
 
+def sample(devices=(0,), **nvml):
+    return Gpus(devices, Nvml(**nvml), {}).sample()
+
+
 def test_every_value_in_the_unit_of_its_metric():
-    found = Gpus([0, 1], Nvml(), {}).sample()
-    assert found["device_memory_used_bytes"] == {"0": 60 * 2**30, "1": 60 * 2**30}
-    assert found["device_load_ratio"]["0"] == 0.97
-    assert found["device_power_watts"]["1"] == 650.5
-    assert found["device_temperature_celsius"]["0"] == 55
-    assert found["device_memory_temperature_celsius"]["0"] == 70
-    assert found["device_throttled"]["0"] == {
-        "power_cap": 1, "hardware": 0, "heat": 0, "hardware_heat": 1, "power_brake": 0,
-    }  # fmt: skip
-    assert found.keys() <= BY_NAME.keys()
-
-
-@pytest.mark.parametrize("absurd", [ABSURD, 2**63 - 1, 2**32 - 1, 0])
-def test_a_memory_temperature_that_cannot_be_is_left_out(absurd):
-    found = Gpus([0], Nvml(memory_temperature=absurd), {}).sample()
-    assert "device_memory_temperature_celsius" not in found
-    assert found["device_temperature_celsius"] == {"0": 55}
+    values = sample((0, 1))
+    assert values["device_memory_used_bytes"] == {"0": 60 * 2**30, "1": 60 * 2**30}
+    assert values["device_load_ratio"]["0"] == 0.97
+    assert values["device_power_watts"]["1"] == 650.5
+    assert values["device_temperature_celsius"]["0"] == 55
+    assert values["device_memory_temperature_celsius"]["0"] == 70
+    held = {"power_cap": 1, "hardware": 0, "heat": 0, "hardware_heat": 1, "power_brake": 0}
+    assert values["device_throttled"]["0"] == held
+    assert values.keys() <= BY_NAME.keys()
 
 
 @pytest.mark.parametrize(
-    ("name", "lost"),
+    ("nvml", "lost"),
     [
-        ("nvmlDeviceGetMemoryInfo", {"device_memory_used_bytes", "device_memory_limit_bytes"}),
-        ("nvmlDeviceGetUtilizationRates", {"device_load_ratio"}),
-        ("nvmlDeviceGetPowerUsage", {"device_power_watts"}),
-        ("nvmlDeviceGetCurrentClocksThrottleReasons", {"device_throttled"}),
+        *(({"memory_temperature": k}, {"device_memory_temperature_celsius"}) for k in (ABSURD, 2**63 - 1, 2**32 - 1, 0)),
+        ({"refuses": ["nvmlDeviceGetMemoryInfo"]}, {"device_memory_used_bytes", "device_memory_limit_bytes"}),
+        ({"refuses": ["nvmlDeviceGetUtilizationRates"]}, {"device_load_ratio"}),
+        ({"refuses": ["nvmlDeviceGetPowerUsage"]}, {"device_power_watts"}),
+        ({"refuses": ["nvmlDeviceGetCurrentClocksThrottleReasons"]}, {"device_throttled"}),
+        ({"load": 2**32 - 1, "power": 2**64 - 1}, {"device_load_ratio", "device_power_watts"}),
     ],
-)
-def test_what_a_board_refuses_is_left_out_and_nothing_else(name, lost):
-    whole = Gpus([0], Nvml(), {}).sample()
-    assert Gpus([0], Nvml(refuses=[name]), {}).sample().keys() == whole.keys() - lost
-
-
-def test_loads_and_powers_that_cannot_be_are_left_out():
-    found = Gpus([0], Nvml(load=2**32 - 1, power=2**64 - 1), {}).sample()
-    assert not {"device_load_ratio", "device_power_watts"} & found.keys()
+)  # fmt: skip
+def test_what_cannot_be_and_what_a_board_refuses_is_left_out_and_nothing_else(nvml, lost):
+    assert sample(**nvml).keys() == sample().keys() - lost
 
 
 def test_a_device_is_the_one_that_cuda_counts_for_the_process():

@@ -10,23 +10,23 @@ from fake_nvml import Nvml
 
 from meshtrain.telemetry import resources
 from meshtrain.telemetry.catalogue import BY_NAME
-from meshtrain.telemetry.resources import Gpus, Resources
+from meshtrain.telemetry.resources import Cgroup, Gpus, Resources
+
+NONE = "9223372036854771712\n"
 
 
-def machine(root, **files):
-    """Files below a root, `__` for a slash."""
+def machine(root, files):
+    """A machine whose files are these, below a root."""
     for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
     return {"proc": root / "proc", "root": root}
 
 
 def test_a_sample_of_this_machine_has_names_of_the_catalogue_and_numbers_in_their_range(tmp_path):
-    taken = Resources(tmp_path, phases=lambda: {"wait": time.perf_counter()}, gpus=Gpus([0], Nvml(), {}))
-    found = taken.sample()
-    assert {"cpu_ratio", "process_rss_bytes", "memory_used_ratio", "disk_free_bytes", "disk_used_ratio"} <= found.keys()
-    for name, value in found.items():
+    values = Resources(tmp_path, phases=lambda: {"wait": time.perf_counter()}, gpus=Gpus([0], Nvml(), {})).sample()
+    assert {"cpu_ratio", "process_rss_bytes", "memory_used_ratio", "disk_free_bytes", "disk_used_ratio"} <= set(values)
+    for name, value in values.items():
         assert BY_NAME[name].source == "process"
         assert bool(BY_NAME[name].labels) == isinstance(value, dict), name
         assert BY_NAME[name].unit != "ratio" or isinstance(value, dict) or 0 <= value <= 1.5, (name, value)
@@ -44,20 +44,16 @@ def test_busy_is_told_from_idle(tmp_path):
 
 def test_pressure_is_a_share_and_left_out_where_the_kernel_keeps_none(tmp_path):
     some = "some avg10=12.50 avg60=1.00 avg300=0.50 total=1\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n"
-    found = Resources(tmp_path, **machine(tmp_path, proc__pressure__cpu=some, proc__pressure__io="nonsense")).sample()
-    assert found["pressure_cpu_ratio"] == 0.125
-    assert not {"pressure_io_ratio", "pressure_memory_ratio"} & found.keys()
+    where = machine(tmp_path, {"proc/pressure/cpu": some, "proc/pressure/io": "nonsense"})
+    values = Resources(tmp_path, **where).sample()
+    assert values["pressure_cpu_ratio"] == 0.125
+    assert not {"pressure_io_ratio", "pressure_memory_ratio"} & values.keys()
 
 
 def test_the_limit_is_the_cgroups_and_ones_own_wins(tmp_path):
-    files = {name.replace("/", "__"): text for name, text in memory_v2("job/", "4000", 3500, 500).items()}
-    files |= {
-        "proc__self__cgroup": "0::/job\n",
-        "sys__fs__cgroup__job__cpu.max": "100000 200000\n",
-    }
-    where = machine(tmp_path, **files)
-    found = Resources(tmp_path, **where).sample()
-    assert (found["memory_limit_bytes"], found["memory_limit_used_ratio"]) == (4000, 0.75)
+    where = machine(tmp_path, memory_v2("job/", "4000", 3500, 500) | {"proc/self/cgroup": "0::/job\n"})
+    values = Resources(tmp_path, **where).sample()
+    assert (values["memory_limit_bytes"], values["memory_limit_used_ratio"]) == (4000, 0.75)
     own = Resources(tmp_path, limit=2**40, **where).sample()
     assert own["memory_limit_bytes"] == 2**40
     assert own["memory_limit_used_ratio"] == pytest.approx(own["process_rss_bytes"] / 2**40)
@@ -71,8 +67,8 @@ def test_rates_are_over_the_time_between_and_a_counter_that_was_set_back_has_non
     clock[0], read[0] = 110.0, 6000
     assert taken.sample()["disk_read_bytes_per_second"] == 500.0
     clock[0], read[0] = 120.0, 10
-    found = taken.sample()
-    assert "disk_read_bytes_per_second" not in found and found["disk_written_bytes_per_second"] == 0.0
+    values = taken.sample()
+    assert "disk_read_bytes_per_second" not in values and values["disk_written_bytes_per_second"] == 0.0
 
 
 def test_what_fails_is_left_out_and_nothing_else(tmp_path, monkeypatch):
@@ -84,11 +80,8 @@ def test_what_fails_is_left_out_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", refused)
     # No tick of the clock may have passed since the sample before.
     lost = whole - Resources(tmp_path).sample().keys() - {"machine_cpu_ratio"}
-    assert lost - {"memory_limit_bytes", "memory_limit_used_ratio"} == {
-        "memory_used_ratio",
-        "process_rss_bytes",
-        "swap_used_bytes",
-    }
+    limits = {"memory_limit_bytes", "memory_limit_used_ratio"}
+    assert lost - limits == {"memory_used_ratio", "process_rss_bytes", "swap_used_bytes"}
 
 
 def test_phases_are_those_since_the_sample_before_and_at_first_since_the_process_began(tmp_path):
@@ -100,11 +93,11 @@ def test_phases_are_those_since_the_sample_before_and_at_first_since_the_process
 
 
 def test_memory_of_devices_is_by_jax_where_it_tells_and_by_nvml_where_not(tmp_path):
-    told = SimpleNamespace(local_hardware_id=0, memory_stats=lambda: {"bytes_in_use": 5, "bytes_limit": 9})
+    tells = SimpleNamespace(local_hardware_id=0, memory_stats=lambda: {"bytes_in_use": 5, "bytes_limit": 9})
     silent = SimpleNamespace(local_hardware_id=1, memory_stats=lambda: None)
-    found = Resources(tmp_path, devices=[told, silent], gpus=Gpus([0, 1], Nvml(), {})).sample()
-    assert found["device_memory_used_bytes"] == {"0": 5, "1": 60 * 2**30}
-    assert found["device_memory_limit_bytes"] == {"0": 9, "1": 80 * 2**30}
+    values = Resources(tmp_path, devices=[tells, silent], gpus=Gpus([0, 1], Nvml(), {})).sample()
+    assert values["device_memory_used_bytes"] == {"0": 5, "1": 60 * 2**30}
+    assert values["device_memory_limit_bytes"] == {"0": 9, "1": 80 * 2**30}
 
 
 def test_bridges_and_the_loopback_do_not_count_as_network(tmp_path):
@@ -113,3 +106,52 @@ def test_bridges_and_the_loopback_do_not_count_as_network(tmp_path):
     assert resources._cards(tmp_path) == {"eth0"}
     (tmp_path / "sys/class/net/eth0/device").rmdir()
     assert resources._cards(tmp_path) == {"eth0", "docker0"}
+
+
+# --- cgroups
+
+
+def memory_v1(where: str, limit: str, used: int, inactive: int = 0) -> dict[str, str]:
+    at = f"sys/fs/cgroup/memory/{where}"
+    return {
+        f"{at}memory.limit_in_bytes": limit, f"{at}memory.usage_in_bytes": f"{used}\n",
+        f"{at}memory.stat": f"inactive_file 1\ntotal_inactive_file {inactive}\n",
+    }  # fmt: skip
+
+
+def quota_v1(where: str, quota: str) -> dict[str, str]:
+    at = f"sys/fs/cgroup/cpu,cpuacct/{where}cpu.cfs"
+    return {f"{at}_quota_us": quota, f"{at}_period_us": "100000\n"}
+
+
+def cpu_v2(where: str, content: str) -> dict[str, str]:
+    return {f"sys/fs/cgroup/{where}cpu.max": f"{content} 100000\n"}
+
+
+OF_V1 = "5:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/docker/abc\n"
+OUTER = memory_v2("job/", "2000", 1900) | memory_v2("", "max", 5000) | cpu_v2("job/", "200000")
+CGROUPS = {
+    "version 2, without the cache that the kernel drops first": (
+        "0::/job/step\n", memory_v2("job/step/", "1000", 700, 300) | cpu_v2("job/step/", "150000"), (1000, 400), 1.5,
+    ),
+    "of several the nearest to its limit": (
+        "0::/job/step\n", memory_v2("job/step/", "1000", 400) | OUTER | cpu_v2("job/step/", "max"), (2000, 1900), 2.0,
+    ),
+    "version 1 of the machine": (
+        OF_V1, memory_v1("docker/abc/", "1000\n", 700, 300) | quota_v1("docker/abc/", "50000\n"), (1000, 400), 0.5,
+    ),
+    "version 1 in a container": (OF_V1, memory_v1("", "1000\n", 700, 300) | quota_v1("", "50000\n"), (1000, 400), 0.5),
+    "version 1 without limits": (
+        "5:memory:/\n3:cpu,cpuacct:/\n", memory_v1("", NONE, 700) | quota_v1("", "-1\n"), None, None,
+    ),
+    "version 2 without limits": ("0::/\n", memory_v2("", "max", 700), None, None),
+    "nonsense": ("nonsense\n", {}, None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CGROUPS)
+def test_limits_of_cgroups_as_the_kernels_files_say_them(name, tmp_path):
+    assert Cgroup(tmp_path / "proc", tmp_path).memory() is None, "a machine without cgroups"
+    groups, files, memory, cores = CGROUPS[name]
+    cgroup = Cgroup(**machine(tmp_path, {"proc/self/cgroup": groups} | files))
+    assert (cgroup.memory(), cgroup.cores()) == (memory, cores)

@@ -18,7 +18,7 @@ ALERT = {"time": 1.0, "step": 3, "rule": "loss_spike", "state": "firing", "sever
 
 
 @contextmanager
-def receiver(answers):
+def receiver(*answers):
     """A server that answers so, one after the other, the last one for ever; what it was posted."""
     got, left = [], list(answers)
 
@@ -48,59 +48,50 @@ def silent():
         yield f"http://127.0.0.1:{server.getsockname()[1]}/"
 
 
-def soon(seconds=5.0):
-    return time.monotonic() + seconds
+def send(to, *alerts, seconds=20.0):
+    for alert in alerts or (ALERT,):
+        to.send(alert)
+    to.close(time.monotonic() + seconds)
+
+
+def webhook(url, **options):
+    return Delivery("webhook to here", lambda alert: post(url, alert, "mine", **options), pauses=(0.01, 0.01))
 
 
 def test_a_webhook_gets_the_alert_with_the_run_and_a_text(tmp_path):
-    with receiver([200]) as (url, got):
-        to = sink(alert_target(f"webhook:{url}"), tmp_path / "mine")
-        to.send(ALERT)
-        to.close(soon())
+    with receiver(200) as (url, got):
+        send(sink(alert_target(f"webhook:{url}"), tmp_path / "mine"))
     assert got == [ALERT | {"run": "mine", "text": "mine: firing, loss_spike: up."}]
 
 
 def test_what_a_webhook_refuses_for_now_is_sent_again(capsys):
-    with receiver([503, 429, 200]) as (url, got):
-        to = Delivery("webhook", lambda alert: post(url, alert, "mine"), pauses=(0.01, 0.01))
-        to.send(ALERT)
-        to.close(soon())
+    with receiver(503, 429, 200) as (url, got):
+        send(webhook(url))
     assert len(got) == 3 and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("answer", [301, 404])
 def test_what_a_webhook_refuses_for_good_is_sent_once_and_said_once(answer, capsys):
-    with receiver([answer]) as (url, got):
-        to = Delivery("webhook to here", lambda alert: post(url, alert, "mine"), pauses=(0.01, 0.01))
-        for _ in range(3):
-            to.send(ALERT)
-        to.close(soon())
+    with receiver(answer) as (url, got):
+        send(webhook(url), ALERT, ALERT, ALERT)
     assert len(got) == 3
-    assert capsys.readouterr().err == (
-        f"meshtrain: alerts are not delivered by webhook to here: it answers {answer}; training goes on.\n"
-    )
-
-
-def test_a_webhook_that_nobody_answers_is_refused():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(Undelivered, match="connection refused"):
-        post(f"http://127.0.0.1:{port}/", ALERT, "mine")
+    said = f"meshtrain: alerts are not delivered by webhook to here: it answers {answer}; training goes on.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_webhook_that_hangs_holds_up_neither_the_loop_nor_the_end(capsys):
     with silent() as url:
-        to = Delivery("webhook", lambda alert: post(url, alert, "mine", limit=30), pauses=(0.01,))
         began = time.monotonic()
-        for _ in range(2 * MOST_WAITING):
-            to.send(ALERT)
-        assert time.monotonic() - began < 0.5
-        to.close(soon(0.2))
+        send(webhook(url, limit=30), *[ALERT] * 2 * MOST_WAITING, seconds=0.2)
         assert time.monotonic() - began < 1.5
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_one_try_of_a_webhook_has_a_time_limit():
+def test_a_webhook_that_nobody_answers_or_that_hangs_is_a_failure():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Undelivered, match="connection refused"):
+        post(f"http://127.0.0.1:{port}/", ALERT, "mine")
     with silent() as url, pytest.raises(Undelivered, match="timed out"):
         post(url, ALERT, "mine", limit=0.1)
 
@@ -112,26 +103,19 @@ def test_what_arrives_again_may_fail_again_and_is_said_again(capsys):
         if not next(works):
             raise Undelivered("no", final=True)
 
-    to = Delivery("it", deliver)
-    for _ in range(4):
-        to.send(ALERT)
-    to.close(soon())
+    send(Delivery("it", deliver), *[ALERT] * 4)
     assert capsys.readouterr().err.count("it: no") == 2
 
 
-def test_a_webhook_is_named_without_what_may_be_secret(capsys):
-    to = sink(alert_target("webhook:http://user:password@127.0.0.1:1/token"), __import__("pathlib").Path("run"))
-    to.send(ALERT)
-    to.close(soon(0.3))
+def test_a_webhook_is_named_without_what_may_be_secret(tmp_path, capsys):
+    send(sink(alert_target("webhook:http://user:password@127.0.0.1:1/token"), tmp_path), seconds=0.3)
     said = capsys.readouterr().err
     assert "127.0.0.1" in said and "password" not in said and "token" not in said
 
 
 def test_a_command_finds_the_alert_on_its_standard_input(tmp_path):
     program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    to = sink(alert_target(f'command:{sys.executable} -c "{program}" {tmp_path}/got'), tmp_path)
-    to.send(ALERT)
-    to.close(soon(20))
+    send(sink(alert_target(f'command:{sys.executable} -c "{program}" {tmp_path}/got'), tmp_path))
     assert json.loads((tmp_path / "got").read_text()) == ALERT
 
 
@@ -142,30 +126,17 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
     assert not (tmp_path / "late").exists()
 
 
-def test_a_command_that_fails_or_is_not_there_says_why():
+def test_a_command_that_fails_or_is_not_there_says_why_and_one_that_reads_nothing_is_no_failure():
     with pytest.raises(Undelivered, match="ended with 3"):
         run(["sh", "-c", "exit 3"], ALERT)
     with pytest.raises(Undelivered, match="no such file"):
         run(["not-a-program-of-this-machine"], ALERT)
-
-
-def test_a_command_that_reads_nothing_is_no_failure():
     run(["true"], ALERT | {"sentence": "x" * 200_000})
 
 
-def test_the_file_has_a_line_an_alert(tmp_path):
-    to = sink(alert_target("file"), tmp_path)
-    to.send(ALERT)
-    to.send(ALERT | {"state": "resolved"})
-    to.close(soon())
-    assert [json.loads(line)["state"] for line in (tmp_path / ALERTS).read_text().splitlines()] == [
-        "firing",
-        "resolved",
-    ]
-
-
-def test_the_log_says_what_begins_and_what_is_over(tmp_path, capsys):
-    to = sink(alert_target("log"), tmp_path)
-    to.send(ALERT)
-    to.send(ALERT | {"state": "resolved"})
+def test_the_file_has_a_line_an_alert_and_the_log_a_sentence(tmp_path, capsys):
+    for kind in ("file", "log"):
+        send(sink(alert_target(kind), tmp_path), ALERT, ALERT | {"state": "resolved"})
+    lines = [json.loads(line)["state"] for line in (tmp_path / ALERTS).read_text().splitlines()]
+    assert lines == ["firing", "resolved"]
     assert capsys.readouterr().err == "meshtrain: alert (loss_spike): up.\nmeshtrain: over (loss_spike): up.\n"

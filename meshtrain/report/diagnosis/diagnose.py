@@ -22,7 +22,7 @@ from meshtrain.run.lock import in_use
 def run(directory: Path, cluster: str | None = None) -> Diagnosis:
     """Diagnoses a run, with the trace that it has or one that is made beside it, planned for a cluster as `plan --cluster` takes it.
 
-    ConfigError if it is no run. What is done is said on stderr; `render` has the words for stdout.
+    ConfigError if it is no run. What is done is said on stderr.
     """
     refuse_no_run(directory)
     notes: list[str] = []
@@ -142,36 +142,3 @@ def _cannot_tell(evidence: Evidence, missing: tuple[str, ...]) -> list[str]:
             "whether another layout is faster: there is no plan of this config for its cluster (--cluster names one)."
         )
     return sentences
-
-
-def render(diagnosis: Diagnosis) -> str:
-    """Returns the diagnosis for people."""
-    lines = [*_table(diagnosis), ""] if diagnosis.parts else []
-    if not diagnosis.findings:
-        lines.append("Findings: none." if not diagnosis.cannot_tell else "Findings: none, as far as can be told.")
-    for number, finding in enumerate(diagnosis.findings, 1):
-        doubt = "" if finding.sure else " (not sure)"
-        lines.append(f"{number}. {finding.sentence} Curing it would win {finding.severity:.0%} of the step{doubt}.")
-        lines.append(f"   {finding.advice}")
-    lines += [f"Note: {remark}" for remark in diagnosis.remarks]
-    if diagnosis.cannot_tell:
-        lines += ["", "Cannot tell:", *(f"- {sentence}" for sentence in diagnosis.cannot_tell)]
-    return "\n".join(lines)
-
-
-def _table(diagnosis: Diagnosis) -> list[str]:
-    step, plan = diagnosis.mean_seconds, diagnosis.planned_seconds
-    lines = [f"{'a step':24}{'measured':>20}{f'plan for {diagnosis.cluster}' if diagnosis.cluster else 'no plan':>28}"]
-    for part in (*diagnosis.parts, DiagnosisPart("together", step, plan)):
-        if part.seconds or part.planned:
-            lines.append(f"{part.name:24}{_share(part.seconds, step):>20}{_share(part.planned, plan):>28}")
-    if diagnosis.cluster == "cpu":
-        lines.append(
-            "The plan is for a described machine with 2 cores, not for this one: compare shares, not seconds "
-            "(plan --measure describes this one)."
-        )
-    return lines
-
-
-def _share(seconds: float | None, whole: float | None) -> str:
-    return "-" if seconds is None or not whole else f"{1000 * seconds:,.1f} ms {seconds / whole:4.0%}"

@@ -9,21 +9,17 @@ from synthetic_history import Synthetic
 
 from meshtrain.config import ConfigError, load, to_yaml
 from meshtrain.report.diagnosis import diagnose, tracing
+from meshtrain.report.facts import gather
+from meshtrain.report.summary import summarise
+from meshtrain.report.text import render
 from meshtrain.report.trace.attribution import Attribution
 from meshtrain.survive import history
 from meshtrain.survive.ledger import ledger
 
 CONFIG = (
-    *(
-        "run.fake_devices=2",
-        "mesh.data=2",
-        "model.layers=1",
-        "model.d_model=32",
-        "model.heads=2",
-        "model.vocab_size=260",
-    ),
-    *("train.global_batch_size=4", "train.sequence_length=16", "train.steps=3", "data.source=synthetic"),
-)
+    "run.fake_devices=2", "mesh.data=2", "model.layers=1", "model.d_model=32", "model.heads=2", "model.vocab_size=260",
+    "train.global_batch_size=4", "train.sequence_length=16", "train.steps=3", "data.source=synthetic",
+)  # fmt: skip
 ALONE = {"cpu_ratio": 0.9, "machine_cpu_ratio": 0.92, "memory_used_ratio": 0.3}
 
 
@@ -59,10 +55,11 @@ def test_a_run_is_read_and_its_findings_are_said_and_kept(run, no_trace):
     found = diagnose.run(run)
     assert found.first == "loader" and found.findings[0].value == pytest.approx(0.5)
     assert json.loads((run / "findings.json").read_text()) == json.loads(json.dumps(found.as_json()))
-    said = diagnose.render(found)
+    facts = gather(run)
+    said = render(facts, summarise(facts))
     assert "1. The devices wait for data 50% of the time" in said and "waiting for data" in said
-    layers = next(line for line in said.splitlines() if line.startswith("layers"))
-    assert "500.0 ms  50%" in layers
+    (layers,) = (line for line in said.splitlines() if line.startswith("    layers"))
+    assert "500 ms 50%" in layers
 
 
 def test_what_samples_of_both_ranks_say_is_read(run):

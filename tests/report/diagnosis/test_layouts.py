@@ -11,12 +11,8 @@ from meshtrain.report.rows import Columns
 from meshtrain.report.trace.attribution import Attribution
 
 MODEL = (
-    "model.layers=8",
-    "model.d_model=256",
-    "model.heads=8",
-    "train.global_batch_size=64",
-    "train.sequence_length=256",
-)
+    "model.layers=8", "model.d_model=256", "model.heads=8", "train.global_batch_size=64", "train.sequence_length=256",
+)  # fmt: skip
 CASES = {
     "tensor": ("mesh.tensor=8",),
     "pipeline": ("mesh.pipeline=8", "parallel.microbatches=32", "parallel.virtual_stages=1"),

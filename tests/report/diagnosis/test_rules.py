@@ -17,16 +17,9 @@ from meshtrain.telemetry.alerts import Judge
 from meshtrain.telemetry.thresholds import SAMPLES, prometheus_rules
 
 CONFIG = (
-    *(
-        "run.fake_devices=2",
-        "mesh.data=2",
-        "model.layers=4",
-        "model.d_model=128",
-        "model.heads=8",
-        "model.vocab_size=260",
-    ),
-    *("train.global_batch_size=16", "train.sequence_length=128"),
-)
+    "run.fake_devices=2", "mesh.data=2", "model.layers=4", "model.d_model=128", "model.heads=8", "model.vocab_size=260",
+    "train.global_batch_size=16", "train.sequence_length=128",
+)  # fmt: skip
 # A process that has the machine to itself; each step takes 0.2 s.
 ALONE = {
     "cpu_ratio": 0.9, "machine_cpu_ratio": 0.92, "pressure_cpu_ratio": 0.97, "memory_limit_used_ratio": 0.4, "memory_used_ratio": 0.3,
@@ -63,18 +56,13 @@ def evidence(*settings, trace=None, rows=None, ranks=({},), hosts=None, cluster=
         whole = sum(seconds.values())
         attribution = Attribution("cpu", config.mesh.devices, 3, 1.0, {kind: s / whole for kind, s in seconds.items()})
     taken = samples(*ranks)
-    return Evidence(
-        config, rows or steps(), taken, hosts or dict.fromkeys(taken, "m"), attribution, plan(config, cluster)
-    )
+    hosts = hosts or dict.fromkeys(taken, "m")
+    return Evidence(config, rows or steps(), taken, hosts, attribution, plan(config, cluster))
 
 
 BUBBLE = (
-    "mesh.data=1",
-    "mesh.pipeline=2",
-    "parallel.microbatches=2",
-    "parallel.schedule=1f1b",
-    "parallel.virtual_stages=1",
-)
+    "mesh.data=1", "mesh.pipeline=2", "parallel.microbatches=2", "parallel.schedule=1f1b", "parallel.virtual_stages=1",
+)  # fmt: skip
 TENSOR = ("run.fake_devices=8", "mesh.data=1", "mesh.tensor=8")
 PIPELINE = ("run.fake_devices=4", "mesh.data=1", "mesh.pipeline=4", "parallel.microbatches=16")
 SLOW_SAVES = {"checkpoint_blocked_seconds": 0.5, "checkpoint_seconds": 5.0, "checkpoint_bytes": 9.7e6}
@@ -126,21 +114,31 @@ def test_on_a_shared_machine_there_is_no_other_verdict_on_speed_but_memory_stays
     assert [f.name for f in diagnose(sick).findings] == ["shared", "memory"]
 
 
-def test_pressure_of_the_runs_own_devices_is_not_taken_for_a_shared_machine():
-    crowded = evidence(ranks=({"cpu_ratio": 0.97, "machine_cpu_ratio": 0.99, "pressure_cpu_ratio": 1.0},))
-    assert diagnose(crowded).first == "none"
+BOTH = ({"cpu_ratio": 0.48, "machine_cpu_ratio": 0.98},) * 2
+SLOWER = {"cpu_ratio": 0.45, "phase_seconds": {"data": 0.05, "log": 0.1, "wait": 0.85}}
+OLD = columns([{"time": 10.0} | ALONE | {"cpu_ratio": 0.1, "machine_cpu_ratio": 1.0}] * 9 + [{"time": 1002.0} | ALONE])
+HEALTHY = {
+    "pressure of the run's own devices": evidence(ranks=({"cpu_ratio": 0.97, "machine_cpu_ratio": 0.99, "pressure_cpu_ratio": 1.0},)),
+    "ranks on one machine": evidence(ranks=BOTH),
+    "busy others while cores are idle": evidence(ranks=({"cpu_ratio": 0.4, "machine_cpu_ratio": 0.7},)),
+    "busy others while nobody waits for a core": evidence(
+        ranks=({"cpu_ratio": 0.05, "machine_cpu_ratio": 0.95, "pressure_cpu_ratio": 0.01},)
+    ),
+    "a board at its power cap": evidence(ranks=({"device_throttled": {"0": {"power_cap": 1}}},)),
+    "a rank that is a little slower": evidence(ranks=({"cpu_ratio": 0.45}, SLOWER)),
+    "a few compilations of evaluation and saving": evidence(rows=steps(every=7, compile_seconds=3.0, compiles=1)),
+    "idle slots of fake devices while all cores are busy": evidence(*BUBBLE),
+    "samples from before the rows that are looked at": dataclasses.replace(evidence(), samples={0: OLD}),
+}  # fmt: skip
 
 
-def test_ranks_on_one_machine_are_no_strangers_to_each_other():
-    both = ({"cpu_ratio": 0.48, "machine_cpu_ratio": 0.98},) * 2
-    assert diagnose(evidence(ranks=both)).first == "none"
-    assert diagnose(evidence(ranks=both, hosts={0: "a", 1: "b"})).first == "shared"
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_looks_like_a_reason_is_none(name):
+    assert diagnose(HEALTHY[name]).first == "none"
 
 
-def test_busy_others_are_no_reason_while_cores_are_idle_or_nobody_waits_for_one():
-    assert diagnose(evidence(ranks=({"cpu_ratio": 0.4, "machine_cpu_ratio": 0.7},))).first == "none"
-    idle = {"cpu_ratio": 0.05, "machine_cpu_ratio": 0.95, "pressure_cpu_ratio": 0.01}
-    assert diagnose(evidence(ranks=(idle,))).first == "none"
+def test_ranks_on_two_machines_are_strangers_to_each_other():
+    assert diagnose(evidence(ranks=BOTH, hosts={0: "a", 1: "b"})).first == "shared"
 
 
 def test_a_rank_that_waits_for_data_alone_is_slow_and_the_loader_is_not_to_blame():
@@ -183,31 +181,6 @@ def test_the_live_alert_the_report_and_prometheus_call_the_same_ranks_slow():
         assert live == reported == by_prometheus, (shares, live, reported, by_prometheus)
         found.append(len(live))
     assert {0, 1, 2, 3} <= set(found)
-
-
-def test_a_board_at_its_power_cap_is_not_sick():
-    assert diagnose(evidence(ranks=({"device_throttled": {"0": {"power_cap": 1}}},))).first == "none"
-
-
-def test_a_rank_that_is_a_little_slower_is_not_called_slow():
-    later = {"cpu_ratio": 0.45, "phase_seconds": {"data": 0.05, "log": 0.1, "wait": 0.85}}
-    assert diagnose(evidence(ranks=({"cpu_ratio": 0.45}, later))).first == "none"
-
-
-def test_a_few_compilations_of_evaluation_and_saving_are_none_too_many():
-    few = steps(every=7, compile_seconds=3.0, compiles=1)
-    assert diagnose(evidence(rows=few)).first == "none"
-
-
-def test_idle_slots_of_fake_devices_cost_nothing_while_all_cores_are_busy():
-    assert diagnose(evidence(*BUBBLE)).first == "none"
-
-
-def test_samples_from_before_the_rows_that_are_looked_at_are_left_out():
-    old = columns(
-        [{"time": 10.0} | ALONE | {"cpu_ratio": 0.1, "machine_cpu_ratio": 1.0}] * 9 + [{"time": 1002.0} | ALONE]
-    )
-    assert diagnose(dataclasses.replace(evidence(), samples={0: old})).first == "none"
 
 
 def test_what_is_missing_is_named():
