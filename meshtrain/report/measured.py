@@ -9,7 +9,6 @@ import numpy as np
 from meshtrain.plan.estimate import Plan
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.rows import Columns
-from meshtrain.survive import history as histories
 from meshtrain.survive.ledger import word
 
 SHORTEST = 1e-9  # seconds of a step; what is said to be shorter was no step
@@ -64,17 +63,6 @@ class MemoryUse:
     used: float
     limit: float | None
     rule: str = "device_memory"  # of the thresholds, which says what is near the limit
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """A part of a step as a trace has it, and as it was planned. None: not measured, or not planned."""
-
-    name: str
-    seconds: float | None
-    share: float | None
-    planned: float | None
-    planned_share: float | None
 
 
 def warmed_up(columns: Columns) -> np.ndarray:
@@ -145,15 +133,8 @@ def wall_time(facts: RunFacts) -> tuple[tuple[TimeShare, ...], str]:
     names = ["step_seconds", "data_wait_seconds", "checkpoint_blocked_seconds", "compile_seconds"]
     steps, data, blocked, compiling = (float(facts.steps.known(name).sum()) for name in names)
     blocked = min(blocked, max(steps - data, 0.0))
-    shares = _shares(
-        {
-            "steps": max(steps - data - blocked, 0.0),
-            "waiting for data": data,
-            "saves, blocking": blocked,
-            "compiling": compiling,
-        }
-    )
-    return shares, "the logged steps' rows"
+    parts = {"steps": max(steps - data - blocked, 0.0), "waiting for data": data, "saves, blocking": blocked}
+    return _shares(parts | {"compiling": compiling}), "the logged steps' rows"
 
 
 def on_host(columns: Columns) -> tuple[TimeShare, ...]:
@@ -179,14 +160,9 @@ def most_held(facts: RunFacts) -> Iterator[MemoryUse]:
     limit = facts.plan.cluster.accelerator.usable_bytes if facts.plan else None
     if (used := _most([facts.steps], "memory_in_use_bytes", "memory_peak_bytes")) is not None:
         yield MemoryUse("a device, as its rows say", used, limit)
-    samples = list(facts.samples.values())
+    samples, driver = list(facts.samples.values()), "the fullest device, as its driver says"
     for rule, what, metric, limits in (
-        (
-            "device_memory",
-            "the fullest device, as its driver says",
-            "device_memory_used_bytes",
-            "device_memory_limit_bytes",
-        ),
+        ("device_memory", driver, "device_memory_used_bytes", "device_memory_limit_bytes"),
         ("memory_limit", "the largest process on its host", "process_rss_bytes", "memory_limit_bytes"),
     ):
         if used := _most(samples, metric):
@@ -196,19 +172,3 @@ def most_held(facts: RunFacts) -> Iterator[MemoryUse]:
 def _most(samples: Sequence[Columns], *metrics: str) -> float | None:
     values = [columns.known(name) for columns in samples for metric in metrics for name in columns.names(metric)]
     return max((float(known.max()) for known in values if known.size), default=None)
-
-
-def step_parts(facts: RunFacts) -> list[StepPart]:
-    """Returns the parts of a step that a diagnosis has told apart, and what was planned for each."""
-    entries = facts.diagnosis.get("parts")
-    parts = [part for part in entries if isinstance(part, dict)] if isinstance(entries, list) else []
-    names = [histories.text(part.get("name")) for part in parts]
-    seconds = [histories.number(part.get("seconds")) for part in parts]
-    planned = [histories.number(part.get("planned")) for part in parts]
-    rows = zip(names, seconds, _of_sum(seconds), planned, _of_sum(planned), strict=True)
-    return [StepPart(*row) for row in rows if row[1] or row[3]]
-
-
-def _of_sum(values: Sequence[float | None]) -> list[float | None]:
-    total = sum(filter(None, values))
-    return [value / total if value is not None and total else None for value in values]

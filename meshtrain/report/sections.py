@@ -13,7 +13,7 @@ from meshtrain.draw.svg import FIRST, PALE
 from meshtrain.plan import page as plans
 from meshtrain.report.charts import Row, bars, stacked
 from meshtrain.report.facts import RunFacts
-from meshtrain.report.measured import Bounds, MemoryUse, Speed, TimeShare, step_parts
+from meshtrain.report.measured import Bounds, MemoryUse, Speed, TimeShare
 from meshtrain.report.summary import Summary, alerts_by_rule, firing, loss_text, setting_text, settings
 from meshtrain.survive import history as histories
 from meshtrain.survive import picture
@@ -160,7 +160,7 @@ def _time(facts: RunFacts, summary: Summary) -> Section:
     figures = [_shares("The run", f"by {summary.wall_from}", summary.wall, duration, "the run's time by kind")]
     if summary.parts:
         figures.append(_shares("A step", "as the host spends it", summary.parts, units.duration, "a step on the host"))
-    if rows := list(_traced(facts)):
+    if rows := list(_traced(facts.diagnosis)):
         draw = partial(bars, rows, "parts of a step, by a trace and as planned")
         figures.append(Figure("A step, by a trace", "shares of it, the planned ones pale beneath", rows, draw))
     title, survived = "Where the time went", facts.survived
@@ -185,18 +185,26 @@ def _shares(title: str, about: str, spent: Sequence[TimeShare], number: Callable
     return Figure(title, about, rows, partial(stacked, rows, label))
 
 
-def _traced(facts: RunFacts) -> Iterator[Row]:
-    parts = step_parts(facts)
-    most = max((max(part.share or 0.0, part.planned_share or 0.0) for part in parts), default=0.0) or 1.0
+def _traced(diagnosis: Mapping[str, Any]) -> Iterator[Row]:
+    """Yields the parts of a step that a diagnosis has told apart, beside what was planned for each."""
+    entries = diagnosis.get("parts")
+    parts = [part for part in entries if isinstance(part, dict)] if isinstance(entries, list) else []
+    names = [histories.text(part.get("name")) for part in parts]
+    measured, planned = ([histories.number(part.get(key)) for part in parts] for key in ("seconds", "planned"))
+    # Of steps of which nothing is known, shares are of nothing.
+    totals = [sum(filter(None, seconds)) or 1.0 for seconds in (measured, planned)]
+    shares = [[(s or 0.0) / total for s in seconds] for seconds, total in zip((measured, planned), totals, strict=True)]
+    most = max([*shares[0], *shares[1]], default=0.0) or 1.0
+    for name, seconds, share, expected, expected_share in zip(
+        names, measured, shares[0], planned, shares[1], strict=True
+    ):
+        if seconds or expected:
+            words = "" if expected is None else f"planned {_part(expected, expected_share)}"
+            yield Row(name, (_part(seconds, share), words), share / most, planned=expected_share / most)
 
-    def words(seconds: float | None, share: float | None) -> str:
-        known = "-" if seconds is None else units.duration(seconds) if seconds else "0"
-        return known if share is None else f"{known} {share:.0%}"
 
-    for part in parts:
-        planned = "" if part.planned is None else f"planned {words(part.planned, part.planned_share)}"
-        figures = (words(part.seconds, part.share), planned)
-        yield Row(part.name, figures, (part.share or 0.0) / most, planned=(part.planned_share or 0.0) / most)
+def _part(seconds: float | None, share: float) -> str:
+    return "-" if seconds is None else f"{units.duration(seconds) if seconds else '0'} {share:.0%}"
 
 
 def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:
