@@ -45,41 +45,32 @@ def losses(dice, steps, offset=0.0):
     return (2 + 3 * np.exp(-np.arange(steps) / 100) + 0.05 * dice.standard_normal(steps) + offset).tolist()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "steps, remembers",
-    [(150, 0.0), *(pytest.param(*hard, marks=pytest.mark.thorough) for hard in [(400, 0.5), (1000, 0.9)])],
-)
-def test_equal_runs_do_not_differ_and_a_tenth_is_found(tmp_path, steps, remembers):
-    same = found = 0
+def pairs(tmp_path, steps, remembers, slower):
+    """Of each seed a run beside an equal one, and beside one that is so many times as slow."""
     for seed in range(RUNS):
         dice = np.random.default_rng(seed)
         loss = losses(dice, steps)
         one, two, slow = (
             run(tmp_path / name, seconds(dice, steps, remembers, scale), loss)
-            for name, scale in (("one", 1.0), ("two", 1.0), ("slow", 1.1))
+            for name, scale in (("one", 1.0), ("two", 1.0), ("slow", slower))
         )
-        equal, slower = compare(one, two), compare(one, slow)
-        same += equal.same
-        found += bool(slower.time and slower.time.differs and 0.0 < slower.time.value < 0.25)
-    assert same >= 0.95 * RUNS
+        yield compare(one, two), compare(one, slow).time
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("steps, remembers", [(150, 0.0), (400, 0.5), (1000, 0.9)])
+def test_equal_runs_do_not_differ_and_a_tenth_is_found(tmp_path, steps, remembers):
+    compared = list(pairs(tmp_path, steps, remembers, 1.1))
+    assert sum(equal.same for equal, _ in compared) >= 0.95 * RUNS
+    found = sum(bool(slower and slower.differs and 0.0 < slower.value < 0.25) for _, slower in compared)
     assert found >= (0.75 if steps == 150 else 0.9) * RUNS
 
 
 @pytest.mark.thorough
 def test_of_short_runs_on_a_busy_machine_what_is_plain_is_found_and_equal_ones_do_not_differ(tmp_path):
-    same = found = 0
-    for seed in range(RUNS):
-        dice = np.random.default_rng(seed)
-        loss = losses(dice, 150)
-        one, two, slow = (
-            run(tmp_path / name, seconds(dice, 150, 0.9, scale), loss)
-            for name, scale in (("one", 1.0), ("two", 1.0), ("slow", 2.0))
-        )
-        same += compare(one, two).same
-        slower = compare(one, slow).time
-        found += slower is None or slower.differs
-    assert same >= 0.95 * RUNS and found >= 0.95 * RUNS
+    compared = list(pairs(tmp_path, 150, 0.9, 2.0))
+    assert sum(equal.same for equal, _ in compared) >= 0.95 * RUNS
+    assert sum(slower is None or slower.differs for _, slower in compared) >= 0.95 * RUNS
 
 
 def test_students_quantile_is_that_of_the_tables():

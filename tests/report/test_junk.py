@@ -22,14 +22,8 @@ NAMES = [
     "severity", "sentence", "not_finite", "findings", "parts", "name", "seconds", "planned", "cannot_tell", "settings", "advice",
 ]
 # fmt: on
-CONFIGS = (
-    "run: {fake_devices: 8}\ntrain: {steps: 100}\n",
-    "mesh: {data: 2}\n",
-    "a: [1",
-    "train: {steps: x}\n",
-    "x: {y: 1}\n",
-    "",
-)
+FAKE = "run: {fake_devices: 8}\ntrain: {steps: 100}\n"
+CONFIGS = (FAKE, "mesh: {data: 2}\n", "a: [1", "train: {steps: x}\n", "x: {y: 1}\n", "")
 NUMBERS = (0, 1, -1, 0.0, -0.5, 1e-300, 1e300, 1e18, 5, 7.5, 10**400)
 TEXTS = ("", "x", "firing", "resolved", "\x1b[31m", "<b>", "é\ud800")
 

@@ -39,30 +39,32 @@ def test_a_cluster_that_cannot_be_is_a_sentence(run, capsys):
 
 def test_the_answer_comes_first(run, capsys):
     assert main([str(run)]) == 0
-    assert capsys.readouterr().out.startswith(
-        "healthy; done, all 600 steps\none: llama, 805 k parameters, data 2 x tensor 2"
-    )
+    answer = "healthy; done, all 600 steps\none: llama, 805 k parameters, data 2 x tensor 2"
+    assert capsys.readouterr().out.startswith(answer)
 
 
-def test_json_holds_the_same_figures(run, capsys):
-    assert main([str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (
-        found["level"] == "good" and found["step"] == 600 and found["speed"]["median"] == pytest.approx(0.35, rel=0.1)
-    )
-    assert found["plan"]["step_seconds"] == found["bounds"]["planned"] >= found["bounds"]["roof"]
-    assert found["config"]["train.steps"] == 600
+@pytest.fixture
+def as_json(capsys):
+    def read(*arguments):
+        assert main([*map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return read
 
 
-def test_two_runs_are_compared(run, tmp_path, capsys):
-    other = write_run(tmp_path / "other", 600, seed=3, slower=1.5)
-    assert main([str(run), str(other), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (
-        found["compared"]["time"]["differs"]
-        and found["compared"]["time"]["least"] < 0.5 < found["compared"]["time"]["most"]
-    )
-    assert found["other"]["speed"]["median"] > 1.2 * found["speed"]["median"]
+def test_json_holds_the_same_figures(run, as_json):
+    content = as_json(run)
+    assert content["level"] == "good" and content["step"] == 600
+    assert content["speed"]["median"] == pytest.approx(0.35, rel=0.1)
+    assert content["plan"]["step_seconds"] == content["bounds"]["planned"] >= content["bounds"]["roof"]
+    assert content["config"]["train.steps"] == 600
+
+
+def test_two_runs_are_compared(run, tmp_path, as_json, capsys):
+    content = as_json(run, write_run(tmp_path / "other", 600, seed=3, slower=1.5))
+    time = content["compared"]["time"]
+    assert time["differs"] and time["least"] < 0.5 < time["most"]
+    assert content["other"]["speed"]["median"] > 1.2 * content["speed"]["median"]
     assert main([str(run), str(run)]) == 0
     assert capsys.readouterr().out.startswith(f"{run} and {run}: no difference beyond chance\n")
 
@@ -73,9 +75,6 @@ def test_html_is_written_where_it_is_wanted(run, tmp_path, capsys):
     assert f"wrote {tmp_path / 'page.html'}" in capsys.readouterr().err
 
 
-def test_another_cluster_gives_another_plan(run, capsys):
-    planned = []
-    for cluster in ("cpu", "a100-80"):
-        assert main([str(run), "--json", "--cluster", cluster]) == 0
-        planned.append(json.loads(capsys.readouterr().out)["bounds"]["planned"])
-    assert planned[1] < planned[0] / 10
+def test_another_cluster_gives_another_plan(run, as_json):
+    cpu, a100 = (as_json(run, "--cluster", name)["bounds"]["planned"] for name in ("cpu", "a100-80"))
+    assert a100 < cpu / 10

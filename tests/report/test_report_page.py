@@ -74,9 +74,7 @@ def test_the_page_has_a_chart_of_all_that_was_measured(run):
         "memory of the devices",
     )
     assert {f"{name} over steps" for name in wanted} <= labels
-    assert {"a step against what is possible", "the run&#x27;s time by kind", "memory as measured"} <= {
-        label.replace("'", "&#x27;") for label in labels
-    }
+    assert {"a step against what is possible", "the run&#x27;s time by kind", "memory as measured"} <= labels
     assert "throughput_drop" in html
 
 
@@ -99,10 +97,7 @@ def test_two_runs_are_on_one_page_with_what_differs(run, tmp_path):
 
 
 def test_what_a_run_names_is_text_and_nothing_else(tmp_path):
-    where = tmp_path / "<script>alert(1)</script>"
-    where.parent.mkdir(parents=True, exist_ok=True)
-    write_run(tmp_path / "plain", 100).rename(tmp_path / "<b>run")
-    where = tmp_path / "<b>run"
+    where = write_run(tmp_path / "<b>run", 100)
     evil = "<script>alert(1)</script>"
     alert = {"time": 1.0, "step": 1, "rule": evil, "state": "firing", "severity": evil, "sentence": evil}
     (where / "alerts.jsonl").write_text(json.dumps(alert) + "\n")

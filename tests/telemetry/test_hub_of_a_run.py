@@ -12,7 +12,6 @@ import urllib.request
 
 import pytest
 from free_port import free_port
-from mounts import may_mount, mount, own_mounts
 from training_processes import Trainer, rows, settings
 
 from meshtrain.telemetry import trackers
@@ -47,12 +46,12 @@ def test_a_port_that_is_taken_a_tracker_that_raises_and_samples_that_cannot_be_w
         trainer = Trainer(config, before=raising)
         assert trainer.end() == 0, trainer.log.read_text()
     said = trainer.log.read_text()
-    assert (
-        said.count(f"metrics cannot be served on 127.0.0.1:{port}: address already in use; training goes on without.")
-        == 1
-    )
-    assert said.count("the tracker mlflow is left out of watching the run from here on: the server has gone") == 1
-    assert said.count("samples cannot be written to") == 1
+    for sentence in (
+        f"metrics cannot be served on 127.0.0.1:{port}: address already in use; training goes on without.",
+        "the tracker mlflow is left out of watching the run from here on: the server has gone",
+        "samples cannot be written to",
+    ):
+        assert said.count(sentence) == 1, said
     assert len(rows(trainer.run)) == 20 and len(list((trainer.run / "tensorboard").iterdir())) == 1
 
 
@@ -67,46 +66,14 @@ def test_what_ends_a_run_is_told_before_it_ends(tmp_path):
     assert samples(trainer.run)[-1]["step"] == alert["step"], "sampled once more, too"
 
 
-class FullDisk:
-    """For samples, in the process that it is sent to."""
-
-    def __init__(self, run):
-        self.run = run
-
-    def __call__(self):
-        own_mounts()
-        (self.run / "resources").mkdir(parents=True)
-        mount("full", self.run / "resources", options="size=4k")
-        # Takes the one page that there is.
-        (self.run / "resources" / "other").write_bytes(b"1")
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not may_mount(), reason="may not mount")
-def test_a_disk_that_is_full_ends_no_run(tmp_path):
-    config = settings(tmp_path, 400, 0, telemetry={"every": 0.1})
-    trainer = Trainer(config, before=FullDisk(tmp_path / "run"))
-    assert trainer.end() == 0, trainer.log.read_text()
-    assert "resources/0.jsonl: no space left on device; training goes on without them." in trainer.log.read_text()
-    assert len(rows(trainer.run)) == 400
-
-
 @pytest.mark.thorough
 def test_losses_are_the_same_bits_with_everything_on_and_off(tmp_path):
     """Traced, sampled without pause, served, tracked."""
+    # fmt: off
     found = {}
-    everything = {
-        "every": 0.01,
-        "endpoint": free_port(),
-        "trackers": ["tensorboard"],
-        "trace_at": [3],
-        "alerts": ["log", "file"],
-    }
-    mesh = {
-        "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
-        "parallel": {"microbatches": 2},
-        "eval": {"every": 4, "batches": 1},
-    }
+    everything = {"every": 0.01, "endpoint": free_port(), "trackers": ["tensorboard"], "trace_at": [3], "alerts": ["log", "file"]}
+    mesh = {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}, "eval": {"every": 4, "batches": 1}}
+    # fmt: on
     for name, telemetry in (("off", {"every": 0, "alerts": []}), ("on", everything)):
         (tmp_path / name).mkdir()
         trainer = Trainer(settings(tmp_path / name, 8, 4, telemetry=telemetry, **mesh))

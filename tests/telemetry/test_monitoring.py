@@ -1,4 +1,7 @@
-"""Dashboard and alert rules follow from catalogue and thresholds, and their copies in configs/monitoring/ are those of now."""
+"""Dashboard and alert rules follow from catalogue and thresholds, and their copies in configs/monitoring/ are those of now.
+
+A real Prometheus and a real Alertmanager try them, where they are installed: see experiments/watch/servers.py.
+"""
 
 import json
 import re
@@ -10,9 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments.watch import servers
 from meshtrain.telemetry import dashboard
 from meshtrain.telemetry.__main__ import PRINTED, main
-from meshtrain.telemetry.catalogue import METRICS, PREFIX
+from meshtrain.telemetry.catalogue import BY_NAME, METRICS, PREFIX
 from meshtrain.telemetry.thresholds import THRESHOLDS, Span, prometheus_rules
 
 COPIES = Path(__file__).parents[2] / "configs/monitoring"
@@ -20,6 +24,15 @@ RULES = prometheus_rules()["groups"][0]["rules"]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 SAMPLES = {metric.sample for metric in METRICS} | {f"{PREFIX}process_info"}
 OVER = {metric.over_processes for metric in METRICS if metric.source == "process"}
+
+
+def test_names_stand_once_and_are_what_prometheus_takes_and_end_on_their_unit():
+    assert len(BY_NAME) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+        assert metric.unit in ("", "seconds", "bytes", "ratio", "tokens", "watts", "celsius")
+        assert not metric.unit or metric.name.endswith(metric.unit), metric
+        assert not metric.name.endswith("_total")
 
 
 @pytest.mark.parametrize("name, file", [("dashboard", "grafana-dashboard.json"), ("rules", "prometheus-rules.yaml")])
@@ -80,3 +93,12 @@ def test_promtool_takes_the_rules(scale, tmp_path):
     path.write_text(yaml.safe_dump(prometheus_rules(scale)))
     checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+MISSING = [program for program in servers.PROGRAMS if shutil.which(program) is None]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)}: not installed")
+def test_rules_fire_and_clear_through_real_servers_and_every_query_has_data(tmp_path):
+    assert [check for check in servers.measure(tmp_path) if not check.good] == []
