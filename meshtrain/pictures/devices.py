@@ -88,16 +88,11 @@ def _rows(mesh: Mesh) -> list[list[str]]:
     """Device numbers: a line a data rank, stages side by side, islands one below the other."""
     places = _places(mesh)
     islands, data, tensor, pipeline = places.shape
-    stages = [f"stage {p}" if t == 0 else "" for p in range(pipeline) for t in range(tensor)]
-    ranks = [
-        [f"{DATA} {d}", *(str(places[i, d, t, p].id) for p in range(pipeline) for t in range(tensor))]
-        for i in range(islands)
-        for d in range(data)
-    ]
-    if islands == 1:
-        return [["", *stages], *ranks]
-    named = [f"{ISLAND} {i}" if d == 0 else "" for i in range(islands) for d in range(data)]
-    return [["", "", *stages], *([name, *rank] for name, rank in zip(named, ranks, strict=True))]
+    rows = [["", "", *(f"stage {p}" if t == 0 else "" for p in range(pipeline) for t in range(tensor))]]
+    for i, d in np.ndindex(islands, data):
+        name = f"{ISLAND} {i}" if d == 0 else ""
+        rows.append([name, f"{DATA} {d}", *(str(device.id) for device in places[i, d].T.flat)])
+    return rows if islands > 1 else [row[1:] for row in rows]
 
 
 def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:

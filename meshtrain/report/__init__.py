@@ -2,9 +2,9 @@
 
     config.yaml ─────► plan.estimate ───────┐
     metrics.jsonl, resources/*.jsonl ─ rows ┤
-    alerts.jsonl, findings.json ────────────┼─► facts ─► summary ─┬─► text   a terminal
-    checkpoints/ ─ checkpoint.manifest ─────┤                     ├─► page   HTML, with charts and sections
-    survive/ ─ survive.history, ledger ─────┘                     └─► compare, of two runs
+    alerts.jsonl, findings.json ────────────┼─► facts ─► summary ─► sections ─┬─► text   a terminal
+    checkpoints/ ─ checkpoint.manifest ─────┤              │                  └─► page   HTML, with charts
+    survive/ ─ survive.history, ledger ─────┘              └─► compare, of two runs
     traces/ ─ report.trace ─► report.diagnosis ─► findings.json
 
 Nothing here writes into a run, but for `--diagnose`; a run may be going on while it is read. A value that is not known is left out.

@@ -7,8 +7,7 @@ A part may be large and nothing be better by the plan: that is a remark, and no 
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshtrain.config import Config, ConfigError, check, replaced
 from meshtrain.config.mesh import AXES, DATA
@@ -34,8 +33,7 @@ WORDS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Cure:
+class Cure(NamedTuple):
     """A layout that the planner shows to be faster."""
 
     settings: tuple[str, ...]
@@ -140,22 +138,16 @@ def fastest(plan: Plan, part: str) -> Cure | None:
 
 
 def changes(config: Config, part: str) -> Iterator[Change]:
-    """What makes a part smaller, on the same number of devices."""
+    """Yields what makes a part smaller, on the same number of devices."""
     mesh, parallel = config.mesh, config.parallel
     more = [m * parallel.microbatches for m in (2, 4, 8)]
     if part == "tensor":
         if not parallel.sequence_parallel:
             yield {"parallel": {"sequence_parallel": True}}
-        for by in _powers(mesh.tensor):
-            for microbatches in {parallel.microbatches, max(1, parallel.microbatches // by)}:
-                # Without tensor parallelism there is no sequence to split.
-                unsplit: dict[str, Any] = (
-                    {"sequence_parallel": False} if mesh.tensor == by and parallel.sequence_parallel else {}
-                )
-                yield {
-                    "mesh": {"tensor": mesh.tensor // by, "data": mesh.data * by},
-                    "parallel": {"microbatches": microbatches} | unsplit,
-                }
+        for change in _onto_data(config, "tensor"):
+            # Without tensor parallelism there is no sequence to split.
+            unsplit = parallel.sequence_parallel and change["mesh"]["tensor"] == 1
+            yield {**change, "parallel": {**change["parallel"], **({"sequence_parallel": False} if unsplit else {})}}
     if part == "data":
         for stage in range(parallel.zero_stage):
             yield {"parallel": {"zero_stage": stage}}
@@ -173,17 +165,20 @@ def changes(config: Config, part: str) -> Iterator[Change]:
         for fewer in _powers(parallel.microbatches):
             yield {"parallel": {"microbatches": parallel.microbatches // fewer}}
     if part in ("bubble", "pipeline"):
-        for by in _powers(mesh.pipeline):
-            for microbatches in {parallel.microbatches, max(1, parallel.microbatches // by)}:
-                yield {
-                    "mesh": {"pipeline": mesh.pipeline // by, "data": mesh.data * by},
-                    "parallel": {"microbatches": microbatches},
-                }
+        yield from _onto_data(config, "pipeline")
     if part == "recomputation":
         unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
         for remat in ("none", "selective", "dots"):
             if remat != parallel.remat:
                 yield {"parallel": {"remat": remat, **unnamed}}
+
+
+def _onto_data(config: Config, axis: str) -> Iterator[Change]:
+    """Yields meshes with fewer ranks over an axis and more over data, with as many microbatches or fewer."""
+    ranks, microbatches = getattr(config.mesh, axis), config.parallel.microbatches
+    for by in _powers(ranks):
+        for m in {microbatches, max(1, microbatches // by)}:
+            yield {"mesh": {axis: ranks // by, "data": config.mesh.data * by}, "parallel": {"microbatches": m}}
 
 
 def _powers(size: int) -> Iterator[int]:
