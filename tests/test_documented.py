@@ -106,7 +106,7 @@ SAYS = {
     "meshtrain.generate": r"(?s)^.{3,}\n$",
     "meshtrain.train": r"step 2/2  loss \d\.\d{4}  [\d,]+ tokens/s",
     "meshtrain.monitor": r"^quickstart: done  step 2/2  loss \d",
-    "meshtrain.report": r"done, all 2 steps(?s:.*)\nwhere the run's time went",
+    "meshtrain.report": r"done, all 2 steps(?s:.*)\nWhere the time went",
     "telemetry catalogue": r"(?m)^meshtrain_loss +step",
     "telemetry dashboard": r'(?m)^ "title": "meshtrain"',
     "telemetry rules": r"(?m)^- name: meshtrain",
