@@ -111,13 +111,16 @@ def findings(diagnosis: Mapping[str, Any]) -> Section | None:
         flags = [f"--set {short(s)}" for s in chosen if isinstance(s, str)] if isinstance(chosen, list) else []
         advice = " ".join(filter(None, (sure, worth, histories.text(finding.get("advice")))))
         items.append(Item(sentence, advice, " ".join(flags)))
-    remarks, unknown = (
-        [line for entry in lines if (line := histories.text(entry))] if isinstance(lines := diagnosis.get(name), list) else []
-        for name in ("remarks", "cannot_tell")
-    )  # fmt: skip
+    remarks = _texts(diagnosis.get("remarks"))
     if diagnosis.get("cluster") == "cpu":
         remarks.append(DESCRIBED)
-    return Section("Why it is slow: findings", [*remarks, *([] if items else ["None."])], items, unknown)
+    if not items:
+        remarks.append("None.")
+    return Section("Why it is slow: findings", remarks, items, _texts(diagnosis.get("cannot_tell")))
+
+
+def _texts(entries: Any) -> list[str]:
+    return [text for entry in entries if (text := histories.text(entry))] if isinstance(entries, list) else []
 
 
 def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
