@@ -20,7 +20,6 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +53,7 @@ class ImageFiles:
         path = self.paths[index]
         try:
             return decoded(Path(path).read_bytes(), self.channels)
-        # See `problem_of`.
-        except Exception as error:
+        except Exception as error:  # as in `problem_of`
             raise ConfigError(
                 f"the image {short(path)} could be read when the data was opened, and cannot be now ({short(error)})."
             ) from None
@@ -68,128 +66,110 @@ def open_folder(path: Path, config: Config) -> ImageSource:
         raise ConfigError(
             f"model.channels is {config.model.channels}, but images of files have 1 (grey) or 3 (red, green, blue)."
         )
-    validation, train = _layout(path)
-    if validation is not None and config.data.validation is not None:
+    train, validation = _layout(path)
+    if validation and config.data.validation is not None:
         raise ConfigError(
             f"data.validation is {config.data.validation}, but {short(path)} has a folder {validation} of its own; leave the key out."
         )
+    share = VALIDATION if config.data.validation is None else config.data.validation
     inputs = find([str(path)], lambda name: name.lower().endswith(ENDINGS), what="images")
     if inputs.left_out:
         log.warning("%s: left out: %s", path, inputs.describe_left_out())
     digests = _digests(inputs.files, path, config.data.bad_documents)
     classes = _folders(path / train)
-    number = {name: label for label, name in enumerate(classes)}
-    share = VALIDATION if config.data.validation is None else config.data.validation
+    numbers = {name: label for label, name in enumerate(classes)}
     paths: list[str] = []
     labels: list[int] = []
     names: list[str] = []
     splits: dict[str, list[int]] = {"train": [], "validation": []}
-    strays = 0
+    strays = damaged = 0
     for file, digest in zip(inputs.files, digests, strict=True):
-        # Names begin with the folder's own.
-        parts = file.name.split("/")[1:]
-        if train:
-            split, parts = {train: "train", validation: "validation"}.get(parts[0], ""), parts[1:]
-        else:
-            split = "validation" if held_out(file.name, share) else "train"
-        if not split or len(parts) < 2:
+        _, *parts = file.name.split("/")  # behind the folder's own name
+        folder = parts.pop(0) if train else ""
+        if folder not in (train, validation) or len(parts) < 2:
             strays += 1
         elif not digest:
-            continue
-        elif parts[0] not in number:
-            raise ConfigError(
-                f"{short(path / str(validation))} has a class {short(parts[0])} that {short(path / train)} has not."
-            )
+            damaged += 1
+        elif parts[0] not in numbers:
+            raise ConfigError(f"{short(path / folder)} has a class {short(parts[0])} that {short(path / train)} has not.")
         else:
-            if train and validation is None and held_out("/".join(parts), share):
-                split = "validation"
-            splits[split].append(len(paths))
+            by_share = not validation and held_out("/".join(parts) if train else file.name, share)
+            splits["validation" if by_share or folder != train else "train"].append(len(paths))
             paths.append(file.path)
-            labels.append(number[parts[0]])
+            labels.append(numbers[parts[0]])
             names.append(f"{'/'.join(parts)}\t{digest}")
-    notes = [] if not strays else [f"{strays:,} images that stand in no class's folder are left out"]
-    if len(digests) > len(paths) + strays:
-        notes.append(f"{len(digests) - len(paths) - strays:,} files that are no whole image are left out")
-    if empty := [name for name in classes if number[name] not in set(labels)]:
+    counts = ((strays, "images that stand in no class's folder"), (damaged, "files that are no whole image"))
+    notes = tuple(f"{count:,} {what} are left out" for count, what in counts if count)
+    if empty := [name for name in classes if numbers[name] not in set(labels)]:
         raise ConfigError(f"the class {short(empty[0])} of {short(path)} has no image; remove its folder, or fill it.")
     indices = {split: np.array(which, np.int64) for split, which in splits.items()}
     content = hashlib.sha256(encoded("\n".join(names))).hexdigest()
     pictures = ImageFiles(paths, np.array(labels, np.int32), config.model.channels)
-    return ImageSource(str(path), pictures, indices, classes, content, tuple(notes))
+    return ImageSource(str(path), pictures, indices, classes, content, notes)
 
 
-def _layout(path: Path) -> tuple[str | None, str]:
+def _layout(path: Path) -> tuple[str, str]:
+    """The folders in which the classes of training and of validation stand; empty: the folder itself, none."""
     folders = _folders(path)
     if not folders:
         raise ConfigError(
             f"{short(path)} holds no folder; each class of images has one of its own: {short(path)}/cat/1.png."
         )
     if TRAIN not in folders:
-        return None, ""
+        return "", ""
     validation = [name for name in VALIDATIONS if name in folders]
     if len(validation) > 1:
         raise ConfigError(f"{short(path)} has both {' and '.join(validation)}; one of them holds what is held out.")
-    return (validation[0] if validation else None), TRAIN
+    return TRAIN, "".join(validation)
 
 
 def _folders(path: Path) -> tuple[str, ...]:
-    return tuple(
-        sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith((".", "__")))
-    )
+    folders = (entry.name for entry in os.scandir(path) if entry.is_dir())
+    return tuple(sorted(name for name in folders if not name.startswith((".", "__"))))
 
 
-def _digests(files: Sequence[InputFile], path: Path, bad: str) -> Sequence[str]:
-    """The digest of each file; an empty one of a damaged image, or ConfigError where `bad` is refuse."""
-    index = index_of(files, os.path.basename(os.path.realpath(path)))
-    if not index.problems:
-        return index.digests
-    named = "; ".join(f"{short(name)}: {problem}" for name, problem in list(index.problems.items())[:NAMED])
-    if bad == "refuse":
-        raise ConfigError(
-            f"of {short(path)} {len(index.problems):,} files cannot be taken ({named}); mend or remove them, or set data.bad_documents to skip."
-        )
-    log.warning("%s: %d files are skipped (%s); all are named in %s", path, len(index.problems), named, index.log)
-    return ["" if file.name in index.problems else digest for file, digest in zip(files, index.digests, strict=True)]
+def _digests(files: Sequence[InputFile], path: Path, bad: str) -> list[str]:
+    """The digest of each file, by the index in the cache, made now if it is not there; an empty one of a damaged image.
 
-
-@dataclass(frozen=True)
-class ImageIndex:
-    """The digest of each file, and what is wrong with some."""
-
-    digests: tuple[str, ...]
-    problems: dict[str, str]  # by name
-    log: Path  # where they are named
-
-
-def index_of(files: Sequence[InputFile], name: str) -> ImageIndex:
-    """Returns the index of these files, made now if it is not there; ConfigError where the cache has no room."""
+    ConfigError for a damaged image where `bad` is refuse, and where the cache has no room.
+    """
+    name = os.path.basename(os.path.realpath(path))
     listing = "\n".join([RULES, *(f"{file.name}\t{file.size}\t{file.modified}" for file in files)])
     directory = cache_directory() / "images" / f"{name[:40]}-{hashlib.sha256(encoded(listing)).hexdigest()[:16]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
-            return _read_index(directory, len(files)) or _make_index(files, directory, name)
+            digests, problems = _read_index(directory, len(files)) or _make_index(files, directory, name)
     except OSError as error:
         raise ConfigError(
             f"what the images of {name} are cannot be noted in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with "
             "room."
         ) from None
+    if not problems:
+        return digests
+    shown = "; ".join(f"{short(name)}: {problem}" for name, problem in list(problems.items())[:NAMED])
+    if bad == "refuse":
+        raise ConfigError(
+            f"of {short(path)} {len(problems):,} files cannot be taken ({shown}); mend or remove them, or set data.bad_documents to skip."
+        )
+    log.warning("%s: %d files are skipped (%s); all are named in %s", path, len(problems), shown, directory / SKIPPED)
+    return ["" if file.name in problems else digest for file, digest in zip(files, digests, strict=True)]
 
 
-def _read_index(directory: Path, count: int) -> ImageIndex | None:
+def _read_index(directory: Path, count: int) -> tuple[list[str], dict[str, str]] | None:
     try:
         values = json.loads((directory / INDEX).read_bytes())
-        digests, problems = tuple(map(str, values["digests"])), dict(values["problems"])
-        return ImageIndex(digests, problems, directory / SKIPPED) if len(digests) == count else None
+        digests, problems = list(map(str, values["digests"])), dict(values["problems"])
+        return (digests, problems) if len(digests) == count else None
     except (OSError, ValueError, KeyError, TypeError):
-        # Not there, or not whole: it is made again.
-        return None
+        return None  # not there, or not whole: it is made again
 
 
-def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> ImageIndex:
+def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> tuple[list[str], dict[str, str]]:
     size, done = sum(file.size for file in files), 0
     log.info("looking at %d images (%.1f MB) of %s", len(files), size / 1e6, name)
-    progress, digests = logged_progress("looked at", name), []
+    progress = logged_progress("looked at", name)
+    digests: list[str] = []
     problems: dict[str, str] = {}
     # Decoding and hashing release the interpreter's lock.
     with ThreadPoolExecutor() as pool:
@@ -202,7 +182,7 @@ def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> Image
     lines = "".join(f"{short(name)}\t{problem}\n" for name, problem in problems.items())
     write_atomically(directory / SKIPPED, encoded(lines))
     write_atomically(directory / INDEX, json.dumps({"digests": digests, "problems": problems}).encode())
-    return ImageIndex(tuple(digests), problems, directory / SKIPPED)
+    return digests, problems
 
 
 def _check(file: InputFile) -> tuple[str, str]:

@@ -5,8 +5,8 @@ Arrays are a .npz file, or a directory of .npy files:
     images  [n, H, W] or [n, H, W, C]    uint8 from 0 to 255, or floats from 0 to 1
     labels  [n] or [n, 1]                whole numbers from 0
 
-also under other names that people give them (NAMES), for train and, where there are any, for validation. Arrays that are not compressed
-are memory-mapped: an image is read when it is needed.
+also under other names that people give them (NAMES), for train and, where there are any, for validation. Those of a directory are
+memory-mapped: an image is read when it is needed.
 """
 
 import hashlib
@@ -125,7 +125,7 @@ def has_arrays(path: Path) -> bool:
 def open_arrays(path: Path, config: Config) -> ImageSource:
     """Opens arrays; ConfigError for those that are not there, of other shapes or numbers, or damaged."""
     try:
-        arrays = _read_directory(path) if path.is_dir() else _read_file(path)
+        arrays = _read(path)
     except OSError as error:
         raise ConfigError(f"{short(path)} cannot be read: {refusal(error)}.") from None
     except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
@@ -190,36 +190,14 @@ def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], 
     return array
 
 
-def _read_directory(path: Path) -> dict[str, np.ndarray]:
-    return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob(f"*{ARRAY}"))}
-
-
-def _read_file(path: Path) -> dict[str, np.ndarray]:
-    with zipfile.ZipFile(path) as archive, np.load(path) as arrays:
-        members = {
-            info.filename.removesuffix(ARRAY): info for info in archive.infolist() if info.filename.endswith(ARRAY)
-        }
-        names = {name for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"]) for name in pair}
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """The arrays by name; those of a directory are memory-mapped."""
+    if path.is_dir():
+        return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob(f"*{ARRAY}"))}
+    names = {name for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"]) for name in pair}
+    with np.load(path) as arrays:
         # Others may be large, and are not read.
-        return {
-            name: _mapped(path, info) if info.compress_type == zipfile.ZIP_STORED else arrays[name]
-            for name, info in members.items()
-            if name in names
-        } or dict.fromkeys(members, np.empty(0))
-
-
-def _mapped(path: Path, info: zipfile.ZipInfo) -> np.ndarray:
-    with path.open("rb") as stream:
-        # The member's own header: 30 bytes, of which the last four say how long its name and what follows are.
-        stream.seek(info.header_offset + 26)
-        lengths = np.frombuffer(stream.read(4), "<u2")
-        stream.seek(int(lengths.sum()), 1)
-        version = np.lib.format.read_magic(stream)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read_header(stream)
-        if dtype.hasobject:
-            raise ValueError(f"{info.filename} holds Python objects")
-        return np.memmap(path, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
+        return {name: arrays[name] for name in arrays if name in names} or dict.fromkeys(arrays, np.empty(0))
 
 
 def open_digits(config: Config) -> ImageSource:
