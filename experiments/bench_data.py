@@ -47,7 +47,7 @@ from meshtrain.data.documents import read, units
 from meshtrain.data.input_files import find
 from meshtrain.data.manifest import ShardManifest, read_manifest
 from meshtrain.data.prepare import prepare
-from meshtrain.data.shards import CHUNK, Corpus, open_corpus
+from meshtrain.data.shards import Corpus, open_corpus
 from meshtrain.data.tokenizer import load_tokenizer, use_one_thread
 from meshtrain.data.tokenizer_file import train_bpe
 from meshtrain.data.unit import BATCH_CHARACTERS, PrepareOptions, ShardWriter
@@ -297,27 +297,27 @@ def watching(chosen: argparse.Namespace) -> None:
     """Batches one after another as fast as they come,"""
     where = shards(chosen)
     title = "looking for altered shards while batches come as fast as they can: processor time over the clock's"
-    made = table(title, "batching", "looks a second", "MB digested a second", "share")
+    made = table(title, "batching", "looks a second", "share")
     for batching in ("window", "packed"):
         train, _ = open_data(config(str(where), batching))
         watch = train.batches.rows.corpus.watch
-        look, spent, looks, digested = watch.look, 0.0, 0, 0
+        look, spent, looks = watch.look, 0.0, 0
 
         def timed(shards: Any, look: Any = look, watch: Any = watch) -> None:
-            nonlocal spent, looks, digested
+            nonlocal spent, looks
             if time.monotonic() < watch.due:
                 return
-            turn, began = watch.turn_due, time.thread_time()
+            began = time.thread_time()
             look(shards)
             spent += time.thread_time() - began
-            looks, digested = looks + 1, digested + (watch.turn_due != turn) * CHUNK
+            looks += 1
 
         watch.look = timed
         began, k = time.perf_counter(), 0
         while (wall := time.perf_counter() - began) < chosen.seconds:
             train.batches.batch(k % train.batches_per_epoch)
             k += 1
-        made.add_row(batching, f"{looks / wall:.0f}", f"{digested / 1e6 / wall:.2f}", f"{spent / wall:.2%}")
+        made.add_row(batching, f"{looks / wall:.0f}", f"{spent / wall:.2%}")
     console.print(made)
 
 

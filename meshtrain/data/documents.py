@@ -7,7 +7,6 @@ nothing is taken.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -113,14 +112,12 @@ def _lines(part: Part, take: Callable[[str, bytes], Document], check: Callable[[
     file = part.file
     if file.compression:
         with open_plain(file.path) as stream:
-            # To its checksum at the end, before a line of it is taken.
-            while stream.read(1 << 20):
+            while stream.read(1 << 20):  # to its checksum at the end, before a line of it is taken
                 check()
     with open_plain(file.path) as stream:
         at = part.begin
-        if at:
+        if at:  # past the line that began before, with its end
             stream.seek(at - 1)
-            # Past the line that began before, with its end.
             at += len(stream.readline()) - 1
         while file.compression or at < part.end:
             line = stream.readline()
@@ -166,7 +163,7 @@ def _decoded(name: str, data: bytes, take: Callable[[str], Document]) -> Documen
 
 def _record(name: str, line: bytes, text_field: str) -> Document:
     def take(text: str) -> Document:
-        value = _json(text, FIELDS)
+        value = FIELDS.decode(text)
         texts = [text for key, text in value if key == text_field] if isinstance(value, tuple) else []
         if len(texts) > 1:
             raise _Ambiguous(f"(the field '{short(text_field)}' stands {len(texts)} times)")
@@ -177,22 +174,12 @@ def _record(name: str, line: bytes, text_field: str) -> Document:
 
 def _whole_record(name: str, data: bytes) -> Document:
     def take(text: str) -> Document:
-        record = _json(text, RECORDS)
-        # Half of a surrogate pair stands as an escape, anywhere in it.
-        if "\\u" in text:
+        record = RECORDS.decode(text)
+        if "\\u" in text:  # as which half of a surrogate pair stands, anywhere in it
             json.dumps(record, ensure_ascii=False).encode()
         return Document(name, "", record=record)
 
     return _decoded(name, data, take)
-
-
-def _json(text: str, decoder: json.JSONDecoder) -> Any:
-    try:
-        return decoder.decode(text)
-    except RecursionError:
-        # How deep the calls stand here depends on who called; in a thread of its own it never does.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(decoder.decode, text).result()
 
 
 def _entries(file: InputFile) -> Iterator[Document]:
@@ -215,15 +202,13 @@ def _entries(file: InputFile) -> Iterator[Document]:
 def _field(name: str, text: Any, text_field: str) -> Document:
     if not isinstance(text, str):
         return Document(name, "", "without text", f"in the field '{short(text_field)}'")
-    # Raises for half of a surrogate pair.
-    text.encode()
+    text.encode()  # raises for half of a surrogate pair
     return Document(name, text, "" if text else "empty")
 
 
 def _rows(file: InputFile, text_field: str, check: Callable[[], None]) -> Iterator[Document]:
     try:
-        # To its end, before a row of it is taken.
-        for _ in parquet_column(file.path, text_field):
+        for _ in parquet_column(file.path, text_field):  # to its end, before a row of it is taken
             check()
     except KeyError:
         yield Document(file.name, "", "without text", f"in a column '{short(text_field)}'")
@@ -237,8 +222,7 @@ def _rows(file: InputFile, text_field: str, check: Callable[[], None]) -> Iterat
 
 
 def _row_records(file: InputFile, check: Callable[[], None]) -> Iterator[Document]:
-    # To its end, before a row of it is taken.
-    for number, _ in enumerate(parquet_records(file.path)):
+    for number, _ in enumerate(parquet_records(file.path)):  # to its end, before a row of it is taken
         if number % 1024 == 0:
             check()
     for number, record in enumerate(parquet_records(file.path)):

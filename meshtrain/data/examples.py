@@ -29,8 +29,7 @@ from meshtrain.data.documents import Document
 from meshtrain.data.manifest import Contents
 from meshtrain.data.shards import ID, LEARNED, REJECTED
 from meshtrain.data.template import ChatTemplate
-from meshtrain.data.tokenizer import ByteTokenizer, Spans
-from meshtrain.data.tokenizer_file import FileTokenizer
+from meshtrain.data.tokenizer import Spans, Tokenizer
 from meshtrain.errors import ConfigError, short
 
 # Counts of a preparation of conversations.
@@ -54,7 +53,7 @@ Example = tuple[LearnedText, ...]
 class Examples:
     """Makes examples of records, with one template and one tokenizer, and counts what is in them."""
 
-    def __init__(self, contents: Contents, template: ChatTemplate, tokenizer: ByteTokenizer | FileTokenizer) -> None:
+    def __init__(self, contents: Contents, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         if tokenizer.vocab_size > ID + 1:
             raise ConfigError(
                 f"the tokenizer {tokenizer.name} has ids of more than 30 bits, too many for conversations."

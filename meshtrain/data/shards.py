@@ -16,7 +16,6 @@ are (REJECTED):
 """
 
 import hashlib
-import itertools
 import os
 import threading
 import time
@@ -34,8 +33,7 @@ from meshtrain.errors import ConfigError, refusal
 PADDING = -1  # the first label of a stretch of zeros
 LEARNED, REJECTED = np.uint32(1 << 31), np.uint32(1 << 30)
 ID = REJECTED - np.uint32(1)  # the bits of a token that are its id
-SHARE, LONGEST = 0.003, 1.0  # of the time, for stamps of shards and for digests; seconds without a digest
-CHUNK = 1 << 14  # bytes digested at once
+SHARE = 0.003  # of the time, for looks at the stamps of shards
 MOST_OPEN = 256  # files at a time; a process may have 1,024
 
 
@@ -60,7 +58,6 @@ class TokenFile:
     count: int
     digest: str = ""  # the manifest's; none: not watched
     stamp: Stamp = (0, 0, 0)  # before it was verified
-    verified: bool = False
 
 
 class _Descriptor:
@@ -88,19 +85,15 @@ def descriptor(file: TokenFile) -> _Descriptor:
 
 
 class _Watch:
-    """Finds shards that are altered in place while they are read, in at most twice SHARE of the time.
+    """Finds shards that are altered in place while they are read, in at most SHARE of the time.
 
-    A changed stamp (of a write, but also of a chmod or another link) has the file digested: what that says counts. Not every write
-    leaves a stamp at once: one through a mapping that was written to before, or on another machine. So verified shards are also digested
-    over and over, CHUNK by CHUNK. Not found: what is altered and mended again before its turn, and what was read in the milliseconds
-    since the last look.
+    A changed stamp (of a write, but also of a chmod or another link) has the file digested: what that says counts. Not found: what
+    leaves no stamp at once, such as a write on another machine, and what was read in the milliseconds since the last look.
     """
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self.files, self.stamps = files, [file.stamp for file in files]
-        self.turns = itertools.cycle([file for file in files if file.verified])
-        self.file, self.at, self.digest = next(self.turns, None), 0, hashlib.sha256()
-        self.lock, self.due, self.turn_due = threading.Lock(), 0.0, 0.0
+        self.lock, self.due = threading.Lock(), 0.0
 
     def look(self, shards: Iterable[int]) -> None:
         """Checks shards after they have been read; OSError for one that is not as it was prepared."""
@@ -109,21 +102,17 @@ class _Watch:
             return
         try:
             spent = time.thread_time()
-            changed = [shard for shard in shards if self.files[shard].digest and self._stamped(shard)]
+            changed = [
+                shard
+                for shard in shards
+                if self.files[shard].digest and descriptor(self.files[shard]).stamp() != self.stamps[shard]
+            ]
             # Not of the clock: on a busy machine that would put the next look off.
             self.due = began + (time.thread_time() - spent) / SHARE
             for shard in changed:
                 self._judge(shard)
-            if self.file is not None and began >= self.turn_due:
-                began = time.monotonic()
-                self._turn(self.file)
-                now = time.monotonic()
-                self.turn_due = now + min((now - began) / SHARE, LONGEST)
         finally:
             self.lock.release()
-
-    def _stamped(self, shard: int) -> bool:
-        return descriptor(self.files[shard]).stamp() != self.stamps[shard]
 
     def _judge(self, shard: int) -> None:
         file, digest, at = descriptor(self.files[shard]), hashlib.sha256(), 0
@@ -131,23 +120,11 @@ class _Watch:
         while data := file.read(1 << 20, at):
             digest.update(data)
             at += len(data)
-        _check_digest(self.files[shard], digest.hexdigest())
-
-    def _turn(self, file: TokenFile) -> None:
-        data = descriptor(file).read(CHUNK, self.at)
-        self.digest.update(data)
-        self.at += len(data)
-        if len(data) < CHUNK:
-            _check_digest(file, self.digest.hexdigest())
-            self.file, self.at, self.digest = next(self.turns), 0, hashlib.sha256()
-
-
-def _check_digest(file: TokenFile, digest: str) -> None:
-    if digest != file.digest:
-        raise OSError(
-            f"the shard {file.path} was altered while it was being read: its digest is no longer the manifest's; "
-            "prepare the text again"
-        )
+        if digest.hexdigest() != self.files[shard].digest:
+            raise OSError(
+                f"the shard {self.files[shard].path} was altered while it was being read: its digest is no longer the manifest's; "
+                "prepare the text again"
+            )
 
 
 class Corpus:
@@ -214,14 +191,12 @@ def open_corpus(directory: Path, manifest: ShardManifest, split: str, verify: bo
     if verify:
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
-            now = pool.map(_readable_digest, [path for path, _, _ in files])
-            for (path, _, digest), other in zip(files, now, strict=True):
-                if other != digest:
-                    raise ConfigError(
-                        f"{path} has been altered: its digest is not the manifest's; prepare the text again."
-                    )
+            digests = pool.map(_readable_digest, stamps)
+            altered = next((path for (path, _, digest), now in zip(files, digests, strict=True) if now != digest), None)
+        if altered is not None:
+            raise ConfigError(f"{altered} has been altered: its digest is not the manifest's; prepare the text again.")
     tokens = [
-        TokenFile(path, dtype, shard.tokens, digest, stamps[path], verify)
+        TokenFile(path, dtype, shard.tokens, digest, stamps[path])
         for shard, (path, _, digest) in zip(shards, files[::2], strict=True)
     ]
     offsets = [np.memmap(path, "<u8", "r") for path, _, _ in files[1::2]]
@@ -250,9 +225,9 @@ def _checked_stamp(path: Path, expected: int) -> Stamp:
         ) from None
     except OSError as error:
         raise ConfigError(f"the shard {path} cannot be read: {refusal(error)}.") from None
-    if (size := stat.st_size) != expected:
+    if stat.st_size != expected:
+        what = "truncated" if stat.st_size < expected else "not what was prepared"
         raise ConfigError(
-            f"the shard {path} has {size} bytes instead of {expected}: it is "
-            f"{'truncated' if size < expected else 'not what was prepared'}; prepare the text again."
+            f"the shard {path} has {stat.st_size} bytes instead of {expected}: it is {what}; prepare the text again."
         )
     return _stamp(stat)

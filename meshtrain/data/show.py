@@ -19,8 +19,7 @@ from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import documents
 from meshtrain.data.input_files import InputFile
 from meshtrain.data.shards import ID, LEARNED, REJECTED
-from meshtrain.data.tokenizer import ByteTokenizer
-from meshtrain.data.tokenizer_file import FileTokenizer
+from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import Encoder
 from meshtrain.errors import ConfigError, short
 
@@ -54,7 +53,7 @@ def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str,
 def draw(
     name: str,
     tokens: np.ndarray,
-    tokenizer: ByteTokenizer | FileTokenizer,
+    tokenizer: Tokenizer,
     length: int | None,
     to: TextIO | None = None,
 ) -> None:
@@ -72,7 +71,7 @@ def draw(
     print(f"{summary}, {int(((tokens & LEARNED) > 0).sum()):,} learned", file=stream)
 
 
-def _runs(tokens: np.ndarray, tokenizer: ByteTokenizer | FileTokenizer, colours: bool) -> Iterator[str]:
+def _runs(tokens: np.ndarray, tokenizer: Tokenizer, colours: bool) -> Iterator[str]:
     for (learned, rejected), run in groupby(
         tokens.tolist(), lambda token: (bool(token & int(LEARNED)), bool(token & int(REJECTED)))
     ):

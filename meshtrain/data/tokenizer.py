@@ -4,14 +4,14 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from meshtrain.errors import ConfigError, nearest, short
 
-if TYPE_CHECKING:
-    from meshtrain.data.tokenizer_file import FileTokenizer
+# Characters [begin, end) of a text, in order.
+Spans = Sequence[tuple[int, int]]
 
 
 class Tokenizer(Protocol):
@@ -21,16 +21,21 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_document: int
     digest: str
+    special: tuple[str, ...]  # special tokens, as they are spelled
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without `end_of_document`."""
+        """Returns the ids of each text, without `end_of_document`."""
+        ...
+
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns (ids, whether a token has a character of the spans) of each text that a chat template makes."""
         ...
 
     def decode(self, ids: np.ndarray) -> str: ...
 
-
-# Characters [begin, end) of a text, in order.
-Spans = Sequence[tuple[int, int]]
+    def spell(self, ids: np.ndarray) -> str:
+        """Returns the text of the ids, special tokens too."""
+        ...
 
 
 class ByteTokenizer:
@@ -61,7 +66,7 @@ class ByteTokenizer:
     spell = decode
 
 
-def load_tokenizer(name: str, chat: bool = False) -> "ByteTokenizer | FileTokenizer":
+def load_tokenizer(name: str, chat: bool = False) -> Tokenizer:
     """`byte`, or the tokenizer of a tokenizer.json file, to read text or what a chat template makes; ConfigError if it is neither."""
     if name == "byte":
         return ByteTokenizer()

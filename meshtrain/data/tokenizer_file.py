@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from meshtrain.data.tokenizer import Spans, Tokenizer
+from meshtrain.data.tokenizer import Spans
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import write_atomically
 
@@ -19,20 +19,6 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 LEAST_VOCABULARY = 257  # of a byte-level BPE: the bytes and the end of document
 MOST_VOCABULARY = 1 << 24  # the tokenizers library sets room aside for all of it
 MOST_IDS = 1 << 31  # batches are int32
-
-
-class ChatTokenizer(Tokenizer, Protocol):
-    """Also reads the text of a chat template: special tokens in it are themselves, and none is added."""
-
-    special: tuple[str, ...]
-
-    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids, whether a token has a character of the spans) of each text."""
-        ...
-
-    def spell(self, ids: np.ndarray) -> str:
-        """The text of the ids, special tokens too."""
-        ...
 
 
 class FileTokenizer:

@@ -25,8 +25,7 @@ from meshtrain.data.examples import Example, Examples
 from meshtrain.data.manifest import SPLITS, UNITS, Contents, Shard
 from meshtrain.data.shards import digest_of_file
 from meshtrain.data.template import ChatTemplate, find_template
-from meshtrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from meshtrain.data.tokenizer_file import FileTokenizer
+from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, short
 from meshtrain.files import temporary_beside, write_atomically
 
@@ -108,7 +107,7 @@ class UnitRecord:
 class Encoder:
     """Turns documents into tokens; conversations by its `examples`."""
 
-    tokenizer: ByteTokenizer | FileTokenizer
+    tokenizer: Tokenizer
     examples: Examples | None = None
 
     @property

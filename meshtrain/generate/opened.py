@@ -30,8 +30,7 @@ from meshtrain.config import Config, MeshConfig, check, replaced
 from meshtrain.config.mesh import AXES, DATA, TENSOR
 from meshtrain.config.schema import PrecisionConfig
 from meshtrain.data.template import find_template
-from meshtrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from meshtrain.data.tokenizer_file import ChatTokenizer
+from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.generate.cache import OwnGroups
@@ -142,14 +141,14 @@ class Opened:
     """What an engine needs of a model, and what its users do."""
 
     model: Model
-    tokenizer: ChatTokenizer  # of plain text: a special token's text in it is text
+    tokenizer: Tokenizer  # of plain text: a special token's text in it is text
     ends: frozenset[int]  # tokens that end a text, or a turn of a conversation
     template: Conversations | None  # None: the model takes no conversations
     name: str
     length: int = USUAL  # positions of a slot unless others are asked for
     longest: int = USUAL  # positions that the model was made for: learned, or as long as what it was trained on
     # of what a chat template has made: special tokens in it are themselves
-    marked: ChatTokenizer = field(default_factory=ByteTokenizer)
+    marked: Tokenizer = field(default_factory=ByteTokenizer)
     without: str = "the model has no chat template."  # why there is no template, where there is none
     sampling: Sampling | None = None  # how its makers have tokens chosen; None: they do not say
     asks: tuple[str, ...] = ()  # what there is to say of how they have it, sentences

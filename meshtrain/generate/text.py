@@ -17,7 +17,7 @@ import numpy as np
 from meshtrain.data.chat import Unfit, messages_of
 from meshtrain.data.template import ChatTemplate, TemplateText
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.data.tokenizer_file import ChatTokenizer, FileTokenizer
+from meshtrain.data.tokenizer_file import FileTokenizer
 from meshtrain.errors import ConfigError
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
@@ -106,7 +106,7 @@ class Spelling:
         return spell(np.array(ids, np.int64))
 
 
-def text_tokens(tokenizer: ChatTokenizer, text: str) -> np.ndarray:
+def text_tokens(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Returns the tokens of a text to go on with, int32 [T], behind what the tokenizer's own post-processor puts before a text (BOS).
 
     Never empty: nothing at all is what follows the end of a document.
@@ -120,7 +120,7 @@ def text_tokens(tokenizer: ChatTokenizer, text: str) -> np.ndarray:
 class Conversations:
     """Writes conversations with one template, for many threads."""
 
-    def __init__(self, source: TemplateText, tokenizer: ChatTokenizer, now: float) -> None:
+    def __init__(self, source: TemplateText, tokenizer: Tokenizer, now: float) -> None:
         """`tokenizer`: one that reads special tokens in a text as such; `now`: the time that the template is told."""
         self.source, self._tokenizer = source, tokenizer
         self._lock = threading.Lock()

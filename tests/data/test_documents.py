@@ -95,20 +95,6 @@ def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path: Path, line: str, 
     assert [document.text for document in read_file(tmp_path / "a.jsonl")] == [text]
 
 
-def test_how_deeply_a_line_may_be_nested_does_not_depend_on_who_reads_it(tmp_path: Path) -> None:
-    def depth(n: int) -> Document:
-        (tmp_path / "a.jsonl").write_text('{"deep": ' + "[" * n + "]" * n + ', "text": "good"}')
-        return read_file(tmp_path / "a.jsonl")[0]
-
-    def deeper(calls: int, n: int) -> Document:
-        return deeper(calls - 1, n) if calls else depth(n)
-
-    limit = next(n for n in range(1200, 0, -1) if not depth(n).problem)
-    for n in (limit, limit + 1):
-        assert deeper(300, n) == depth(n)
-    assert depth(limit + 1).problem == "not JSON (nested too deeply)"
-
-
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "checksum", "followed by junk"])
 def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path: Path, ending: str, how: str) -> None:

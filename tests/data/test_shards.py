@@ -162,22 +162,6 @@ def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says
         assert read_all(corpus, 0, 4) == (STREAM[:4], STREAM[1:5])
 
 
-def test_a_shard_altered_without_a_trace_in_its_inode_is_found_in_passing(prepared, monkeypatch) -> None:
-    """As through a mapping that was written to before, or by a network file system that keeps attributes for a while."""
-    directory, manifest = prepared
-    monkeypatch.setattr(shards, "SHARE", 1e9)
-    monkeypatch.setattr(shards, "CHUNK", 4)
-    corpus = open_corpus(directory, manifest, "train", verify=True)
-    monkeypatch.setattr(shards._Descriptor, "stamp", lambda self: corpus.watch.stamps[0])
-    reads = 2 * sum(shard.tokens * 2 // 4 + 2 for shard in manifest.shards["train"])
-    for _ in range(reads):
-        read_all(corpus, 0, 4)
-    overwrite(directory / "train-00002.tokens")
-    with pytest.raises(OSError, match=r"train-00002\.tokens was altered"):
-        for _ in range(reads):
-            read_all(corpus, 0, 4)
-
-
 def test_two_corpora_are_read_as_one(prepared: tuple[Path, ShardManifest]) -> None:
     corpus = open_corpus(*prepared, "train", verify=True)
     both = corpus + corpus

@@ -91,7 +91,9 @@ def open_folder(path: Path, config: Config) -> ImageSource:
         elif not digest:
             damaged += 1
         elif parts[0] not in numbers:
-            raise ConfigError(f"{short(path / folder)} has a class {short(parts[0])} that {short(path / train)} has not.")
+            raise ConfigError(
+                f"{short(path / folder)} has a class {short(parts[0])} that {short(path / train)} has not."
+            )
         else:
             by_share = not validation and held_out("/".join(parts) if train else file.name, share)
             splits["validation" if by_share or folder != train else "train"].append(len(paths))

@@ -45,12 +45,12 @@ def test_arrays_are_read_as_they_are_under_the_names_that_people_give_them(
     assert all(np.array_equal(source.pictures.pixels(i), COLOURS[i]) for i in range(20))
     assert source.pictures.labels.tolist() == LABELS.tolist() and source.classes == ("0", "1", "2", "3")
     mapped = isinstance(source.pictures.parts[0].images, np.memmap)  # type: ignore[attr-defined]
-    assert mapped == (kind != "compressed")
+    assert mapped == (kind == "folder")
 
 
-def test_arrays_are_mapped_in_both_orders_and_all_number_types(tmp_path: Path) -> None:
+def test_arrays_are_read_in_both_orders_and_all_number_types(tmp_path: Path) -> None:
     floats = (GREY / 255).astype(">f4")
-    path = write(tmp_path / "data", "plain", images=np.asfortranarray(floats), labels=LABELS.astype(np.uint8))
+    path = write(tmp_path / "data", "folder", images=np.asfortranarray(floats), labels=LABELS.astype(np.uint8))
     source = open_arrays(path, image_config(path))
     assert all(np.array_equal(source.pictures.pixels(i)[..., 0], GREY[i]) for i in range(20))
 
