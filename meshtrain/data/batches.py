@@ -7,7 +7,7 @@ Of a global batch each process takes the rows that its devices hold.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -76,24 +76,23 @@ class Portion:
     at: np.ndarray
 
 
-class Ahead:
-    """Batches of `size` rows of several sources, located many at a time.
+class BatchesOfRows:
+    """Batches of `size` rows of several sources of one row length, located many at a time."""
 
-    choose: (batch numbers [B, 1], rows of a batch [R]) -> (which source, which of its items) for each row, int64 [B, R] each;
-    source -1: the row is padding.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[EpochRows],
-        size: int,
-        choose: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
-    ) -> None:
-        self.sources, self.size, self.choose = list(sources), size, choose
+    def __init__(self, sources: Sequence[EpochRows], size: int) -> None:
+        self.sources, self.size = list(sources), size
+        self.shapes = ((size, sources[0].length),)
+        self.places_per_batch = size * sources[0].length
         self._located = lru_cache(maxsize=2)(self._locate)
 
-    def batch(self, k: int, rows: slice) -> Batch:
-        """These rows of batch k."""
+    def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (source, which of its items) of these rows [R] of batches ks [B, 1]: int64 [B, R]; source -1: the row is padding."""
+        raise NotImplementedError
+
+    def batch_shape(self, k: int) -> tuple[int, int]:
+        return self.shapes[0]
+
+    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         begin, end, step = rows.indices(self.size)
         count = len(range(begin, end, step))
         many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1
@@ -109,8 +108,7 @@ class Ahead:
 
     def _locate(self, block: int, many: int, begin: int, end: int, step: int) -> list[list[Portion]]:
         """The portions of each of `many` batches: no empty one, but for a batch without any row."""
-        rows = np.arange(begin, end, step)
-        sources, items = self.choose((block * many + np.arange(many))[:, None], rows)
+        sources, items = self.choose((block * many + np.arange(many))[:, None], np.arange(begin, end, step))
         batches: list[list[Portion]] = [[] for _ in range(many)]
         for number, source in enumerate(self.sources):
             own = sources == number
@@ -120,28 +118,20 @@ class Ahead:
         return [[portion for portion in portions if len(portion.at)] or portions[:1] for portions in batches]
 
 
-class RowBatches:
+class RowBatches(BatchesOfRows):
     """Batches of `size` rows, epoch after epoch; the last of an epoch is dropped or padded with empty rows."""
 
     def __init__(self, rows: EpochRows, size: int, pad: bool) -> None:
-        self.rows, self.size, self.pad = rows, size, pad
-        self.shapes = ((size, rows.length),)
-        self.places_per_batch = size * rows.length
+        super().__init__([rows], size)
+        self.rows, self.pad = rows, pad
         self.batches_per_epoch = self.batches_once = -(-rows.count // size) if pad else rows.count // size
-        self._ahead = Ahead([rows], size, self._choose)
 
     @property
     def tokens_per_batch(self) -> float:
         used = 1 if self.pad else self.batches_per_epoch * self.size / self.rows.count
         return self.rows.labels * used / self.batches_per_epoch
 
-    def batch_shape(self, k: int) -> tuple[int, int]:
-        return self.shapes[0]
-
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
-        return self._ahead.batch(k, rows)
-
-    def _choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         epochs, indices = np.divmod(ks, self.batches_per_epoch)
         positions = indices * self.size + rows
         return np.where(positions < self.rows.count, 0, -1), epochs * self.rows.count + positions

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshtrain.data.batches import Ahead, EpochRows
+from meshtrain.data.batches import BatchesOfRows, EpochRows
 from meshtrain.data.grouping import Grouped
 from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, permute
@@ -59,14 +59,12 @@ class Draw:
         return sources, ranks
 
 
-class MixedRows:
+class MixedRows(BatchesOfRows):
     """Batches whose rows are drawn from several sources of the same kind; weights count rows."""
 
     def __init__(self, sources: Sequence[EpochRows], weights: Sequence[float], size: int, seed: int) -> None:
-        self.sources, self.size, self.draw = list(sources), size, Draw(weights, seed)
-        self.shapes = ((size, sources[0].length),)
-        self.places_per_batch = size * sources[0].length
-        self._ahead = Ahead(sources, size, lambda ks, rows: self.draw.at(ks * size + rows))
+        super().__init__(sources, size)
+        self.draw = Draw(weights, seed)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -82,11 +80,8 @@ class MixedRows:
         full = [source.labels / source.count for source in self.sources]
         return self.size * float(np.average(full, weights=self.draw.quotas))
 
-    def batch_shape(self, k: int) -> tuple[int, int]:
-        return self.shapes[0]
-
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
-        return self._ahead.batch(k, rows)
+    def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.draw.at(ks * self.size + rows)
 
 
 class MixedGroups:

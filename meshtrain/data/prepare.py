@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from multiprocessing.synchronize import Event
@@ -35,6 +35,7 @@ from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import locked, remove_temporaries, write_atomically
 
 SKIPPED = "skipped.log"
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def fingerprint(files: Sequence[InputFile], options: PrepareOptions, tokenizer: Tokenizer) -> dict[str, str]:
@@ -107,28 +108,21 @@ def _to_hold_one_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] 
 def _claim(output: Path, recipe: dict[str, str]) -> None:
     path = output / RECIPE
     if not path.is_file():
-        others = sorted(p.name for p in output.iterdir() if not p.name.startswith("."))
-        if others == [UNITS] and not any((output / UNITS).iterdir()):
-            # So a run that is killed just here leaves it.
-            others = []
-        if others:
+        if others := sorted(p.name for p in output.iterdir() if not p.name.startswith(".") and p.name != UNITS):
             raise ConfigError(
                 f"{output} is not empty ({short(others[0])}) and holds no preparation of ours; give another --output."
             )
-        (output / UNITS).mkdir(exist_ok=True)
         write_atomically(path, json.dumps(recipe, indent=1).encode())
     (output / UNITS).mkdir(exist_ok=True)
     for directory in (output, output / UNITS):
-        # None is at work, since we hold the lock.
-        remove_temporaries(directory)
+        remove_temporaries(directory)  # we hold the lock, so nobody is writing
     try:
         before = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError, RecursionError):
         raise ConfigError(
             f"{path} is damaged, so that nothing tells what {output} was made from; remove that directory."
         ) from None
-    changed = [what for what in recipe if before.get(what) != recipe[what]]
-    if changed:
+    if changed := [what for what in recipe if before.get(what) != recipe[what]]:
         raise ConfigError(
             f"{output} holds shards made from different {' and '.join(changed)}; remove it, or give another --output."
         )
@@ -153,49 +147,30 @@ def _run(
     stop = spawn.Event()
     with ProcessPoolExecutor(min(workers, len(todo)), spawn, _begin_worker, (options, now, stop)) as pool:
         try:
-            # A worker whose start is interrupted dies with a traceback.
-            with _signals_held():
+            # A worker that is interrupted while it starts would print a traceback; the mask is inherited.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+            try:
                 futures = {pool.submit(_work, n, parts[n], output, options): n for n in todo}
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in as_completed(futures):
                 future.result()
                 yield futures[future]
         except BaseException:
-            # The others leave their units unfinished.
-            stop.set()
+            stop.set()  # so that the others leave their units unfinished
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Signals that Python handles (jax.distributed's SIGTERM is not one) and that arrive meanwhile are raised at the end."""
-    # The main thread alone hears of signals.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {s: handler for s in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(s))}
-    arrived: list[int] = []
-    for number in handlers:
-        signal.signal(number, lambda number, _: arrived.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for caught in arrived:
-        signal.raise_signal(caught)
 
 
 _worker: dict[str, Any] = {}  # the encoder of a worker process, loaded once, and the event that stops it
 
 
 def _begin_worker(options: PrepareOptions, now: float, stop: Event) -> None:
-    # The parent hears of it too, and says when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of it too, and says when to stop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     # One that waits for work does not see that a killed parent has none.
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # The workers are the parallelism.
-    use_one_thread()
+    use_one_thread()  # the workers are the parallelism
     _worker.update(encoder=open_encoder(options, now), stop=stop)
 
 
@@ -218,11 +193,7 @@ def _finish(
     if len(finished) < len(records):
         raise ConfigError(f"shards in {output} vanished while others were made; run the same command again.")
     logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(len(records))]
-    skipped: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for record in finished:
-        skipped.update(record.skipped)
-        counts.update(record.counts)
+    skipped, counts = (sum((Counter(getattr(r, name)) for r in finished), Counter()) for name in ("skipped", "counts"))
     manifest = ShardManifest(
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,

@@ -23,9 +23,16 @@ from meshtrain.data.prepare import describe_skipped
 from meshtrain.data.unit import PrepareOptions
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.evaluate.harness import SHOWN, run_tasks, table
-from meshtrain.evaluate.perplexity import RowOptions, begin_of, perplexity
+from meshtrain.evaluate.perplexity import TEXT_LINES, described, perplexity
 from meshtrain.evaluate.scoring import Scorer
-from meshtrain.evaluate.validation import evaluate_images, evaluate_text, validation_images, validation_text
+from meshtrain.evaluate.validation import (
+    describe_images,
+    describe_text,
+    evaluate_images,
+    evaluate_text,
+    validation_images,
+    validation_text,
+)
 from meshtrain.families import FAMILIES
 from meshtrain.generate.opened import Opened, on_mesh, open_asked
 from meshtrain.reader import read_config
@@ -114,25 +121,24 @@ def _evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _validation(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     with EvaluationProgress("evaluating", "batches") as progress:
         validation = validation_text(options.path, opened.model)
-        result = evaluate_text(opened.model, validation, options.batch, progress)
-    return result.record(), result.describe()
+        record = evaluate_text(opened.model, validation, options.batch, progress)
+    return record, describe_text(record)
 
 
 def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     inputs = find(options.text)
     length = options.length or min(opened.longest, USUAL)
     stride = min(options.stride or max(length // 2, 1), length)
-    how = RowOptions(opened.tokenizer, begin_of(opened.tokenizer), length, stride)
     size = None if any(file.compression or file.parquet for file in inputs.files) else inputs.size
+    texts = documents(inputs.files, options.text_field)
     with EvaluationProgress("scoring", "bytes") as progress:
-        counts = perplexity(
-            Scorer(opened.model, options.batch), how, documents(inputs.files, options.text_field),
-            lambda counts: progress(counts.bytes, size),
-        )  # fmt: skip
+        show = lambda counts: progress(counts.bytes, size)  # noqa: E731
+        counts = perplexity(Scorer(opened.model, options.batch), opened.tokenizer, texts, length, stride, show)
     if counts.skipped:
         say(f"{describe_skipped(counts.skipped)}.")
+    record = counts.record()
     rows = f"rows                  of {length:,} tokens, {stride:,} apart"
-    return {"length": length, "stride": stride, **counts.record()}, [*counts.describe(), rows]
+    return {"length": length, "stride": stride, **record}, [*described(record, TEXT_LINES), rows]
 
 
 def _tasks(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -152,8 +158,8 @@ def _images(options: argparse.Namespace, config: Config) -> tuple[dict[str, Any]
     )  # fmt: skip
     with EvaluationProgress("evaluating", "batches") as progress:
         validation, batches = validation_images(options.path, model.config, options.images)
-        result = evaluate_images(model, validation, batches, options.batch, progress)
-    return {"model": run_of(options.path).name, "step": model.step} | result.record(), result.describe()
+        record = evaluate_images(model, validation, batches, options.batch, progress)
+    return {"model": run_of(options.path).name, "step": model.step} | record, describe_images(record)
 
 
 def _finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ nats, and divided by what one counts: tokens, which depend on the tokenizer, or 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,13 @@ from meshtrain.evaluate.scoring import Scorer, TokenRow
 BATCHES = 32  # of rows that are sorted by length together
 
 
+TEXT_LINES = (
+    ("documents", "documents", ","), ("tokens", "tokens", ","), ("words", "words", ","), ("bytes", "bytes", ","),
+    ("nats_per_token", "nats per token", ".6f"), ("perplexity", "perplexity per token", ".6g"),
+    ("word_perplexity", "perplexity per word", ".6g"), ("bits_per_byte", "bits per byte", ".6f"),
+)  # fmt: skip
+
+
 @dataclass
 class Counts:
     """The nats (-log p, summed) that a text costs a model, and what to divide them by."""
@@ -35,42 +42,25 @@ class Counts:
     documents: int = 0
     skipped: Counter[str] = field(default_factory=Counter)  # documents by the problem that they have
 
-    @property
-    def nats_per_token(self) -> float:
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        return exp(self.nats_per_token)
-
-    @property
-    def word_perplexity(self) -> float | None:
-        """None of a text without words (what white space parts)."""
-        return exp(self.nats / self.words) if self.words else None
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.bytes
-
     def record(self) -> dict[str, Any]:
-        """For --json."""
-        ratios = ("nats_per_token", "perplexity", "word_perplexity", "bits_per_byte")
-        counted = ("documents", "tokens", "words", "bytes")
-        return {name: getattr(self, name) for name in (*ratios, *counted)} | {"skipped": dict(self.skipped)}
+        """Returns all that is said of the text; `word_perplexity` is None where it has no words (what white space parts)."""
+        return {
+            "nats_per_token": self.nats / self.tokens,
+            "perplexity": exp(self.nats / self.tokens),
+            "word_perplexity": exp(self.nats / self.words) if self.words else None,
+            "bits_per_byte": self.nats / math.log(2) / self.bytes,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "words": self.words,
+            "bytes": self.bytes,
+            "skipped": dict(self.skipped),
+        }
 
-    def describe(self) -> list[str]:
-        """For people."""
-        words = "-" if self.word_perplexity is None else f"{self.word_perplexity:.6g}"
-        return [
-            f"documents             {self.documents:,}",
-            f"tokens                {self.tokens:,}",
-            f"words                 {self.words:,}",
-            f"bytes                 {self.bytes:,}",
-            f"nats per token        {self.nats_per_token:.6f}",
-            f"perplexity per token  {self.perplexity:.6g}",
-            f"perplexity per word   {words}",
-            f"bits per byte         {self.bits_per_byte:.6f}",
-        ]
+
+def described(record: dict[str, Any], lines: Sequence[tuple[str, str, str]], width: int = 20) -> list[str]:
+    """Returns a line for each (name in the record, label, format), labels padded to a width; a dash for None."""
+    values = [(label, "-" if record[name] is None else format(record[name], form)) for name, label, form in lines]
+    return [f"{label:<{width}}  {value}" for label, value in values]
 
 
 def begin_of(tokenizer: Tokenizer) -> int:
@@ -113,29 +103,22 @@ def rows_of(tokens: np.ndarray, begin: int, length: int, stride: int) -> Iterato
         scored = end
 
 
-@dataclass(frozen=True)
-class RowOptions:
-    """The tokenizer, the token that documents stand behind, the tokens of a row, and those from one row to the next."""
-
-    tokenizer: Tokenizer
-    begin: int
-    length: int
-    stride: int
-
-
 def perplexity(
     scorer: Scorer,
-    options: RowOptions,
+    tokenizer: Tokenizer,
     documents: Iterable[Document],
+    length: int,
+    stride: int,
     progress: Callable[[Counts], None] = lambda _: None,
 ) -> Counts:
-    """Scores the documents. Those that cannot be read (empty, damaged, not UTF-8) are counted by what is wrong with them.
+    """Scores the documents in rows of `length` tokens, `stride` from one row to the next. Those that cannot be read (empty, damaged,
+    not UTF-8) are counted by what is wrong with them.
 
     ConfigError where no token is left, for a document with a token beyond the model's vocabulary, and where the model gives NaN.
     """
     counts = Counts()
     waiting: list[TokenRow] = []
-    most = BATCHES * scorer.rows
+    begin, most = begin_of(tokenizer), BATCHES * scorer.rows
 
     def flush() -> None:
         counts.nats += sum(-float(scores.logprobs.sum(dtype=np.float64)) for scores in scorer(waiting))
@@ -150,8 +133,8 @@ def perplexity(
         counts.documents += 1
         counts.words += len(document.text.split())
         counts.bytes += len(document.text.encode())
-        tokens = _encoded(document, options.tokenizer, scorer.model.config.model.vocab_size)
-        for row in rows_of(tokens, options.begin, options.length, options.stride):
+        tokens = _encoded(document, tokenizer, scorer.model.config.model.vocab_size)
+        for row in rows_of(tokens, begin, length, stride):
             waiting.append(row)
             if len(waiting) == most:
                 flush()

@@ -7,7 +7,6 @@ and here some rows of it after the other.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from meshtrain.data.images.image_batches import ImageBatches, open_images
 from meshtrain.data.loader import Batch
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.evaluate.evaluation import averages
-from meshtrain.evaluate.perplexity import exp
+from meshtrain.evaluate.perplexity import described, exp
 from meshtrain.hf_families import is_hf_directory
 from meshtrain.inputs import LABELS, PATCHES, WEIGHTS
 from meshtrain.model.collectives import Collectives
@@ -32,63 +31,17 @@ from meshtrain.model.loss import Vocabulary, counted, cross_entropy
 from meshtrain.reader import Model
 
 WAY_OUT = "give text with --text"
-TOP = 5  # places
+TOP = 5  # ranks
 
 Progress = Callable[[int, int], None]  # batches done, of how many
 
 
-@dataclass(frozen=True)
-class TextLoss:
-    """The loss that a run's evaluation would log of a checkpoint; of dpo the mean loss of pairs."""
-
-    source: str
-    loss: float
-    counted: int  # labels that count, or pairs
-    pairs: bool
-    likelihood: bool  # whether the loss is a plain mean of -log p
-
-    @property
-    def perplexity(self) -> float | None:
-        """None where the loss has more in it than likelihood: label smoothing, z loss, preferences."""
-        return exp(self.loss) if self.likelihood else None
-
-    def record(self) -> dict[str, Any]:
-        """For --json."""
-        what = "pairs" if self.pairs else "tokens"
-        return {"text": self.source, "eval_loss": self.loss, "perplexity": self.perplexity, what: self.counted}
-
-    def describe(self) -> list[str]:
-        """For people."""
-        lines = [
-            f"{self.source}: {self.counted:,} held-out {'pairs' if self.pairs else 'tokens'}",
-            f"eval loss             {self.loss:.6f}",
-        ]
-        return lines if self.perplexity is None else [*lines, f"perplexity per token  {self.perplexity:.6g}"]
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The share of images whose class has the highest logit, or one of the TOP highest; and the mean loss, as a run's evaluation logs it."""
-
-    source: str
-    images: int
-    loss: float
-    top_1: float
-    top_5: float
-
-    def record(self) -> dict[str, Any]:
-        """For --json."""
-        losses = {"eval_loss": self.loss, "eval_accuracy": self.top_1, "top_5": self.top_5}
-        return {"source": self.source, "images": self.images, **losses}
-
-    def describe(self) -> list[str]:
-        """For people."""
-        return [
-            f"{self.source}: {self.images:,} images",
-            f"accuracy, top 1  {self.top_1:.4%}",
-            f"accuracy, top 5  {self.top_5:.4%}",
-            f"eval loss        {self.loss:.6f}",
-        ]
+LOSS_LINES = (("eval_loss", "eval loss", ".6f"), ("perplexity", "perplexity per token", ".6g"))
+IMAGE_LINES = (
+    ("eval_accuracy", "accuracy, top 1", ".4%"),
+    ("top_5", "accuracy, top 5", ".4%"),
+    ("eval_loss", "eval loss", ".6f"),
+)
 
 
 def validation_text(path: Path, model: Model) -> SplitBatches:
@@ -127,8 +80,12 @@ def validation_images(path: Path, config: Config, other: str | None) -> tuple[Im
 
 def evaluate_text(
     model: Model, validation: SplitBatches, rows: int, progress: Progress = lambda done, total: None
-) -> TextLoss:
-    """Computes the loss of the validation batches, up to eval.batches, `rows` of a batch at a time. ConfigError where it is not finite."""
+) -> dict[str, Any]:
+    """Returns the loss that the run's evaluation would log, of the validation batches up to eval.batches, `rows` of a batch at a time.
+
+    `perplexity` is None where the loss has more in it than likelihood: label smoothing, z loss, preferences. ConfigError where it is
+    not finite.
+    """
     config, train = model.config, model.config.train
 
     def measure(batch: Batch) -> tuple[float, float]:
@@ -138,30 +95,42 @@ def evaluate_text(
     (loss,), count = averages(_portions(validation, config.eval.batches, rows, progress), measure)
     _check(model, loss, count)
     likelihood = train.objective == "next_token" and not train.label_smoothing and not train.z_loss
-    return TextLoss(validation.source, loss, round(count), train.objective == "dpo", likelihood)
+    what = "pairs" if train.objective == "dpo" else "tokens"
+    perplexity = exp(loss) if likelihood else None
+    return {"text": validation.source, "eval_loss": loss, "perplexity": perplexity, what: round(count)}
+
+
+def describe_text(record: dict[str, Any]) -> list[str]:
+    """Returns what `evaluate_text` measured, for people."""
+    what = "pairs" if "pairs" in record else "tokens"
+    lines = LOSS_LINES if record["perplexity"] is not None else LOSS_LINES[:1]
+    return [f"{record['text']}: {record[what]:,} held-out {what}", *described(record, lines)]
 
 
 def evaluate_images(
-    model: Model,
-    validation: ImageBatches,
-    batches: int,
-    rows: int,
-    progress: Progress = lambda done, total: None,
-) -> Accuracy:
-    """Evaluates the first `batches`, or all, `rows` images at a time. ConfigError where the loss is not finite."""
+    model: Model, validation: ImageBatches, batches: int, rows: int, progress: Progress = lambda done, total: None
+) -> dict[str, Any]:
+    """Returns the loss and accuracy of the first `batches`, or all, `rows` images at a time: the share of images whose class has the
+    highest logit, or one of the TOP highest. ConfigError where the loss is not finite."""
     train, classes = model.config.train, model.config.model.vocab_size
-    judge = jax.jit(partial(_losses_and_places, classes, train.label_smoothing, train.z_loss))
+    judge = jax.jit(partial(_losses_and_ranks, classes, train.label_smoothing, train.z_loss))
 
     def measure(batch: Batch) -> tuple[list[float], float]:
         weights = batch[WEIGHTS][:, 0] if WEIGHTS in batch else np.ones(len(batch[LABELS]))
-        losses, places = map(np.asarray, judge(model(batch[PATCHES]), batch[LABELS][:, 0]))
+        losses, ranks = map(np.asarray, judge(model(batch[PATCHES]), batch[LABELS][:, 0]))
         count = float(weights.sum())
-        sums = [np.sum(x * weights, dtype=np.float64) for x in (losses, places == 0, places < TOP)]
+        sums = [np.sum(x * weights, dtype=np.float64) for x in (losses, ranks == 0, ranks < TOP)]
         return [float(x / max(count, 1)) for x in sums], count
 
-    means, count = averages(_portions(validation, batches, rows, progress), measure)
-    _check(model, means[0], count)
-    return Accuracy(validation.source, round(count), *means)
+    (loss, top_1, top_5), count = averages(_portions(validation, batches, rows, progress), measure)
+    _check(model, loss, count)
+    results = {"eval_loss": loss, "eval_accuracy": top_1, "top_5": top_5}
+    return {"source": validation.source, "images": round(count), **results}
+
+
+def describe_images(record: dict[str, Any]) -> list[str]:
+    """Returns what `evaluate_images` measured, for people."""
+    return [f"{record['source']}: {record['images']:,} images", *described(record, IMAGE_LINES, 15)]
 
 
 def _portions(validation: SplitBatches, batches: int, rows: int, progress: Progress) -> Iterator[Batch]:
@@ -181,10 +150,10 @@ def _check(model: Model, loss: float, count: float) -> None:
         raise ConfigError(f"the model of {short(model.directory)} has no loss: {why}.")
 
 
-def _losses_and_places(
+def _losses_and_ranks(
     classes: int, smoothing: float, z_loss: float, logits_BV: jax.Array, labels_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of each image, and the place of its class among all by logit, from 0, [B]; of equals the first comes before."""
+    """The loss of each image, and the rank of its class among all by logit, from 0, [B]; of equals the first comes before."""
     logits, labels = logits_BV[:, None], labels_B[:, None]
     losses = cross_entropy(logits, labels, Vocabulary(classes, Collectives()), smoothing, z_loss)[:, 0]
     own = jnp.take_along_axis(logits_BV, labels, axis=1)

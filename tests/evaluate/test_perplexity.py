@@ -12,7 +12,7 @@ from meshtrain.config import ConfigError
 from meshtrain.data.documents import documents
 from meshtrain.data.input_files import find
 from meshtrain.data.tokenizer import ByteTokenizer
-from meshtrain.evaluate.perplexity import Counts, RowOptions, begin_of, perplexity, rows_of
+from meshtrain.evaluate.perplexity import TEXT_LINES, Counts, described, perplexity, rows_of
 from meshtrain.evaluate.scoring import Scorer
 
 TEXTS = {"a.txt": "Läufe über die Brücke, und zurück. " * 3, "b.md": "x", "c.txt": "\n \n"}
@@ -38,8 +38,7 @@ def text(tmp_path):
 
 
 def measured(model, paths, length=32, stride=16, rows=4):
-    options = RowOptions(ByteTokenizer(), begin_of(ByteTokenizer()), length, stride)
-    return perplexity(Scorer(model, rows), options, documents(find(paths).files, "text"))
+    return perplexity(Scorer(model, rows), ByteTokenizer(), documents(find(paths).files, "text"), length, stride)
 
 
 def by_hand(model, text: str, length: int, stride: int) -> float:
@@ -64,10 +63,11 @@ def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(mode
     whole = "".join(TEXTS.values())
     assert (counts.documents, counts.bytes, counts.words) == (3, len(whole.encode()), 19)
     assert counts.tokens == counts.bytes > len(whole), "a token a byte, and two of an umlaut"
-    assert counts.nats_per_token == pytest.approx(nats / counts.bytes)
-    assert counts.perplexity == pytest.approx(math.exp(nats / counts.bytes))
-    assert counts.word_perplexity == pytest.approx(math.exp(nats / 19))
-    assert counts.bits_per_byte == pytest.approx(nats / math.log(2) / counts.bytes)
+    record = counts.record()
+    assert record["nats_per_token"] == pytest.approx(nats / counts.bytes)
+    assert record["perplexity"] == pytest.approx(math.exp(nats / counts.bytes))
+    assert record["word_perplexity"] == pytest.approx(math.exp(nats / 19))
+    assert record["bits_per_byte"] == pytest.approx(nats / math.log(2) / counts.bytes)
 
 
 @pytest.mark.thorough
@@ -86,8 +86,8 @@ def test_more_context_is_another_number(model, text):
 def test_text_of_white_space_has_no_words(model, tmp_path):
     (tmp_path / "blank.txt").write_text(" \n")
     counts = measured(model, [str(tmp_path)])
-    assert counts.word_perplexity is None and counts.tokens == 2
-    assert "perplexity per word   -" in counts.describe()
+    assert counts.record()["word_perplexity"] is None and counts.tokens == 2
+    assert "perplexity per word   -" in described(counts.record(), TEXT_LINES)
 
 
 def test_what_is_no_document_is_counted_and_the_rest_is_scored(model, tmp_path):
@@ -112,8 +112,8 @@ def test_text_that_the_vocabulary_cannot_hold_is_a_sentence(tmp_path):
 
 
 def test_more_than_a_number_can_hold_is_infinite():
-    counts = Counts(nats=1e6, tokens=10, words=1, bytes=10)
-    assert counts.perplexity == counts.word_perplexity == math.inf
+    record = Counts(nats=1e6, tokens=10, words=1, bytes=10).record()
+    assert record["perplexity"] == record["word_perplexity"] == math.inf
 
 
 CASES = [
