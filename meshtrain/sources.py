@@ -21,7 +21,7 @@ MIXTURE = "mixture"  # data.source where data.mixture names the sources
 class SourceKind:
     """A word, and which functions open what it names.
 
-    documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.source.Source`; they can be batched in every way, mixed and held out.
+    documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.shards.Source`; they can be batched in every way, mixed and held out.
     rows: (config: Config, split: str) -> `data.batches.EpochRows`; they are drawn: nothing is read, so nothing has a digest.
     images: (config: Config) -> `data.images.image_sources.ImageSource`, for a family of images.
     """

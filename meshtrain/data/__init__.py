@@ -14,7 +14,7 @@ processes in the order that it would have had: each process computes which rows 
 - `meshtrain.data.prepare`, `meshtrain.data.unit`: text to shards, in parallel, interrupted and gone on with.
 - `meshtrain.data.chat`, `meshtrain.data.template`, `meshtrain.data.examples`: conversations, what the tokenizer's template makes of them,
   and which tokens of it are learned.
-- `meshtrain.data.shards`, `meshtrain.data.manifest`: what lies on disk. `meshtrain.data.source`: opens them. `meshtrain.data.cache`: unasked.
+- `meshtrain.data.shards`, `meshtrain.data.manifest`: what lies on disk. `meshtrain.data.cache`: prepared when first opened.
 - `meshtrain.data.token_rows`, `meshtrain.data.packing`, `meshtrain.data.grouping`: the batchings. `meshtrain.data.mixture`: several sources.
 - `meshtrain.data.permutation`: a shuffle without a table. `meshtrain.data.tokenizer`: bytes, or by `tokenizer_file` a tokenizer.json.
 

@@ -155,7 +155,13 @@ class SplitBatches:
 
     def batch(self, k: int, rows: slice = slice(None)) -> Batch:
         """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
-        return padded_rows(self.batches, k, rows, self.batch_shape(k)[0])
+        (real, _), (total, _) = self.batches.batch_shape(k), self.batch_shape(k)
+        if real == total:
+            return self.batches.batch(k, rows)
+        begin, end, step = rows.indices(total)
+        batch = self.batches.batch(k, slice(min(begin, real), min(end, real), step))
+        # All processes must yield the same arrays, those that hold no padding too.
+        return pad_rows(batch, len(range(begin, end, step)) - len(batch[LABELS]))
 
     def batch_shape(self, k: int) -> tuple[int, int]:
         """(rows, T) of global batch k, with its padding rows; T positions of a row."""
@@ -199,17 +205,6 @@ class SplitBatches:
     def describe(self) -> str:
         """Returns what an epoch of it is, in one line."""
         raise NotImplementedError
-
-
-def padded_rows(batches: GlobalBatches, k: int, rows: slice, total: int) -> Batch:
-    """These rows of batch k, padded at its end to `total` rows. With enough real rows it is the batch itself, without `weights` of ours."""
-    real, _ = batches.batch_shape(k)
-    if real == total:
-        return batches.batch(k, rows)
-    begin, end, step = rows.indices(total)
-    batch = batches.batch(k, slice(min(begin, real), min(end, real), step))
-    # All processes must yield the same arrays, those that hold no padding too.
-    return pad_rows(batch, len(range(begin, end, step)) - len(batch[LABELS]))
 
 
 def few(size: int) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from meshtrain.config.schema import DataConfig
 from meshtrain.data.input_files import InputFiles, find
 from meshtrain.data.manifest import MANIFEST
 from meshtrain.data.prepare import SKIPPED, describe_skipped, fingerprint, prepare, refusal_at
-from meshtrain.data.source import Source, open_shards
+from meshtrain.data.shards import Source, open_shards
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import PrepareOptions
 from meshtrain.errors import ConfigError

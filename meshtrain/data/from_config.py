@@ -14,8 +14,7 @@ from meshtrain.config.images import IMAGES
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.batches import EpochRows, GlobalBatches, RowBatches, SplitBatches, few
 from meshtrain.data.manifest import SPLITS, is_preparation
-from meshtrain.data.shards import Corpus
-from meshtrain.data.source import Source, open_shards
+from meshtrain.data.shards import Corpus, Source, open_shards
 from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, nearest, refusal, short

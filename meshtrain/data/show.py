@@ -50,13 +50,7 @@ def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str,
     )
 
 
-def draw(
-    name: str,
-    tokens: np.ndarray,
-    tokenizer: Tokenizer,
-    length: int | None,
-    to: TextIO | None = None,
-) -> None:
+def draw(name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None, to: TextIO | None = None) -> None:
     """Prints an example as rows of `length` labels take it."""
     stream = to or sys.stdout
     colours = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -130,8 +130,8 @@ class Scorer:
         forward, zero = program.local.forward, program.local.zero
         vocabulary = forward.parts.vocabulary
 
-        def local(masters: Any, tokens: jax.Array, at: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-            weights = zero.gather_params(masters)
+        def local(params: Any, tokens: jax.Array, at: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+            weights = zero.gather_params(params)
             x_BTD, resident = stream(forward, weights, {"tokens": tokens, "rows": jnp.arange(len(tokens))})
             x_BND = jnp.take_along_axis(x_BTD, at[..., None], axis=1)
             shard = -(-vocabulary.size // forward.collectives.vocabulary_ranks)

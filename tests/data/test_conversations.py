@@ -318,9 +318,7 @@ def test_an_example_is_shown_with_what_is_learned_between_marks(
     assert "there are 12 examples in the input, of which none is number 13" in capsys.readouterr().err
 
 
-def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -15,7 +15,7 @@ from meshtrain.data.cache import open_files
 from meshtrain.data.input_files import find
 from meshtrain.data.manifest import read_manifest
 from meshtrain.data.prepare import prepare
-from meshtrain.data.source import Source
+from meshtrain.data.shards import Source
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokenizer_file import train_bpe
 from meshtrain.data.unit import PrepareOptions

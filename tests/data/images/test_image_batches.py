@@ -1,5 +1,6 @@
 """Batches of images: pure functions of seed, step and row, whoever reads which part of them, and what they hold."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import numpy as np
 import pytest
 from image_configs import image_config, write_images
 
-from meshtrain.config import Config
-from meshtrain.data import Loader, SplitBatches, open_data
+from meshtrain.config import Config, load
+from meshtrain.data import SplitBatches, open_data
 from meshtrain.data.batches import digests
 from meshtrain.data.images.pixels import unpatched
 from meshtrain.errors import ConfigError
@@ -68,16 +69,6 @@ def test_a_batch_follows_from_seed_and_step_and_every_one_differs(folder: Path) 
     assert not np.array_equal(other.batch(0)["patches"], batches[0]["patches"])
 
 
-def test_a_run_that_begins_later_reads_what_it_would_have_read(folder: Path) -> None:
-    train, _ = open_data(changed(folder))
-    loader = Loader(open_data(changed(folder))[0], 5)
-    for _ in range(3):
-        k, batch = next(loader)
-        assert same(batch, train.batch(k))
-    loader.close()
-    assert k == 7
-
-
 def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(folder: Path) -> None:
     train, _ = open_data(image_config(folder, size=10, channels=3, validation=0.0, last="pad", batch=6))
     assert train.batches_per_epoch == 4
@@ -131,8 +122,6 @@ def test_held_out_images_are_not_changed_and_none_is_left_out(folder: Path) -> N
 
 
 def test_rows_that_fill_a_batch_up_for_the_mesh_are_empty(folder: Path) -> None:
-    from meshtrain.config import load
-
     uneven = load(changed(folder, batch=5), ["train.uneven_batch=pad", "mesh.data=4"])
     train, alone = open_data(uneven)[0], open_data(changed(folder, batch=5))[0]
     assert train.batch_shape(0) == (8, 17) and train.tokens(0) == 5 * 17
@@ -150,10 +139,6 @@ def test_many_threads_make_of_large_images_what_one_makes(folder: Path, monkeypa
 
 
 def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder: Path, tmp_path: Path) -> None:
-    import shutil
-
-    from meshtrain.errors import ConfigError
-
     shutil.copytree(folder, tmp_path / "copy")
     train, _ = open_data(image_config(tmp_path / "copy", channels=3, validation=0.0, batch=23))
     (tmp_path / "copy" / "dog" / "4.png").unlink()
@@ -209,8 +194,6 @@ def test_images_that_fill_no_batch_are_padded_and_none_held_out_is_refused(tmp_p
     train, held = open_data(image_config(tmp_path, channels=3, validation=0.0, batch=6))
     assert held is None and train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 5
     assert "it fills no batch of train.global_batch_size 6, so that one is padded" in train.describe()
-    from meshtrain.config import load
-
     asked = load(image_config(tmp_path, channels=3, validation=0.0, batch=5), ["eval.every=1"])
     with pytest.raises(
         ConfigError, match=r"eval\.every is 1, but of held-out images .* holds no image for validation; hold out"
@@ -241,8 +224,6 @@ def test_held_out_images_may_be_a_source_of_their_own_with_the_same_classes(tmp_
 
 
 def test_the_digest_names_what_is_read_and_not_where_it_lies(tmp_path: Path) -> None:
-    import shutil
-
     write_images(tmp_path / "one", {"a": 4, "b": 4})
     shutil.copytree(tmp_path / "one", tmp_path / "elsewhere" / "one", copy_function=shutil.copy)
 

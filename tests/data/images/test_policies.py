@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 
 from meshtrain.data.images import policies
 from meshtrain.data.images.policies import IMAGENET, OPERATIONS, RANDAUGMENT, autoaugment, randaugment
@@ -50,15 +50,23 @@ def test_autoaugment_draws_a_pair_and_each_of_its_operations_as_often_as_the_pol
 DRAW = np.random.default_rng(0)
 COLOURS = DRAW.integers(0, 256, (24, 30, 3), dtype=np.uint8)  # 30 wide, 24 high
 SMOOTH = np.asarray(Image.fromarray(COLOURS).resize((60, 48), Image.Resampling.BICUBIC)).copy()
-WITHOUT_SIGN = ("identity", "autocontrast", "equalize", "invert", "posterize", "solarize")
+# Half of the way; sign 1 or -1 where it matters.
+PILLOW = {
+    "identity": lambda image, sign: image,
+    "autocontrast": lambda image, sign: ImageOps.autocontrast(image),
+    "equalize": lambda image, sign: ImageOps.equalize(image),
+    "invert": lambda image, sign: ImageOps.invert(image),
+    "posterize": lambda image, sign: ImageOps.posterize(image, 6),
+    "solarize": lambda image, sign: ImageOps.solarize(image, 128),
+    "brightness": lambda image, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.45),
+    "color": lambda image, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.45),
+    "contrast": lambda image, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.45),
+    "sharpness": lambda image, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.45),
+}
 
 
 def after(name: str, pixels: np.ndarray, share: float, sign: int = 1) -> np.ndarray:
     return np.asarray(OPERATIONS[name](Image.fromarray(pixels), share, sign)).astype(int)
-
-
-def grey(pixels: np.ndarray) -> np.ndarray:
-    return np.asarray(Image.fromarray(pixels).convert("L")).astype(float)
 
 
 @pytest.mark.parametrize("name", ["shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness", "identity"])  # fmt: skip
@@ -67,9 +75,11 @@ def test_a_magnitude_of_nothing_changes_nothing(name: str) -> None:
         assert np.array_equal(after(name, COLOURS, 0.0, sign), COLOURS)
 
 
-@pytest.mark.parametrize("name", WITHOUT_SIGN)
-def test_what_goes_one_way_alone_has_no_sign(name: str) -> None:
-    assert np.array_equal(after(name, COLOURS, 0.7, 1), after(name, COLOURS, 0.7, -1))
+@pytest.mark.parametrize("name", PILLOW)
+def test_an_operation_is_that_of_pillow(name: str) -> None:
+    for sign in (1, -1):
+        expected = PILLOW[name](Image.fromarray(SMOOTH // 2), sign)
+        assert np.array_equal(after(name, SMOOTH // 2, 0.5, sign), np.asarray(expected))
 
 
 @pytest.mark.parametrize(("share", "bits"), [(0.0, 8), (0.3, 7), (0.5, 6), (0.75, 5), (1.0, 4)])
@@ -82,41 +92,6 @@ def test_solarize_inverts_from_a_threshold_on(share: float, threshold: int) -> N
     assert np.array_equal(
         after("solarize", COLOURS, share), np.where(threshold > COLOURS, COLOURS, 255 - COLOURS.astype(int))
     )
-
-
-def test_invert_and_autocontrast() -> None:
-    assert np.array_equal(after("invert", COLOURS, 0), 255 - COLOURS.astype(int))
-    narrow = (COLOURS // 2 + 40).astype(np.uint8)
-    low, high = narrow.min((0, 1)).astype(float), narrow.max((0, 1)).astype(float)
-    np.testing.assert_allclose(after("autocontrast", narrow, 0), (narrow - low) * 255 / (high - low), atol=1)
-
-
-def test_equalize_spreads_a_channels_numbers_over_their_range() -> None:
-    dark = (COLOURS.astype(float) ** 2 / 255 / 4).astype(np.uint8)
-    even = after("equalize", dark, 0)
-    for c in range(3):
-        counts = np.bincount(dark[..., c].ravel(), minlength=256)
-        step = (counts.sum() - counts[counts > 0][-1]) // 255
-        table = np.minimum((step // 2 + np.cumsum(counts) - counts) // step, 255)
-        assert np.array_equal(even[..., c], table[dark[..., c]])
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_colours_go_from_or_to_what_they_are_measured_by(sign: int) -> None:
-    factor, x = 1 + sign * 0.9 * 0.5, COLOURS.astype(float)
-    blends = {"brightness": 0.0, "color": grey(COLOURS)[..., None], "contrast": round(grey(COLOURS).mean())}
-    for name, start in blends.items():
-        expected = np.clip(start + factor * (x - start), 0, 255)
-        np.testing.assert_allclose(after(name, COLOURS, 0.5, sign), expected, atol=1.01, err_msg=name)
-
-
-def test_sharpness_goes_away_from_the_smoothed_image() -> None:
-    x = COLOURS.astype(float)
-    around = sum(x[1 + i : 23 + i, 1 + j : 29 + j] for i in (-1, 0, 1) for j in (-1, 0, 1))
-    smooth = (around + 4 * x[1:-1, 1:-1]) / 13
-    for sign in (1, -1):
-        expected = np.clip(smooth + (1 + sign * 0.9) * (x[1:-1, 1:-1] - smooth), 0, 255)
-        np.testing.assert_allclose(after("sharpness", COLOURS, 1.0, sign)[1:-1, 1:-1], expected, atol=2.5)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
