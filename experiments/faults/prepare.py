@@ -138,7 +138,6 @@ kind(
     "data/test_documents.py::test_what_else_a_line_of_json_holds_does_no_harm",
     "data/test_documents.py::test_of_a_damaged_compressed_file_no_line_is_taken",
     "data/test_documents.py::test_compressed_files_in_several_pieces_are_read_whole",
-    "data/test_documents.py::test_how_deeply_a_line_may_be_nested_does_not_depend_on_who_reads_it",
     "data/test_input_files.py::test_suffixes_in_capitals_are_taken_as_those_in_small_letters",
 )
 

@@ -136,15 +136,6 @@ def test_cached_shards_that_are_damaged_are_reported_and_made_again(
     assert len(caplog.messages) == 1
 
 
-def test_a_damaged_plan_in_the_cache_is_reported_in_a_sentence(text: Path, own_cache: Path) -> None:
-    open_data(config(text))
-    (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
-    damage(directory, "missing")
-    (directory / "plan.json").write_bytes(b"{")
-    with pytest.raises(ConfigError, match=r"plan\.json is damaged, so that nothing tells .*; remove that directory"):
-        open_data(config(text))
-
-
 def test_a_folder_of_text_may_hold_a_manifest_of_somebody_elses(tmp_path: Path, own_cache: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "an extension"}' * 100)
     (tmp_path / "plan.json").write_text('{"monday": "walk"}')

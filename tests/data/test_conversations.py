@@ -56,18 +56,12 @@ def config(folder: Path, source: str, *, length: int = 64, batch: int = 2, **sec
         "template": str(folder / "template.jinja"),
         "validation": 0.0,
     }
-    pairs = (
-        {"train": {"objective": "dpo"}, "lora": {"rank": 1}}
-        if sections.get("data", {}).get("format") == "pairs"
-        else {}
-    )
-    train = {
-        "sequence_length": length,
-        "global_batch_size": batch,
-        **pairs.pop("train", {}),
-        **sections.pop("train", {}),
-    }
-    return load({"data": {**data, **sections.pop("data", {})}, "train": train, **pairs, **sections})
+    data |= sections.pop("data", {})
+    train = {"sequence_length": length, "global_batch_size": batch, **sections.pop("train", {})}
+    if data["format"] == "pairs":
+        sections["lora"] = {"rank": 1}
+        train["objective"] = "dpo"
+    return load({"data": data, "train": train, **sections})
 
 
 def epoch(batches: TextBatches) -> Iterator[dict[str, np.ndarray]]:
@@ -259,16 +253,11 @@ def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder: Path, tmp_pa
 def test_text_has_no_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"data\.template is .*, but data\.format is text"):
         config(folder, "chats.jsonl", data={"format": "text"})
-    arguments = [
-        "prepare",
-        "--input",
-        str(folder / "chats.jsonl"),
-        "--template",
-        "x.jinja",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert main(arguments) == 2 and "text has no chat template; leave x.jinja out" in capsys.readouterr().err
+    arguments = ["prepare", "--input", str(folder / "chats.jsonl"), "--template", "x.jinja", "--output"]
+    assert (
+        main([*arguments, str(tmp_path / "out")]) == 2
+        and "text has no chat template; leave x.jinja out" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])

@@ -183,17 +183,3 @@ def test_standard_output_that_is_full_is_reported(text: Path, tmp_path: Path) ->
         )
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == ["meshtrain: standard output cannot be written: no space left on device."]
-
-
-def test_names_that_are_not_utf8_can_be_said(tmp_path: Path) -> None:
-    folder = tmp_path / os.fsdecode(b"\xff")
-    folder.mkdir()
-    (folder / "a.txt").write_text("words")
-    command = [sys.executable, "-m", "meshtrain.data", "prepare", "--workers", "1", "--validation", "0"]
-    done = subprocess.run(
-        [*command, "--input", str(folder), "--output", str(folder / "out")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and r"\udcff/out: tokenizer byte" in done.stdout

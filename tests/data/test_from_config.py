@@ -240,13 +240,6 @@ def test_a_preparation_that_was_not_finished_is_reported(text: Path, tmp_path: P
     )
 
 
-def test_bad_documents_in_text_are_refused_by_choice(tmp_path: Path) -> None:
-    (tmp_path / "good.txt").write_text("words " * 1000)
-    (tmp_path / "bad.txt").write_bytes(b"\xff")
-    assert open_data(config(tmp_path, validation=0.0))[0].batches_per_epoch > 0
-    assert "bad.txt is not UTF-8 at byte 0" in refusal(str(tmp_path), validation=0.0, bad_documents="refuse")
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -97,20 +97,9 @@ def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(
     setting = chosen(batching, text, other_text)
     (tmp_path / "config.yaml").write_text(to_yaml(setting))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", READ_OWN_ROWS, str(tmp_path / "config.yaml")]
     processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                READ_OWN_ROWS,
-                str(tmp_path / "config.yaml"),
-                str(tmp_path / f"{rank}.npz"),
-                str(rank),
-                "2",
-                str(STEPS),
-            ],
-            env=environment,
-        )
+        subprocess.Popen([*command, str(tmp_path / f"{rank}.npz"), str(rank), "2", str(STEPS)], env=environment)
         for rank in range(2)
     ]
     assert [process.wait(60) for process in processes] == [0, 0]

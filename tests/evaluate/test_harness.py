@@ -204,10 +204,10 @@ def test_the_command_prints_the_table_alone_on_stdout(lm_eval, made):
         str(made[0]),
         "--tasks",
         "meshtrain_choice",
-        "--include-path",
-        str(TASKS),
         "--limit",
         "3",
+        "--include-path",
+        str(TASKS),
     ]
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
