@@ -64,47 +64,44 @@ def open_plain(path: str) -> IO[bytes]:
     if compression(path) == GZIP:
         return cast(IO[bytes], gzip.open(path))
     if compression(path) == ZSTD:
-        return io.BufferedReader(_Zstandard(path), 1 << 17)
+        return io.BufferedReader(_Chunks(_zstandard(path)), 1 << 17)
     return open(path, "rb")
 
 
-class _Zstandard(io.RawIOBase):
+def _zstandard(path: str) -> Iterator[bytes]:
     """The frames of a file, one after the other. The library's own reader takes the end of a file within a frame for its end."""
+    import zstandard
 
-    def __init__(self, path: str) -> None:
-        import zstandard
+    decoder: Any = None  # within a frame
+    with open(path, "rb") as file:
+        while data := file.read(1 << 14):
+            while data:
+                decoder = decoder or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                try:
+                    yield decoder.decompress(data)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from None
+                data = decoder.unused_data
+                decoder = None if decoder.eof else decoder
+    if decoder is not None:
+        raise EOFError("it ends within a frame")
 
-        self._library = zstandard
-        self._file = io.FileIO(path)
-        self._decoder: Any = None  # within a frame
-        self._compressed, self._ready = b"", memoryview(b"")
+
+class _Chunks(io.RawIOBase):
+    """Chunks of bytes as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._ready = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, into: Any) -> int:
-        while not self._ready:
-            self._compressed = self._compressed or self._file.read(1 << 14)
-            if not self._compressed:
-                if self._decoder is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            if self._decoder is None:
-                self._decoder = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                self._ready = memoryview(self._decoder.decompress(self._compressed))
-            except self._library.ZstdError as error:
-                raise OSError(str(error)) from None
-            self._compressed = self._decoder.unused_data
-            if self._decoder.eof:
-                self._decoder = None
+        while not self._ready and (chunk := next(self._chunks, None)) is not None:
+            self._ready = memoryview(chunk)
         n = min(len(into), len(self._ready))
         into[:n], self._ready = self._ready[:n], self._ready[n:]
         return n
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:

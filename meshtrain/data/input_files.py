@@ -123,7 +123,12 @@ class _Search:
         while self.links:
             links, self.links = sorted(self.links), []
             for name, link in links:
-                self._link(link, name)
+                try:
+                    mode = os.stat(link).st_mode
+                except OSError:
+                    self.result.leave_out(LINKS, name)
+                else:
+                    self._entry(link, name, os.path.realpath(link), mode)
         self.result.files += sorted(self.files, key=lambda file: file.name)
         self.files = []
 
@@ -142,14 +147,6 @@ class _Search:
                     self.links.append((own, entry.path))
                 else:
                     self._entry(entry.path, own, f"{real}/{entry.name}", entry.stat(follow_symlinks=False).st_mode)
-
-    def _link(self, path: str, name: str) -> None:
-        try:
-            mode = os.stat(path).st_mode
-        except OSError:
-            self.result.leave_out(LINKS, name)
-            return
-        self._entry(path, name, os.path.realpath(path), mode)
 
     def _entry(self, path: str, name: str, real: str, mode: int) -> None:
         """Takes what a folder holds, or a link in it leads to."""
