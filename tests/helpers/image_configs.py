@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from meshtrain.config import Config, load
+from meshtrain.config import Config, ConfigError, load
+from meshtrain.data import open_data
 
 
 def image_config(
@@ -20,6 +22,13 @@ def image_config(
         "data": {"source": str(source), "images": images or {}, **data},
     }
     return load({**sections, "train": {"global_batch_size": batch}, "run": {"seed": seed}})  # fmt: skip
+
+
+def refusal(source: Path | str, **more: Any) -> str:
+    """The sentence with which a config of images is refused."""
+    with pytest.raises(ConfigError) as error:
+        open_data(image_config(source, **more))
+    return str(error.value)
 
 
 def write_images(folder: Path, classes: dict[str, int], size: tuple[int, int] = (12, 10), seed: int = 0) -> None:

@@ -2,11 +2,10 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from image_configs import image_config, write_images
+from image_configs import image_config, refusal, write_images
 
 from meshtrain.config import Config, load
 from meshtrain.data import SplitBatches, open_data
@@ -144,12 +143,6 @@ def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder: Path, tmp_p
     (tmp_path / "copy" / "dog" / "4.png").unlink()
     with pytest.raises(ConfigError, match=r"dog/4\.png could be read when the data was opened, and cannot be now"):
         train.batch(0)
-
-
-def refusal(source: Path | str, **more: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        open_data(image_config(source, **more))
-    return str(error.value)
 
 
 def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same() -> None:

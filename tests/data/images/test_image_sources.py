@@ -1,15 +1,13 @@
 """Images in arrays: names and shapes that are taken and refused, and what is read of them."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from image_configs import image_config
+from image_configs import image_config, refusal
 
 from meshtrain.data import open_data
 from meshtrain.data.images.image_sources import open_arrays
-from meshtrain.errors import ConfigError
 
 DRAW = np.random.default_rng(0)
 GREY = DRAW.integers(0, 256, (20, 8, 8), dtype=np.uint8)
@@ -25,12 +23,6 @@ def write(path: Path, kind: str, **arrays: np.ndarray) -> Path:
         return path
     (np.savez if kind == "plain" else np.savez_compressed)(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
     return path.with_suffix(".npz")
-
-
-def refusal(path: Path, **more: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        open_data(image_config(path, **more))
-    return str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["plain", "compressed", "folder"])
