@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -86,35 +86,34 @@ def numbered(classes: int) -> tuple[str, ...]:
     return tuple(map(str, range(classes)))
 
 
-class ImageArray:
-    """Images of an array [n, H, W, C], each read when it is needed."""
+class ArrayPart(NamedTuple):
+    """Images [n, H, W, C], uint8 or floats from 0 to 1, their classes [n], and what a sentence calls them."""
 
-    def __init__(self, name: str, images: np.ndarray, labels: np.ndarray, channels: int) -> None:
-        self.name, self.images, self.channels = name, images, channels
-        self.labels = labels.astype(np.int32)
+    name: str
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class ImageArrays:
+    """Images of arrays, one array after the other, each image read when it is needed."""
+
+    def __init__(self, parts: Sequence[ArrayPart], channels: int) -> None:
+        self.parts, self.channels = parts, channels
+        self.labels = np.concatenate([part.labels for part in parts]).astype(np.int32)
+        self.starts = np.cumsum([0, *(len(part.labels) for part in parts)])
 
     def pixels(self, index: int) -> np.ndarray:
-        image = self.images[index]
+        number = int(np.searchsorted(self.starts, index, "right")) - 1
+        part, index = self.parts[number], index - int(self.starts[number])
+        image = part.images[index]
         if image.dtype != np.uint8:
             # Not a comparison that a NaN passes.
             if not (image.min() >= 0 and image.max() <= 1):
                 raise ConfigError(
-                    f"image {index} of {self.name} has numbers from {image.min():g} to {image.max():g}; floats must be from 0 to 1."
+                    f"image {index} of {part.name} has numbers from {image.min():g} to {image.max():g}; floats must be from 0 to 1."
                 )
             image = np.rint(image * np.float32(255)).astype(np.uint8)
         return in_channels(np.asarray(image), self.channels)
-
-
-class JoinedArrays:
-    """Several arrays, one after the other."""
-
-    def __init__(self, parts: Sequence[ImageArray]) -> None:
-        self.parts, self.labels = parts, np.concatenate([part.labels for part in parts])
-        self.starts = np.cumsum([0, *(len(part.labels) for part in parts)])
-
-    def pixels(self, index: int) -> np.ndarray:
-        part = int(np.searchsorted(self.starts, index, "right")) - 1
-        return self.parts[part].pixels(index - int(self.starts[part]))
 
 
 def has_arrays(path: Path) -> bool:
@@ -140,7 +139,7 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
             f"{short(path)} holds {there}, but no pair of images and labels; name them images and labels."
         )
     parts = [_checked(path, names, arrays, config) for names in pairs if names is not None]
-    pictures = JoinedArrays(parts)
+    pictures = ImageArrays(parts, config.model.channels)
     if pairs[1] is None:
         share = VALIDATION if config.data.validation is None else config.data.validation
         splits = split_by_share(len(pictures.labels), share)
@@ -155,7 +154,7 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
     return ImageSource(str(path), pictures, splits, numbered(int(pictures.labels.max()) + 1), content)
 
 
-def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], config: Config) -> ImageArray:
+def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], config: Config) -> ArrayPart:
     """The images and labels of these names; ConfigError for shapes and numbers that no images have."""
     images, labels = (arrays[name] for name in names)
     what, shape = f"{names[0]} of {short(path)}", list(images.shape)
@@ -183,11 +182,12 @@ def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], 
     if labels.min() < 0 or labels.max() >= 2**31:
         wrong = labels.min() if labels.min() < 0 else labels.max()
         raise ConfigError(f"{names[1]} of {short(path)} have the class {wrong}; classes are numbered from 0.")
-    array = ImageArray(what, images, labels, config.model.channels)
+    part = ArrayPart(what, images, labels)
     if images.dtype != np.uint8:
+        pictures = ImageArrays([part], config.model.channels)
         for index in np.linspace(0, len(images) - 1, min(CHECKED, len(images))).astype(int).tolist():
-            array.pixels(index)
-    return array
+            pictures.pixels(index)
+    return part
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -216,7 +216,7 @@ def open_digits(config: Config) -> ImageSource:
     pixels, labels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None], digits.target.astype(np.int32)
     share = 360 / 1797 if config.data.validation is None else config.data.validation
     content = hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest()
-    pictures = ImageArray("digits", pixels, labels, config.model.channels)
+    pictures = ImageArrays([ArrayPart("digits", pixels, labels)], config.model.channels)
     return ImageSource("digits", pictures, split_by_share(len(labels), share), numbered(10), content)
 
 
