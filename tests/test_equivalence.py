@@ -388,10 +388,7 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
 }
 
 
-NOW = (
-    "vocabulary-on-edges",
-    "gemma",
-)
+NOW = ("vocabulary-on-edges", "gemma")
 
 
 @pytest.mark.parametrize("case", thorough_but(OTHERS, NOW.__contains__))

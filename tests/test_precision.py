@@ -54,9 +54,7 @@ def test_losses_stay_near_those_of_float32(compute, reduce, near, float32_losses
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_scattered_over_data_in_the_dtype_asked_for(reduce, stage):
     config = configuration(
-        (8, 1, 1),
-        precision={"compute": "bfloat16", "reduce": reduce},
-        parallel={"zero_stage": stage},
+        (8, 1, 1), precision={"compute": "bfloat16", "reduce": reduce}, parallel={"zero_stage": stage}
     )
     text = Program(config, make_mesh(config)).lower().as_text()  # before a CPU's compiler widens what it cannot add
     kinds = {line.split("->")[-1].strip() for line in operations(text, "reduce_scatter")}

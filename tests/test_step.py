@@ -1,15 +1,21 @@
 """The compiled step: the same run on three axes as on one device, and memory that does not grow with the microbatches."""
 
+import traceback
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from short_runs import train
 
+import meshtrain
 from meshtrain.config import Config, load, replaced
 from meshtrain.mesh import make_mesh
+from meshtrain.model import products
 from meshtrain.step import Program
 
 STEPS = 20
+MOST_FRAMES = 14  # may only fall
 
 
 def configuration(family: str, mesh: tuple[int, int, int], microbatches: int, batch: int = 8) -> Config:
@@ -46,6 +52,21 @@ def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
         return Program(config, make_mesh(config)).lower().compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(32) == pytest.approx(temporary(8), rel=0.05)
+
+
+def test_few_of_our_frames_lie_between_the_step_and_a_product(monkeypatch):
+    package, product, stacks = str(Path(meshtrain.__file__).parent), products._product, []
+
+    def recorded(x, weight):
+        frames = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+        stacks.append([code.co_qualname for code in frames if code.co_filename.startswith(package)])
+        return product(x, weight)
+
+    monkeypatch.setattr(products, "_product", recorded)
+    Program(configuration("llama", (2, 2, 2), 4)).lower()
+    longest = max(stacks, key=len)
+    assert longest[0] == "_linear_forward" and "Program._train" in longest
+    assert longest.index("Program._train") + 1 <= MOST_FRAMES, longest
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])

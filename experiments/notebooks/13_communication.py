@@ -123,7 +123,7 @@ assert np.isclose(across, planned, rtol=0.01)
 # error of a number is at most half a step of its block.
 
 # %%
-from meshtrain.parallel.reduce.sizes import codec_of
+from meshtrain.compression import codec_of
 
 gradient = np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32) * 1e-3
 gradient[0, 7] = 1.0  # one outlier takes the resolution of its whole block
@@ -190,7 +190,7 @@ assert np.allclose(losses["none"], losses["int8"], atol=0.03) and losses["int8"]
 # and what comes late is then no longer what it was: in the quickstart top-k did worse with feedback than without (`experiments/README.md`).
 
 # %%
-from meshtrain.parallel.reduce.codecs import TopK
+from meshtrain.compression import TopK
 
 codec, dice = TopK(0.1), np.random.default_rng(1)
 # the part of the gradient that is the same every step

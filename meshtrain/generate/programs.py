@@ -280,7 +280,10 @@ class Decoding:
         sequence = sequences(self.config.model, positions)
         for layer, leaves in enumerate(weights.blocks):
             block = nnx.merge(self.graphs.blocks, leaves)
-            x = self.parts.block(block, x, sequence(layer), NO_DROPOUT, attention[layer])
+            block.attention.attend = attention[layer]
+            y = self.parts.block(block, x, sequence(layer), self.collectives, NO_DROPOUT)
+            self.parts.check_block(x, y)
+            x = y
         return x
 
     def _pick(self, weights: Parts, x: jax.Array, how: SamplingArrays, positions: jax.Array, logprobs: bool) -> Picked:

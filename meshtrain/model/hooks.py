@@ -123,7 +123,7 @@ class ModelParts:
         self.vocabulary = Vocabulary(config.model.vocab_size, collectives)
         train = config.train
         built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
-        self._block = hooks.block or FAMILIES[config.model.family].block or Block.__call__
+        self.block: BlockHook = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss: Callable[..., jax.Array] = hooks.loss or built_in
         # the built-in one as a hook means no hook
         self._attention_hook = hooks.attention if hooks.attention is not attend else None
@@ -133,20 +133,10 @@ class ModelParts:
 
             check_sharded_loss(hooks.loss, config, collectives.vocabulary)
 
-    def block(
-        self,
-        block: Block,
-        x_BTD: jax.Array,
-        sequence: Sequence,
-        dropout: Dropout,
-        attend: Callable[..., jax.Array] | None = None,
-    ) -> jax.Array:
-        """Runs one layer. `attend` takes the place of `attention`, for a cache."""
-        block.attention.attend = attend or self.attention
-        y = self._block(block, x_BTD, sequence, self.collectives, dropout)
+    def check_block(self, x_BTD: jax.Array, y_BTD: jax.Array) -> None:
+        """Raises ConfigError if `block` made of x what is no residual stream."""
         wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
-        _check_result("block", self._block, y, wanted, varying(x_BTD), "pass each branch through collectives.leave")
-        return y
+        _check_result("block", self.block, y_BTD, wanted, varying(x_BTD), "pass each branch through collectives.leave")
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | None = None) -> jax.Array:  # fmt: skip
         hook, arguments = self._attention_hook, (q, k, v, segments, collectives, dropout)

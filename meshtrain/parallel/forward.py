@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -117,21 +116,28 @@ class Forward:
     def _embedding(self, weights: Weights) -> Any:
         return nnx.merge(self.embedding_graph, self.zero.gather_at_use("embedding", weights))
 
-    def layer(self, batch: Batch, key: jax.Array | None) -> Callable[[Weights, jax.Array, jax.Array], jax.Array]:
-        """The function (weights of a layer, its index, x) -> x; where stages have fewer layers than others, index -1 changes nothing."""
+    def layer(self, batch: Batch, key: jax.Array | None) -> Callable[..., jax.Array]:
+        """Returns the function (differentiated weights of a layer, x, constant weights, index) -> x.
+
+        Where stages have fewer layers than others, index -1 changes nothing.
+        """
         sequence = sequences(self.config.model, self._positions(batch), batch.get("segments"))
         dropout = self._dropout(key, batch)
         of_adapters = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
-        def layer(weights: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
-            block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
+        def layer(differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array) -> jax.Array:
+            block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", Weights(differentiated, constant)))
             use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
-            return vary(self.parts.block(block, x, sequence(index), dropout.at(index)), varying(x))
+            block.attention.attend = self.parts.attention
+            y = self.parts.block(block, x, sequence(index), self.collectives, dropout.at(index))
+            self.parts.check_block(x, y)
+            return vary(y, varying(x))
 
-        def layer_or_padding(weights: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
+        def layer_or_padding(differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array) -> jax.Array:
             if self.skips:
-                return lax.cond(index >= 0, partial(layer, weights, index), lambda x: x, x)
-            return jnp.where(index >= 0, layer(weights, index, x), x)
+                run = lambda x: layer(differentiated, x, constant, index)  # noqa: E731
+                return lax.cond(index >= 0, run, lambda x: x, x)
+            return jnp.where(index >= 0, layer(differentiated, x, constant, index), x)
 
         named = jax.named_scope(xla.LAYER)(layer if self.layout.even else layer_or_padding)
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
@@ -143,7 +149,8 @@ class Forward:
         layer = self.layer(batch, key)
 
         def step(x: jax.Array, weights_and_index: tuple[Weights, jax.Array]) -> tuple[jax.Array, None]:
-            return layer(*weights_and_index, x), None
+            weights, index = weights_and_index
+            return layer(weights.differentiated, x, weights.constant, index), None
 
         return lax.scan(step, x, (weights.part("blocks"), layer_at))[0]
 

@@ -107,12 +107,7 @@ def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[
 
 
 def place(
-    weight: Weight,
-    over: Mapping[str, tuple[str, ...]],
-    mesh: MeshConfig,
-    places: int,
-    zero: bool,
-    trained: bool = True,
+    weight: Weight, over: Mapping[str, tuple[str, ...]], mesh: MeshConfig, places: int, zero: bool, trained: bool = True
 ) -> Placed:
     """A weight on a mesh with `places` live places for its layers; `zero`: sharded over the axes along which tokens are split."""
     split = tuple(over.get(axis, ()) for axis in weight.axes)

@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, best, sent
 from meshtrain.cluster.cluster import Cluster
-from meshtrain.compression import COMPRESSIONS
+from meshtrain.compression import COMPRESSIONS, codec_of
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.mesh import ISLAND
 from meshtrain.config.reduce import ReduceConfig, scatters_at_use
@@ -34,7 +34,6 @@ from meshtrain.parallel.reduce.sizes import (
     message_length,
     over_islands,
     scatters_compressed,
-    sizes_of,
     summed_over,
 )
 from meshtrain.parallel.sync.when import BESIDE, sent_compressed
@@ -189,7 +188,7 @@ def _inside(tally: _Tally, weight: Placed, iterations: Iterations) -> None:
     else:
         for where, shard, count in _scatters(config, weight, iterations):
             if scatters_compressed(config, weight):
-                nbytes, what = ranks * sizes_of(config.parallel.reduce).nbytes(shard), _as(config)
+                nbytes, what = ranks * codec_of(config.parallel.reduce).nbytes(shard), _as(config)
                 tally.add(weight.zero_axes, ALL_TO_ALL, f"gradients{where} scattered{what}", nbytes, count, alone=True)
                 tally.encoded(ranks * shard, nbytes, shard, count)
             else:
@@ -207,12 +206,12 @@ def _across(tally: _Tally, weight: Placed) -> None:
     elif _low_rank(config, weight):
         _factors(tally, weight)
     elif islands == 2:
-        nbytes = islands * sizes_of(config.parallel.reduce).nbytes(k)
+        nbytes = islands * codec_of(config.parallel.reduce).nbytes(k)
         tally.add((ISLAND,), ALL_GATHER, what + _as(config), nbytes)
         tally.encoded(k, nbytes, k)
     else:
         each = chunk_length(k, islands)
-        nbytes = islands * sizes_of(config.parallel.reduce).nbytes(each)
+        nbytes = islands * codec_of(config.parallel.reduce).nbytes(each)
         tally.add((ISLAND,), ALL_TO_ALL, what + _as(config), nbytes, alone=True)
         tally.add((ISLAND,), ALL_GATHER, f"sums across islands gathered{_as(config)}", nbytes)
         tally.encoded(k + each, 2 * nbytes, k + each)
@@ -274,7 +273,7 @@ def sync_transfers(config: Config) -> list[Transfer]:
     reduce = config.parallel.reduce
     what, k = f"{what}, as {reduce.compression}", message_length(reduce, map(round, numbers[True]), islands)
     kinds = (ALL_GATHER,) if islands == 2 else (ALL_TO_ALL, ALL_GATHER)
-    nbytes = islands * sizes_of(reduce).nbytes(k if islands == 2 else chunk_length(k, islands))
+    nbytes = islands * codec_of(reduce).nbytes(k if islands == 2 else chunk_length(k, islands))
     return [plain, *(Transfer(ISLAND, kind, what, nbytes, times, islands) for kind in kinds)]
 
 

@@ -121,7 +121,7 @@ def gantt_svg(timeline: Timeline) -> str:
 
     out = [
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{GREY}" stroke-opacity="0.35" stroke-width="1.5"/></pattern></defs>',
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{GREY}" stroke-opacity="0.35" stroke-width="1.5"/></pattern></defs>'
     ]
     head, *rest = figures(timeline)
     out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>')

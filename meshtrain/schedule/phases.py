@@ -67,8 +67,7 @@ def forward_only_phases(phases: list[Phase]) -> list[Phase]:
     """Returns the same clocks with their forwards, heads and embeddings alone; without the phases that have none."""
     forward = [
         replace(
-            phase,
-            body=tuple((n, ops._replace(backward=False, weight=False, leave=False)) for n, ops in phase.body),
+            phase, body=tuple((n, ops._replace(backward=False, weight=False, leave=False)) for n, ops in phase.body)
         )
         for phase in phases
     ]

@@ -38,11 +38,7 @@ def leaves(layout: Layout) -> dict[str, Placed]:
 
 
 MESHES = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4), (4, 2, 1)]
-SCHEDULES = [
-    {"schedule": "interleaved", "virtual_stages": 2},
-    {"schedule": "v_1f1b"},
-    {"layer_split": [0, 2, 3, 0]},
-]
+SCHEDULES = [{"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "v_1f1b"}, {"layer_split": [0, 2, 3, 0]}]
 PLACES = [(mesh, {}) for mesh in MESHES] + [((1, 1, 2), s) for s in SCHEDULES[:2]] + [((2, 1, 4), SCHEDULES[2])]
 
 

@@ -71,8 +71,7 @@ def test_column_then_row_parallel_is_the_dense_product_forward_and_backward(sequ
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "expected"),
-    [(False, {"all-reduce": 2}), (True, {"all-gather": 2, "reduce-scatter": 2})],
+    ("sequence_parallel", "expected"), [(False, {"all-reduce": 2}), (True, {"all-gather": 2, "reduce-scatter": 2})]
 )
 def test_half_a_block_costs_the_papers_collectives_forward_and_backward(sequence_parallel, expected):
     _, mesh, hooks = on_mesh(4, sequence_parallel=sequence_parallel)

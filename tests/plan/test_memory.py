@@ -132,7 +132,11 @@ def traced_residuals(config) -> float:
         layer, layer_at = program.local.forward.layer(batch, key), jnp.asarray(program.layout.layer_at[0, 0])
 
         def stack(blocks, x):
-            return jax.lax.scan(lambda x, of_layer: (layer(*of_layer, x), None), x, (blocks, layer_at))[0]
+            def step(x, of_layer):
+                (differentiated, constant), index = of_layer
+                return layer(differentiated, x, constant, index), None
+
+            return jax.lax.scan(step, x, (blocks, layer_at))[0]
 
         y, vjp = jax.vjp(stack, weights.part("blocks"), x)
         layers = config.model.layers

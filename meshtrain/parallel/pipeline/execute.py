@@ -95,21 +95,24 @@ class Executor:
     def run(self, execution: "Execution", phases: Sequence[Phase], carry: Carry) -> Carry:
         """The clocks of the phases; what the buffers hold after the last one is in the carry."""
         for phase in phases:
-            rows, first = [], phase.first
-            for clocks, _ in phase.body:
-                rows.append(self._rows(first + np.arange(phase.repeats)[:, None] * phase.period + np.arange(clocks)))
+            loops, first = [], phase.first
+            for clocks, ops in phase.body:
+                rows = self._rows(first + np.arange(phase.repeats)[:, None] * phase.period + np.arange(clocks))
+                loops.append((partial(execution.run_clock, ops), rows))
                 first += clocks
-            loops: list[Callable] = [partial(execution.run_clock, ops) for _, ops in phase.body]
+            if phase.repeats == 1:
+                for run_clock, rows in loops:
+                    carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], rows))
+                continue
 
-            def repeat(carry: Carry, rows: list[Row], loops: list[Callable] = loops) -> tuple[Carry, None]:
-                for run_clock, row in zip(loops, rows, strict=True):
+            def repeat(
+                carry: Carry, rows: list[Row], clocks: list[Callable] = [f for f, _ in loops]
+            ) -> tuple[Carry, None]:  # noqa: B006
+                for run_clock, row in zip(clocks, rows, strict=True):
                     carry, _ = lax.scan(run_clock, carry, row)
                 return carry, None
 
-            if phase.repeats == 1:
-                carry, _ = repeat(carry, jax.tree.map(lambda a: a[0], rows))
-            else:
-                carry, _ = lax.scan(repeat, carry, rows)
+            carry, _ = lax.scan(repeat, carry, [rows for _, rows in loops])
         return carry
 
     def _rows(self, clocks: np.ndarray) -> Row:
@@ -241,15 +244,14 @@ class Execution:
     def do_backward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         cotangent, slot = read(carry.backward_received, row["b_in"]), slot_of(row, "b")
 
-        def run(blocks: Tree, w_residuals: Tree) -> tuple[jax.Array, Tree, Tree]:
-            if self.table.split:
-                gx, w_residuals = self.stage.input_gradient(carry.stash, cotangent, w_residuals, row["b_cot"], slot)
-                return gx, blocks, w_residuals
-            return *self.stage.backward(carry.stash, cotangent, blocks, slot), w_residuals
-
-        idle = lambda *same: (carry.gx, *same)  # noqa: E731
-        gx, blocks, w_residuals = self.if_active(slot.active, run, idle)(carry.blocks, carry.w_residuals)
-        return carry._replace(blocks=blocks, w_residuals=self.settled(w_residuals)), gx
+        idle = lambda same: (carry.gx, same)  # noqa: E731
+        if self.table.split:
+            run = partial(self.stage.input_gradient, carry.stash, cotangent, place=row["b_cot"], slot=slot)
+            gx, w_residuals = self.if_active(slot.active, run, idle)(carry.w_residuals)
+            return carry._replace(w_residuals=self.settled(w_residuals)), gx
+        run = partial(self.stage.backward, carry.stash, cotangent, slot=slot)
+        gx, blocks = self.if_active(slot.active, run, idle)(carry.blocks)
+        return carry._replace(blocks=blocks), gx
 
     @jax.named_scope(xla.BACKWARD)
     def do_weight(self, carry: Carry, row: Row) -> Carry:

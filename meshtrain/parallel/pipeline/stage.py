@@ -13,6 +13,7 @@ where they lie: a whole place is never in a second piece of memory.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -105,8 +106,8 @@ class Stage:
         first, indices = self._indices(chunk)
 
         def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-            at = first + i
-            return layer(self._weights(at), self.layer_at[at], x), None
+            weights, index = self._weights(first + i)
+            return layer(weights.differentiated, x, weights.constant, index), None
 
         return lax.scan(run_layer, x, indices)[0]
 
@@ -221,13 +222,14 @@ class Stage:
     def _layer(self, microbatch: jax.Array) -> Callable:
         return self.model.layer(self._batch(microbatch), self.key)
 
-    def _weights(self, at: jax.Array) -> Weights:
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks)
+    def _weights(self, at: jax.Array) -> tuple[Weights, jax.Array]:
+        """The weights of a layer, and its index in the model."""
+        weights = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks)
+        return weights, self.layer_at[at]
 
     def _trace(self, layer: Callable, at: jax.Array, x: jax.Array) -> LayerTrace:
-        weights, index = self._weights(at), self.layer_at[at]
-        run = lambda w, x: layer(weights._replace(differentiated=w), index, x)  # noqa: E731
-        y, vjp = jax.vjp(run, weights.differentiated, x)
+        weights, index = self._weights(at)
+        y, vjp = jax.vjp(partial(layer, constant=weights.constant, index=index), weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
         return LayerTrace(y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)])
 

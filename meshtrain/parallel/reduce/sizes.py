@@ -17,10 +17,9 @@ k numbers of a row that goes to one device are sent as
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from meshtrain.compression import COMPRESSIONS
+from meshtrain.compression import COMPRESSIONS, codec_of
 from meshtrain.config import Config
 from meshtrain.config.mesh import ISLAND
 from meshtrain.config.reduce import ReduceConfig
@@ -28,57 +27,6 @@ from meshtrain.errors import ConfigError
 from meshtrain.parallel.placement import Placed, all_placed
 
 FLOAT32 = 4  # bytes
-SCALE = 4  # bytes of a block's float32
-PAIR = 8  # bytes of a float32 and its int32 place
-
-
-@dataclass(frozen=True)
-class BlockSizes:
-    """Numbers of `bits` each, `block` of which share a scale; 0: there is none."""
-
-    bits: int
-    block: int
-
-    def blocks(self, k: int) -> int:
-        """Scales of a row of k numbers."""
-        return math.ceil(k / self.block) if self.block else 0
-
-    def nbytes(self, k: int) -> int:
-        """Bytes of a row of k numbers, scales included."""
-        return math.ceil(k * self.bits / 8) + SCALE * self.blocks(k)
-
-    def in_blocks(self, k: int, pieces: int = 1) -> int:
-        """k numbers filled up so that each of so many pieces of them has full blocks."""
-        piece = pieces * (self.block or 1)
-        return math.ceil(k / piece) * piece
-
-
-@dataclass(frozen=True)
-class TopKSizes:
-    """Pairs of a float32 and its int32 place, of the largest numbers of a row: `ratio` of them."""
-
-    ratio: float
-
-    def count(self, k: int) -> int:
-        """Numbers that are sent of a row of k."""
-        return max(1, round(self.ratio * k))
-
-    def nbytes(self, k: int) -> int:
-        """Bytes of a row of k numbers."""
-        return PAIR * self.count(k)
-
-
-def sizes_of(reduce: ReduceConfig) -> Any:
-    """The bytes (`Sized`; in blocks `BlockSizes`) of a compression that sends rows as bytes."""
-    sizes = COMPRESSIONS[reduce.compression].sizes
-    assert sizes is not None, f"{reduce.compression} has no codec"
-    return sizes(reduce)
-
-
-def codec_of(reduce: ReduceConfig) -> Any:
-    """The codec that a config asks for; None where no codec makes bytes of rows. Imports JAX."""
-    codec = COMPRESSIONS[reduce.compression].codec
-    return None if codec is None else codec(*astuple(sizes_of(reduce)))
 
 
 @dataclass(frozen=True)
@@ -218,8 +166,8 @@ def _ways(config: Config, axes: tuple[str, ...]) -> int:
 def message_length(reduce: ReduceConfig, numbers: Iterable[int], islands: int) -> int:
     """Numbers of one message of several weights' numbers, across islands. Each weight has blocks of its own, also in an island's chunk:
     what it is decoded to depends on nothing beside it, so that ranks which have the same of it, and other neighbours, stay alike."""
-    sizes = sizes_of(reduce)
-    return sizes.in_blocks(sum(map(sizes.in_blocks, numbers)), islands)
+    codec = codec_of(reduce)
+    return codec.in_blocks(sum(map(codec.in_blocks, numbers)), islands)
 
 
 def scatters_compressed(config: Config, weight: Placed) -> bool:

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshtrain.compression import codec_of
 from meshtrain.mesh import AXES, ISLAND, PIPELINE
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.placement import Placed, unused
 from meshtrain.parallel.reduce.codecs import all_reduce
-from meshtrain.parallel.reduce.sizes import chunk_length, codec_of, message_length, sizes_of
+from meshtrain.parallel.reduce.sizes import chunk_length, message_length
 from meshtrain.parallel.sync.when import BESIDE, has_layer, has_weight, sent_compressed
 
 Tree = Any
@@ -79,7 +80,7 @@ class Outer:
         """Their sums over islands, sent as one message."""
         if self.codec is None or not leaves:
             return []
-        whole = sizes_of(self.reduce).in_blocks
+        whole = self.codec.in_blocks
         flat = jnp.concatenate([jnp.pad(x.ravel(), (0, whole(x.size) - x.size)) for x in leaves])
         length = message_length(self.reduce, [x.size for x in leaves], self.config.mesh.islands)
         return _parts(all_reduce(jnp.pad(flat, (0, length - flat.size)), self.codec).shard, leaves, whole)
