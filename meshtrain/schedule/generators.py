@@ -18,8 +18,8 @@ microbatch not before clock m - 1, so there are at least m v + p - 1 and v p + m
 a W. So ZB-V and V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), which beat it where each stage runs on its
 own, cannot here: their stages go forward while others go backward, and a clock costs both. v_1f1b holds least: half of what 1f1b holds.
 
-The figures are for p dividing m; the conditions under which each idle time is exact, and what holds otherwise, stand in
-`facts`. Every schedule is legal for all p, m, v >= 1.
+The figures are for p dividing m, stages of equal length and messages that take no time; of zero bubble for a W no longer than an F or
+an I. `simulate` finds what holds otherwise. Every schedule is legal for all p, m, v >= 1.
 
 A schedule from outside: `SCHEDULES.register(Schedule("mine", clocks))` makes `parallel.schedule: mine` legal, trained, planned,
 drawn and searched; formulas only make searches faster.
@@ -39,7 +39,6 @@ import numpy as np
 
 from meshtrain.errors import nearest, short
 from meshtrain.registry import Registry
-from meshtrain.schedule.simulate import Durations
 from meshtrain.schedule.table import MAX_ENTRIES, IllegalTable, Table, read_csv
 from meshtrain.schedule.validate import validate
 
@@ -73,27 +72,6 @@ class Schedule:
             when.append(np.full(shape, -1))
         at = np.stack(when)
         return Table.at(at, name=self.name, stages=stages, chunks=chunks, split=split, placement=self.placement)
-
-    def bubble(
-        self, stages: int, microbatches: int, chunks: int, durations: Durations, execution: str = "lockstep"
-    ) -> float:
-        """Time in which a stage does none of F, B and W, the same for every stage, as `simulate` finds it.
-
-        The loss head, which only lockstep has a formula for, is left out: see `makespan`. Raises NotExact where no
-        formula is exact.
-        """
-        # Formulas are for searches over thousands, and no run asks.
-        from meshtrain.schedule import facts
-
-        return facts.bubble(self, stages, microbatches, chunks, durations, execution)
-
-    def makespan(
-        self, stages: int, microbatches: int, chunks: int, durations: Durations, execution: str = "lockstep"
-    ) -> float:
-        """Time from the first forward to the end of the optimizer. Raises NotExact like `bubble`."""
-        from meshtrain.schedule import facts
-
-        return facts.makespan(self, stages, microbatches, chunks, durations, execution)
 
 
 def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Table:

@@ -95,24 +95,16 @@ class Executor:
     def run(self, execution: "Execution", phases: Sequence[Phase], carry: Carry) -> Carry:
         """The clocks of the phases; what the buffers hold after the last one is in the carry."""
         for phase in phases:
-            loops, first = [], phase.first
-            for clocks, ops in phase.body:
-                rows = self._rows(first + np.arange(phase.repeats)[:, None] * phase.period + np.arange(clocks))
-                loops.append((partial(execution.run_clock, ops), rows))
+            rows, first = [], phase.first
+            loops = [partial(execution.run_clock, ops) for _, ops in phase.body]
+            for clocks, _ in phase.body:
+                rows.append(self._rows(first + np.arange(phase.repeats)[:, None] * phase.period + np.arange(clocks)))
                 first += clocks
-            if phase.repeats == 1:
-                for run_clock, rows in loops:
-                    carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], rows))
+            if phase.repeats > 1:
+                carry, _ = lax.scan(partial(_in_turn, loops), carry, rows)
                 continue
-
-            def repeat(
-                carry: Carry, rows: list[Row], clocks: list[Callable] = [f for f, _ in loops]
-            ) -> tuple[Carry, None]:  # noqa: B006
-                for run_clock, row in zip(clocks, rows, strict=True):
-                    carry, _ = lax.scan(run_clock, carry, row)
-                return carry, None
-
-            carry, _ = lax.scan(repeat, carry, [rows for _, rows in loops])
+            for run_clock, row in zip(loops, rows, strict=True):
+                carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
         return carry
 
     def _rows(self, clocks: np.ndarray) -> Row:
@@ -126,6 +118,13 @@ class Executor:
         arrays = {name: array for name, array in vars(self.buffers).items() if isinstance(array, np.ndarray)}
         rows: Row = {name: of_stage(array) for name, array in arrays.items()}
         return rows | {"arrivals": [(of_stage(a.active), of_stage(a.place)) for a in self.buffers.arrivals]}
+
+
+def _in_turn(loops: Sequence[Callable], carry: Carry, rows: list[Row]) -> tuple[Carry, None]:
+    """The clocks of a phase once: a loop for each of its bodies."""
+    for run_clock, row in zip(loops, rows, strict=True):
+        carry, _ = lax.scan(run_clock, carry, row)
+    return carry, None
 
 
 def _over_stages(loss: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ from meshtrain.plan import named, plan
 from meshtrain.plan.choices import schedules
 from meshtrain.plan.search import candidates
 from meshtrain.schedule.draw import gantt_text
+from meshtrain.schedule.facts import facts_of
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
-from meshtrain.schedule.simulate import Durations
 from meshtrain.step import Program
 
 
@@ -90,11 +90,10 @@ def test_it_is_planned_drawn_and_searched(registered):
 
 
 def test_formulas_only_make_it_faster(registered):
-    durations = Durations(1.0, 0.8, 0.9)
     plain = dataclasses.replace(SCHEDULES["1f1b"], name="plain", formulas=None)
     SCHEDULES.register(plain)
     try:
-        assert plain.bubble(4, 8, 1, durations) == SCHEDULES["1f1b"].bubble(4, 8, 1, durations)
+        assert facts_of("plain", 4, 8) == facts_of("1f1b", 4, 8)
         assert (make_table("plain", 4, 8).cells == make_table("1f1b", 4, 8).cells).all()
     finally:
         del SCHEDULES._entries["plain"]
