@@ -1,7 +1,7 @@
 """The one compiled step: gradients inside a fully manual shard_map, the optimizer on sharded arrays under plain jit.
 
-    state (float32 shards) ──open──► weights ──forward, backward──► gradients ──close──► shards ──Optax──► state
-                          all-gather      explicit collectives              reduce-scatter
+    state (float32 shards) ──gather_params──► weights ──forward, backward──► gradients ──reduce_grads──► shards ──Optax──► state
+                               all-gather          explicit collectives               reduce-scatter
 
 Every collective up to the shards stands in the source; behind them XLA adds only those of norms.
 """
@@ -46,7 +46,7 @@ class State(NamedTuple):
     """What a run is between two steps; params and optimizer in the live layout of `parallel.layout`."""
 
     step: Any  # int32: steps taken, which is also the position in the data
-    params: Tree  # float32 masters; what is frozen, in the dtype that computes
+    params: Tree  # fp32 master weights; what is frozen, in the dtype that computes
     optimizer: Tree
     scale: LossScale | None  # float16 only
     reduce: Tree = None  # what compression keeps from step to step (parallel.reduce)
@@ -114,7 +114,7 @@ class Program(Shown):
         params = self.layout.masters
         replicated = NamedSharding(self.mesh, PartitionSpec())
         optimizer = jax.eval_shape(self.optimizer.init, self.layout.only_trained(params))
-        shardings = self._optimizer_shardings
+        shardings = state_shardings(self.layout, self.mesh, optimizer)
         if self.config.parallel.offload_optimizer:
             shardings = offload.on_host(optimizer, shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
@@ -131,11 +131,6 @@ class Program(Shown):
     @property
     def state_shardings(self) -> State:
         return jax.tree.map(lambda x: x.sharding, self.state_shapes)
-
-    @cached_property
-    def _optimizer_shardings(self) -> Tree:
-        optimizer = jax.eval_shape(self.optimizer.init, self.layout.only_trained(self.layout.masters))
-        return state_shardings(self.layout, self.mesh, optimizer)
 
     @property
     def state_bytes(self) -> int:
@@ -274,7 +269,6 @@ class Program(Shown):
     def _of_batch(self, function: Callable[..., Any], params: Tree, batch: Batch) -> Any:
         """What `function(masters, batch)` gives, the same everywhere."""
         _refuse_state(params)
-
         specs = (self.layout.shards, self.rows)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())
         return mapped(params, batch)
@@ -289,10 +283,8 @@ class Program(Shown):
         return self.train_step if self.islands is None else self.islands.step_after(taken)
 
     def jitted_step(self, function: Callable[..., Any]) -> "TrainStep":
-        options, shardings = (
-            compiler_options(self.mesh, self.local.zero.overlaps_reduce_scatter),
-            (self.state_shardings, None),
-        )
+        options = compiler_options(self.mesh, self.local.zero.overlaps_reduce_scatter)
+        shardings = self.state_shardings, None
         return TrainStep(jax.jit(function, donate_argnums=0, out_shardings=shardings, compiler_options=options))
 
     @cached_property
@@ -302,7 +294,7 @@ class Program(Shown):
 
     @cached_property
     def eval_images(self) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
-        """(params, batch of images) -> (mean loss, share of the images whose likeliest class is theirs, by their weights)."""
+        """(params, batch of images) -> (mean loss, accuracy by the weights of the images)."""
         return jax.jit(partial(self._of_batch, self.local.loss_and_accuracy))
 
     @cached_property
@@ -316,17 +308,14 @@ class Program(Shown):
         name = PATCHES if self.of_images else TOKENS
 
         def local(masters: Tree, tokens: jax.Array) -> jax.Array:
-            return logits(
-                self.local.forward,
-                self.local.zero.gather_params(masters),
-                {name: tokens, "rows": jnp.arange(len(tokens))},
-            )
+            batch = {name: tokens, "rows": jnp.arange(len(tokens))}
+            return logits(self.local.forward, self.local.zero.gather_params(masters), batch)
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:
             _refuse_state(params)
-            shares = PartitionSpec(self.config.mesh.data_axes, None, self.local.forward.collectives.vocabulary)
+            shards = PartitionSpec(self.config.mesh.data_axes, None, self.local.forward.collectives.vocabulary)
             specs = (self.layout.shards, self.rows)
-            mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shares)
+            mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shards)
             return mapped(params, tokens)[..., : self.config.model.vocab_size]
 
         return jax.jit(run, out_shardings=self.batch_sharding)
@@ -410,8 +399,6 @@ def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False) -> dict[
     """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
-    from meshtrain import xla
-
     given = os.environ.get("XLA_FLAGS", "")
     options = xla.step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter)
     return {option.name: option.value for option in options if option.name not in given}

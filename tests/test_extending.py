@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -9,10 +10,13 @@ from image_batches import image_batch
 from short_runs import train, train_on
 
 import meshtrain as mt
+from meshtrain.allreduce import ALGORITHMS, Algorithm
+from meshtrain.compression import COMPRESSIONS, Compression
 from meshtrain.config import Config, load
 from meshtrain.families import FAMILIES, Family
 from meshtrain.hlo import live_bytes
 from meshtrain.optimizers import OPTIMIZERS, Optimizer
+from meshtrain.parallel.reduce.algorithms import Programs
 from meshtrain.schedule.generators import SCHEDULES, Schedule
 from meshtrain.step import Program
 
@@ -126,6 +130,47 @@ def test_an_optimizer_is_one_entry(register):
         moments=lambda o, weight: [range(weight.stacked, len(weight.axes))],
     ))  # fmt: skip
     check(optimizer={"name": "toy"})
+
+
+def data_parallel(**reduce: str) -> Config:
+    return config(
+        {"data": 2}, parallel={"microbatches": 1, "zero_stage": int("compression" in reduce), "reduce": reduce}
+    )
+
+
+def test_a_compression_is_one_entry(register):
+    class Exact:
+        """float32 as it is, as bytes."""
+
+        def nbytes(self, k):
+            return 4 * k
+
+        def encode(self, rows):
+            return jax.lax.bitcast_convert_type(rows, "uint8").reshape(len(rows), -1)
+
+        def decode(self, sent, k):
+            return jax.lax.bitcast_convert_type(sent.reshape(len(sent), k, 4), "float32")
+
+    register(COMPRESSIONS, Compression("exact", codec=lambda reduce: Exact()))
+    there = data_parallel(compression="exact")
+    assert "all_to_all" in Program(there).lower().as_text()
+    np.testing.assert_allclose(losses(there), losses(data_parallel()), rtol=2e-5)
+    assert any(item.axis == "data" for item in mt.plan(there).transfers)
+
+
+def test_an_all_reduce_algorithm_is_one_entry(register):
+    def all_reduce(x, axes):
+        return jax.lax.all_gather(x, axes).sum(0)
+
+    register(ALGORITHMS, Algorithm(
+        "gathered", programs=lambda: Programs(all_reduce), seconds=lambda links, nbytes: 1.0 * links.size,
+        no_scatter=lambda devices: "which sums all at once",
+    ))  # fmt: skip
+    there = data_parallel(algorithm="gathered")
+    np.testing.assert_allclose(losses(there), losses(data_parallel()), rtol=2e-5)
+    assert mt.plan(there).seconds > 2
+    with pytest.raises(mt.ConfigError, match=r"gathered, which sums all at once, but parallel\.zero_stage is 1"):
+        config({"data": 2}, parallel={"microbatches": 1, "zero_stage": 1, "reduce": {"algorithm": "gathered"}})
 
 
 def test_what_is_registered_is_named_where_a_word_is_wrong(register):

@@ -5,12 +5,12 @@ out in this package, or is the transpose of one that is, and can be counted. The
 
 A step on one device, each line inside the one above it:
 
-    zero              open: shards of the masters to the weights that a step works on
+    zero              gather_params: shards of the fp32 master weights to the weights that a step works on
       pipeline        the clocks of a schedule's table; without stages accumulate, microbatch after microbatch
-        forward       embedding, a run of layers, loss, of whatever share of the weights lies here
-          remat       what a layer keeps for its backward, and what that computes again
+        forward       embedding, a run of layers, loss, of whatever shard of the weights lies here
+          remat       which activations a layer saves, and what its backward recomputes
             tensor    the collectives within a layer
-    zero              close: the gradients to shards of the masters, for the optimizer
+    zero              reduce_grads: the gradients to shards, for the optimizer
 
 - `meshtrain.parallel.placement`: where each weight lies, in plain numbers; the planner and the program both ask it.
 - `meshtrain.parallel.layout`: the arrays that follow from it, and the way between canonical and live.

@@ -29,7 +29,7 @@ Tree = Any
 
 
 def shard_spec(placed: Placed) -> PartitionSpec:
-    """Masters, optimizer state and reduced gradients."""
+    """Of fp32 master weights, optimizer state and reduced gradients."""
     return PartitionSpec(*(axes or None for axes in placed.shard_over))
 
 
@@ -60,14 +60,15 @@ class Layout(Shown):
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """The canonical layer in each live place, -1 for padding: int [pipeline, chunks, layers of the longest virtual stage]."""
+        """The canonical layer in each live place, -1 for padding: int [pipeline, chunks, most layers of a virtual stage]."""
         layers = self.stages.counts
-        first, found = np.concatenate([[0], np.cumsum(layers)]), np.full((self.pipeline, self.chunks, max(layers)), -1)
+        first = np.concatenate([[0], np.cumsum(layers)])
+        layer_at = np.full((self.pipeline, self.chunks, max(layers)), -1)
         for stage in range(self.pipeline):
             for chunk in range(self.chunks):
                 k = self.table.virtual(stage, chunk) if self.table else 0
-                found[stage, chunk, : layers[k]] = np.arange(first[k], first[k + 1])
-        return found
+                layer_at[stage, chunk, : layers[k]] = np.arange(first[k], first[k + 1])
+        return layer_at
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -156,8 +157,8 @@ class Layout(Shown):
     def live_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:
         if weight.stacked and not self.in_order:
             places = self.layer_at.reshape(-1)
-            kept = jnp.asarray(places >= 0).reshape((-1,) + (1,) * (x.ndim - 1))
-            x = jnp.where(kept, x[jnp.asarray(np.maximum(places, 0))], 0)
+            holds_layer = jnp.asarray(places >= 0).reshape((-1,) + (1,) * (x.ndim - 1))
+            x = jnp.where(holds_layer, x[jnp.asarray(np.maximum(places, 0))], 0)
         return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)])
 
     def canonical_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:

@@ -172,23 +172,20 @@ def placed(
                 f"train.trainable has {short(repr(pattern))}, which no weight is called; they are {names[0]}, {names[1]} ... {names[-1]}"
                 + (nearest(pattern, names) or ".")
             )
-    found = []
-    for weight in every:
-        trained = is_trained(weight, lora, trainable)
-        found.append(place(weight, over, mesh, places, zero_stage >= (1 if trained else 3), trained))
-    return tuple(found)
+    trained = {weight: is_trained(weight, lora, trainable) for weight in every}
+    return tuple(place(w, over, mesh, places, zero_stage >= (1 if t else 3), t) for w, t in trained.items())
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How the layers are dealt out to the virtual stages."""
+    """How the layers are assigned to the virtual stages."""
 
     counts: tuple[int, ...]  # layers of each virtual stage, in model order
     chunks: int  # virtual stages on a device
 
     @functools.cached_property
     def longest(self) -> int:
-        """Layers of the longest virtual stage, to which the others are padded."""
+        """The most layers of a virtual stage, to which the others are padded."""
         return max(self.counts)
 
     @property
@@ -235,48 +232,38 @@ def buckets(layers: int) -> list[tuple[int, int]]:
 
 def notes(config: Config) -> list[str]:
     """What a mesh pads or cannot split, and what it costs, a sentence each."""
-    return [*_split_notes(config), *_zero_notes(config)]
-
-
-def _split_notes(config: Config) -> list[str]:
-    """Of tensor and pipeline."""
-    model, mesh, parallel, found = config.model, config.mesh, config.parallel, []
+    model, mesh, parallel, notes = config.model, config.mesh, config.parallel, []
     over = splits(model, mesh, parallel.vocab)
     if not over["kv_heads"]:
-        found.append(
+        notes.append(
             f"model.kv_heads {model.kv_heads} does not divide over mesh.tensor {mesh.tensor}: every tensor rank holds all key and value heads."
         )
     for name, size, axis in (("model.d_ff", model.d_ff, "mlp"), ("model.vocab_size", model.vocab_size, "vocab")):
         ways = _devices(mesh, over[axis])
         if (padded := round_up(size, ways)) > size:
-            found.append(
+            notes.append(
                 f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
             )
-    dealt = stages(config)
-    places = len(dealt.counts) * dealt.longest
+    assigned = stages(config)
+    places = len(assigned.counts) * assigned.longest
     if model.layers < places and parallel.layer_split is None:
-        found.append(
-            f"model.layers {model.layers} does not divide over {len(dealt.counts)} stages: the longest has {dealt.longest}, "
+        notes.append(
+            f"model.layers {model.layers} does not divide over {len(assigned.counts)} stages: the longest has {assigned.longest}, "
             f"so {1 - model.layers / places:.0%} of the stages' time is idle."
         )
-    return found
-
-
-def _zero_notes(config: Config) -> list[str]:
-    """Of ZeRO."""
-    found, data = [], zero_ways(config)
+    data = zero_ways(config)
     for weight in all_placed(config):
-        held, used = math.prod(weight.padded), math.prod(weight.whole)
-        if held > used:
-            found.append(
-                f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: {held / used - 1:.1%} more."
+        padded, used = math.prod(weight.padded), math.prod(weight.whole)
+        if padded > used:
+            notes.append(
+                f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: {padded / used - 1:.1%} more."
             )
         if weight.zero_dim is None and data > 1 and weight.trained:
-            found.append(
+            notes.append(
                 f"{weight.name} {weight.shape} cannot be sharded over data {data}: "
                 f"{4 * used:,} bytes stay on every data rank, for the master and for each optimizer moment."
             )
-    return found
+    return notes
 
 
 def _devices(mesh: MeshConfig, axes: Collection[str]) -> int:

@@ -88,7 +88,7 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Value
 
 
 class _Parts:
-    """A jaxpr whose equations are dealt to `first` (all that the wanted outputs depend on) and `second` (the rest)."""
+    """A jaxpr whose equations are assigned to `first` (all that the wanted outputs depend on) and `second` (the rest)."""
 
     def __init__(self, jaxpr: Jaxpr, wanted: Sequence[bool], lost: Sequence[bool]) -> None:
         self.jaxpr, self.wanted = jaxpr, list(wanted)
@@ -96,7 +96,7 @@ class _Parts:
         others = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)}
         # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than what it is made of.
         given = _outs(_made_by(jaxpr, needed))
-        needed |= {v for v in others if not any(map(_is_product, _made_by(jaxpr, {v}, given)))}
+        needed |= {v for v in others if not any(e.primitive.name == "dot_general" for e in _made_by(jaxpr, {v}, given))}
         self.in_first = _made_by(jaxpr, needed)
         self.in_second = _made_by(jaxpr, others, _outs(self.in_first))
         others |= {v for eqn in self.in_second for v in _variables(eqn.invars)}
@@ -122,20 +122,16 @@ class _Parts:
 
 def _made_by(jaxpr: Jaxpr, wanted: set[Var], given: Set[Var] = frozenset()) -> list[JaxprEqn]:
     """The equations that `wanted` take, but for those that lead to what is `given`."""
-    wanted, found = wanted - given, []
+    wanted, equations = wanted - given, []
     for eqn in reversed(jaxpr.eqns):
         if any(v in wanted for v in eqn.outvars):
-            found.append(eqn)
+            equations.append(eqn)
             wanted |= _variables(eqn.invars) - given
-    return found[::-1]
+    return equations[::-1]
 
 
 def _outs(eqns: Sequence[JaxprEqn]) -> set[Var]:
     return {v for eqn in eqns for v in eqn.outvars}
-
-
-def _is_product(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "dot_general"
 
 
 def _variables(atoms: Sequence[Any]) -> set[Var]:

@@ -141,15 +141,15 @@ class Outer:
         if self.sync.fragments == 1:
             return [None]
         layer_at = self.layout.layer_at.reshape(self.config.mesh.pipeline, -1)
-        found: list[np.ndarray | None] = []
+        places: list[np.ndarray | None] = []
         for fragment in range(self.sync.fragments):
             here = [
-                [place for place, layer in enumerate(stage) if layer >= 0 and has_layer(self.config, fragment, layer)]
+                [at for at, layer in enumerate(stage) if layer >= 0 and has_layer(self.config, fragment, layer)]
                 for stage in layer_at
             ]
             most = max(map(len, here))
-            found.append(np.array([h + [layer_at.shape[1]] * (most - len(h)) for h in here], np.int32))
-        return found
+            places.append(np.array([h + [layer_at.shape[1]] * (most - len(h)) for h in here], np.int32))
+        return places
 
     def _places(self, fragment: int) -> jax.Array | None:
         rows = self._rows[fragment]

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.config import Config
 from meshtrain.mesh import ISLAND
 
 Tree = Any
@@ -48,20 +47,6 @@ def stacked(tree: Tree, islands: int) -> Tree:
     return jax.tree.map(stack, tree)
 
 
-def shapes(config: Config, trained: Tree) -> Islands:
-    """ShapeDtypeStructs of what islands keep, from those of the trained weights."""
-    sync, islands = config.parallel.sync, config.mesh.islands
-    mesh = jax.tree.leaves(trained)[0].sharding.mesh
-    return Islands(
-        params=stacked(trained, islands),
-        momentum=trained if sync.outer_momentum else None,
-        under_way=trained if sync.delay else None,
-        counted=jax.ShapeDtypeStruct(
-            (islands, sync.fragments), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(ISLAND))
-        ),
-    )
-
-
 def every_island(tree: Tree, islands: int) -> Tree:
     """The same for each island, inside jit."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (islands, *x.shape)), tree)
@@ -83,15 +68,6 @@ def mean_of(is_finite: jax.Array, x: jax.Array) -> jax.Array:
 def where_island(is_finite: jax.Array, x: jax.Array, other: jax.Array) -> jax.Array:
     """[islands, ...] of the finite islands, and `other` of the rest."""
     return jnp.where(is_finite.reshape(-1, *[1] * (x.ndim - 1)), x, other)
-
-
-def begun(config: Config, trained: Tree) -> Islands:
-    """What islands keep before the first step, inside jit: each has the shared model, and nothing has moved."""
-    sync = config.parallel.sync
-    zeros = jax.tree.map(jnp.zeros_like, trained)
-    own = every_island(trained, config.mesh.islands)
-    counted = jnp.zeros((config.mesh.islands, sync.fragments))
-    return Islands(own, zeros if sync.outer_momentum else None, zeros if sync.delay else None, counted)
 
 
 def visible(metrics: Mapping[str, jax.Array | float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.mesh import ISLAND, platform
 from meshtrain.parallel.forward import Batch
@@ -42,14 +42,17 @@ class IslandSteps:
         self.program, self.config, self.layout = program, program.config, program.layout
         self.sync, self.islands = program.config.parallel.sync, program.config.mesh.islands
         self.outer = Outer(program.layout)
-        self._compiled: dict[str, jax.stages.Compiled] = {}
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
 
     # --- the state
 
     def shapes(self, state: "State") -> "State":
         """ShapeDtypeStructs of the state, from those of one without islands of their own."""
         optimizer, scale = states.stacked((state.optimizer, state.scale), self.islands)
-        own = states.shapes(self.config, self.layout.only_trained(state.params))
+        trained = self.layout.only_trained(state.params)
+        sharding = NamedSharding(self.program.mesh, PartitionSpec(ISLAND))
+        counted = jax.ShapeDtypeStruct((self.islands, self.sync.fragments), jnp.float32, sharding=sharding)
+        own = self._kept(trained, trained, states.stacked(trained, self.islands), counted)
         return state._replace(optimizer=optimizer, scale=scale, islands=own)
 
     def begin(self, state: "State") -> "State":
@@ -58,8 +61,18 @@ class IslandSteps:
         return state._replace(optimizer=self.every_island(state.optimizer), islands=self.begun(trained))
 
     def begun(self, trained: Tree) -> states.Islands:
-        """See `states.begun`."""
-        return states.begun(self.config, trained)
+        """What islands keep before the first step, inside jit: each has the shared model, and nothing has moved."""
+        zeros = jax.tree.map(jnp.zeros_like, trained)
+        own = self.every_island(trained)
+        return self._kept(zeros, zeros, own, jnp.zeros((self.islands, self.sync.fragments)))
+
+    def _kept(self, momentum: Tree, under_way: Tree, params: Tree, counted: Any) -> states.Islands:
+        return states.Islands(
+            params=params,
+            momentum=momentum if self.sync.outer_momentum else None,
+            under_way=under_way if self.sync.delay else None,
+            counted=counted,
+        )
 
     def every_island(self, tree: Tree) -> Tree:
         """The same for each island, inside jit."""
@@ -80,52 +93,42 @@ class IslandSteps:
         """What is due after `taken` steps, the last of which gave `metrics`. Waits for an exchange, to see whether an island is broken."""
         metrics = dict(metrics)
         if not self.sync.delay and (fragment := when.due(self.sync, taken)) is not None:
-            state, more = self._run(f"synchronize {fragment}", self.synchronize[fragment], state)
+            state, more = self._compile(self.synchronize[fragment])(state)
             metrics |= more
         if "sync_islands" in metrics:
             sent = when.due(self.sync, taken - bool(self.sync.delay))
             assert sent is not None
             metrics["sync_bytes"] = self.outer.sent_bytes(sent)
             if 0 < int(metrics["sync_islands"]) < self.islands:
-                state = self._run("mend", self.mend, state)
+                state = self._compile(self.mend)(state)
         if self.sync.delay and (fragment := when.arrives(self.sync, taken)) is not None:
-            state = self._run(f"apply outer update {fragment}", self.apply_outer_update[fragment], state)
+            state = self._compile(self.apply_outer_update[fragment])(state)
         return state, metrics
 
     def prepare(self) -> None:
         """Compiles what is done between steps, but for what a broken island needs, so that no exchange waits for it."""
-        fragments = range(self.sync.fragments)
-        name, jitted = (
-            ("apply outer update", self.apply_outer_update) if self.sync.delay else ("synchronize", self.synchronize)
-        )
-        for fragment in fragments:
-            self._lookup(f"{name} {fragment}", jitted[fragment])
+        for jitted in self.apply_outer_update if self.sync.delay else self.synchronize:
+            self._compile(jitted)
 
-    def _run(self, name: str, jitted: Any, state: "State") -> Any:
-        return self._lookup(name, jitted)(state)
-
-    def _lookup(self, name: str, jitted: Any) -> jax.stages.Compiled:
-        if name not in self._compiled:
-            self._compiled[name] = jitted.lower(self.program.state_shapes).compile()
-        return self._compiled[name]
+    def _compile(self, jitted: Any) -> jax.stages.Compiled:
+        if jitted not in self._compiled:
+            self._compiled[jitted] = jitted.lower(self.program.state_shapes).compile()
+        return self._compiled[jitted]
 
     # --- steps
 
     @cached_property
     def synchronous(self) -> "TrainStep":
-        return self._step(self._synchronous)
+        return self.program.jitted_step(self._synchronous)
 
     @cached_property
     def local_step(self) -> "TrainStep":
-        return self._step(self._local_step)
+        return self.program.jitted_step(self._local_step)
 
     @cached_property
     def sending(self) -> list["TrainStep"]:
         """By fragment: the step that also sends what islands had before it."""
-        return [self._step(partial(self._sending, fragment)) for fragment in range(self.sync.fragments)]
-
-    def _step(self, function: Any) -> "TrainStep":
-        return self.program.jitted_step(function)
+        return [self.program.jitted_step(partial(self._sending, fragment)) for fragment in range(self.sync.fragments)]
 
     @cached_property
     def _within_island(self) -> LocalStep:
@@ -167,10 +170,8 @@ class IslandSteps:
         each = state._replace(
             params=state.islands.params, optimizer=self.program.on_device(state.optimizer), islands=None
         )
-        # Along which axis of each field `vmap` goes over the islands.
-        axes: Any = each._replace(
-            step=None, params=0, optimizer=0, scale=None if each.scale is None else 0, reduce=None
-        )  # type: ignore[arg-type]
+        # The step's number is one for all, the rest has a first axis of islands.
+        axes = type(state)(step=None, params=0, optimizer=0, scale=0)
         update = jax.vmap(self.program.update, in_axes=(axes, 0), out_axes=(axes, 0), spmd_axis_name=ISLAND)
         after, metrics = update(each, gradients._replace(counted=None))
         islands = state.islands._replace(params=after.params)
@@ -285,8 +286,7 @@ class IslandSteps:
     @cached_property
     def _own(self) -> Tree:
         """PartitionSpecs of the islands' own weights, [islands, ...]."""
-        shapes = states.shapes(self.config, self.layout.only_trained(self.layout.masters))
-        return jax.tree.map(lambda x: x.sharding.spec, shapes.params)
+        return jax.tree.map(lambda spec: PartitionSpec(ISLAND, *spec), self._shared)
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` on every device's shards. What it makes of islands' own weights may be shared only if it is the same on all of them:
