@@ -148,9 +148,9 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
             return weight
         rank = len(weight.axes)
         choices = [[d for d in range(rank) if d != dropped] for dropped in (rank, *range(weight.stacked, rank))]
-        kept = next((k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape), None)
-        if kept is not None:
-            return part(weight, kept)
+        dims = next((k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape), None)
+        if dims is not None:
+            return part(weight, dims)
         # Not factored: one number a layer.
         return part(weight, [0], more=value.ndim - 1) if weight.stacked else None
 

@@ -193,11 +193,11 @@ class Program(Shown):
         ConfigError for arrays that make no batch, and for rows that the data ranks cannot share.
         """
         arrays, data = a_batch(batch, self.config), self.config.mesh.data
-        ranks, given = own_rows(self.batch_sharding, data), len(inputs(arrays))
-        each, left = divmod(given, ranks.stop - ranks.start)
+        ranks, rows = own_rows(self.batch_sharding, data), len(inputs(arrays))
+        each, left = divmod(rows, ranks.stop - ranks.start)
         if left:
             raise ConfigError(
-                f"a batch of {given} rows cannot be shared by data {ranks.stop - ranks.start}; give a multiple."
+                f"a batch of {rows} rows cannot be shared by data {ranks.stop - ranks.start}; give a multiple."
             )
         return {name: of_own_rows(self.batch_sharding, x, each * data) for name, x in arrays.items()}
 
@@ -399,6 +399,6 @@ def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False) -> dict[
     """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
-    given = os.environ.get("XLA_FLAGS", "")
+    flags = os.environ.get("XLA_FLAGS", "")
     options = xla.step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter)
-    return {option.name: option.value for option in options if option.name not in given}
+    return {option.name: option.value for option in options if option.name not in flags}

@@ -17,7 +17,7 @@ from jax import lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import input_name, inputs
-from meshtrain.parallel.forward import Batch, Forward, Judged, LossAndGradients, Totals, added
+from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, Totals, added
 from meshtrain.parallel.pipeline.stage import Slot, Stage, after, empty
 from meshtrain.parallel.zero import Weights
 
@@ -109,10 +109,10 @@ def _to_the_loss(
     return (loss, measured), edge, cotangent, stash, slot
 
 
-def judged(forward: Forward, weights: Weights, batches: Batch) -> Judged:
+def label_losses(forward: Forward, weights: Weights, batches: Batch) -> LabelLosses:
     """The labels of the microbatches one by one, [M, b, T] each, without gradients."""
 
-    def microbatch(batch: Batch) -> Judged:
-        return forward.judged(weights, forward.last_stream(weights, batch, None), batch, jnp.array(True))
+    def microbatch(batch: Batch) -> LabelLosses:
+        return forward.label_losses(weights, forward.last_stream(weights, batch, None), batch, jnp.array(True))
 
     return lax.map(microbatch, batches)

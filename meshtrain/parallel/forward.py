@@ -36,11 +36,11 @@ Batch = dict[str, jax.Array]
 Totals = tuple[jax.Array, dict[str, jax.Array]]
 
 
-class Judged(NamedTuple):
+class LabelLosses(NamedTuple):
     """The loss of each label, [.., b, T]: one of a token, or of an image."""
 
     losses: jax.Array  # float32
-    hits: jax.Array | None = None  # of images: float32, 1 where the argmax is the label
+    correct: jax.Array | None = None  # of images: float32, 1 where the argmax is the label
 
 
 class LossAndGradients(NamedTuple):
@@ -187,14 +187,14 @@ class Forward:
         return _where(here, self.total(self._losses(weights, x, batch, here), batch))
 
     @jax.named_scope(xla.HEAD)
-    def judged(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> Judged:
+    def label_losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> LabelLosses:
         """Its labels one by one."""
         if not self.of_images:
-            return _where(here, Judged(self._losses(weights, x, batch, here)))
+            return _where(here, LabelLosses(self._losses(weights, x, batch, here)))
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
-        hits = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)
-        return _where(here, Judged(losses, hits))
+        correct = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)
+        return _where(here, LabelLosses(losses, correct))
 
     def total(self, losses: jax.Array, batch: Batch) -> Totals:
         """The loss of labels with these losses, float32 [.., T], not yet divided by what counts of a batch (`model.loss.counted`)."""

@@ -19,7 +19,7 @@ from meshtrain.parallel.zero import Weights
 
 
 def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
-    """This device's share of the vocabulary, [b, T, V share] in float32, of its data rank's tokens [b, T]."""
+    """This device's shard of the vocabulary, [b, T, V share] in float32, of its data rank's tokens [b, T]."""
     x, here = stream(forward, weights, batch)
     return of_stream(forward, weights, x, here)
 
@@ -44,10 +44,10 @@ def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array,
 
 
 def of_stream(forward: Forward, weights: Weights, x_BTD: jax.Array, here: jax.Array) -> jax.Array:
-    """The logits of what `stream` made, or of some of its places: this device's share, [b, T, V share] in float32."""
-    shares = forward.logits(weights, x_BTD, here)
+    """The logits of what `stream` made, or of some of its places: this device's shard, [b, T, V share] in float32."""
+    shard = forward.logits(weights, x_BTD, here)
     # with parallel.vocab: edge only the last stage's logits are of use, though every stage has computed some
-    return shares if PIPELINE in forward.collectives.vocabulary else _only(here, shares)
+    return shard if PIPELINE in forward.collectives.vocabulary else _only(here, shard)
 
 
 def _only(here: jax.Array, x: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from meshtrain.inputs import LABELS, inputs
 from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.loss import counted
 from meshtrain.parallel import accumulate
-from meshtrain.parallel.forward import Batch, Forward, Judged, LossAndGradients, weighted
+from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, weighted
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.reduce.reduction import Statistics
 from meshtrain.parallel.tensor import MeshCollectives
@@ -109,10 +109,10 @@ class LocalStep:
         weights = self.zero.gather_params(masters)
         batches, count = self.microbatches(batch)
         batches = self._with_reference(weights, batches)
-        judged = self._judged(self.forward, weights, batches)
-        total, _ = self.forward.total(judged.losses, batches)
-        hits = None if judged.hits is None else self._sum(weighted(judged.hits, batches)) / _divisor(count)
-        return self._sum(total) / _divisor(count), hits
+        labels = self._label_losses(self.forward, weights, batches)
+        total, _ = self.forward.total(labels.losses, batches)
+        correct = None if labels.correct is None else self._sum(weighted(labels.correct, batches)) / _divisor(count)
+        return self._sum(total) / _divisor(count), correct
 
     def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
         """This data rank's rows as [microbatches, rows, ..] with their global indices, and what counts in the batch: tokens, images or,
@@ -134,15 +134,17 @@ class LocalStep:
         """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through the same stages."""
         if self.config.train.objective != "dpo":
             return batches
-        losses = self._judged(self.forward.without_adapters(), weights, batches).losses
+        losses = self._label_losses(self.forward.without_adapters(), weights, batches).losses
         # One forward after the other, so that the activations of both are never alive together.
         tokens, losses = lax.optimization_barrier((batches["tokens"], losses))
         return {**batches, "tokens": tokens, "reference": losses}
 
-    def _judged(self, forward: Forward, weights: Weights, batches: Batch) -> Judged:
+    def _label_losses(self, forward: Forward, weights: Weights, batches: Batch) -> LabelLosses:
         """The labels of the microbatches one by one, [M, b, T] each."""
         executor = self._executor(forward)
-        return executor.judged(weights, batches) if executor else accumulate.judged(forward, weights, batches)
+        return (
+            executor.label_losses(weights, batches) if executor else accumulate.label_losses(forward, weights, batches)
+        )
 
     def _executor(self, forward: Forward) -> "Executor | None":
         if not self.layout.table:

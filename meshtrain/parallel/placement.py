@@ -78,8 +78,8 @@ class Placed:
 
     def on_rank(self) -> int:
         """Elements on one device as it is held."""
-        held = math.prod(n // w for n, w in zip(self.padded, self.ways, strict=True))
-        return held if self.zero_dim is None else held // self.zero_degree
+        elements = math.prod(n // w for n, w in zip(self.padded, self.ways, strict=True))
+        return elements if self.zero_dim is None else elements // self.zero_degree
 
 
 def unused(axes: Iterable[str], over: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -131,19 +131,19 @@ def place(
     )  # fmt: skip
 
 
-def part(placed: Placed, kept: Sequence[int], more: int = 0) -> Placed:
-    """An array with the dimensions `kept` of a weight alone, unpadded, and `more` of size 1: split as that is where it divides."""
-    live = tuple(placed.unpadded[d] for d in kept)
-    divides = [n % placed.ways[d] == 0 for d, n in zip(kept, live, strict=True)]
-    over = tuple(placed.over[d] if fits else () for d, fits in zip(kept, divides, strict=True))
-    ways = tuple(placed.ways[d] if fits else 1 for d, fits in zip(kept, divides, strict=True))
+def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
+    """An array with the dimensions `dims` of a weight alone, unpadded, and `more` of size 1: split as that is where it divides."""
+    live = tuple(placed.unpadded[d] for d in dims)
+    divides = [n % placed.ways[d] == 0 for d, n in zip(dims, live, strict=True)]
+    over = tuple(placed.over[d] if fits else () for d, fits in zip(dims, divides, strict=True))
+    ways = tuple(placed.ways[d] if fits else 1 for d, fits in zip(dims, divides, strict=True))
     zero_dim = None
-    if placed.zero_dim is not None and placed.zero_dim in kept:
-        at = kept.index(placed.zero_dim)
+    if placed.zero_dim is not None and placed.zero_dim in dims:
+        at = dims.index(placed.zero_dim)
         zero_dim = at if live[at] % (placed.ways[placed.zero_dim] * placed.zero_degree) == 0 else None
     ones = (1,) * more
-    axes = tuple(placed.axes[d] for d in kept) + ("one",) * more
-    shape = tuple(placed.shape[d] for d in kept) + ones
+    axes = tuple(placed.axes[d] for d in dims) + ("one",) * more
+    shape = tuple(placed.shape[d] for d in dims) + ones
     return Placed(
         placed.name, axes, shape, live + ones, live + ones, over + ((),) * more, ways + ones, zero_dim, placed.zero_axes, placed.zero_degree,
         placed.decayed, placed.trained,
@@ -201,11 +201,11 @@ def stages(config: Config) -> Stages:
 
 
 @functools.lru_cache(maxsize=65536)
-def _stages(layers: int, pipeline: int, chunks: int, given: tuple[int, ...] | None) -> Stages:
+def _stages(layers: int, pipeline: int, chunks: int, layer_split: tuple[int, ...] | None) -> Stages:
     if pipeline == 1:
         return Stages((layers,), 1)
     virtual = pipeline * chunks
-    return Stages(given or tuple(layers // virtual + (k < layers % virtual) for k in range(virtual)), chunks)
+    return Stages(layer_split or tuple(layers // virtual + (k < layers % virtual) for k in range(virtual)), chunks)
 
 
 def all_placed(config: Config) -> tuple[Placed, ...]:

@@ -3,15 +3,16 @@
 Between steps every stage from 1 on holds one shard of the fp32 master weights and of the optimizer state. They differ in the step:
 
     stage      start of the step     at each layer of a microbatch                          end of the step
-    0          masters are replicated                                                  all-reduce of gradients       2Ψ sent
+    0          weights are replicated                                                  all-reduce of gradients       2Ψ sent
     1          all-gather weights                                                   reduce-scatter gradients      2Ψ
     2          all-gather weights    backward: reduce-scatter its gradient                                        2Ψ
     3                                all-gather its weights, twice; reduce-scatter                                3Ψ
     2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and 3mΨ of 3
 
 (sent per data rank, in elements of the Ψ parameters, times (N-1)/N.) Over the microbatches gradients are summed in
-`precision.gradient_sums`, whole in stages 0 and 1 and where held, in stages 2 and 3 a shard of them. Three calls tell the story: `gather_params` makes what a step works on,
-`gather_at_use` gives the model a weight where it needs it, `reduce_grads` sums the accumulated gradients into shards.
+`precision.gradient_sums`, in full in stages 0 and 1 and where held, in stages 2 and 3 a shard of them. Three calls tell the story:
+`gather_params` makes what a step works on, `gather_at_use` gives the model a weight where it needs it, `reduce_grads` sums the
+accumulated gradients into shards.
 """
 
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class ReducedGradients(NamedTuple):
 
 
 class EarlyReduced(NamedTuple):
-    """A gradient that was reduced before the others: its shard, and what was left out of its pieces, float32 [pieces, 2] each."""
+    """A gradient that was reduced before the others: its shard, and what was left out of each of its messages, float32 [messages, 2]."""
 
     shard: jax.Array
     squares: list[jax.Array]
@@ -131,8 +132,8 @@ class Zero:
         axes = tuple(axis for axis in self.axes if axis != ISLAND or self.reduction.islands)
         measured = statistics(squares, axes, scale, self.layout.config.parallel.reduce.feedback)
         shards = self.layout.map(lambda weight, x: x and x.shard, reduced)
-        kept = None if self.feedback is None else self.feedback.next_state(reduced, scale)
-        return ReducedGradients(shards, kept, measured)
+        state = None if self.feedback is None else self.feedback.next_state(reduced, scale)
+        return ReducedGradients(shards, state, measured)
 
     def reduce_early(self, part: str, gradients: Tree) -> Tree:
         """Reduce-scatters a part's gradients (of the blocks: of some layers, stacked) that are already complete, to overlap with the rest
@@ -171,33 +172,18 @@ class Zero:
         if differentiated is None:
             assert constant is not None
             return gather(weight, constant) if self.gathers_at_use else constant
-        if not self.scatters_at_use:
+        if not self.scatters_at_use or weight.zero_dim is None:
             return differentiated
-        if constant is None:
-            return self._gather_at_use(weight, differentiated)
-        return self._scatter_at_use(weight, differentiated, constant)
 
-    def _gather_at_use(self, weight: Placed, shard: jax.Array) -> jax.Array:
-        if weight.zero_dim is None:
-            return shard
+        def full_weight(shard: jax.Array, resident: jax.Array | None) -> jax.Array:
+            return gather(weight, shard) if resident is None else resident
 
-        @jax.custom_vjp
-        def use(shard: jax.Array) -> jax.Array:
-            return gather(weight, shard)
+        def backward(_: None, g: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            return self._scatter(weight, g), None if constant is None else jnp.zeros_like(g)
 
-        use.defvjp(lambda shard: (gather(weight, shard), None), lambda _, g: (self._scatter(weight, g),))
-        return use(shard)
-
-    def _scatter_at_use(self, weight: Placed, shard: jax.Array, full: jax.Array) -> jax.Array:
-        if weight.zero_dim is None:
-            return shard
-
-        @jax.custom_vjp
-        def use(shard: jax.Array, full: jax.Array) -> jax.Array:
-            return full
-
-        use.defvjp(lambda shard, full: (full, None), lambda _, g: (self._scatter(weight, g), jnp.zeros_like(g)))
-        return use(shard, full)
+        use = jax.custom_vjp(full_weight)
+        use.defvjp(lambda *given: (full_weight(*given), None), backward)
+        return use(differentiated, constant)
 
     def _scatter(self, weight: Placed, g: jax.Array) -> jax.Array:
         return self.reduction.reduce_scatter(weight, g).shard.astype(g.dtype)

@@ -74,11 +74,11 @@ def figures(timeline: Timeline) -> list[str]:
     table = timeline.table
     fullest = int(np.argmax(timeline.peak_in_flight))
     sizes = f"{_count(table.stages, 'stage')}, {_count(table.microbatches, 'microbatch', 'es')}"
-    kept = "kept for the backward" if table.chunks == 1 else f"of 1/{table.chunks} stage each kept for the backward"
+    stashed = "kept for the backward" if table.chunks == 1 else f"of 1/{table.chunks} stage each kept for the backward"
     return [
         f"{table.name}: {sizes}, {_count(table.chunks, 'chunk')} a stage, {timeline.execution} execution",
         f"makespan {timeline.makespan:.6g}; idle {timeline.bubble_fraction:.1%} of the stages' time",
-        f"peak in flight {_count(timeline.peak_in_flight[fullest], 'entr', 'ies', 'y')} {kept}, on stage {fullest}",
+        f"peak in flight {_count(timeline.peak_in_flight[fullest], 'entr', 'ies', 'y')} {stashed}, on stage {fullest}",
     ]
 
 

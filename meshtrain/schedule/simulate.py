@@ -222,7 +222,7 @@ def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np
     before = [-1] * table.stages
     starts, causes = [], []
     columns = (spans.stage, spans.work, wants, gives, hop)
-    for i, (s, work, wanted, given, travel) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for i, (s, work, wanted, value, travel) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
         start, cause = free[s], before[s]
         if ready[wanted] > start:
             start, cause = ready[wanted], giver[wanted]
@@ -230,8 +230,8 @@ def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np
         causes.append(cause)
         free[s] = end = start + work
         before[s] = i
-        if end + travel > ready[given]:
-            ready[given], giver[given] = end + travel, i
+        if end + travel > ready[value]:
+            ready[value], giver[value] = end + travel, i
     return np.array(starts), np.array(causes)
 
 

@@ -12,7 +12,7 @@ With `split=True` the B slot computes the gradient of the stage's *input* only a
 weights is left to the W slot, which nobody waits for and which may therefore fill holes
 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
 
-A stage holds `chunks` pieces of the model. Counted in the order of the data flow these are the *virtual stages*
+A stage holds `chunks` parts of the model. Counted in the order of the data flow these are the *virtual stages*
 k = 0 .. stages * chunks - 1, assigned to the stages by `placement`:
 
     loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)

@@ -30,7 +30,7 @@ from meshtrain import xla
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import inputs
 from meshtrain.mesh import PIPELINE
-from meshtrain.parallel.forward import Batch, Forward, Judged, LossAndGradients, Totals, added
+from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, Totals, added
 from meshtrain.parallel.pipeline.stage import Slot, Stage, empty, read, write
 from meshtrain.parallel.zero import Weights
 from meshtrain.schedule.buffers import executed
@@ -51,14 +51,14 @@ class Carry(NamedTuple):
     gx: jax.Array  # the cotangent that the last B made, not yet sent
     stash: Tree  # [places, layers, ..]: of each layer (its input, residuals)
     w_residuals: Tree  # [places, layers, ..]: what I leaves for W
-    loss: jax.Array | Judged  # summed; of a forward alone those of all labels, [M, b, T] each
+    loss: jax.Array | LabelLosses  # summed; of a forward alone those of all labels, [M, b, T] each
     measured: dict[str, jax.Array]  # beside the loss, summed
     blocks: Tree  # sums of gradients; None in a forward alone
     edge: Tree  # those of embedding and head
 
 
 class Executor:
-    """One table over one model: call `train` or `judged` inside shard_map."""
+    """One table over one model: call `train` or `label_losses` inside shard_map."""
 
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward, self.table = forward, table
@@ -79,7 +79,7 @@ class Executor:
         totals = jax.tree.map(_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
-    def judged(self, weights: Weights, batches: Batch) -> Judged:
+    def label_losses(self, weights: Weights, batches: Batch) -> LabelLosses:
         """The labels one by one, [M, b, T] each, on every stage: the table's forward slots alone."""
         stage = Stage(self.forward, self.table.chunks, weights, batches, None)
         execution = Execution(self, stage, jnp.zeros(()))
@@ -150,8 +150,8 @@ class Execution:
         blocks: Tree = None
         edge: Tree = None
         if forward_only:
-            judged = jax.eval_shape(lambda x: stage.judged(x, zero, here), x)
-            loss, measured = jax.tree.map(lambda like: zeros((microbatches, *like.shape), like), judged), {}
+            label_losses = jax.eval_shape(lambda x: stage.label_losses(x, zero, here), x)
+            loss, measured = jax.tree.map(lambda like: zeros((microbatches, *like.shape), like), label_losses), {}
         else:
             totals = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, here), x)
             loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
@@ -223,8 +223,8 @@ class Execution:
         exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
         if carry.edge is None:
 
-            def keep(judged: Judged) -> Judged:
-                return write(judged, self.stage.judged(y, row["exit"], row["last"]), row["exit"])
+            def keep(label_losses: LabelLosses) -> LabelLosses:
+                return write(label_losses, self.stage.label_losses(y, row["exit"], row["last"]), row["exit"])
 
             return carry._replace(loss=self.when(exits, keep, lambda same: same)(carry.loss))
 

@@ -95,15 +95,15 @@ class _Parts:
         needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
         others = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)}
         # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than what it is made of.
-        given = _outs(_made_by(jaxpr, needed))
-        needed |= {v for v in others if not any(e.primitive.name == "dot_general" for e in _made_by(jaxpr, {v}, given))}
+        known = _outs(_made_by(jaxpr, needed))
+        needed |= {v for v in others if not any(e.primitive.name == "dot_general" for e in _made_by(jaxpr, {v}, known))}
         self.in_first = _made_by(jaxpr, needed)
         self.in_second = _made_by(jaxpr, others, _outs(self.in_first))
         others |= {v for eqn in self.in_second for v in _variables(eqn.invars)}
         # What is lost is there for `second` only if it is stashed.
-        made = [v for v, gone in zip(jaxpr.invars, lost, strict=True) if gone]
-        made += [v for eqn in self.in_first for v in eqn.outvars]
-        self.stash = [v for v in made if v in others]
+        stashable = [v for v, gone in zip(jaxpr.invars, lost, strict=True) if gone]
+        stashable += [v for eqn in self.in_first for v in eqn.outvars]
+        self.stash = [v for v in stashable if v in others]
 
     def first(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Values, Values]:
         env: dict[Var, Any] = dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*consts, *args], strict=True))
@@ -120,13 +120,13 @@ class _Parts:
         return [_read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if not w]
 
 
-def _made_by(jaxpr: Jaxpr, wanted: set[Var], given: Set[Var] = frozenset()) -> list[JaxprEqn]:
-    """The equations that `wanted` take, but for those that lead to what is `given`."""
-    wanted, equations = wanted - given, []
+def _made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> list[JaxprEqn]:
+    """The equations that `wanted` take, but for those that lead to what is `known`."""
+    wanted, equations = wanted - known, []
     for eqn in reversed(jaxpr.eqns):
         if any(v in wanted for v in eqn.outvars):
             equations.append(eqn)
-            wanted |= _variables(eqn.invars) - given
+            wanted |= _variables(eqn.invars) - known
     return equations[::-1]
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.inputs import inputs
 from meshtrain.mesh import DATA, PIPELINE
-from meshtrain.parallel.forward import Batch, Forward, Judged, Totals, added
+from meshtrain.parallel.forward import Batch, Forward, LabelLosses, Totals, added
 from meshtrain.parallel.placement import buckets
 from meshtrain.parallel.zero import Weights
 
@@ -94,14 +94,14 @@ class Stage:
         """Loss of what left the last stage, on the stages that share the vocabulary; zero but where `here`."""
         return self.model.loss(Weights(edge, self.constant), y, self._batch(microbatch), here)
 
-    def judged(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> Judged:
+    def label_losses(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> LabelLosses:
         """The same label by label, [b, T] each."""
-        return self.model.judged(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
+        return self.model.label_losses(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
 
     # --- the layers of a chunk; `at` counts them in the stacked weights, `i` in the chunk
 
     def run(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
-        """The chunk's output, with nothing kept."""
+        """The chunk's output, with nothing saved."""
         layer = self._layer(microbatch)
         first, indices = self._indices(chunk)
 
@@ -134,8 +134,8 @@ class Stage:
 
         def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             (cotangent, gradients), at = carry, first + i
-            x, kept = read(stash, slot.place, i)
-            gradient, gx = self._trace(layer, at, x).vjp_over(kept)(cotangent)
+            x, saved = read(stash, slot.place, i)
+            gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
             return (gx, add(gradients, gradient, at, active=slot.active)), None
 
         return lax.scan(backward_layer, (cotangent, gradients), indices, reverse=True)[0]
@@ -149,8 +149,8 @@ class Stage:
         layer = self._layer(slot.microbatch)
 
         def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
-            x, kept = read(stash, slot.place, at)
-            gradient, gx = self._trace(layer, at, x).vjp_over(kept)(cotangent)
+            x, saved = read(stash, slot.place, at)
+            gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
             return gx, gradient
 
         def backward_bucket(cotangent: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
@@ -179,8 +179,8 @@ class Stage:
         def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             cotangent, w_residuals = carry
             at = first + i
-            x, kept = read(stash, slot.place, i)
-            (gx,), more = self._halves(layer, at, x, kept).first(x, kept, cotangent)
+            x, saved = read(stash, slot.place, i)
+            (gx,), more = self._halves(layer, at, x, saved).first(x, saved, cotangent)
             return (gx, write(w_residuals, more, place, i)), None
 
         return lax.scan(backward_layer, (cotangent, w_residuals), indices, reverse=True)[0]
@@ -192,8 +192,8 @@ class Stage:
 
         def weight_layer(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
             at = first + i
-            x, kept = read(stash, slot.place, i)
-            leaves = self._halves(layer, at, x, kept).second(read(w_residuals, place, i), x, kept, None)
+            x, saved = read(stash, slot.place, i)
+            leaves = self._halves(layer, at, x, saved).second(read(w_residuals, place, i), x, saved, None)
             return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active), None
 
         return lax.scan(weight_layer, gradients, indices, reverse=True)[0]
@@ -204,8 +204,8 @@ class Stage:
 
         def first_layer(x: jax.Array) -> tuple[Tree, Tree]:
             layer = self._layer(zero)
-            kept = self._trace(layer, zero, x).residuals()
-            return (x, kept), self._halves(layer, zero, x, kept).first(x, kept, x)[1] if split else []
+            saved = self._trace(layer, zero, x).residuals()
+            return (x, saved), self._halves(layer, zero, x, saved).first(x, saved, x)[1] if split else []
 
         return jax.eval_shape(first_layer, x)
 
@@ -233,16 +233,16 @@ class Stage:
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
         return LayerTrace(y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)])
 
-    def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, kept: list[jax.Array]) -> "Halves":
-        """The layer's vjp as I (x, kept, cotangent) -> input gradient and W (what I left, x, kept) -> leaves of the weight gradient."""
+    def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, saved: list[jax.Array]) -> "Halves":
+        """The layer's vjp as I (x, saved, cotangent) -> input gradient and W (what I left, x, saved) -> leaves of the weight gradient."""
 
-        def both(x: jax.Array, kept: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
-            gradient, gx = self._trace(layer, at, x).vjp_over(kept)(cotangent)
+        def both(x: jax.Array, saved: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
+            gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
             return gx, gradient
 
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
-        return split_backward(both, (False, False, True), x, kept, x)
+        return split_backward(both, (False, False, True), x, saved, x)
 
 
 # --- buffers

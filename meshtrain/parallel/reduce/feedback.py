@@ -85,21 +85,21 @@ class Feedback:
     ) -> ReducedGradient:
         """A gradient, times `scale`, of a weight of which something is kept; inside shard_map, on a device's own blocks."""
         across = over_islands(self.config)
-        given = self._in_island(weight, g) if across else g.astype(jnp.float32)
+        compensated = self._in_island(weight, g) if across else g.astype(jnp.float32)
         if residual is not None:
-            given = given + residual[0] * scale
+            compensated = compensated + residual[0] * scale
         if q is not None:
-            return self._low_rank(weight, given, q, across)
+            return self._low_rank(weight, compensated, q, across)
         if across:
-            sent = self.reduction.all_reduce_islands(weight, given)
-            return _summed(sent.shard, given, given - sent.arrived)
-        inside = self.reduction.reduce_scatter(weight, given)
+            sent = self.reduction.all_reduce_islands(weight, compensated)
+            return _summed(sent.shard, compensated, compensated - sent.arrived)
+        inside = self.reduction.reduce_scatter(weight, compensated)
         total = self.reduction.all_reduce_islands(weight, inside.shard)
-        left_out = given - inside.arrived
+        left_out = compensated - inside.arrived
         if total.arrived is not inside.shard:
             left_out = _with_shard(weight, left_out, inside.shard - total.arrived)
         shard = lax.psum(total.shard, weight.replicated) if weight.replicated else total.shard
-        return _summed(shard, given, left_out)
+        return _summed(shard, compensated, left_out)
 
     def _in_island(self, weight: Placed, g: jax.Array) -> jax.Array:
         """What is summed across islands: the shard of the island's gradient, float32, of which no model-parallel rank has a part alone."""
@@ -107,13 +107,13 @@ class Feedback:
         shard = (g if scattered else self.reduction.reduce_scatter(weight, g).shard).astype(jnp.float32)
         return lax.psum(shard, weight.replicated) if weight.replicated else shard
 
-    def _low_rank(self, weight: Placed, given: jax.Array, q: jax.Array, across: bool) -> ReducedGradient:
+    def _low_rank(self, weight: Placed, compensated: jax.Array, q: jax.Array, across: bool) -> ReducedGradient:
         from meshtrain.parallel.reduce import powersgd
 
         seen = as_matrix(self.config, weight)
         assert seen is not None
-        sent = powersgd.summed(weight, seen, given, q, summed_over(self.config, weight), shard=not across)
-        return _summed(sent.sum, given, given - sent.arrived, sent.q)
+        sent = powersgd.summed(weight, seen, compensated, q, summed_over(self.config, weight), shard=not across)
+        return _summed(sent.sum, compensated, compensated - sent.arrived, sent.q)
 
     def next_state(self, reduced: Tree, scale: jax.Array) -> FeedbackState | None:
         """What goes into the next step, of what `reduce` made of each gradient."""
@@ -127,8 +127,10 @@ class Feedback:
         return FeedbackState(self.layout.map(residual, reduced), self.layout.map(lambda _, x: x and x.q, reduced))
 
 
-def _summed(shard: jax.Array, given: jax.Array, left_out: jax.Array, q: jax.Array | None = None) -> ReducedGradient:
-    return ReducedGradient(shard, [squares(given, left_out)], left_out, q)
+def _summed(
+    shard: jax.Array, compensated: jax.Array, left_out: jax.Array, q: jax.Array | None = None
+) -> ReducedGradient:
+    return ReducedGradient(shard, [squares(compensated, left_out)], left_out, q)
 
 
 def _with_shard(weight: Placed, g: jax.Array, shard: jax.Array) -> jax.Array:

@@ -128,14 +128,14 @@ def unpadded(weight: Placed, g: jax.Array) -> jax.Array:
 # --- what compression leaves out, as numbers
 
 
-def left_out(given: jax.Array, reduced: Reduced) -> list[jax.Array]:
+def left_out(gradient: jax.Array, reduced: Reduced) -> list[jax.Array]:
     """The squares of what was left out; nothing of what was sent as it is."""
-    return [] if reduced.arrived is given else [squares(given, given - reduced.arrived)]
+    return [] if reduced.arrived is gradient else [squares(gradient, gradient - reduced.arrived)]
 
 
-def squares(given: jax.Array, lost: jax.Array) -> jax.Array:
+def squares(gradient: jax.Array, lost: jax.Array) -> jax.Array:
     """This rank's sums of squares, float32 [2]: of what was left out, and of what was given."""
-    return jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (lost, given)])
+    return jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (lost, gradient)])
 
 
 def statistics(squares: Sequence[jax.Array], axes: tuple[str, ...], scale: jax.Array, fed_back: bool) -> Statistics:
@@ -148,6 +148,6 @@ def statistics(squares: Sequence[jax.Array], axes: tuple[str, ...], scale: jax.A
         return {}
     # What several devices have alike counts once.
     once = [x / math.prod(lax.axis_size(axis) for axis in axes if axis not in varying(x)) for x in squares]
-    lost, given = lax.psum(sum(vary(once, axes)), axes)
-    error = {"reduce_error": jnp.sqrt(lost / jnp.where(given == 0.0, 1.0, given))}
+    lost, total = lax.psum(sum(vary(once, axes)), axes)
+    error = {"reduce_error": jnp.sqrt(lost / jnp.where(total == 0.0, 1.0, total))}
     return error | ({"residual_norm": jnp.sqrt(lost) / scale} if fed_back else {})

@@ -169,11 +169,11 @@ class Outer:
         return part if places is None else x.at[places].set(part, mode="drop")
 
     def _elements(self, weight: Placed, fragment: int) -> int:
-        held = weight.on_rank()
+        elements = weight.on_rank()
         if not has_weight(self.config, fragment, weight):
             return 0
         rows = self._rows[fragment] if weight.stacked else None
-        return held if rows is None else held // (weight.padded[0] // weight.ways[0]) * rows.shape[1]
+        return elements if rows is None else elements // (weight.padded[0] // weight.ways[0]) * rows.shape[1]
 
     # --- what a whole island says
 
