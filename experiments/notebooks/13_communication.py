@@ -190,7 +190,7 @@ assert np.allclose(losses["none"], losses["int8"], atol=0.03) and losses["int8"]
 # and what comes late is then no longer what it was: in the quickstart top-k did worse with feedback than without (`experiments/README.md`).
 
 # %%
-from meshtrain.compression import TopK
+from meshtrain.parallel.reduce.codecs import TopK
 
 codec, dice = TopK(0.1), np.random.default_rng(1)
 # the part of the gradient that is the same every step

@@ -4,7 +4,7 @@
                               data                                          island, where there are several
 
 - `meshtrain.parallel.reduce.reduction`: the two sums, as `meshtrain.parallel.zero` asks for them.
-- `meshtrain.parallel.reduce.codecs`: bfloat16, float8, int8, int4 and top-k, and sums of what they make of gradients.
+- `meshtrain.parallel.reduce.codecs`: bfloat16, float8, int8, int4 and top-k as bytes; `exchange`: sums of what they make of gradients.
 - `meshtrain.parallel.reduce.powersgd`: two thin matrices in the place of a gradient.
 - `meshtrain.parallel.reduce.feedback`: what compression left out goes into the next step.
 - `meshtrain.parallel.reduce.sizes`: which weights are compressed, what is kept of them, and how long messages are, without JAX.

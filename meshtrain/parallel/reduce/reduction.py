@@ -24,7 +24,7 @@ from meshtrain.mesh import ISLAND
 from meshtrain.parallel.placement import Placed
 
 if TYPE_CHECKING:
-    from meshtrain.parallel.reduce.codecs import Exchange
+    from meshtrain.parallel.reduce.exchange import Exchange
 
 # Numbers for the row of metrics.
 Statistics = dict[str, jax.Array]
@@ -60,7 +60,7 @@ class Reduction:
         self.algorithm = config.parallel.reduce.algorithm
         self.islands = across and config.mesh.islands > 1
         if config.parallel.reduce.compression != "none":
-            from meshtrain.parallel.reduce.codecs import Exchange
+            from meshtrain.parallel.reduce.exchange import Exchange
 
             self.exchange = Exchange(config)
 

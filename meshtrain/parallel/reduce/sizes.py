@@ -182,5 +182,5 @@ def crosses_compressed(config: Config, weight: Placed) -> bool:
 
 
 def chunk_length(k: int, islands: int) -> int:
-    """Numbers of a shard of k of which an island makes the sum (`codecs.all_reduce`); the last ones are filled up with zeros."""
+    """Numbers of a shard of k of which an island makes the sum (`exchange.all_reduce`); the last ones are filled up with zeros."""
     return math.ceil(k / islands)

@@ -25,7 +25,7 @@ from meshtrain.compression import codec_of
 from meshtrain.mesh import AXES, ISLAND, PIPELINE
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.placement import Placed, unused
-from meshtrain.parallel.reduce.codecs import all_reduce
+from meshtrain.parallel.reduce.exchange import all_reduce
 from meshtrain.parallel.reduce.sizes import chunk_length, message_length
 from meshtrain.parallel.sync.when import BESIDE, has_layer, has_weight, sent_compressed
 

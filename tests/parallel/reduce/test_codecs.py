@@ -10,8 +10,9 @@ import pytest
 from closing import Closing
 from covering import thorough_but
 
-from meshtrain.compression import TopK, codec_of
+from meshtrain.compression import codec_of
 from meshtrain.config.reduce import ReduceConfig
+from meshtrain.parallel.reduce.codecs import TopK
 
 NAMES = ("bfloat16", "float8", "int8", "int4")
 LARGEST = {"float8": 448.0, "int8": 127.0, "int4": 7.0}

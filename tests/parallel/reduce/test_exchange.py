@@ -14,7 +14,7 @@ from meshtrain.config import load
 from meshtrain.config.reduce import ReduceConfig
 from meshtrain.mesh import DATA, ISLAND, make_mesh
 from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce.codecs import all_reduce, scatter
+from meshtrain.parallel.reduce.exchange import all_reduce, scatter
 
 NAMES = ("bfloat16", "float8", "int8", "int4")
 # Of a sum of N, of the largest number that was added, for each rounding: half a step of each format.
