@@ -27,13 +27,9 @@ def empty(stages=4, microbatches=2, chunks=2, split=False, placement="loop"):
     return Table("empty", stages, microbatches, chunks, split, placement, np.full((1, stages, 3, 2), -1))
 
 
-def test_loop_deals_virtual_stages_out_round_robin():
-    table = empty(placement="loop")
-    assert [(table.stage_of(k), table.chunk_of(k)) for k in range(8)] == [(k % 4, k // 4) for k in range(8)]
-
-
-def test_v_runs_odd_chunks_backwards_over_the_stages():
-    assert empty(chunks=3, placement="v").stage_of(np.arange(12)).tolist() == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
+def test_virtual_stages_are_assigned_round_robin_or_in_a_v():
+    loop, v = (empty(chunks=3, placement=placement).stage_of(np.arange(12)).tolist() for placement in ("loop", "v"))
+    assert loop == 3 * [0, 1, 2, 3] and v == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("placement", ["loop", "v"])
@@ -183,17 +179,24 @@ def test_the_stages_may_have_any_names_that_are_no_work(names):
     assert parse_csv(ONE_F_ONE_B.replace("stage 0,stage 1", names)) == parse_csv(ONE_F_ONE_B)
 
 
-def test_the_missing_names_of_a_single_stage_are_named():
-    with pytest.raises(IllegalTable, match="row 2: must be the stages' names, as in 'stage 0', and 'F0 B0' holds ops"):
-        parse_csv("# stages=1 microbatches=1\nF0 B0\n")
-
-
-def test_with_chunks_a_cell_must_name_its_chunk():
-    text = make_table("interleaved", 2, 2, 2).to_csv()
-    with pytest.raises(
-        IllegalTable, match=r"row 3, column 1 .stage 0.: 'F0' must name its chunk too, as 'F0.0', because chunks=2"
-    ):
-        parse_csv(text.replace("F0.0", "F0", 1))
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (
+            "# stages=1 microbatches=1\nF0 B0\n",
+            "row 2: must be the stages' names, as in 'stage 0', and 'F0 B0' holds ops",
+        ),
+        (
+            make_table("interleaved", 2, 2, 2).to_csv().replace("F0.0", "F0", 1),
+            r"row 3, column 1 .stage 0.: 'F0' must name its chunk too, as 'F0.0', because chunks=2",
+        ),
+        ("# stages=2 microbatches=2 schedule=mine.csv", "row 2: there must be 2 comma-separated stage names"),
+    ],
+    ids=["names of a single stage", "a chunk", "a title that ends like a file's name"],
+)
+def test_what_a_text_lacks_is_named(text, says):
+    with pytest.raises(IllegalTable, match=says):
+        parse_csv(text)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +268,6 @@ def test_parse_csv_leaves_files_to_read_csv(given):
         IllegalTable, match=r"^parse_csv takes a table.s text, .*; write mt.schedule.read_csv\('mine.csv'\)$"
     ):
         parse_csv(given)
-
-
-def test_a_lone_title_that_ends_like_a_files_name_is_text():
-    with pytest.raises(IllegalTable, match="row 2: there must be 2 comma-separated stage names"):
-        parse_csv("# stages=2 microbatches=2 schedule=mine.csv")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path):
