@@ -125,7 +125,7 @@ def join_cluster() -> None:
 
 
 def _check_port(address: str) -> None:
-    """PortTaken if the coordinator could not listen at host:port, on which JAX would end the process by a segmentation fault."""
+    """Raises PortTaken if the coordinator could not listen at host:port, on which JAX would end the process by a segmentation fault."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -233,7 +233,7 @@ def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Devi
 
 
 def check_axes(mesh: Mesh) -> None:
-    """ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without one of islands before them."""
+    """Raises ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without one of islands before them."""
     if mesh.axis_names not in LEGAL_AXES:
         raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
 
@@ -264,7 +264,7 @@ def arranged(devices: Sequence[jax.Device], shape: MeshConfig) -> np.ndarray:
 
 
 def _rows_are_neighbours(grid: np.ndarray, data_axes: int) -> bool:
-    """Whether the data ranks of every process, along the first axes of the grid, follow one another."""
+    """Returns whether the data ranks of every process, along the first axes of the grid, follow one another."""
     ranks: dict[int, set[int]] = {}
     for place, device in np.ndenumerate(grid):
         rank = int(np.ravel_multi_index(place[:data_axes], grid.shape[:data_axes]))

@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> Callable[[], None] | None:
-    """What a child does before it runs its command (`preexec_fn`), so that it gets a signal when its parent has ended, however that does.
+    """Returns what a child does before its command (`preexec_fn`) to get a signal when its parent has ended, however that does.
 
     None where the kernel cannot. What the child starts itself is not included.
     """

@@ -53,7 +53,7 @@ class Model(Shown):
         self.step, self.directory = step, directory
 
     def __call__(self, values: ArrayLike) -> jax.Array:
-        """Logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids.
+        """Returns logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids.
 
         Of a model of images logits [B, classes] of patches [B, N, P].
         """
@@ -65,7 +65,7 @@ class Model(Shown):
         return self.program.logits(self.params, self._placed({TOKENS: ids})[TOKENS])[: len(ids)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
-        """Mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
+        """Returns the mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
         positions, segments and float weights of the loss (absent: all ones).
 
         The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
@@ -88,7 +88,7 @@ class Model(Shown):
             raise ConfigError(f"{length} positions are asked for, but the model has learned {model.max_positions}.")
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The batch on the mesh, with as many padding rows as its data axis needs."""
+        """Returns the batch on the mesh, with as many padding rows as its data axis needs."""
         missing = -len(inputs(batch)) % self.config.mesh.data
         padded = pad_rows(batch, missing) if missing else batch
         return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
@@ -106,7 +106,7 @@ def read_model(
     masters: bool = True,
     precision: str | None = None,
 ) -> Model:
-    """The model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on `mesh` (default: the first device);
+    """Returns the model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on `mesh` (default: the first device);
     of the last also with an `adapter`, a directory of PEFT's.
 
     The weights are verified as a resume does: with "newest", and "best" (the lowest eval loss), a damaged step is passed over with a warning. A model that was trained

@@ -2,7 +2,7 @@
 
 
 def size(nbytes: float) -> str:
-    """Bytes in a binary unit: 512 B, 1.5 KiB, 3.2 GiB."""
+    """Returns bytes in a binary unit: 512 B, 1.5 KiB, 3.2 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -11,7 +11,7 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the units of a clock: 250 µs, 2.5 s, 4 min 5 s, 6 h 7 min, 5.2 days."""
+    """Returns seconds in the units of a clock: 250 µs, 2.5 s, 4 min 5 s, 6 h 7 min, 5.2 days."""
     for unit, factor in (("ns", 1e9), ("µs", 1e6), ("ms", 1e3)):
         if abs(seconds) * factor < 1000:
             return f"{seconds * factor:.3g} {unit}" if seconds else "0 s"
@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """A large number in a decimal unit: 8.03 B."""
+    """Returns a large number in a decimal unit: 8.03 B."""
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= factor:
             return f"{number / factor:.3g} {unit}"

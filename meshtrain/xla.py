@@ -38,7 +38,7 @@ def ask_for_pool() -> None:
 
 
 def slop_factor() -> int:
-    """Percentage for `xla_gpu_memory_limit_slop_factor` that makes XLA's limit the pool."""
+    """Returns the percentage for `xla_gpu_memory_limit_slop_factor` that makes XLA's limit the pool."""
     return round(100 * POOL / XLA_SHARE)
 
 
@@ -51,7 +51,7 @@ class Option(NamedTuple):
 
 
 def step_options(devices: int, tensor: int, overlaps_reduce_scatter: bool) -> list[Option]:
-    """Options for the step on a mesh of so many devices and tensor ranks; `overlaps_reduce_scatter`: see `config.reduce`.
+    """Returns options for the step on a mesh of so many devices and tensor ranks; `overlaps_reduce_scatter`: see `config.reduce`.
 
     By default one collective is under way at a time, so that nothing could travel during a layer with tensor parallelism, whose
     backward alone may have three: a cotangent's and two gathers that only the weights' gradients need.

@@ -66,7 +66,7 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
 
 @contextmanager
 def freed_blocks_returned() -> Iterator[None]:
-    """While entered, large blocks that are freed go back to the system at once.
+    """Gives large blocks that are freed back to the system at once, while entered.
 
     glibc learns to keep freed blocks of up to 32 MB for itself, in an arena a thread; what is read and rearranged in many parts
     then peaks at up to twice its size (experiments/bench_checkpoint.py). No effect with another C library.

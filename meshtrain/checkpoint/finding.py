@@ -53,7 +53,7 @@ def find(config: Config, root: Path, say: Say) -> Start | None:
 
 
 def _refuse_lost(root: Path) -> None:
-    """ConfigError if the run had a checkpoint and none is there: a disk is not mounted, somebody removed or renamed something.
+    """Raises ConfigError if the run had a checkpoint and none is there: a disk is not mounted, somebody removed or renamed something.
 
     A run that was killed before its first checkpoint, or could not save one, had none: it starts over by itself.
     """

@@ -222,7 +222,7 @@ class GlobalArrays:
         return jax.ShapeDtypeStruct(entry.shape, entry.live.dtype, sharding=NamedSharding(self.mesh, spec))
 
     def is_global(self, entry: GlobalArray) -> bool:
-        """Whether the live layout is the global one."""
+        """Returns whether the live layout is the global one."""
         leaf = entry.leaf
         return leaf is None or (leaf.padded == leaf.shape and (not leaf.stacked or self.layout.in_order))
 

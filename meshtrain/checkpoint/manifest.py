@@ -97,7 +97,6 @@ def _is_loss(x: Any) -> bool:
 
 
 def _is_record(x: Any) -> bool:
-    """Whether it is the record of an array."""
     try:
         shape, dtype = x["shape"], np.dtype(x["dtype"])
     except (KeyError, TypeError, ValueError):

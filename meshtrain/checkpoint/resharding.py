@@ -80,7 +80,7 @@ def _is_residual(entry: GlobalArray) -> bool:
 
 
 def _is_unchanged(layout: Layout, before: Layout, entry: GlobalArray, leaves: Leaves) -> bool:
-    """Whether the array in the checkpoint is the one that this run would have."""
+    """Returns whether the array in the checkpoint is the one that this run would have."""
     if entry.name not in leaves or tuple(leaves[entry.name]["shape"]) != entry.shape:
         return False
     now, then = _weight(layout, entry), _weight(before, entry)
@@ -161,7 +161,10 @@ def of_one_group(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def check_sync_start(old: Mapping[str, Any], step: int, sync: SyncConfig, where: str) -> None:
-    """ConfigError if groups whose weights differ would take synchronous steps, which hold them to be equal. `old` is the manifest's config."""
+    """Raises ConfigError if groups whose weights differ would take synchronous steps, which hold them to be equal.
+
+    `old` is the manifest's config.
+    """
     before = old.get("parallel", {}).get("sync", {})
     if before.get("every") and before.get("start", 0) < step < sync.start and sync.every:
         raise ConfigError(

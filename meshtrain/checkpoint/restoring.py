@@ -39,7 +39,7 @@ OTHER_ADAPTERS = (
 
 
 def check_keys(config: Config) -> None:
-    """ConfigError if checkpoint.allow names what is no key, or is allowed anyway; or if there is no run to take weights from."""
+    """Raises ConfigError if checkpoint.allow names what is no key, or is allowed anyway; or if there is no run to take weights from."""
     resume = config.checkpoint.resume
     if config.checkpoint.weights_only and resume in ("auto", "never"):
         raise ConfigError(
@@ -212,7 +212,7 @@ def start_from_weights(converter: GlobalArrays, start: Start, say: Callable[[str
 
 
 def _is_resized(converter: GlobalArrays, start: Start, entry: GlobalArray) -> bool:
-    """Whether the checkpoint has the leaf in another shape, along axes that checkpoint.allow names and no other."""
+    """Returns whether the checkpoint has the leaf in another shape, along axes that checkpoint.allow names and no other."""
     record = start.manifest.leaves.get(entry.name)
     if entry.leaf is None or record is None or len(record["shape"]) != len(entry.shape):
         return False
@@ -223,7 +223,7 @@ def _is_resized(converter: GlobalArrays, start: Start, entry: GlobalArray) -> bo
 
 
 def _check_adapters(converter: GlobalArrays, start: Start) -> None:
-    """ConfigError if the checkpoint has adapters, and this run none or others."""
+    """Raises ConfigError if the checkpoint has adapters, and this run none or others."""
     section = known(start.manifest.config, Config).get("lora", {})
     if not section.get("rank"):
         return
@@ -236,7 +236,7 @@ def _check_adapters(converter: GlobalArrays, start: Start) -> None:
 
 
 def _check(directory: Path, manifest: StepManifest, entries: Sequence[GlobalArray], weights_only: bool = False) -> None:
-    """ConfigError if a leaf is missing or has another shape or dtype, which Orbax would hide or cast silently.
+    """Raises ConfigError if a leaf is missing or has another shape or dtype, which Orbax would hide or cast silently.
 
     Weights alone, and frozen ones, may be cast: they were an fp32 master in one run and in the computing dtype in another.
     """

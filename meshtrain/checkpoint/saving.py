@@ -84,7 +84,7 @@ class Saver:
         self._finished: deque[dict[str, float]] = deque()  # the thread puts in, the loop takes out
 
     def go_on_from(self, start: Start) -> None:
-        """The run goes on from a step of its own, verified and restored."""
+        """Takes a step of the run's own, verified and restored, as the one that is on disk."""
         self._settled = start.manifest.step
         before = steps.frozen(start.manifest.leaves)
         if before == self._frozen:
@@ -306,7 +306,7 @@ def _failure(response: Response | Exception, directory: Path, final: Path) -> Ex
 
 
 def _is_there(directory: Path, opened: int | None) -> bool:
-    """Whether it is the one that was opened: another of its name is what this process's own Orbax made, writing on into what was removed."""
+    """Returns whether it is the one that was opened: one of its name may be what this process's own Orbax made, writing on."""
     try:
         return directory.exists() if opened is None else os.path.samestat(os.fstat(opened), os.stat(directory))
     except OSError:

@@ -58,7 +58,7 @@ class Renamed(Damaged):
 
 
 def is_number(name: str) -> bool:
-    """Whether a name says that it is a step, rightly or not; any other is a person's own."""
+    """Returns whether a name says that it is a step, rightly or not; any other is a person's own."""
     return name.isascii() and name.isdigit()
 
 
@@ -82,7 +82,7 @@ def directories(path: Path) -> list[Path]:
 
 
 def never_committed(directory: Path) -> bool:
-    """Whether there is certainly no commit marker; one that cannot be looked for may be there."""
+    """Returns whether there is certainly no commit marker; one that cannot be looked for may be there."""
     if os.path.islink(directory) and not os.path.exists(directory):
         return False
     try:
@@ -182,7 +182,7 @@ def remove_leftovers(root: Path) -> list[str]:
 
 
 def is_left_over(path: Path) -> bool:
-    """Whether a save or a removal made it; a file or a link of such a name is somebody's."""
+    """Returns whether a save or a removal made it; a file or a link of such a name is somebody's."""
     step = path.name.removesuffix(WRITING).removesuffix(REMOVING)
     return step != path.name and is_number(step) and os.path.isdir(path) and not path.is_symlink()
 

@@ -82,7 +82,7 @@ class FaultRequest:
 
 
 def parse(text: str, where: str = "survive.inject") -> list[FaultRequest]:
-    """The faults that KIND@STEP:RANK asks for, one or (kill-two) two; ConfigError, which names `where`, for what asks for none."""
+    """Returns the faults that KIND@STEP:RANK asks for, one or (kill-two) two; ConfigError, which names `where`, for what asks for none."""
     match = re.fullmatch(r"([^@]*)@(\d{1,9}):(\d{1,5})(\.\w{1,16})?", text, re.ASCII)
     if match is None:
         raise ConfigError(f"{where} has {short(repr(text))}; it must be KIND@STEP:RANK, as in kill@40:1.")
@@ -96,7 +96,7 @@ def parse(text: str, where: str = "survive.inject") -> list[FaultRequest]:
 
 
 def requests(texts: Iterable[str], where: str = "survive.inject") -> list[FaultRequest]:
-    """The faults that a list of KIND@STEP:RANK asks for."""
+    """Returns the faults that a list of KIND@STEP:RANK asks for."""
     return [request for text in texts for request in parse(text, where)]
 
 

@@ -62,11 +62,11 @@ class MeshConfig:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Those over which the rows of a batch are split, major first."""
+        """The axes over which the rows of a batch are split, major first."""
         return (ISLAND, DATA) if self.islands > 1 else (DATA,)
 
     def token_axes(self, across: bool = True) -> tuple[str, ...]:
-        """Those along which the tokens of a batch are split, major first; without `across` those of an island alone."""
+        """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an island alone."""
         return self.data_axes if across else (DATA,)
 
     def ways(self, axis: str) -> int:
@@ -74,11 +74,11 @@ class MeshConfig:
         return self.shape.get(axis, 1)
 
     def stride(self, axis: str) -> int:
-        """How far apart in the numbering of devices two neighbours along an axis are."""
+        """Returns how far apart in the numbering of devices two neighbours along an axis are."""
         return math.prod(self.ways(inner) for inner in self.order[self.order.index(axis) + 1 :])
 
     def __str__(self) -> str:
-        """data 2 x tensor 2 x pipeline 2, as every message says it."""
+        """Returns `data 2 x tensor 2 x pipeline 2`, as every message says it."""
         words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
         return f"{words}, {self.islands} islands" if self.islands > 1 else words
 # fmt: on

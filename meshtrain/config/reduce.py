@@ -85,8 +85,8 @@ def overlaps_reduce_scatter(config: Any) -> bool:
 
 
 def sums_in_place(config: Any) -> bool:
-    """Whole gradients of several microbatches on one stage, for which bfloat16 is to save memory: on accelerators a layer's are added where
-    the sums lie, and reduced once activations and weights have gone. Reduced early they would all lie there a second time.
+    """Returns whether whole gradients of several microbatches on one stage are summed in bfloat16, to save memory: on accelerators a
+    layer's are added where the sums lie, and reduced once activations and weights have gone. Reduced early they would lie there twice.
     """
     several = config.parallel.microbatches > 1 and config.mesh.pipeline == 1
     return several and config.precision.gradient_sums != "float32" and not scatters_at_use(config)
