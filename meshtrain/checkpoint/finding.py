@@ -187,14 +187,9 @@ def no_best(path: Path, damaged: Collection[Path]) -> str:
     return f"{none}; give a step, or newest (eval.every has a run evaluate)."
 
 
-def retained(eval_losses: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, str]:
-    """Returns the steps that stay, each with the reason; `eval_losses` has every committed step (None: not evaluated)."""
-    numbers = sorted(eval_losses)
-    reasons = {step: f"one of the newest {config.keep}" for step in numbers[-config.keep :]}
+def retained(eval_losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
+    """Returns the steps that stay; `eval_losses` has every committed step (None: not evaluated)."""
     evaluated = [(loss, step) for step, loss in eval_losses.items() if loss is not None and not math.isnan(loss)]
-    for _, step in sorted(evaluated)[: config.keep_best]:
-        reasons.setdefault(step, "best by eval loss")
-    for step in numbers:
-        if config.keep_every and step % config.keep_every == 0:
-            reasons.setdefault(step, f"a multiple of {config.keep_every}")
-    return reasons
+    newest, best = sorted(eval_losses)[-config.keep :], [step for _, step in sorted(evaluated)[: config.keep_best]]
+    multiples = [step for step in eval_losses if config.keep_every and step % config.keep_every == 0]
+    return {*newest, *best, *multiples}

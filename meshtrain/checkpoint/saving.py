@@ -269,7 +269,7 @@ class Saver:
                 if directory.exists() and directory not in self._left_alone:
                     self._left_alone.add(directory)
                     self.say(f"checkpoint {directory} is left alone: {problem}.")
-        for step in eval_losses.keys() - retained(eval_losses, self.config.checkpoint).keys():
+        for step in eval_losses.keys() - retained(eval_losses, self.config.checkpoint):
             try:
                 steps.remove(self.root / str(step))
             except OSError as error:
