@@ -8,11 +8,6 @@ from typing import Literal
 
 from meshtrain.config.images import ImagesConfig
 from meshtrain.config.key import Resume, key
-from meshtrain.config.mesh import AXES as AXES
-from meshtrain.config.mesh import DATA as DATA
-from meshtrain.config.mesh import ISLAND as ISLAND
-from meshtrain.config.mesh import PIPELINE as PIPELINE
-from meshtrain.config.mesh import TENSOR as TENSOR
 from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig, positions_of
 from meshtrain.config.reduce import ReduceConfig, SyncConfig

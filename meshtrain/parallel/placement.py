@@ -20,8 +20,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshtrain.config.follow import round_up
+from meshtrain.config.mesh import PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
-from meshtrain.config.schema import PIPELINE, TENSOR, Config, MeshConfig
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 

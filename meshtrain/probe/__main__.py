@@ -14,8 +14,8 @@ from meshtrain.allreduce import ALGORITHMS
 from meshtrain.cli import DONE, Parser, check_target, command, write_target
 from meshtrain.cluster.cluster import Cluster, named
 from meshtrain.config import Config, ConfigError, MeshConfig, load, short
+from meshtrain.config.mesh import AXES
 from meshtrain.config.mesh import check as mesh_check
-from meshtrain.config.schema import AXES
 from meshtrain.errors import nearest, say
 from meshtrain.probe import describe, judge, page, report
 from meshtrain.probe.figures import PARTS, Probe
