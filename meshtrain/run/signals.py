@@ -86,7 +86,7 @@ class StopSignals:
             _say(f"{name}: heard; waits for {what}.")
 
     def finish_steps(self) -> None:
-        """From here on there is something to lose."""
+        """Notes that from here on there is something to lose."""
         self._stepping = True
 
     @contextlib.contextmanager
@@ -124,7 +124,7 @@ class StopSignals:
             self._meet()
 
     def _meet(self) -> None:
-        """The first signal, as the moment asks for."""
+        """Does what the first signal asks for at this moment."""
         name = self._signalled
         if jax.distributed.is_initialized():
             _say(f"{name}: stopping all processes after a step, with a checkpoint.")
@@ -136,13 +136,13 @@ class StopSignals:
 
 
 def _say(sentence: str) -> None:
-    """On stderr, past Python's buffer: the signal may have come in the middle of writing to it."""
+    """Writes to stderr, past Python's buffer: the signal may have come in the middle of writing to it."""
     _leave_if_gone(2)
     os.write(2, f"{PREFIX}{sentence}\n".encode())
 
 
 def _leave_if_gone(descriptor: int) -> None:
-    """Words for a terminal that was closed go nowhere, rather than end the run by an error."""
+    """Has words for a terminal that was closed go nowhere, rather than end the run by an error."""
     try:
         os.write(descriptor, b"")
     except OSError:

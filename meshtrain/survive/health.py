@@ -71,7 +71,7 @@ class Health:
 
     @cached_property
     def _copied(self) -> dict[int, tuple[list[list[int]], str]]:
-        """Leaves of which several devices have the same part, but for those in host memory, by number: those devices' places, and the name."""
+        """Returns leaves of which several devices have the same part, but for those in host memory, by number: those devices' places, and the name."""
         places = {device.id: place for place, device in enumerate(self._mesh.devices.flat)}
         copied = {}
         for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(self._state)):
@@ -107,7 +107,7 @@ class Health:
 
     @cached_property
     def _known(self) -> tuple[tuple[jax.Array, jax.Array], np.ndarray]:
-        """The same two matrices on every device of this process, and numpy's product of them."""
+        """Returns the same two matrices on every device of this process, and numpy's product of them."""
         draw = np.random.default_rng(0).integers(-LARGEST, LARGEST, (2, SIDE, SIDE))
         sharding = NamedSharding(self._local, PartitionSpec("device"))
         copies = [np.broadcast_to(x.astype(np.float32), (self._local.size, SIDE, SIDE)) for x in draw]

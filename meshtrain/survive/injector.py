@@ -75,7 +75,7 @@ class Injector:
         return step_inputs
 
     def in_loader(self) -> None:
-        """On the thread that reads data."""
+        """Holds the thread that reads data, if it is to be stuck."""
         while self.stuck.is_set():
             time.sleep(1)
 
@@ -85,7 +85,7 @@ class Injector:
         return max(committed_in(self.checkpoints), default=None)
 
     def _is_possible(self, kind: str) -> bool:
-        """A checkpoint can be damaged, or be in the way of the end of a restore, if there is one; half a step's time is known after one."""
+        """Returns whether there is a checkpoint to damage or to restore, and a step of whose time half is known."""
         if kind == "slow":
             return self.heartbeat.pace is not None
         return kind not in ("damage", "kill-restore") or self.newest_checkpoint() is not None
@@ -127,7 +127,7 @@ def _exhaust(*_: object) -> None:
 
 
 def _kill_in_save(injector: Injector, _: StepInputs) -> None:
-    """On a thread: as soon as the save that begins now has a directory."""
+    """Kills the process, on a thread, as soon as the save that begins now has a directory."""
     from meshtrain.checkpoint.steps import WRITING
 
     def wait() -> None:

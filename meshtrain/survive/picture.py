@@ -93,7 +93,7 @@ def _legend(times: Ledger, width: float) -> tuple[list[str], float]:
 
 
 def _rows(nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float) -> Iterator[str]:
-    """A row for each node: a rank's stretch of a generation as rank 0 spent it, since in SPMD all do the same at once."""
+    """Draws a row for each node: a rank's stretch of a generation as rank 0 spent it, since in SPMD all do the same at once."""
     generations = {g.number: g for g in axis.times.generations}
     every = max(1, round(14 / height + 0.49))
     for i, node in enumerate(nodes):
@@ -154,7 +154,7 @@ def _mark(x: float, label: str, title: str, top: float, bottom: float) -> str:
 
 
 def _steps(axis: _Axis, top: float) -> Iterator[str]:
-    """Steps over time: a line for each generation, from the step that it went on from; and the axis of time."""
+    """Draws steps over time: a line for each generation, from the step that it went on from; and the axis of time."""
     times, plot = axis.times, axis.pixels
     highest = max((g.step or 0 for g in times.generations), default=0) or 1
     base = top + CURVE

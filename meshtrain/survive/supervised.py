@@ -198,7 +198,7 @@ class _Pauses:
         return {"stopped": late - queued, "queued": queued}
 
     def _run_delay(self) -> float:
-        """Seconds that this thread was ready without a core; 0 where it is not known (Documentation/scheduler/sched-stats.rst)."""
+        """Returns seconds that this thread was ready without a core; 0 where it is not known (Documentation/scheduler/sched-stats.rst)."""
         fields = os.pread(self._schedule, 100, 0).split() if self._schedule is not None else []
         return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 

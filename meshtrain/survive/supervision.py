@@ -131,7 +131,7 @@ class Supervision(RunHook):
         self.at("save", step)
 
     def _name_collectives(self, compiled: jax.stages.Compiled) -> None:
-        """For who asks in what a step hangs."""
+        """Names the step's collectives, for who asks in what it hangs."""
         from meshtrain import hlo
 
         self.heartbeat.collectives = hlo.collectives(compiled, self._program.mesh, self._program.busy).in_a_line

@@ -252,7 +252,7 @@ class Supervisor:
         return bool(node.rank and last.rank and last.rank.phase_age > self.options.heartbeat > node.rank.phase_age)
 
     def _cut_off(self, seconds: float, error: OSError) -> int | None:
-        """The store refuses: others may take this node for lost, and form without it."""
+        """Ends the process, and later the supervisor, where the store refuses: others may take this node for lost, and form without it."""
         if seconds > CUT_OFF * self.options.node_timeout and self.child is not None and self.node.end is None:
             report(f"the run directory cannot be used ({refusal(error)}); the process on this node is ended.")
             self._end()
