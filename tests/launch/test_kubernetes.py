@@ -16,7 +16,18 @@ KINDS = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
-OPTIONS = ["--nodes", "4", "--volume", "runs", "--image", "registry/meshtrain:1", "--namespace", "team-a", "--time", "1:00:00"]
+OPTIONS = [
+    "--nodes",
+    "4",
+    "--volume",
+    "runs",
+    "--image",
+    "registry/meshtrain:1",
+    "--namespace",
+    "team-a",
+    "--time",
+    "1:00:00",
+]
 WAYS = {"jobset": ["ConfigMap", "JobSet"], "trainjob": ["ConfigMap", "TrainingRuntime", "TrainJob"]}
 
 

@@ -12,12 +12,12 @@ import sys
 import jax
 import pytest
 
+from experiments.plan.timed import timed
 from meshtrain.config import load
 from meshtrain.hlo import Module
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.plan import named
-from experiments.plan.timed import timed
 
 pytestmark = [
     pytest.mark.thorough,

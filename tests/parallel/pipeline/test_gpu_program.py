@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import pytest
 
+from experiments.plan.work import IssuedCollective, Work
 from meshtrain.cluster.algorithms import PERMUTE, best
 from meshtrain.config import Config, load
 from meshtrain.hlo import Module, collectives
-from experiments.plan.work import IssuedCollective, Work
 from meshtrain.mesh import PIPELINE, make_mesh
 from meshtrain.plan import named
 from meshtrain.schedule import make_table
