@@ -27,7 +27,7 @@ from meshtrain.report import text
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import tokens_by_row, warmed_up
 from meshtrain.report.rows import Columns
-from meshtrain.report.sections import Section, Table, findings
+from meshtrain.report.sections import Section, Grid, findings
 from meshtrain.report.summary import setting_text, summarise
 from meshtrain.survive import history as histories
 
@@ -246,8 +246,8 @@ def sentences(comparison: Comparison) -> list[str]:
 def tables(comparison: Comparison) -> list[Section]:
     """Returns the figures of both runs, and the keys in which their configs differ."""
     changed = [(path, setting_text(a), setting_text(b)) for path, a, b in comparison.config]
-    keys = Section("What differs in the config", table=Table(("key", *comparison.names), changed, "keys"))
-    figures = Section("", table=Table(("", *comparison.names), comparison.figures))
+    keys = Section("What differs in the config", table=Grid(("key", *comparison.names), changed, "keys"))
+    figures = Section("", table=Grid(("", *comparison.names), comparison.figures))
     return [figures, keys if changed else Section("", ("Their configs are the same.",))]
 
 

@@ -44,7 +44,7 @@ class Figure(NamedTuple):
     draw: Callable[[], str]
 
 
-class Table(NamedTuple):
+class Grid(NamedTuple):
     """Plain text, of which the newest rows are shown. `what`: many such rows, in a word."""
 
     heads: Sequence[str]
@@ -68,7 +68,7 @@ class Section(NamedTuple):
     items: Sequence[Item] = ()
     unknown: Sequence[str] = ()  # what cannot be told
     figures: Sequence[Figure] = ()
-    table: Table | None = None
+    table: Grid | None = None
     wide: Callable[[], str] | None = None
     lines: Sequence[str] = ()
 
@@ -94,7 +94,7 @@ def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
             by_section.setdefault(section, []).append(f"{key} {setting_text(value)}")
         rows = [(section, ", ".join(keys)) for section, keys in by_section.items()]
         about = "What is neither at its default nor follows from other keys; config.yaml has all of it."
-        yield Section("Config", (about,), table=Table((), rows, "sections"))
+        yield Section("Config", (about,), table=Grid((), rows, "sections"))
 
 
 def findings(diagnosis: Mapping[str, Any]) -> Section | None:
@@ -243,7 +243,7 @@ def _faults(facts: RunFacts) -> Section:
         )
         for f in failures
     ]
-    table = Table(("after", "kind", "blamed", "to the next step", "why"), rows, "faults")
+    table = Grid(("after", "kind", "blamed", "to the next step", "why"), rows, "faults")
     return Section("Goodput and faults", (goodput,), table=table if rows else None)
 
 
@@ -256,7 +256,7 @@ def _alerts(facts: RunFacts) -> Section:
         words = [histories.text(alert.get(name)) for name in ("rule", "state", "sentence")]
         rows.append((at, "-" if step is None else f"{step:,}", *words))
     sentence = f"{counts or 'None has begun'}; {len(firing(facts)) or 'none'} still firing."
-    return Section("Alerts", (sentence,), table=Table(("time, UTC", "step", "rule", "state", ""), rows, "alerts"))
+    return Section("Alerts", (sentence,), table=Grid(("time, UTC", "step", "rule", "state", ""), rows, "alerts"))
 
 
 def _checkpoints(facts: RunFacts) -> Section:
@@ -265,4 +265,4 @@ def _checkpoints(facts: RunFacts) -> Section:
         size = "-" if c.nbytes is None else units.size(c.nbytes)
         saved = c.problem or c.saved.replace("T", " ").replace("+00:00", " UTC")
         rows.append((c.name, saved, loss_text(c.loss), loss_text(c.eval_loss) + (" best" if c.best else ""), size))
-    return Section("Checkpoints", table=Table(("step", "saved", "loss", "eval loss", "size"), rows, "checkpoints"))
+    return Section("Checkpoints", table=Grid(("step", "saved", "loss", "eval loss", "size"), rows, "checkpoints"))

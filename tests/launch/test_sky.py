@@ -1,4 +1,4 @@
-"""The task for SkyPilot: its fields, by SkyPilot's own schema where that is installed, and its script, run by bash."""
+"""The task for SkyPilot: its fields, its script, run by bash, and what SkyPilot's own loader reads of it."""
 
 import os
 import subprocess
@@ -65,18 +65,40 @@ def test_devices_without_an_accelerators_name_are_refused(config, capsys):
     assert "--accelerator is missing: a node has 8 devices" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "more", [(), ("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8"), ("--gpus-per-node", "0")]
-)
-def test_skypilots_own_schema(task, more):
-    schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed (half a gigabyte)")
-    jsonschema = pytest.importorskip("jsonschema")
-    printed = task(*more)
-    for part, schema in ((printed, schemas.get_task_schema()), (printed["resources"], schemas.get_resources_schema())):
-        jsonschema.validate(part, schema)
-        # Where it takes any field, it takes those that it names.
-        assert set(part) <= set(schema["properties"])
-    # Their loader takes any key of job_recovery.
-    known = next(of["properties"] for of in schema["properties"]["job_recovery"]["anyOf"] if "properties" in of)
-    assert set(printed["resources"]["job_recovery"]) <= set(known)
+READ = """
+import json, sys, yaml
+from sky.exceptions import InvalidSkyPilotConfigError
+from sky.task import Task
+from sky.utils import schemas
+
+recovery = schemas.get_resources_schema()["properties"]["job_recovery"]["anyOf"]
+known = next(of["properties"] for of in recovery if "properties" in of)
+for document in yaml.safe_load_all(sys.stdin):
+    try:
+        task = Task.from_yaml_config(document)
+    except InvalidSkyPilotConfigError as error:
+        print(json.dumps(str(error)))
+        continue
+    (resources,) = task.resources
+    # The loader itself takes any key of job_recovery.
+    unknown = sorted(set(document["resources"]["job_recovery"]) - set(known))
+    print(json.dumps([task.num_nodes, resources.accelerators, resources.use_spot, task.volumes, unknown]))
+"""
+
+
+@pytest.mark.engines
+def test_skypilots_own_loader_reads_it(task):
+    """SkyPilot pins libraries that others need newer, so it has a Python of its own."""
+    python = os.environ.get("SKYPILOT_PYTHON") or pytest.skip("SKYPILOT_PYTHON names no Python that has SkyPilot")
+    documents = [
+        task(),
+        task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8"),
+        task("--gpus-per-node", "0"),
+        task() | {"volume": {}},
+    ]
+    ended = subprocess.run([python, "-c", READ], input=yaml.safe_dump_all(documents), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    *read, misspelt = [json.loads(line) for line in ended.stdout.splitlines()]
+    volumes = documents[0]["volumes"]
+    assert read == [[2, {"H100": 4}, spot, volumes, []] for spot in (False, True)] + [[2, None, False, volumes, []]]
+    assert "volume" in misspelt

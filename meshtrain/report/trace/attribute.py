@@ -26,7 +26,7 @@ from meshtrain.report.trace.read import Span, Trace, TraceEvent
 
 Spending = tuple[Kind, str]  # a kind, and of collectives whether they move, wait or cannot tell: both
 Ranked = tuple[float, float, int, Spending]  # begin, end, rank, key: see `share`
-Table = Mapping[str, Instruction]
+Instructions = Mapping[str, Instruction]
 Key = TypeVar("Key", bound=Hashable)
 
 # NCCL names its kernels by what they do: ncclDevKernel_AllReduce_Sum_f32_RING_LL(...).
@@ -96,7 +96,7 @@ def _kind(one: Instruction) -> Kind:
     return axis_kind(one.axes) if one.axes else one.kind
 
 
-def _cpu_spans(trace: Trace, table: Table) -> list[Ranked]:
+def _cpu_spans(trace: Trace, table: Instructions) -> list[Ranked]:
     """The spans of all fake devices: what waits inside a collective's event ranks behind all that runs.
 
     Between processes a collective does not tell when it waits, and ranks behind compute as a whole.
@@ -124,7 +124,7 @@ def _cpu_spans(trace: Trace, table: Table) -> list[Ranked]:
     return spans
 
 
-def _gpu_spans(trace: Trace, table: Table) -> list[list[Ranked]]:
+def _gpu_spans(trace: Trace, table: Instructions) -> list[list[Ranked]]:
     """Each GPU's spans: collectives rank behind compute, copies of no instruction (batches, metrics) behind both."""
     by_device: dict[int, list[Ranked]] = defaultdict(list)
     for event in trace.events:
@@ -142,7 +142,7 @@ def _gpu_spans(trace: Trace, table: Table) -> list[list[Ranked]]:
     return list(by_device.values())
 
 
-def _collective(event: TraceEvent, table: Table) -> tuple[str, str] | None:
+def _collective(event: TraceEvent, table: Instructions) -> tuple[str, str] | None:
     """Which collective an event is and over which axis.
 
     Of a kernel of NCCL's that names no instruction the axis is known if all instructions of that kind have the same one, and else `unknown`.
@@ -157,7 +157,7 @@ def _collective(event: TraceEvent, table: Table) -> tuple[str, str] | None:
     return kind, axes.pop() if len(axes) == 1 else "unknown"
 
 
-def _cannot_tell(trace: Trace, table: Table, unjoined: int) -> list[str]:
+def _cannot_tell(trace: Trace, table: Instructions, unjoined: int) -> list[str]:
     facts, sentences = trace.facts, []
     if facts.platform == "cpu":
         if facts.mesh.get("pipeline", 1) > 1:
@@ -182,7 +182,7 @@ def _cannot_tell(trace: Trace, table: Table, unjoined: int) -> list[str]:
     return sentences
 
 
-def _buffered(event: TraceEvent, table: Table) -> bool:
+def _buffered(event: TraceEvent, table: Instructions) -> bool:
     return event.op.startswith("command_buffer") or event.graph or (event.op in table and table[event.op].buffered)
 
 
