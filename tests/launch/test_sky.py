@@ -1,5 +1,6 @@
 """The task for SkyPilot: its fields, its script, run by bash, and what SkyPilot's own loader reads of it."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -74,14 +75,14 @@ from sky.utils import schemas
 recovery = schemas.get_resources_schema()["properties"]["job_recovery"]["anyOf"]
 known = next(of["properties"] for of in recovery if "properties" in of)
 for document in yaml.safe_load_all(sys.stdin):
+    # The loader takes any key of job_recovery, and its document apart.
+    unknown = sorted(set(document["resources"]["job_recovery"]) - set(known))
     try:
         task = Task.from_yaml_config(document)
     except InvalidSkyPilotConfigError as error:
         print(json.dumps(str(error)))
         continue
     (resources,) = task.resources
-    # The loader itself takes any key of job_recovery.
-    unknown = sorted(set(document["resources"]["job_recovery"]) - set(known))
     print(json.dumps([task.num_nodes, resources.accelerators, resources.use_spot, task.volumes, unknown]))
 """
 
