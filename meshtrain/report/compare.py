@@ -27,7 +27,7 @@ from meshtrain.report import text
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import tokens_by_row, warmed_up
 from meshtrain.report.rows import Columns
-from meshtrain.report.sections import Section, Grid, findings
+from meshtrain.report.sections import Grid, Section, findings
 from meshtrain.report.summary import setting_text, summarise
 from meshtrain.survive import history as histories
 
