@@ -151,10 +151,10 @@ def flipped(p: Place) -> None:
 
         real = supervision.Supervision.at
 
-        def at(self: Any, moment: str, step: int | None = None, given: Any = (None, None)) -> Any:
-            if moment == "dispatch" and step == 3:
-                given = injector._flip(None, given)  # type: ignore[arg-type]
-            return real(self, moment, step, given) if step is not None else real(self, moment)
+        def at(self: Any, moment: Any, taken: int | None = None, inputs_of_step: Any = (None, None)) -> Any:
+            if moment == "dispatch" and taken == 3:
+                inputs_of_step = injector._flip(None, inputs_of_step)  # type: ignore[arg-type]
+            return real(self, moment, taken, inputs_of_step)
 
         supervision.Supervision.at = at  # type: ignore[method-assign, assignment]
 
