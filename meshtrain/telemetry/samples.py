@@ -13,10 +13,10 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.errors import refusal, say
-from meshtrain.files import still_names, write_atomically
+from meshtrain.files import write_atomically
 from meshtrain.run.directory import RESOURCES
 from meshtrain.run.rows import RowReader
 
@@ -49,7 +49,6 @@ class Samples:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.path = directory / RESOURCES / f"{rank}.jsonl"
-        self._file: IO[bytes] | None = None
         self._reported = False
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -57,35 +56,24 @@ class Samples:
             self._append(json.dumps(finite(row), allow_nan=False).encode() + b"\n")
             self._reported = False
         except OSError as error:
-            self.close()
             if not self._reported:
                 say(f"samples cannot be written to {self.path}: {refusal(error)}; training goes on without them.")
             self._reported = True
 
     def _append(self, line: bytes) -> None:
-        if self._file is not None and not still_names(self.path, self._file):
-            self.close()
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a+b", buffering=0)
-        descriptor = self._file.fileno()
-        size = os.fstat(descriptor).st_size
-        # What a full disk, or a killed process, has left torn.
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        line = b"\n" * torn + line
-        if os.write(descriptor, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened each time: a run's directory may be moved or emptied while it trains.
+        with self.path.open("a+b", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            # What a full disk, or a killed process, has left torn.
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            line = b"\n" * torn + line
+            if os.write(file.fileno(), line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if size > MOST_BYTES:
             lines = self.path.read_bytes().splitlines(keepends=True)
             old, new = lines[:-NEWEST_ROWS], lines[-NEWEST_ROWS:]
             write_atomically(self.path, b"".join([*old[::2], *new]))
-            self.close()
-
-    def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-        self._file = None
 
 
 def finite(row: Mapping[str, Any]) -> Row:
