@@ -31,11 +31,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.compat import joined_processes
 from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.mesh import AXES as AXES
+from meshtrain.config.mesh import CONTEXT as CONTEXT
 from meshtrain.config.mesh import DATA as DATA
 from meshtrain.config.mesh import ISLAND as ISLAND
 from meshtrain.config.mesh import PIPELINE as PIPELINE
@@ -44,7 +45,8 @@ from meshtrain.config.schema import MOST_FAKE_DEVICES
 from meshtrain.errors import refusal
 from meshtrain.xla import ask_for_pool
 
-LEGAL_AXES = (AXES, (ISLAND, *AXES))
+_WITH_CONTEXT = (DATA, CONTEXT, TENSOR, PIPELINE)
+LEGAL_AXES = (AXES, (ISLAND, *AXES), _WITH_CONTEXT, (ISLAND, *_WITH_CONTEXT))
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
 SHUTDOWN_TIMEOUT = 30
 THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
@@ -233,7 +235,7 @@ def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Devi
 
 
 def check_axes(mesh: Mesh) -> None:
-    """Raises ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without one of islands before them."""
+    """Raises ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without those of islands and context."""
     if mesh.axis_names not in LEGAL_AXES:
         raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
 
@@ -251,7 +253,7 @@ def arranged(devices: Sequence[jax.Device], shape: MeshConfig) -> np.ndarray:
     In their own order, which on machines with a switch is the order of the links; on a torus by their coordinates, as far as each
     process then still has neighbouring rows of the batch, unless a file says how they stand (`mesh.cluster`).
     """
-    order = [axis for axis in shape.order if axis in shape.axes]
+    order = [axis for axis in shape.every_axis_in_order if axis in shape.axes]
     outermost_first = tuple(shape.ways(axis) for axis in order)
     in_place = [order.index(axis) for axis in shape.axes]
     grid = np.array(devices).reshape(outermost_first).transpose(in_place)
@@ -284,9 +286,11 @@ def kind_of(device: jax.Device) -> str:
 def own_rows(sharding: NamedSharding, rows: int) -> slice:
     """Returns the rows of a global batch of `rows` from the first to the last that this process's devices hold: all that it must read.
 
-    They hold all of them but where a process ends one stage and begins the next, and the data ranks between are elsewhere.
+    `sharding`: of the batch's arrays, whose first dimension are rows. They hold all of them but where a process ends one stage and begins the next, and the data ranks between are elsewhere.
     """
-    parts = sharding.addressable_devices_indices_map((rows,)).values()
+    # A row for each, as long as it must be to be cut.
+    of_rows = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+    parts = of_rows.addressable_devices_indices_map((rows,)).values()
     bounds = [part[0].indices(rows)[:2] for part in parts if part is not None]
     return slice(min(low for low, _ in bounds), max(high for _, high in bounds))
 
@@ -301,6 +305,6 @@ def of_own_rows(sharding: NamedSharding, own: np.ndarray, rows: int) -> jax.Arra
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         begin, end, _ = index[0].indices(rows)
-        return own[begin - first : end - first]
+        return own[(slice(begin - first, end - first), *index[1:])]
 
     return jax.make_array_from_callback((rows, *own.shape[1:]), sharding, part)

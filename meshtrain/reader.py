@@ -91,6 +91,8 @@ class Model(Shown):
         """Returns the batch on the mesh, with as many padding rows as its data axis needs."""
         missing = -len(inputs(batch)) % self.config.mesh.data
         padded = pad_rows(batch, missing) if missing else batch
+        if (order := self.program.column_order(inputs(padded).shape[1])) is not None:
+            padded = {name: array[:, order] for name, array in padded.items()}
         return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
@@ -21,10 +22,11 @@ from numpy.typing import ArrayLike
 from meshtrain import xla
 from meshtrain.compat import lines_as_they_are
 from meshtrain.config import Config, ConfigError
+from meshtrain.config.check import check_length
 from meshtrain.config.follow import padded_batch_size
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import FLOATS, LABELS, PAIRS, PATCHES, TOKENS, WEIGHTS, a_batch, a_config, inputs, row_shape
-from meshtrain.mesh import TENSOR, make_mesh, of_own_rows, own_rows, part_bytes, platform
+from meshtrain.mesh import CONTEXT, TENSOR, make_mesh, of_own_rows, own_rows, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import offload
@@ -89,7 +91,8 @@ class Program(Shown):
                 f"the given mesh is {given}, but the config's is {asked}; make it with mt.make_mesh(config)."
             )
         self.config, self.mesh = config, mesh
-        self.rows = PartitionSpec(config.mesh.data_axes)
+        in_parts = (CONTEXT,) if config.mesh.context > 1 else ()
+        self.rows = PartitionSpec(config.mesh.data_axes, *in_parts)
         self.of_images = FAMILIES[config.model.family].images
         self.hooks = Hooks(block, attention, loss)
         self.hooks.check(config)
@@ -174,7 +177,7 @@ class Program(Shown):
     # --- batches
 
     def batch_shapes(self, example: dict[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """ShapeDtypeStructs of a global batch with the arrays of an example, rows sharded over data."""
+        """ShapeDtypeStructs of a global batch with the arrays of an example, rows sharded over data, and tokens over context."""
         train, rows = self.config.train, padded_batch_size(self.config)
         more = PAIRS if train.objective == "dpo" else ()
         example = example or dict.fromkeys((PATCHES if self.of_images else TOKENS, LABELS, *more))
@@ -199,7 +202,20 @@ class Program(Shown):
             raise ConfigError(
                 f"a batch of {rows} rows cannot be shared by data {ranks.stop - ranks.start}; give a multiple."
             )
+        order = self.column_order(inputs(arrays).shape[1])
+        arrays = arrays if order is None else {name: x[:, order] for name, x in arrays.items()}
         return {name: of_own_rows(self.batch_sharding, x, each * data) for name, x in arrays.items()}
+
+    def column_order(self, length: int) -> np.ndarray | None:
+        """The position of each place of a row of a batch on the devices, where tokens are split over context and do not follow one
+        another; ConfigError for a length that cannot be split."""
+        context = self.config.mesh.context
+        if context == 1:
+            return None
+        from meshtrain.parallel.context import column_order
+
+        check_length(self.config, length)
+        return column_order(length, context, self.config.parallel.context_strategy == "ulysses")
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -313,12 +329,15 @@ class Program(Shown):
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:
             _refuse_state(params)
-            shards = PartitionSpec(self.config.mesh.data_axes, None, self.local.forward.collectives.vocabulary)
+            parts, order = self.rows[1] if len(self.rows) > 1 else None, self.column_order(tokens.shape[1])
+            shards = PartitionSpec(self.config.mesh.data_axes, parts, self.local.forward.collectives.vocabulary)
             specs = (self.layout.shards, self.rows)
             mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shards)
-            return mapped(params, tokens)[..., : self.config.model.vocab_size]
+            if order is None:
+                return mapped(params, tokens)[..., : self.config.model.vocab_size]
+            return mapped(params, tokens[:, order])[:, np.argsort(order), : self.config.model.vocab_size]
 
-        return jax.jit(run, out_shardings=self.batch_sharding)
+        return jax.jit(run, out_shardings=NamedSharding(self.mesh, PartitionSpec(self.config.mesh.data_axes)))
 
     @cached_property
     def is_finite(self) -> Callable[[State], jax.Array]:

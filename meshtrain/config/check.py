@@ -59,6 +59,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if model.heads % tensor:
         legal = listed_divisors(model.heads)
         yield f"mesh.tensor {tensor} does not divide model.heads {model.heads}; legal are {legal}."
+    yield from _context_problems(config)
     if config.parallel.sequence_parallel and length % tensor:
         legal, patches = listed_divisors(math.gcd(length, model.heads)), length - 1
         if family.images and model.pool == "class" and not patches % tensor:
@@ -67,6 +68,45 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"mesh.tensor {tensor} does not divide train.sequence_length {length}, as parallel.sequence_parallel needs; "
             f"legal for mesh.tensor are {legal}."
         )
+
+
+def _context_problems(config: Config) -> Iterator[str]:
+    context, strategy, model = config.mesh.context, config.parallel.context_strategy, config.model
+    if context == 1:
+        return
+    if FAMILIES[model.family].images:
+        yield f"mesh.context is {context}, but model.family {model.family} reads images, whose patches are few; leave it out."
+    if strategy == "ring" and model.window:
+        yield (
+            f"parallel.context_strategy is ring, whose messages all go round though model.window {model.window} hides most of them; "
+            "legal are all_gather and ulysses."
+        )
+    heads = model.heads // config.mesh.tensor
+    if strategy == "ulysses" and heads % context:
+        yield (
+            f"mesh.context {context} does not divide the {heads} heads of a tensor rank, as parallel.context_strategy ulysses needs; "
+            f"legal are {listed_divisors(heads)}, or the strategies all_gather and ring."
+        )
+    yield from _length_problems(config, config.train.sequence_length)
+
+
+def _length_problems(config: Config, length: int) -> Iterator[str]:
+    context, zigzag = config.mesh.context, config.parallel.context_strategy != "ulysses"
+    parts = 2 * context if zigzag else context
+    if length % parts:
+        way = "which gives each rank two chunks of a row, one from each end" if zigzag else "with ulysses"
+        yield f"mesh.context {context}, {way}, needs a row of a multiple of {parts} tokens, but it has {length}."
+    if config.parallel.sequence_parallel and length // context % config.mesh.tensor:
+        yield (
+            f"mesh.tensor {config.mesh.tensor} does not divide the {length // context} tokens that mesh.context {context} leaves of a row, "
+            "as parallel.sequence_parallel needs."
+        )
+
+
+def check_length(config: Config, length: int) -> None:
+    """Raises ConfigError for a row that cannot be split over context."""
+    for sentence in _length_problems(config, length):
+        raise ConfigError(sentence)
 
 
 def _batch_problems(config: Config) -> Iterator[str]:

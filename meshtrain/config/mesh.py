@@ -4,6 +4,8 @@ Data is cut into islands of equal size; `MeshConfig.shape` has the axes of the m
 
     data 4, islands 2:      island 0   data 0, 1        links within an island are fast,
                             island 1   data 0, 1        those across are slow
+    data 2, context 2:      data 0     context 0, 1     each data rank's rows are cut along the sequence over
+                            data 1     context 0, 1     its context ranks (see `parallel.context`)
 """
 
 import math
@@ -14,7 +16,8 @@ from meshtrain.config.key import key
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 
 DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
-ISLAND = "island"
+ISLAND, CONTEXT = "island", "context"
+ALL_AXES = (ISLAND, DATA, CONTEXT, TENSOR, PIPELINE)
 ORDER = (ISLAND, PIPELINE, DATA, TENSOR)  # outermost first
 
 
@@ -28,8 +31,13 @@ class MeshConfig:
     islands: int = key(
         1, "islands that data consists of, with slow links between them: ZeRO shards within each, and each has all of the state (HSDP)", least=1
     )
+    context: int = key(
+        1, "context-parallel ranks: the tokens of a row are split over this axis, and ZeRO shards state over it too; the row must divide by twice as many",
+        least=1
+    )
     order: tuple[str, ...] = key(
-        ORDER, f"axes in the order in which devices are numbered, the outermost first: neighbours talk over the last one; legal are {', '.join(ORDER)}"
+        ORDER, f"axes in the order in which devices are numbered, the outermost first: neighbours talk over the last one; legal are {', '.join(ORDER)}; "
+        "context may stand among them, else it is next to tensor, outside of it"
     )
     cluster: str | None = key(
         None, "a cluster file with a device_order, as the probe writes it where links join other devices than JAX numbers as neighbours: the mesh takes them so"
@@ -39,22 +47,23 @@ class MeshConfig:
     def of(cls, sizes: Mapping[str, int]) -> "MeshConfig":
         """Makes the section from the axes of a mesh and their sizes, as `shape` has them."""
         islands = sizes.get(ISLAND, 1)
-        return cls(sizes[DATA] * islands, sizes[TENSOR], sizes[PIPELINE], islands)
+        return cls(sizes[DATA] * islands, sizes[TENSOR], sizes[PIPELINE], islands, sizes.get(CONTEXT, 1))
 
     @property
     def devices(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.context * self.tensor * self.pipeline
 
     @property
     def shards(self) -> int:
-        """Data ranks of an island."""
-        return self.data // self.islands
+        """Devices that ZeRO shards state over: the data ranks of an island times the context ranks."""
+        return self.data // self.islands * self.context
 
     @property
     def shape(self) -> dict[str, int]:
-        """The axes of the mesh and their sizes; that of islands comes first, if there are several."""
-        inside = {DATA: self.shards, TENSOR: self.tensor, PIPELINE: self.pipeline}
-        return {ISLAND: self.islands, **inside} if self.islands > 1 else inside
+        """The axes of the mesh and their sizes: islands and context only where there are several."""
+        optional = {axis: size for axis, size in ((ISLAND, self.islands), (CONTEXT, self.context)) if size > 1}
+        sizes = {DATA: self.data // self.islands, TENSOR: self.tensor, PIPELINE: self.pipeline} | optional
+        return {axis: sizes[axis] for axis in ALL_AXES if axis in sizes}
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -67,7 +76,8 @@ class MeshConfig:
 
     def token_axes(self, across: bool = True) -> tuple[str, ...]:
         """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an island alone."""
-        return self.data_axes if across else (DATA,)
+        rows = self.data_axes if across else (DATA,)
+        return (*rows, CONTEXT) if self.context > 1 else rows
 
     def ways(self, axis: str) -> int:
         """Devices along an axis, 1 for one that the mesh lacks."""
@@ -75,11 +85,19 @@ class MeshConfig:
 
     def stride(self, axis: str) -> int:
         """Returns how far apart in the numbering of devices two neighbours along an axis are."""
-        return math.prod(self.ways(inner) for inner in self.order[self.order.index(axis) + 1 :])
+        order = self.every_axis_in_order
+        return math.prod(self.ways(inner) for inner in order[order.index(axis) + 1 :])
+
+    @property
+    def every_axis_in_order(self) -> tuple[str, ...]:
+        """`order`, with context."""
+        at = self.order.index(TENSOR)
+        return self.order if CONTEXT in self.order else (*self.order[:at], CONTEXT, *self.order[at:])
 
     def __str__(self) -> str:
         """Returns `data 2 x tensor 2 x pipeline 2`, as every message says it."""
-        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+        axes = [axis for axis in ALL_AXES if axis in AXES or (axis == CONTEXT and self.context > 1)]
+        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
         return f"{words}, {self.islands} islands" if self.islands > 1 else words
 # fmt: on
 
@@ -91,9 +109,9 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
         yield f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {legal}."
     must_be = f"it must be {', '.join(ORDER)} in any order"
     for axis in mesh.order:
-        if axis not in ORDER:
+        if axis not in ALL_AXES:
             yield f"mesh.order has {short(repr(axis))}; {must_be}{nearest(axis, ORDER) or '.'}"
-    if sorted(mesh.order) != sorted(ORDER):
+    if sorted(mesh.order) not in (sorted(ORDER), sorted(ALL_AXES)):
         yield f"mesh.order is [{', '.join(mesh.order)}]; {must_be}, each once."
 
 

@@ -80,7 +80,7 @@ def overlaps_reduce_scatter(config: Any) -> bool:
     A compression with a memory needs one reduction of all of a weight's gradient. With several islands the second sum has to wait for
     the first, and XLA then hides neither.
     """
-    scatters = config.parallel.zero_stage > 0 and config.mesh.data > 1 and config.mesh.islands == 1
+    scatters = config.parallel.zero_stage > 0 and config.mesh.shards > 1 and config.mesh.islands == 1
     return scatters and not scatters_at_use(config) and not keeps_feedback(config) and not sums_in_place(config)
 
 

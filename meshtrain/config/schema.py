@@ -40,6 +40,12 @@ def _virtual_stages(config: "Config") -> int:
     return legal_chunks(schedule) or 1
 
 
+def _context_strategy(config: "Config") -> str:
+    if config.mesh.context == 1:
+        return "auto"
+    return "all_gather" if config.model.window else "ring"
+
+
 def _schedule(config: "Config") -> str:
     """On one stage, which runs no schedule, auto stays. One chunk where more would be chosen comes from a schedule that was named."""
     chunks = config.parallel.virtual_stages
@@ -80,6 +86,12 @@ class ParallelConfig:
     )
     sequence_parallel: bool = key(
         False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)"
+    )
+    context_strategy: Literal["auto", "all_gather", "ring", "ulysses"] = key(
+        "auto",
+        "attention across mesh.context. ring: keys and values go round behind compute; all_gather: they are gathered, which takes windows too; "
+        "ulysses: tokens are swapped for heads, which must divide; auto: ring, or all_gather with a window",
+        follows=_context_strategy, counts=lambda c: c.mesh.context > 1
     )
     remat: Literal["none", "selective", "full", "dots", "names"] = key(
         "none",

@@ -7,7 +7,7 @@ from urllib.parse import quote
 INK = "#132231"  # text on coloured cells
 GREY = "#7d8590"  # all other text of a drawing: readable on white and on black
 # Okabe and Ito's colours, which the colour-blind tell apart; text on them is white.
-AXES = {"island": "#9b3f76", "data": "#0072b2", "tensor": "#b85c00", "pipeline": "#00805f"}
+AXES = {"island": "#9b3f76", "data": "#0072b2", "context": "#5b4bb5", "tensor": "#b85c00", "pipeline": "#00805f"}
 
 WIDTH = 400  # of a chart, about a phone's: its text keeps its size there
 TEXT, FAINT, GRID = "#1d2430", "#5b6675", "#e8ebf0"  # of charts, on the ground of a page

@@ -48,6 +48,9 @@ class MaskArrays(NamedTuple):
     segments: jax.Array | None
     words: jax.Array | None  # of the dropout, see `dropout.keep_mask`
     local: jax.Array | None  # whether the window counts; None: it does
+    # Of keys that are not those of the queries, but lie before all of them (`causal` is False then): see `parallel.context`.
+    key_segments: jax.Array | None = None
+    first: tuple[jax.Array, jax.Array] | None = None  # positions of the first query and of the first key; None: both 0
 
 
 def of_attention(config: ModelConfig) -> dict[str, Any]:
@@ -77,16 +80,27 @@ def attend(
     [B T, H K] in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     _, length, heads, width = q_BTHK.shape
+    if collectives.context > 1 and collectives.by_heads:
+        from meshtrain.parallel.context import by_heads
+
+        options = {"window": window, "scale": scale, "cap": cap, "causal": causal, "local": local}
+        return by_heads(partial(attend, **options), q_BTHK, k_BTGK, v_BTGK, segments_BT, collectives, dropout)
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
-    window = window if window < length else 0
+    window = window if window < length * collectives.context else 0
     if window and not causal:
         raise ValueError("a window reaches back from a query, which attention both ways has no use for")
     scoring = Scoring(dropout.rate, window, width**-0.5 if scale is None else scale, cap, causal)
     masks = MaskArrays(segments_BT, words, local if window else None)
     kernel = attention_kernel(
-        collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops, capped=cap > 0
+        collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops, capped=cap > 0,
+        in_pieces=collectives.context > 1, window=window > 0,
     )  # fmt: skip
+    if collectives.context > 1:
+        from meshtrain.parallel.context import zigzag_attention
+
+        shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
+        return zigzag_attention(kernel, scoring, collectives.rings, q_BTHK, k_BTGK, v_BTGK, shared)
     if kernel == "blocks":
         return blockwise(scoring, q_BTHK, k_BTGK, v_BTGK, masks)
     shared = vary(masks._replace(local=None), varying(q_BTHK))
@@ -108,7 +122,7 @@ def cap_slope(cap: float, y: jax.Array) -> jax.Array:
     return 1 - (jnp.maximum(y, -cap) / cap) ** 2
 
 
-def _by_window(scoring: Scoring, local: jax.Array | None, run: Callable[..., Any], *args: Any) -> Any:
+def by_window(scoring: Scoring, local: jax.Array | None, run: Callable[..., Any], *args: Any) -> Any:
     """Returns `run(scoring, *args)`, without the window where `local` is false on the device."""
     if local is None:
         return run(scoring, *args)
@@ -126,18 +140,7 @@ def by_kernel(
 def _kernel_forward(
     kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
 ) -> tuple[jax.Array, tuple[Residuals, MaskArrays]]:
-    def run(
-        scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
-    ) -> tuple[jax.Array, jax.Array]:
-        if kernel == "cudnn":
-            from meshtrain.compat_kernels import cudnn_attention
-
-            return cudnn_attention(q, k, v, scoring.window, scoring.scale, scoring.causal)
-        if kernel == "splash":
-            return _module(kernel).forward(scoring, q, k, v, masks.segments)
-        return _module(kernel).forward(scoring, q, k, v, masks.segments, masks.words)
-
-    out, log_sum = _by_window(scoring, masks.local, run, q, k, v, masks)
+    out, log_sum = by_window(scoring, masks.local, partial(forward, kernel), q, k, v, masks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
     return rows, (Residuals(q, k, v, rows, log_sum), masks)
@@ -147,25 +150,49 @@ def _kernel_backward(
     kernel: Kernel, scoring: Scoring, residuals: tuple[Residuals, MaskArrays], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     (q, k, v, out, log_sum), masks = residuals
-    out, cotangent = out.reshape(q.shape), cotangent.reshape(q.shape)
-
-    def run(scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, out: jax.Array, log_sum: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
-        if kernel == "cudnn":
-            from meshtrain.compat_kernels import cudnn_attention_backward
-
-            return cudnn_attention_backward(
-                q, k, v, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal
-            )
-        if kernel == "splash":
-            return _module(kernel).backward(scoring, q, k, v, masks.segments, out, log_sum, cotangent)
-        rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
-        return _module(kernel).backward(scoring, q, k, v, masks.segments, masks.words, log_sum, rows, cotangent)
-
-    d_q, d_k, d_v = _by_window(scoring, masks.local, run, q, k, v, masks, out, log_sum, cotangent)
+    given = q, k, v, masks, out.reshape(q.shape), log_sum, cotangent.reshape(q.shape)
+    d_q, d_k, d_v = by_window(scoring, masks.local, partial(backward, kernel), *given)
     return d_q, d_k, d_v, None
 
 
 by_kernel.defvjp(_kernel_forward, _kernel_backward)
+
+
+def forward(
+    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what any kernel makes of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K], and the log of
+    sums [B, H, T] in float32."""
+    if kernel == "cudnn":
+        from meshtrain.compat_kernels import cudnn_attention
+
+        return cudnn_attention(q, k, v, scoring.window, scoring.scale, scoring.causal)
+    if kernel == "blocks":
+        out, log_sum = _forward_blocks(scoring, *_by_group(scoring, q, k, v), masks)
+        return out.reshape(q.shape), log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
+    if kernel == "splash":
+        return _module(kernel).forward(scoring, q, k, v, masks.segments, masks.key_segments)
+    return _module(kernel).forward(scoring, q, k, v, masks)
+
+
+def backward(
+    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays,
+    out: jax.Array, log_sum: jax.Array, cotangent: jax.Array,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Returns the cotangents of `forward`'s q, k and v. `out` and `log_sum` may be those of more keys than these: of all that the queries see."""
+    if kernel == "cudnn":
+        from meshtrain.compat_kernels import cudnn_attention_backward
+
+        return cudnn_attention_backward(q, k, v, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal)
+    if kernel == "blocks":
+        grouped = _by_group(scoring, q, k, v)
+        rows, sums = out.reshape(-1, q.shape[2] * q.shape[3]), log_sum.reshape(grouped[0].shape[:-1])
+        return _backward_blocks(scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape))
+    if kernel == "splash":
+        given = q, k, v, masks.segments, out, log_sum, cotangent, masks.key_segments
+        return _module(kernel).backward(scoring, *given)
+    rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
+    return _module(kernel).backward(scoring, q, k, v, masks, log_sum, rows, cotangent)
 
 
 def _module(kernel: str) -> ModuleType:
@@ -192,13 +219,18 @@ def blockwise(
 def _forward(
     scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays
 ) -> tuple[jax.Array, tuple[Residuals, MaskArrays]]:
-    batch, length, heads, width = q_BTHK.shape
-    groups = k_BTGK.shape[2]
-    q = (q_BTHK * scoring.scale).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
-    k, v = k_BTGK.transpose(0, 2, 1, 3), v_BTGK.transpose(0, 2, 1, 3)
-    out, log_sum = _by_window(scoring, masks.local, _forward_blocks, q, k, v, masks)
+    q, k, v = _by_group(scoring, q_BTHK, k_BTGK, v_BTGK)
+    out, log_sum = by_window(scoring, masks.local, _forward_blocks, q, k, v, masks)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
     return out, (Residuals(q, k, v, out, log_sum), masks)
+
+
+def _by_group(scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns q (scaled), k and v in the shapes of `Residuals`."""
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
+    q = (q * scoring.scale).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
+    return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 def _forward_blocks(
@@ -225,7 +257,7 @@ def _backward(
     scoring: Scoring, residuals: tuple[Residuals, MaskArrays], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     parts, masks = residuals
-    d_q, d_k, d_v = _by_window(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
+    d_q, d_k, d_v = by_window(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
     return d_q, d_k, d_v, None
 
 
@@ -271,7 +303,9 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 def _seen(start: int, stop: int, length: int, scoring: Scoring) -> slice:
     """Returns the keys that any of the queries from `start` to `stop` sees."""
-    return slice(max(0, start - scoring.window + 1) if scoring.window else 0, stop if scoring.causal else length)
+    if not scoring.causal:
+        return slice(0, length)
+    return slice(max(0, start - scoring.window + 1) if scoring.window else 0, stop)
 
 
 def _scores(start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Array, masks: MaskArrays) -> jax.Array:
@@ -283,8 +317,12 @@ def _scores(start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Arra
     if scoring.causal:
         back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
         visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
+    elif scoring.window:
+        (query, key), (queries, keys) = _first(masks), (jnp.arange(start, stop), jnp.arange(seen.start, seen.stop))
+        visible = (query + queries)[:, None] - (key + keys) < scoring.window
     if masks.segments is not None:
-        same = (masks.segments[:, start:stop, None] == masks.segments[:, None, seen])[:, None, None]
+        of_keys = masks.segments if masks.key_segments is None else masks.key_segments
+        same = (masks.segments[:, start:stop, None] == of_keys[:, None, seen])[:, None, None]
         visible = same if visible is None else visible & same
     return scores if visible is None else jnp.where(visible, scores, MASKED)
 
@@ -293,5 +331,9 @@ def _drop(start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskAr
     """Dropout on [B, G, R, Q, S] of queries from `start` on and keys `seen`; linear, so it serves probabilities and their cotangents alike."""
     if masks.words is None:
         return p
-    by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
-    return drop(scoring.rate, masks.words, by_head, start, seen.start).reshape(p.shape)
+    by_head, (query, key) = p.reshape(p.shape[0], -1, *p.shape[3:]), _first(masks)
+    return drop(scoring.rate, masks.words, by_head, query + start, key + seen.start).reshape(p.shape)
+
+
+def _first(masks: MaskArrays) -> tuple[jax.Array | int, jax.Array | int]:
+    return masks.first or (0, 0)

@@ -17,6 +17,11 @@ class Collectives:
     platform: str = "cpu"
     vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first
     vocabulary_ranks: int = 1  # how many they share it between
+    context: int = 1  # ranks that the tokens of a row are split over, see `parallel.context`
+    by_heads: bool = (
+        False  # whether these then take turns with the heads in attention (Ulysses); else they are in zigzag order
+    )
+    rings: bool = False  # whether keys and values then travel in a ring; else they are gathered
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""
@@ -55,8 +60,19 @@ class Collectives:
         return 0
 
     def first_position(self, length: int) -> jax.Array | int:
-        """Position in the sequence of the first of `length` local entries of the residual stream."""
+        """Position in the sequence of the first of `length` local entries of the residual stream.
+
+        With context parallelism, where entries need not follow one another, of each what its position is more than its place [length].
+        """
         return 0
+
+    def positions(self, length: int) -> jax.Array:
+        """Positions in the sequence of the `length` tokens of a row that are here, before the tensor ranks share them."""
+        return jax.numpy.arange(length)
+
+    def row_sum(self, x: jax.Array) -> jax.Array:
+        """Sum over the parts of each row."""
+        return x
 
     def vocabulary_sum(self, x: jax.Array) -> jax.Array:
         """Sum over all shares of the vocabulary."""

@@ -1,5 +1,6 @@
 """Dropout that is the same on every mesh."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ class Dropout:
         return self if self.rate == 0.0 else Dropout(self.rate, jax.random.fold_in(self.key, site), self.rows)
 
     def stream(self, x_BTD: jax.Array, first_position: jax.Array | int) -> jax.Array:
-        """Drops from the residual stream, whose sequence may be sharded and starts at `first_position`."""
+        """Drops from the residual stream, whose sequence may be sharded and starts at `first_position` (see `Collectives`)."""
         if self.rate == 0.0:
             return x_BTD
         positions = first_position + jnp.arange(x_BTD.shape[1])
@@ -39,15 +40,17 @@ class Dropout:
             return p_BHQK
         return drop(self.rate, self.words(first_head, p_BHQK.shape[1]), p_BHQK, 0)
 
-    def rows_of(self, x_ND: jax.Array, first_column: jax.Array | int) -> jax.Array:
-        """Drops from rows [B T, D], whose columns start at `first_column` of the whole: of sequences that are whole."""
+    def rows_of(
+        self, x_ND: jax.Array, first_column: jax.Array | int, positions: Callable[[int], jax.Array] = jnp.arange
+    ) -> jax.Array:
+        """Drops from rows [B T, D], whose columns start at `first_column` of the whole, of the `positions` of T tokens."""
         if self.rate == 0.0:
             return x_ND
         # the loop in `keep_mask` wants one type of all that it carries
         words = vary(self.words(0, 1)[..., None, None], varying(x_ND))
         x_BTD = x_ND.reshape(self.rows.shape[0], -1, x_ND.shape[1])
-        positions, columns = (jnp.arange(n) for n in x_BTD.shape[1:])
-        places = (vary(place, varying(x_ND)) for place in (positions[:, None], first_column + columns))
+        columns = jnp.arange(x_BTD.shape[2])
+        places = (vary(at, varying(x_ND)) for at in (positions(x_BTD.shape[1])[:, None], first_column + columns))
         keep = keep_mask(self.rate, words[:, 0, 0], words[:, 0, 1], *places)
         return jnp.where(keep, x_BTD / (1 - self.rate), 0).astype(x_ND.dtype).reshape(x_ND.shape)
 
@@ -70,7 +73,9 @@ EMBEDDING_SITE, ADAPTER_SITE = 1 << 20, 1 << 21  # sites that no layer has
 ROTATIONS, PARITY = (13, 15, 26, 6, 17, 29, 16, 24), 0x1BD11BDA
 
 
-def drop(rate: float, words_BH2: jax.Array, p_BHQK: jax.Array, first_query: int, first_key: int = 0) -> jax.Array:
+def drop(
+    rate: float, words_BH2: jax.Array, p_BHQK: jax.Array, first_query: jax.Array | int, first_key: jax.Array | int = 0
+) -> jax.Array:
     """Dropout on the scores of queries and keys from the first ones on; linear, so it serves cotangents too."""
     queries, keys = (jnp.arange(n) for n in p_BHQK.shape[2:])
     words = words_BH2[..., None, None]

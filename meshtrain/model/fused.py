@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from meshtrain.compat import struct_like
-from meshtrain.model.attention import Scoring, cap_slope, within
+from meshtrain.model.attention import MaskArrays, Scoring, cap_slope, within
 from meshtrain.model.dropout import keep_mask
 from meshtrain.model.kernels import MASKED
 
@@ -36,23 +36,24 @@ LARGEST, BYTES = 64, 2**14
 class Masks(NamedTuple):
     """What is not seen of the scores besides later keys, and earlier ones than the window's."""
 
-    segments: jax.Array | None  # [B, T]
-    first: (
-        jax.Array | None
-    )  # [B, T / block], of a block of queries the first block of keys that it may see, and the other way round
+    segments: jax.Array | None  # [B, T], of queries
+    key_segments: jax.Array | None
+    # [B, T / block], of a block of queries the first block of keys that it may see, or of keys the first of queries
+    first: jax.Array | None
     last: jax.Array | None  # the same, the last block
+    origin: jax.Array | None  # [1, 2] int32, positions of the first query and of the first key; None: both 0
     words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
 
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
 def forward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, arrays: MaskArrays
 ) -> tuple[jax.Array, jax.Array]:
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
     batch, length, heads, width = q.shape
     block, (q, k, v) = _padded(q * scoring.scale, k, v)
-    masks = _masks(block, length, segments, words)
+    masks = _masks(block, length, arrays, of_keys=False)
     padded, wide = q.shape[1], q.shape[3]
     repeats = heads // k.shape[2]
     rows = pl.BlockSpec((None, block, None, wide), lambda i, h, b: (b, i, h, 0))
@@ -70,13 +71,13 @@ def forward(
 
 @partial(jax.jit, static_argnums=0)
 def backward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, words: jax.Array | None,
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, arrays: MaskArrays,
     log_sum: jax.Array, rows: jax.Array, d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cotangents of `forward`'s q, k and v. `rows` [B, H, T] are the sums of out x its cotangent over the width."""
     batch, length, heads, width = q.shape
     size, (q, k, v, d_out) = _padded(q * scoring.scale, k, v, d_out)
-    masks = _masks(size, length, segments, words)
+    masks = _masks(size, length, arrays, of_keys=False)
     padded, wide = q.shape[1], q.shape[3]
     log_sum, rows = (jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows))
     groups = k.shape[2]
@@ -91,6 +92,7 @@ def backward(
         block,
         struct_like(q.shape, q.dtype, q),
     )(q, k, v, *masks, log_sum, rows, d_out)
+    masks = _masks(size, length, arrays, of_keys=True)
     of_group = pl.BlockSpec((None, padded, repeats, wide), lambda j, g, b: (b, 0, g, 0))
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
     dk, dv = _call(
@@ -115,30 +117,38 @@ def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
     return block, [jnp.pad(a, ((0, 0), behind[0], (0, 0), behind[1])) for a in arrays]
 
 
-def _masks(block: int, length: int, segments: jax.Array | None, words: jax.Array | None) -> Masks:
-    """A block may see another where the ranges of their ids meet: of ids in any order that is never too little."""
+def _masks(block: int, length: int, arrays: MaskArrays, of_keys: bool) -> Masks:
+    """For a program of a block of queries, or `of_keys`. One may see the other where the ranges of their ids meet: of ids in any order that
+    is never too little."""
+    segments, keys = arrays.segments, arrays.key_segments
+    origin = None if arrays.first is None else jnp.stack(arrays.first).astype(jnp.int32)[None]
     if segments is None:
-        return Masks(None, None, None, words)
-    segments = jnp.pad(segments, ((0, 0), (0, -length % block)), mode="edge")
-    blocks = segments.reshape(len(segments), -1, block)
-    low, high = jnp.min(blocks, axis=2), jnp.max(blocks, axis=2)
-    meets = (low[:, :, None] <= high[:, None, :]) & (high[:, :, None] >= low[:, None, :])  # symmetric
+        return Masks(None, None, None, None, origin, arrays.words)
+    segments, keys = (
+        jnp.pad(ids, ((0, 0), (0, -length % block)), mode="edge")
+        for ids in (segments, segments if keys is None else keys)
+    )
+    mine, others = (keys, segments) if of_keys else (segments, keys)
+    low, high, others_low, others_high = (
+        reduced(ids.reshape(len(ids), -1, block), axis=2) for ids in (mine, others) for reduced in (jnp.min, jnp.max)
+    )
+    meets = (low[:, :, None] <= others_high[:, None, :]) & (high[:, :, None] >= others_low[:, None, :])
     first = jnp.argmax(meets, axis=2).astype(jnp.int32)
     last = meets.shape[2] - 1 - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
-    return Masks(segments, first, last, words)
+    return Masks(segments, keys, first, last, origin, arrays.words)
 
 
-def _forward_kernel(scoring, length, q_ref, k_ref, v_ref, segments, first, last, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def]
+def _forward_kernel(scoring, length, q_ref, k_ref, v_ref, segments, keys, first, last, origin, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def] # fmt: skip
     i, block = pl.program_id(0), q_ref.shape[0]
     q = q_ref[...]
 
     def step(j, carry):  # type: ignore[no-untyped-def]
         out, top, total = carry
         at = pl.ds(j * block, block)
-        scores = _scores(scoring, length, q, k_ref[at, :], segments, i, j)
+        scores = _scores(scoring, length, q, k_ref[at, :], segments, keys, origin, i, j)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         p, correction = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
-        dropped = _dropout(scoring.rate, words, 0, i, j, block)(p).astype(v_ref.dtype)
+        dropped = _dropout(scoring.rate, words, origin, 0, i, j, block)(p).astype(v_ref.dtype)
         out = out * correction[:, None] + triton.dot(dropped, v_ref[at, :])
         return out, higher, total * correction + jnp.sum(p, axis=1)
 
@@ -153,7 +163,7 @@ def _forward_kernel(scoring, length, q_ref, k_ref, v_ref, segments, first, last,
 
 
 def _query_kernel(
-    scoring, length, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dq_ref
+    scoring, length, q_ref, k_ref, v_ref, segments, keys, first, last, origin, words, log_sum, rows, d_out, dq_ref
 ) -> None:  # type: ignore[no-untyped-def]
     i, block = pl.program_id(0), q_ref.shape[0]
     q, d = q_ref[...], d_out[...]
@@ -161,9 +171,9 @@ def _query_kernel(
     def step(j, dq):  # type: ignore[no-untyped-def]
         at = pl.ds(j * block, block)
         k = k_ref[at, :]
-        scores = _scores(scoring, length, q, k, segments, i, j)
+        scores = _scores(scoring, length, q, k, segments, keys, origin, i, j)
         p = jnp.exp(scores - log_sum[...][:, None])
-        dp = _dropout(scoring.rate, words, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
+        dp = _dropout(scoring.rate, words, origin, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
         ds = _through_cap(scoring, scores, p * (dp - rows[...][:, None]))
         return dq + triton.dot(ds.astype(k.dtype), k)
 
@@ -172,8 +182,8 @@ def _query_kernel(
 
 
 def _key_kernel(
-    scoring, length, repeats, q_ref, k_ref, v_ref, segments, first, last, words, log_sum, rows, d_out, dk_ref, dv_ref
-) -> None:  # type: ignore[no-untyped-def]
+    scoring, length, repeats, q_ref, k_ref, v_ref, segments, keys, first, last, origin, words, log_sum, rows, d_out, dk_ref, dv_ref
+) -> None:  # type: ignore[no-untyped-def] # fmt: skip
     j, block = pl.program_id(0), k_ref.shape[0]
     k, v = k_ref[...], v_ref[...]
     start, stop = _queries(scoring, length, block, j, first, last)
@@ -184,9 +194,9 @@ def _key_kernel(
         head, i = jax.lax.div(n, blocks), start + jax.lax.rem(n, blocks)
         at = pl.ds(i * block, block)
         q, d = q_ref[at, head, :], d_out[at, head, :]
-        scores = _scores(scoring, length, q, k, segments, i, j)
+        scores = _scores(scoring, length, q, k, segments, keys, origin, i, j)
         p = jnp.exp(scores - log_sum[head, at][:, None])
-        drop = _dropout(scoring.rate, words, head, i, j, block)
+        drop = _dropout(scoring.rate, words, origin, head, i, j, block)
         dv += triton.dot(drop(p).astype(d.dtype).T, d)
         ds = _through_cap(scoring, scores, p * (drop(triton.dot(d, v.T)) - rows[head, at][:, None]))
         return dk + triton.dot(ds.astype(q.dtype).T, q), dv
@@ -196,15 +206,24 @@ def _key_kernel(
     dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
 
 
-def _positions(i: Any, block: int) -> jax.Array:
+def _places(i: Any, block: int) -> jax.Array:
     return i * block + jnp.arange(block)
+
+
+def _positions(i: Any, j: Any, block: int, origin: Any) -> tuple[jax.Array, jax.Array]:
+    """Positions of query block i, [block, 1], and of key block j, [1, block]."""
+    queries, keys = _places(i, block)[:, None], _places(j, block)[None, :]
+    return (queries, keys) if origin is None else (queries + origin[0, 0], keys + origin[0, 1])
 
 
 def _keys(scoring: Scoring, length: int, block: int, i: Any, first: Any, last: Any) -> tuple[Any, Any]:
     """The first block of keys that query block i reads, and the one behind the last."""
     start, stop = _meeting(length, block, i, first, last)
     # the first key that the block's first query sees
-    start = jnp.maximum(start, (i * block - scoring.window + 1) // block) if scoring.window else start
+    bounded = (
+        scoring.window and scoring.causal
+    )  # else some key is read wherever they lie, so that there is a sum to divide by
+    start = jnp.maximum(start, (i * block - scoring.window + 1) // block) if bounded else start
     return start, i + 1 if scoring.causal else stop
 
 
@@ -212,7 +231,8 @@ def _queries(scoring: Scoring, length: int, block: int, j: Any, first: Any, last
     """The first block of queries that reads key block j, and the one behind the last."""
     start, stop = _meeting(length, block, j, first, last)
     # the last query that sees the block's last key
-    stop = jnp.minimum(stop, (j * block + block + scoring.window - 2) // block + 1) if scoring.window else stop
+    bounded = scoring.window and scoring.causal
+    stop = jnp.minimum(stop, (j * block + block + scoring.window - 2) // block + 1) if bounded else stop
     return j if scoring.causal else start, stop
 
 
@@ -221,17 +241,20 @@ def _meeting(length: int, block: int, n: Any, first: Any, last: Any) -> tuple[An
     return (0, -(-length // block)) if first is None else (first[n], last[n] + 1)
 
 
-def _scores(scoring: Scoring, length: int, q: jax.Array, k: jax.Array, segments: Any, i: Any, j: Any) -> jax.Array:
+def _scores(scoring: Scoring, length: int, q: jax.Array, k: jax.Array, segments: Any, keys: Any, origin: Any, i: Any, j: Any) -> jax.Array:  # fmt: skip
     """Scores of query block i and key block j, float32."""
     block = len(q)
     if scoring.causal:
-        back = _positions(i, block)[:, None] - _positions(j, block)[None, :]
+        back = _places(i, block)[:, None] - _places(j, block)[None, :]
         visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
     else:
         # a later key is seen, but for the padding
-        visible = (_positions(j, block) < length)[None, :]
+        visible = (_places(j, block) < length)[None, :]
+        if scoring.window:
+            at, of = _positions(i, j, block, origin)
+            visible = visible & (at - of < scoring.window)
     if segments is not None:
-        of_queries, of_keys = (segments[pl.ds(n * block, block)] for n in (i, j))
+        of_queries, of_keys = segments[pl.ds(i * block, block)], keys[pl.ds(j * block, block)]
         visible = visible & (of_queries[:, None] == of_keys[None, :])
     scores = triton.dot(q, k.T)
     return jnp.where(visible, within(scoring.cap, scores) if scoring.cap else scores, MASKED)
@@ -242,19 +265,20 @@ def _through_cap(scoring: Scoring, scores: jax.Array, ds: jax.Array) -> jax.Arra
     return ds * cap_slope(scoring.cap, scores) if scoring.cap else ds
 
 
-def _dropout(rate: float, words: Any, head: Any, i: Any, j: Any, block: int) -> Callable[[jax.Array], jax.Array]:
+def _dropout(rate: float, words: Any, origin: Any, head: Any, i: Any, j: Any, block: int) -> Callable[[jax.Array], jax.Array]:  # fmt: skip
     """Dropout on the scores of query block i and key block j; linear."""
     if not rate:
         return lambda p: p
-    keep = keep_mask(rate, words[head, 0], words[head, 1], _positions(i, block)[:, None], _positions(j, block)[None, :])
+    keep = keep_mask(rate, words[head, 0], words[head, 1], *_positions(i, j, block, origin))
     return lambda p: jnp.where(keep, p / (1 - rate), 0.0)
 
 
 def _specs(masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1) -> list[pl.BlockSpec | None]:
     """The parts of `masks` that a program reads: all of its sequence, and of `heads` at a `place` (sequence, heads)."""
     specs: list[pl.BlockSpec | None] = [
-        None if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0)) for a in masks[:3]
+        None if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0)) for a in masks[:4]
     ]
+    specs.append(None if masks.origin is None else pl.BlockSpec((1, 2), lambda *at: (0, 0)))
     words = None if masks.words is None else pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0))
     return [*specs, words]
 

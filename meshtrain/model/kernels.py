@@ -16,8 +16,13 @@ FUSED_WIDTH = 256
 SPLASH_BLOCKS = (512, 256, 128)
 
 
-def attention_kernel(platform: str, dtype: str, head_dim: int, length: int, packed: bool, dropout: bool, capped: bool = False) -> Kernel:  # fmt: skip
+def attention_kernel(
+    platform: str, dtype: str, head_dim: int, length: int, packed: bool, dropout: bool, capped: bool = False, in_pieces: bool = False, window: bool = False
+) -> Kernel:  # fmt: skip
     """Returns how attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences, with `dropout` and scores `capped`.
+
+    Where a row is cut `in_pieces` over context (`parallel.context`), a kernel is called for two of them: of a `window`, and of dropout, it
+    must know where they lie.
 
     Only `blocks` ever has scores in memory; the others keep q, k, v, their output and a log of sums.
 
@@ -28,9 +33,11 @@ def attention_kernel(platform: str, dtype: str, head_dim: int, length: int, pack
     blocks: `attention.blockwise`, on CPUs and where no other kernel is.
     """
     if platform == "gpu" and head_dim <= FUSED_WIDTH:
-        plain = dtype in ("bfloat16", "float16") and not (packed or dropout or capped)
+        plain = dtype in ("bfloat16", "float16") and not (packed or dropout or capped or (window and in_pieces))
         return "cudnn" if plain and head_dim % 8 == 0 and head_dim <= 128 else "fused"
-    if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not dropout:
+    length = length // 2 if in_pieces else length
+    placed = dropout or (window and in_pieces)
+    if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not placed:
         return "splash"
     return "blocks"
 

@@ -10,6 +10,7 @@ from meshtrain.model.collectives import Collectives
 from meshtrain.model.kernels import MASKED
 
 Arrays = dict[str, jax.Array]
+ONE_DEVICE = Collectives()
 
 
 class Vocabulary:
@@ -128,7 +129,9 @@ def cross_entropy(
 # --- direct preference optimisation
 
 
-def dpo(losses: jax.Array, batch: Arrays, beta: float) -> tuple[jax.Array, Arrays]:
+def dpo(
+    losses: jax.Array, batch: Arrays, beta: float, collectives: Collectives = ONE_DEVICE
+) -> tuple[jax.Array, Arrays]:
     """Returns the loss of direct preference optimisation (Rafailov et al. 2023) summed over the pairs of a batch, and likewise the rewards
     that TRL's DPOTrainer reports.
 
@@ -139,35 +142,45 @@ def dpo(losses: jax.Array, batch: Arrays, beta: float) -> tuple[jax.Array, Array
     answer weigh 1, those of the rejected one -1 (see `data.token_rows`). What a batch's loss is divided by is its number of pairs.
 
     `losses`: negative log-likelihood of each label, float32 [.., T]; `batch` has the same under the reference as `reference`,
-    and weights and pairs.
+    and weights and pairs. Where rows are split over context, `collectives` sums a pair's labels before the logarithm.
     """
     rewards, weights = beta * (batch["reference"] - losses), batch["weights"]
-    chosen, rejected = (_of_pairs(rewards * jnp.maximum(w, 0), batch["pairs"]) for w in (weights, -weights))
-    margins, learned = chosen - rejected, _learned(batch)
+    chosen, rejected = (
+        _of_pairs(rewards * jnp.maximum(w, 0), batch["pairs"], collectives) for w in (weights, -weights)
+    )
+    margins, learned = chosen - rejected, _learned(batch, collectives)
 
     def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(learned, x, 0.0))
+        return _part(jnp.sum(jnp.where(learned, x, 0.0)), losses, collectives)
 
     measured = {"chosen": chosen, "rejected": rejected, "margins": margins, "accuracies": margins > 0}
     return total(-jax.nn.log_sigmoid(margins)), {f"rewards_{name}": total(x) for name, x in measured.items()}
 
 
-def counted(batch: Arrays) -> jax.Array:
+def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> jax.Array:
     """What the summed loss of a batch that has weights is divided by: its pairs, if there are any, or the weights of its labels."""
-    return jnp.sum(_learned(batch), dtype=jnp.float32) if "pairs" in batch else jnp.sum(batch["weights"])
+    if "pairs" not in batch:
+        return jnp.sum(batch["weights"])
+    return _part(jnp.sum(_learned(batch, collectives), dtype=jnp.float32), batch["weights"], collectives)
 
 
-def _learned(batch: Arrays) -> jax.Array:
+def _learned(batch: Arrays, collectives: Collectives) -> jax.Array:
     """Whether anything is learned of a pair, bool [rows, T // 2 + 1]: it has a label that weighs."""
-    learned = _of_pairs(jnp.abs(batch["weights"]), batch["pairs"]) > 0
+    learned = _of_pairs(jnp.abs(batch["weights"]), batch["pairs"], collectives) > 0
     return learned.at[:, 0].set(False)
 
 
-def _of_pairs(values: jax.Array, pairs: jax.Array) -> jax.Array:
+def _of_pairs(values: jax.Array, pairs: jax.Array, collectives: Collectives) -> jax.Array:
     """Sums over each pair of each row, [.., T] to float32 [rows, T // 2 + 1]: first of what is of no pair, then by the pairs' numbers."""
     length = pairs.shape[-1]
     values, pairs = values.reshape(-1, length), pairs.reshape(-1, length)
     rows = jnp.arange(len(pairs))[:, None]
     # A pair has two labels at least.
-    zeros = vary(jnp.zeros((len(pairs), length // 2 + 1), jnp.float32), varying(values) | varying(pairs))
-    return zeros.at[rows, pairs].add(values)
+    most = length * collectives.context // 2
+    zeros = vary(jnp.zeros((len(pairs), most + 1), jnp.float32), varying(values) | varying(pairs))
+    return collectives.row_sum(zeros.at[rows, pairs].add(values))
+
+
+def _part(total: jax.Array, like: jax.Array, collectives: Collectives) -> jax.Array:
+    """A part of a row's share of what all parts know alike, so that their sum is it."""
+    return total if collectives.context == 1 else vary(total / collectives.context, varying(like))

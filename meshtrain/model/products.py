@@ -92,7 +92,7 @@ def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collective
     def drop(name: str, x_ND: jax.Array) -> jax.Array:
         # what goes into row-parallel weights is split over the ranks
         first = collectives.first_head(x_ND.shape[1]) if name in ("out", "down") else 0
-        return dropout.at(PROJECTIONS.index(name)).rows_of(x_ND, first)
+        return dropout.at(PROJECTIONS.index(name)).rows_of(x_ND, first, collectives.positions)
 
     for module in (block.attention, block.mlp):
         module.lora_scale = module.lora_scale if on else 0.0

@@ -24,32 +24,34 @@ from meshtrain.model.kernels import SPLASH_BLOCKS
 
 
 def forward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key_segments: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
     kernel, axes = _kernel(scoring, q), varying(q)
 
-    def one(ids: jax.Array | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out, (log_sum,) = kernel(*given, None if ids is None else SegmentIds(ids, ids))
+    def one(ids: SegmentIds | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, (log_sum,) = kernel(*given, ids)
         return out, log_sum
 
     with unchecked():
-        out, log_sum = jax.vmap(one)(segments, *_by_head(q * scoring.scale, k, v))
+        out, log_sum = jax.vmap(one)(_ids(segments, key_segments), *_by_head(q * scoring.scale, k, v))
     return vary(_by_head(out)[0], axes), vary(log_sum, axes)
 
 
 def backward(
     scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
-    out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
+    out: jax.Array, log_sum: jax.Array, d_out: jax.Array, key_segments: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cotangents of `forward`'s q, k and v."""
     kernel, axes = _kernel(scoring, q), varying(q)
 
-    def one(ids: jax.Array | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
-        return splash_backward(kernel, None if ids is None else SegmentIds(ids, ids), log_sum, *given)
+    def one(ids: SegmentIds | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        return splash_backward(kernel, ids, log_sum, *given)
 
     with unchecked():
-        cotangents = jax.vmap(one)(segments, log_sum, *_by_head(q * scoring.scale, k, v, out, d_out))
+        cotangents = jax.vmap(one)(
+            _ids(segments, key_segments), log_sum, *_by_head(q * scoring.scale, k, v, out, d_out)
+        )
     d_q, d_k, d_v = vary(_by_head(*cotangents), axes)
     return d_q * scoring.scale, d_k, d_v
 
@@ -69,6 +71,12 @@ def _kernel(scoring: Scoring, q: jax.Array) -> Any:
         head_shards=1,
         q_seq_shards=1,
     )
+
+
+def _ids(segments: jax.Array | None, key_segments: jax.Array | None) -> SegmentIds | None:
+    if segments is None:
+        return None
+    return SegmentIds(segments, segments if key_segments is None else key_segments)
 
 
 def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:

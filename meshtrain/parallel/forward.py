@@ -199,15 +199,15 @@ class Forward:
     def total(self, losses: jax.Array, batch: Batch) -> Totals:
         """The loss of labels with these losses, float32 [.., T], not yet divided by what counts of a batch (`model.loss.counted`)."""
         if self.config.train.objective == "dpo":
-            return dpo(losses, batch, self.config.train.dpo_beta)
+            return dpo(losses, batch, self.config.train.dpo_beta, self.collectives)
         return weighted(losses, batch), {}
 
     def length(self, batch: Batch) -> int:
-        """Positions of a row."""
+        """Positions of a row, or of the part of it that is here."""
         return positions_of(self.config.model) or batch[TOKENS].shape[-1]
 
     def _positions(self, batch: Batch) -> jax.Array:
-        return batch.get("positions", jnp.arange(self.length(batch)))
+        return batch["positions"] if "positions" in batch else self.collectives.positions(self.length(batch))
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])

@@ -126,7 +126,7 @@ class LocalStep:
         batch = {**batch, "rows": lax.axis_index(self.data_axes) * rows + jnp.arange(rows)}
         cut = jax.tree.map(lambda a: a.reshape((m, -1, *a.shape[1:])), batch)
         if "weights" in batch:
-            return cut, lax.psum(counted(batch), self.summed_over)
+            return cut, lax.psum(counted(batch, self.forward.collectives), self.summed_over)
         ranks = math.prod(self.config.mesh.ways(axis) for axis in self.summed_over)
         return cut, jnp.float32(ranks * batch[LABELS].size)
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
-from meshtrain.mesh import PIPELINE, TENSOR
+from meshtrain.mesh import CONTEXT, PIPELINE, TENSOR
 from meshtrain.model.collectives import VocabularyShards
 from meshtrain.parallel.placement import splits
 
@@ -28,6 +28,8 @@ class MeshCollectives(VocabularyShards):
         self.platform = platform
         self.ranks = config.mesh.tensor
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
+        self.context, strategy = config.mesh.context, config.parallel.context_strategy
+        self.by_heads, self.rings = strategy == "ulysses", strategy == "ring"
         vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
         super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
@@ -66,7 +68,21 @@ class MeshCollectives(VocabularyShards):
         return lax.axis_index(TENSOR) * heads
 
     def first_position(self, length: int) -> jax.Array | int:
-        return lax.axis_index(TENSOR) * length if self.sequence_parallel else 0
+        first = lax.axis_index(TENSOR) * length if self.sequence_parallel else 0
+        if self.context == 1:
+            return first
+        positions = self.positions(length * self.ranks if self.sequence_parallel else length)
+        return lax.dynamic_slice_in_dim(positions, first, length) - jax.numpy.arange(length)
+
+    def positions(self, length: int) -> jax.Array:
+        if self.context == 1:
+            return super().positions(length)
+        from meshtrain.parallel.context import positions
+
+        return positions(length, self.context, self.by_heads)
+
+    def row_sum(self, x: jax.Array) -> jax.Array:
+        return lax.psum(x, CONTEXT) if self.context > 1 else x
 
     def vocabulary_max(self, x: jax.Array) -> jax.Array:
         return super().vocabulary_max(vary(x, self.vocabulary))

@@ -89,7 +89,7 @@ def _whole_islands(mesh: MeshConfig, most: int, fewest: int) -> tuple[int, int]:
 
     def cut(islands: int) -> tuple[int, int]:
         each = most // islands
-        return islands * (each if islands == mesh.islands else min(each, mesh.shards)), islands
+        return islands * (each if islands == mesh.islands else min(each, mesh.data // mesh.islands)), islands
 
     return max(map(cut, range(fewest, mesh.islands + 1)), key=lambda sizes: (sizes[0], -sizes[1]))
 
@@ -162,7 +162,7 @@ def _sentence(config: Config, new: Config, nodes: int, used: int, each: int, fit
         words = f"data {mesh.data} of {before.data}"
         if before.islands > 1:
             islands = f"{mesh.islands} of {before.islands}" if mesh.islands < before.islands else f"{mesh.islands}"
-            words += f" in {islands} islands of {mesh.shards}"
+            words += f" in {islands} islands of {mesh.data // mesh.islands}"
     else:
         place = f"{nodes} nodes of {each} devices"
         words = f"tensor {before.tensor} x pipeline {before.pipeline} has no place on {place}, {mesh} in its stead"

@@ -1,0 +1,305 @@
+"""Context parallelism: the tokens of a row over the axis `context`, and attention across them.
+
+Zigzag: a row is cut into 2N chunks, and rank r holds chunk r (early) and chunk 2N-1-r (late), so that all ranks have the same to do
+(Llama Team 2024, section 3.3.2). Of N = 4, what the queries of rank 1 read:
+
+    chunks    0   1   2   3   4   5   6   7
+    rank      0   1   2   3   3   2   1   0
+    early         ◣                             ◣ causal: of itself
+              ■                                 ■ all: in each step after it, from rank s
+    late      ■   ■   ■   ■   ■   ■   ◣           late x early always; early x early if s < r, else late x late
+
+So each step is two products of half by half, none of them masked, whose operands are picked by rank: no predicate, for which a GPU's host
+would have to wait. What they give is merged by the logs of their sums, and a block's backward takes the output and the log of sums of the
+whole row, so that its cotangents are simply added up (Dao et al. 2022; Liu et al. 2023).
+
+    strategy     keys and values                                                     forward, bytes a device sends
+    ring         go round, a step of compute behind each message                     2 B T G K b (N-1)/N
+    all_gather   are gathered before the first step, and again for the backward      the same
+    ulysses      tokens are swapped for heads before and after (Jacobs et al. 2023)   2 B T/N (H + G) K b (N-1)/N
+
+With ulysses a device's tokens follow one another.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.compat import vary, varying
+from meshtrain.mesh import CONTEXT
+from meshtrain.model.attention import MaskArrays, Scoring, backward, by_window, forward
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import Dropout
+from meshtrain.model.kernels import MASKED, Kernel
+
+SEQUENCE, HEADS = 1, 2  # dimensions of [B, T, H, K]
+
+
+def column_order(length: int, ranks: int, by_heads: bool) -> np.ndarray:
+    """Returns the position of each place of a row, rank after rank: int [length]."""
+    if by_heads:
+        return np.arange(length)
+    chunks = np.arange(length).reshape(2 * ranks, -1)
+    return np.concatenate([chunks[[rank, 2 * ranks - 1 - rank]].reshape(-1) for rank in range(ranks)])
+
+
+def positions(length: int, ranks: int, by_heads: bool) -> jax.Array:
+    """Returns the positions of the `length` tokens of a row that this rank holds, inside shard_map."""
+    rank = lax.axis_index(CONTEXT)
+    if by_heads:
+        return rank * length + jnp.arange(length)
+    early, late = _firsts(rank, ranks, length // 2)
+    return jnp.concatenate([first + jnp.arange(length // 2) for first in (early, late)])
+
+
+def _firsts(rank: jax.Array, ranks: int, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """The first positions of the early and of the late chunk of a rank."""
+    return rank * chunk, (2 * ranks - 1 - rank) * chunk
+
+
+# --- zigzag
+
+
+class _Chunk(NamedTuple):
+    """A chunk of a row: arrays [B, T / 2N, ...], the ids of its documents, the position of its first token."""
+
+    arrays: tuple[jax.Array, ...]
+    segments: jax.Array | None
+    first: jax.Array
+
+
+class _Seen(NamedTuple):
+    """What queries have of the keys so far: the output, float32 [B, T / 2N, H, K], and the log of sums [B, H, T / 2N]."""
+
+    out: jax.Array
+    log_sum: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def zigzag_attention(
+    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
+) -> jax.Array:
+    """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all ranks: [B T/N, H K].
+
+    `rings`: keys and values go round; else they are gathered.
+    """
+    return _forward(kernel, scoring, rings, q, k, v, masks)[0]
+
+
+def _forward(
+    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
+) -> tuple[jax.Array, Any]:
+    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
+
+    def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> _Seen:
+        out, log_sum = forward(kernel, scoring, *queries.arrays, *keys.arrays, _masks(masks.words, queries, keys))
+        return _Seen(out.astype(jnp.float32), log_sum)
+
+    def attend(scoring: Scoring, sent: Any) -> tuple[jax.Array, jax.Array]:
+        past, (early_q, late_q) = scoring._replace(causal=False), _chunks(rank, ranks, masks.segments, q)
+
+        def step(number: int, seen: Any, here: Any) -> Any:
+            source = (rank - number) % ranks
+            early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
+            if number == 0:
+                late = _merged(run(scoring, late_q, late_kv), run(past, late_q, early_kv))
+                return run(scoring, early_q, early_kv), late
+            (early, late), is_earlier = seen, source < rank
+            late = _merged(late, run(past, late_q, early_kv))
+            more = run(past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv))
+            nothing = more._replace(log_sum=jnp.full_like(more.log_sum, MASKED))
+            return (
+                _merged(early, _pick(is_earlier, more, nothing)),
+                _merged(late, _pick(is_earlier, nothing, more)),
+            )
+
+        early, late = _go_round(step, sent) if rings else _go_through(step, sent)
+        out = jnp.concatenate([early.out, late.out], axis=SEQUENCE).astype(q.dtype)
+        return out, jnp.concatenate([early.log_sum, late.log_sum], axis=2)
+
+    sent = (k, v, masks.segments)
+    out, log_sum = by_window(scoring, masks.local, attend, sent if rings else _gathered(sent))
+    rows = out.reshape(q.shape[0] * q.shape[1], -1)
+    rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
+    return rows, (q, k, v, masks, rows, log_sum)
+
+
+def _backward(
+    kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, masks, rows, log_sum = residuals
+    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
+    of_rows = q, rows.reshape(q.shape), cotangent.reshape(q.shape), log_sum.transpose(0, 2, 1)
+
+    def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> tuple[jax.Array, ...]:
+        """Cotangents of the queries, keys and values, float32."""
+        chunk, out, d_out, sums = queries.arrays
+        given = out, sums.transpose(0, 2, 1), d_out
+        found = backward(kernel, scoring, chunk, *keys.arrays, _masks(masks.words, queries, keys), *given)
+        return tuple(x.astype(jnp.float32) for x in found)
+
+    def cotangents(scoring: Scoring, sent: Any) -> tuple[jax.Array, Any]:
+        past, (early_q, late_q) = scoring._replace(causal=False), _chunks(rank, ranks, masks.segments, *of_rows)
+
+        def step(number: int, d_q: Any, here: Any) -> tuple[Any, Any]:
+            source = (rank - number) % ranks
+            early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
+            late, *of_early = run(past, late_q, early_kv)
+            if number == 0:
+                early, *more = run(scoring, early_q, early_kv)
+                again, *of_late = run(scoring, late_q, late_kv)
+                return (early, late + again), _joined(_added(of_early, more), of_late)
+            is_earlier = source < rank
+            again, *more = run(past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv))
+            nothing, none = jnp.zeros_like(again), jax.tree.map(jnp.zeros_like, more)
+            d_q = _added(d_q, (_pick(is_earlier, again, nothing), late + _pick(is_earlier, nothing, again)))
+            return d_q, _joined(_added(of_early, _pick(is_earlier, more, none)), _pick(is_earlier, none, more))
+
+        d_q, d_kv = _go_round_back(step, sent) if rings else _go_through_back(step, sent)
+        return jnp.concatenate(d_q, axis=SEQUENCE).astype(q.dtype), d_kv
+
+    sent = (k, v, masks.segments)
+    d_q, d_kv = by_window(scoring, masks.local, cotangents, sent if rings else _gathered(sent))
+    if not rings:
+        d_kv = jax.tree.map(lambda x: lax.psum_scatter(x, CONTEXT), d_kv)
+    d_k, d_v = (x.astype(k.dtype) for x in d_kv)
+    return d_q, d_k, d_v, None
+
+
+zigzag_attention.defvjp(_forward, _backward)
+
+
+def _chunks(rank: jax.Array, ranks: int, segments: jax.Array | None, *arrays: jax.Array) -> tuple[_Chunk, _Chunk]:
+    """The early and the late chunk of what a rank holds."""
+    half = arrays[0].shape[SEQUENCE] // 2
+    cuts = [jnp.split(x, 2, axis=SEQUENCE) for x in arrays]
+    ids = [None, None] if segments is None else jnp.split(segments, 2, axis=SEQUENCE)
+    early, late = (
+        _Chunk(tuple(cut[at] for cut in cuts), ids[at], first) for at, first in enumerate(_firsts(rank, ranks, half))
+    )
+    return early, late
+
+
+def _masks(words: jax.Array | None, queries: _Chunk, keys: _Chunk) -> MaskArrays:
+    return MaskArrays(queries.segments, words, None, keys.segments, (queries.first, keys.first))
+
+
+def _pick(condition: jax.Array, one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+def _merged(before: _Seen, more: _Seen) -> _Seen:
+    log_sum = jnp.logaddexp(before.log_sum, more.log_sum)
+
+    def part(seen: _Seen) -> jax.Array:
+        return seen.out * jnp.exp(seen.log_sum - log_sum).transpose(0, 2, 1)[..., None]
+
+    return _Seen(part(before) + part(more), log_sum)
+
+
+def _added(one: Any, other: Any) -> Any:
+    return jax.tree.map(jnp.add, tuple(one), tuple(other))
+
+
+def _joined(early: Any, late: Any) -> Any:
+    return tuple(jnp.concatenate(both, axis=SEQUENCE) for both in zip(early, late, strict=True))
+
+
+# --- how keys and values come by. A step's number says how many ranks before this one they are from.
+
+
+def _gathered(sent: Any) -> Any:
+    """Of every rank, [N, B, T/N, ...]."""
+    return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT), sent)
+
+
+def _of_rank(number: int, gathered: Any) -> Any:
+    source = (lax.axis_index(CONTEXT) - number) % lax.axis_size(CONTEXT)
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered)
+
+
+def _next(sent: Any) -> Any:
+    ranks = lax.axis_size(CONTEXT)
+    return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, [(i, (i + 1) % ranks) for i in range(ranks)]), sent)
+
+
+def _go_through(step: Callable[[int, Any, Any], Any], gathered: Any) -> Any:
+    """Returns what the last `step(number, before, here)` does, of all that is gathered."""
+    seen = None
+    for number in range(lax.axis_size(CONTEXT)):
+        seen = step(number, seen, _of_rank(number, gathered))
+    return seen
+
+
+def _go_round(step: Callable[[int, Any, Any], Any], sent: Any) -> Any:
+    """The same where it is passed on while a step computes. The barriers have XLA start a message before a step and wait for it behind:
+    without them it waits for all messages before the first step."""
+    seen, here, ranks = None, sent, lax.axis_size(CONTEXT)
+    for number in range(ranks):
+        following = _next(here) if number + 1 < ranks else None
+        seen, here = lax.optimization_barrier((step(number, seen, here), following))
+    return seen
+
+
+def _go_through_back(step: Callable[[int, Any, Any], Any], gathered: Any) -> Any:
+    """Returns the cotangents of queries, and those of keys and values of each rank [N, B, T/N, ...] as far as this rank has any.
+
+    `step` returns both, the second of one rank.
+    """
+    d_q: Any = None
+    d_kv = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x)), gathered[:2])
+    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
+    for number in range(ranks):
+        d_q, more = step(number, d_q, _of_rank(number, gathered))
+        put = lambda x, y: lax.dynamic_update_index_in_dim(x, y, (rank - number) % ranks, 0)  # noqa: B023, E731
+        d_kv = jax.tree.map(put, d_kv, more)
+    return d_q, d_kv
+
+
+def _go_round_back(step: Callable[[int, Any, Any], Any], sent: Any) -> Any:
+    """Returns the cotangents of queries, and those of this rank's keys and values, which went round with them and gathered what each
+    rank had to add."""
+    d_q, d_kv, here, ranks = None, None, sent, lax.axis_size(CONTEXT)
+    for number in range(ranks):
+        following = _next(here) if number + 1 < ranks else None
+        arriving = None if d_kv is None else _next(d_kv)
+        (d_q, more), here, arriving = lax.optimization_barrier((step(number, d_q, here), following, arriving))
+        d_kv = more if arriving is None else _added(arriving, more)
+    return d_q, _next(d_kv)
+
+
+# --- by heads
+
+
+class _OfHeads(Collectives):
+    """What attention asks while each rank has all tokens of some heads."""
+
+    def __init__(self, collectives: Collectives, heads: int) -> None:
+        self._outer, self._heads, self.platform = collectives, heads, collectives.platform
+
+    def first_head(self, heads: int) -> jax.Array:
+        return self._outer.first_head(self._heads) + lax.axis_index(CONTEXT) * heads
+
+
+def by_heads(
+    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
+    collectives: Collectives, dropout: Dropout,
+) -> jax.Array:  # fmt: skip
+    """Returns `attend` of all tokens and 1/N of the heads, which must divide by N, swapped for tokens before and back after it. Where N does
+    not divide the groups, keys and values are repeated for as many as it does."""
+    ranks, heads, groups = lax.axis_size(CONTEXT), q.shape[HEADS], k.shape[HEADS]
+    repeats = ranks // math.gcd(ranks, groups)
+    k, v = (jnp.repeat(x, repeats, axis=HEADS) if repeats > 1 else x for x in (k, v))
+    q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
+    if segments is not None:
+        segments = lax.all_gather(segments, CONTEXT, axis=SEQUENCE, tiled=True)
+    rows = attend(q, k, v, segments, _OfHeads(collectives, heads), dropout)
+    out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
+    return out.reshape(out.shape[0] * out.shape[1], -1)
