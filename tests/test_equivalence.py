@@ -388,6 +388,32 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
 }
 
 
+# context, strategy, mesh, keys, and what else is run. Rows of 40 tokens: chunks of 10, 5 and, of 32, 2.
+ON_CONTEXT: dict[str, tuple[int, str, tuple[int, int, int], str, str, dict[str, Any], dict[str, Any]]] = {
+    "ring": (4, "ring", (2, 1, 1), "llama", "odd", {"zero_stage": 3}, {"packed": True, "dropout": 0.2}),
+    "gather-windows": (2, "all_gather", (1, 2, 2), "gemma3", "gemma", {"sequence_parallel": True, "zero_stage": 1}, {}),
+    "heads": (2, "ulysses", (2, 1, 2), "llama", "odd", {"zero_stage": 2}, {"packed": True, "dropout": 0.2}),
+    "ring-of-8": (8, "ring", (1, 1, 1), "llama", "round", {"remat": "full"}, {"offload": True}),
+    "ring-stages": (2, "ring", (1, 2, 2), "gpt2", "odd", {"sequence_parallel": True, "zero_stage": 3}, {"dropout": 0.2}),
+    "ring-interleaved": (2, "ring", (1, 1, 4), "gpt2", "round", {"schedule": "interleaved", "virtual_stages": 2, "remat": "selective"}, {}),
+    "ring-float16": (2, "ring", (2, 2, 1), "llama", "odd", {"zero_stage": 1, "remat": "selective"}, {"compute": "float16", "packed": True}),
+    "gather-split-backward": (4, "all_gather", (1, 1, 2), "llama", "odd", {"schedule": "zb_h1", "zero_stage": 2}, {"packed": True}),
+    "gather-accumulating": (8, "all_gather", (1, 1, 1), "gpt2", "round", {"microbatches": 4, "zero_stage": 0}, {"dropout": 0.2}),
+    "heads-that-share-keys": (4, "ulysses", (2, 1, 1), "llama", "round", {"remat": "names", "remat_keep": ("qkv", "attention")}, {}),
+    "heads-windows": (2, "ulysses", (2, 1, 2), "gemma2", "gemma", {"zero_stage": 3, "remat": "full"}, {"dropout": 0.2}),
+    "ring-whole-keys": (2, "ring", (1, 4, 1), "llama", "round", {"zero_stage": 0, "sequence_parallel": True}, {"packed": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", thorough_but(ON_CONTEXT, ("ring", "gather-windows").__contains__))
+def test_rows_split_over_context_compute_the_reference_run_too(case):
+    context, strategy, mesh, family, size, parallel, run = ON_CONTEXT[case]
+    cell = Cell(mesh, 1, False, "none", "1f1b", family, size)._replace(**run)
+    config = replaced(configuration(cell, context_strategy=strategy, **parallel), mesh={"context": context})
+    check(config)
+    assert_equal(config, cell)
+
+
 NOW = ("vocabulary-on-edges", "gemma")
 
 

@@ -1,0 +1,148 @@
+"""Attention across context ranks is that of one device, balanced, and travels while devices compute."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from meshtrain.config import ConfigError, load
+from meshtrain.mesh import CONTEXT
+from meshtrain.model.attention import attend
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.dropout import NO_DROPOUT, Dropout
+from meshtrain.parallel.context import column_order, positions
+from meshtrain.step import Program
+
+ROWS, WIDTH = 2, 8
+
+
+class OnContext(Collectives):
+    def __init__(self, ranks: int, strategy: str) -> None:
+        self.context, self.by_heads, self.rings = ranks, strategy == "ulysses", strategy == "ring"
+
+    def positions(self, length: int) -> jax.Array:
+        return positions(length, self.context, self.by_heads)
+
+
+def plain(q, k, v, segments, window: int, cap: float, keep):
+    """Causal attention from its definition, in float64, of the whole row; `keep` [B, H, T, T] is what dropout multiplies weights with."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
+    back = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
+    seen = ((back >= 0) & (back < window if window else True))[None, None]
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) * keep
+    return jnp.einsum("bhts,bshk->bthk", weights, v)
+
+
+CASES = {
+    "ring": (4, "ring", 4, 2, 40, {}),
+    "ring-documents-dropout": (2, "ring", 6, 1, 20, {"documents": 5, "rate": 0.3}),
+    "ring-of-8-capped": (8, "ring", 2, 2, 48, {"cap": 2.0}),
+    "gather-window": (4, "all_gather", 4, 4, 24, {"window": 7}),
+    "gather-window-documents-dropout": (2, "all_gather", 6, 3, 36, {"window": 11, "documents": 3, "rate": 0.3}),
+    "heads": (2, "ulysses", 6, 2, 18, {"window": 5, "documents": 4, "rate": 0.3}),
+    "heads-that-share-keys": (4, "ulysses", 8, 2, 12, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
+    ranks, strategy, heads, groups, length, more = CASES[case]
+    window, cap, rate = more.get("window", 0), more.get("cap", 0.0), more.get("rate", 0.0)
+    draw = np.random.default_rng(0)
+    q, k, v, g = (draw.standard_normal((ROWS, length, n, WIDTH), np.float32) for n in (heads, groups, groups, heads))
+    segments = None
+    if "documents" in more:
+        segments = np.sort(draw.integers(0, more["documents"], (ROWS, length)), axis=1).astype(np.int32)
+    dropout = Dropout(rate, jax.random.key(3), jnp.arange(ROWS)) if rate else NO_DROPOUT
+    keep = np.asarray(dropout.attention(jnp.ones((ROWS, heads, length, length)), 0))
+    with jax.enable_x64(True):
+        exact = [np.float64(x) for x in (q, k, v)]
+        want, vjp = jax.vjp(lambda *qkv: plain(*qkv, segments, window, cap, keep), *exact)
+        want = [want, *vjp(np.float64(g))]
+    assert want[0].dtype == np.float64
+
+    order = column_order(length, ranks, strategy == "ulysses")
+    split = PartitionSpec(None, CONTEXT)
+    mesh = Mesh(np.array(jax.devices()[:ranks]), (CONTEXT,))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(split,) * 4 + (None if segments is None else split,), out_specs=split)
+    def run(q, k, v, g, segments):
+        collectives = OnContext(ranks, strategy)
+        out, vjp = jax.vjp(
+            lambda q, k, v: attend(q, k, v, segments, collectives, dropout, window=window, cap=cap).reshape(q.shape),
+            q, k, v,
+        )  # fmt: skip
+        return out, *vjp(g)
+
+    cut = [None if x is None else x[:, order] for x in (q, k, v, g, segments)]
+    for name, seen, right in zip(("out", "q", "k", "v"), jax.jit(run)(*cut), want, strict=True):
+        error = np.abs(np.asarray(seen)[:, np.argsort(order)] - right).max() / np.abs(right).max()
+        assert error < 2e-6, (name, error)
+
+
+def test_zigzag_gives_each_rank_an_early_and_a_late_chunk_and_all_the_same_work():
+    order = column_order(24, 3, by_heads=False).reshape(3, 8)
+    assert order[1].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
+    assert len({int((rank + 1).sum()) for rank in order}) == 1  # keys that a rank's queries see
+    assert np.array_equal(column_order(24, 3, by_heads=True), np.arange(24))
+
+
+MODEL = {"family": "llama", "layers": 2, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 16, "vocab_size": 31}
+
+
+def config(mesh, length=32, model=None, **parallel):
+    train = {"global_batch_size": 4, "sequence_length": length}
+    return load({"model": MODEL | (model or {}), "mesh": mesh, "train": train, "parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("given", "parallel", "sentence"),
+    [
+        (({"context": 4}, 20), {}, r"a row of a multiple of 8 tokens, but it has 20"),
+        (({"context": 3}, 21), {"context_strategy": "ulysses"}, r"legal are 1, 2, 4, or the strategies all_gather and ring"),
+        (({"context": 2}, 32, {"window": 8}), {"context_strategy": "ring"}, r"legal are all_gather and ulysses"),
+        (({"context": 2, "tensor": 4}, 20, {"kv_heads": 4}), {"sequence_parallel": True}, r"the 10 tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(given, parallel, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        config(*given, **parallel)
+
+
+def test_auto_gathers_where_a_window_hides_most_of_what_would_go_round():
+    assert config({"context": 2}).parallel.context_strategy == "ring"
+    assert config({"context": 2}, model={"window": 8}).parallel.context_strategy == "all_gather"
+    assert config({"data": 2}).parallel.context_strategy == "auto"
+
+
+def test_logits_come_in_the_order_of_the_tokens():
+    tokens = np.random.default_rng(0).integers(0, 31, (4, 32), np.int32)
+    one, split = (Program(config(mesh)) for mesh in ({"data": 1}, {"data": 2, "context": 4}))
+    seen = [np.asarray(program.logits(program.init().params, tokens)) for program in (one, split)]
+    np.testing.assert_allclose(seen[1], seen[0], atol=2e-5)
+
+
+def test_each_device_is_given_its_own_tokens_of_its_own_rows():
+    program = Program(config({"data": 2, "context": 2}))
+    tokens = np.arange(4 * 32, dtype=np.int32).reshape(4, 32) % 31
+    placed = program.place({"tokens": tokens, "labels": tokens})["tokens"]
+    parts = {shard.device.id: np.asarray(shard.data) for shard in placed.addressable_shards}
+    early, late = np.arange(0, 8), np.arange(24, 32)
+    assert np.array_equal(parts[0], tokens[:2, np.r_[early, late]])
+    assert np.array_equal(parts[3], tokens[2:, 8:24])
+
+
+def test_a_ring_is_passed_on_without_a_conditional_and_gathers_nothing_of_the_row():
+    program = Program(config({"context": 4}, zero_stage=0))
+    text = program.lower().as_text()
+    assert "stablehlo.case" not in text and "stablehlo.if" not in text
+    assert len(re.findall("stablehlo.collective_permute", text)) >= 3 * 2
+    assert "stablehlo.all_gather" not in text
