@@ -219,6 +219,7 @@ class Program(Shown):
 
     @property
     def batch_sharding(self) -> NamedSharding:
+        """Of the arrays of a batch, whose tokens are in `column_order`: `place` sees to both."""
         return NamedSharding(self.mesh, self.rows)
 
     # --- the programs

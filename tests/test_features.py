@@ -52,6 +52,7 @@ class Features(NamedTuple):
     batch: str
     dropout: float
     offload: bool
+    strategy: str | None = None  # of context
 
 
 ISLANDS = {"data": 2, "islands": 2}
@@ -60,6 +61,8 @@ MESHES: dict[str, dict[str, int]] = {
     "i2": {"data": 4, "islands": 2},
     "i2p2": {**ISLANDS, "pipeline": 2},
     "i3t2": {"data": 3, "islands": 3, "tensor": 2},
+    "d2c2t2": {"data": 2, "context": 2, "tensor": 2},
+    "i2c2p2": {**ISLANDS, "context": 2, "pipeline": 2},
 }
 SMALL = {"layers": 5, "d_model": 24, "heads": 4, "d_ff": 34, "vocab_size": 61}
 MODELS: dict[str, dict[str, Any]] = {
@@ -100,6 +103,7 @@ LEVELS: dict[str, list[Any]] = {
     "batch": list(BATCHES),
     "dropout": [0.0, 0.1],
     "offload": [False, True],
+    "strategy": ["all_gather", "ring", "ulysses"],
 }
 
 
@@ -107,7 +111,7 @@ def configuration(cell: Features, **sections: dict[str, Any]) -> Config:
     """The checked config of a cell, with `sections` in place of its own; ConfigError where its features may not meet."""
     parallel = {
         "zero_stage": cell.zero, "schedule": cell.schedule, "remat": cell.remat, "sequence_parallel": cell.sequence_parallel,
-        "virtual_stages": 2 if cell.schedule == "interleaved" else None,
+        "virtual_stages": 2 if cell.schedule == "interleaved" else None, "context_strategy": cell.strategy,
     }  # fmt: skip
     reduce: dict[str, Any] = {"algorithm": "ring"} if cell.gradients == "ring" else {}
     if cell.over:
@@ -135,17 +139,19 @@ def configuration(cell: Features, **sections: dict[str, Any]) -> Config:
 
 def acting(cell: Features) -> Features:
     """The cell with None in place of each level that would do nothing there."""
-    sizes = {"islands": 1, "tensor": 1, "pipeline": 1, **MESHES[cell.mesh]}
+    sizes = {"islands": 1, "tensor": 1, "pipeline": 1, "context": 1, **MESHES[cell.mesh]}
+    shards = sizes["data"] // sizes["islands"] * sizes["context"]
     sync = cell.sync if sizes["islands"] > 1 else None
     over = cell.over if sizes["islands"] > 1 else "data"
-    if sync and sizes["data"] == sizes["islands"]:
+    if sync and shards == 1:
         over = "islands"  # nothing else is sent
     return cell._replace(
-        zero=cell.zero if sizes["data"] > sizes["islands"] else None,
+        zero=cell.zero if shards > 1 else None,
         schedule=cell.schedule if sizes["pipeline"] > 1 else None,
         sequence_parallel=cell.sequence_parallel if sizes["tensor"] > 1 else None,
         sync=sync,
         over=over if cell.gradients in COMPRESSED else None,
+        strategy=cell.strategy if sizes["context"] > 1 else None,
         batch="even" if cell.model == "vit" and cell.batch == "packed" else cell.batch,
     )
 
@@ -220,7 +226,7 @@ def assert_happened(cell: Features, rows: list[dict[str, float]]) -> None:
 def losses_on_islands(cell: Features) -> list[float]:
     """Of the same features where each island is one device, which holds all of the state."""
     islands = MESHES[cell.mesh].get("islands", 1)
-    small = cell._replace(zero=None, schedule=None, remat="none", sequence_parallel=None, offload=False)
+    small = cell._replace(zero=None, schedule=None, remat="none", sequence_parallel=None, offload=False, strategy=None)
     program = Program(config := configuration(small, mesh={"data": islands, "islands": islands}), make_mesh(config))
     return [row["loss"] for row in take(program, cell, program.init(), range(STEPS))[1]]
 
@@ -256,7 +262,7 @@ def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole
 
 
 # What a run keeps from one step to the next, or sends. Each of these meets all there is; the others meet each other in test_equivalence.py.
-OF_STATE = {"mesh", "zero", "compute", "gradients", "over", "sync", "optimizer", "trained"}
+OF_STATE = {"mesh", "context", "zero", "compute", "gradients", "over", "sync", "optimizer", "trained"}
 
 
 def met(cell: Features) -> set[Any]:
@@ -269,44 +275,45 @@ def met(cell: Features) -> set[Any]:
         gradients=alike.get(cell.gradients, "quantized"),
         optimizer="adamw" if cell.optimizer == "sgd" else cell.optimizer,
     )
-    cut = ("t2" in cell.mesh, "p2" in cell.mesh)
-    names = (*Features._fields, "tensor", "pipeline")
+    cut = ("t2" in cell.mesh, "p2" in cell.mesh, "c2" in cell.mesh)
+    names = (*Features._fields, "tensor", "pipeline", "context")
     meet = {pair for pair in pairs((*acts, *cut)) if None not in pair and OF_STATE & {names[pair[0]], names[pair[2]]}}
     return meet | set(enumerate(cell))
 
 
 # A pairwise covering of `legal()`, what meets most first; of `covering(legal(), of=met)`, which takes a while to find.
 LEVELS_OF_CELLS = [
-    ("d2t2p2", "gpt2", 1, "zb_h1", "none", False, "bfloat16", "float8", "data", None, "adamw", "some", "packed", 0.0, True),
-    ("i2", "kv1", 3, None, "selective", None, "float16", "float8", "islands", "streaming", "adafactor", "all", "even", 0.1, False),
-    ("d2t2p2", "kv1", 1, "1f1b", "none", True, "float32", "powersgd", "data", None, "muon", "all", "uneven", 0.1, False),
-    ("i2", "gpt2", 0, None, "full", None, "float16", "ring", None, "diloco", "muon", "lora", "pairs", 0.0, True),
-    ("i2p2", "vit", None, "interleaved", "none", None, "float32", "int8", "islands", "diloco", "adamw", "some", "uneven", 0.0, False),
-    ("d2t2p2", "gemma3", 2, "interleaved", "none", False, "bfloat16", "float8", "data", None, "adafactor", "lora", "even", 0.1, True),
-    ("i3t2", "gemma3", None, None, "none", True, "bfloat16", "ring", None, "streaming", "sgd", "some", "uneven", 0.1, False),
-    ("i3t2", "gpt2", None, None, "full", True, "float32", "powersgd", "islands", None, "adafactor", "lora", "packed", 0.0, True),
-    ("d2t2p2", "gemma3", 1, "zb_h1", "selective", False, "float16", "topk", "data", None, "muon", "some", "even", 0.1, False),
-    ("i2", "gpt2", 3, None, "selective", None, "bfloat16", "int8", "data", "streaming", "sgd", "lora", "pairs", 0.0, False),
-    ("i3t2", "gpt2", None, None, "none", False, "bfloat16", "int4", "islands", "diloco", "muon", "all", "packed", 0.1, True),
-    ("d2t2p2", "vit", 1, "interleaved", "full", True, "float16", "ring", None, None, "adamw", "all", "even", 0.1, True),
-    ("i2p2", "kv1", None, "1f1b", "none", None, "float16", "ring", None, "diloco", "adafactor", "lora", "uneven", 0.0, True),
-    ("d2t2p2", "vit", 3, "zb_h1", "none", True, "float32", "int8", "data", None, "muon", "lora", "even", 0.1, False),
-    ("i2p2", "gemma3", None, "1f1b", "none", None, "float32", "float8", "islands", "streaming", "adamw", "some", "packed", 0.1, True),
-    ("i2p2", "gemma3", None, "zb_h1", "selective", None, "bfloat16", "int8", "islands", "diloco", "adafactor", "all", "packed", 0.0, False),
-    ("d2t2p2", "vit", 1, "1f1b", "full", False, "bfloat16", "powersgd", "data", None, "adafactor", "some", "even", 0.0, True),
-    ("d2t2p2", "kv1", 3, "1f1b", "none", False, "float32", None, None, None, "sgd", "some", "uneven", 0.1, True),
-    ("i2", "gemma3", 3, None, "full", None, "float16", "powersgd", "islands", None, "adamw", "some", "packed", 0.0, True),
-    ("d2t2p2", "gpt2", 1, "zb_h1", "full", True, "float32", "ring", None, None, "sgd", "lora", "pairs", 0.1, True),
-    ("i2", "kv1", 1, None, "selective", None, "bfloat16", "ring", None, "streaming", "muon", "lora", "packed", 0.0, True),
-    ("i2", "gemma3", 3, None, "full", None, "bfloat16", "float8", "data", "diloco", "adamw", "lora", "even", 0.0, True),
-    ("i2p2", "gemma3", None, "1f1b", "selective", None, "float32", "topk", "islands", None, "adafactor", "lora", "pairs", 0.0, True),
-    ("i3t2", "vit", None, None, "full", False, "bfloat16", "ring", None, "streaming", "adamw", "all", "even", 0.0, False),
-    ("d2t2p2", "gemma3", 1, "interleaved", "full", False, "float16", "topk", "data", None, "muon", "lora", "uneven", 0.0, True),
-    ("i2", "vit", 0, None, "selective", None, "bfloat16", "int8", "islands", None, "muon", "lora", "uneven", 0.1, True),
-    ("i2p2", "vit", None, "interleaved", "selective", None, "float32", "int4", "islands", "streaming", "adafactor", "some", "even", 0.0, True),
-    ("i3t2", "gemma3", None, None, "full", True, "bfloat16", "int4", "islands", "diloco", "muon", "all", "uneven", 0.1, False),
-    ("i2", "kv1", 2, None, "selective", None, "float32", "ring", None, None, "muon", "some", "uneven", 0.1, True),
-    ("i2p2", "vit", None, "zb_h1", "full", None, "bfloat16", "ring", None, "streaming", "muon", "some", "even", 0.0, False),
+    ("i2c2p2", "kv1", 1, "1f1b", "none", None, "bfloat16", "int4", "data", "diloco", "adamw", "lora", "uneven", 0.0, True, "ulysses"),
+    ("i2c2p2", "gpt2", 2, "zb_h1", "full", None, "float32", "int8", "islands", "streaming", "adamw", "all", "packed", 0.1, False, "ring"),
+    ("d2t2p2", "gemma3", 1, "zb_h1", "full", False, "float16", "topk", "data", None, "muon", "some", "uneven", 0.1, True, None),
+    ("d2c2t2", "kv1", 3, None, "none", True, "float16", "ring", None, None, "adafactor", "lora", "packed", 0.0, False, "ring"),
+    ("i3t2", "vit", None, None, "selective", False, "bfloat16", "int4", "islands", "diloco", "adafactor", "some", "even", 0.0, False, None),
+    ("i2c2p2", "gemma3", 1, "interleaved", "none", None, "bfloat16", "int8", "islands", "diloco", "adafactor", "lora", "pairs", 0.1, True, "all_gather"),
+    ("d2c2t2", "gemma3", 1, None, "none", False, "float32", "topk", "data", None, "sgd", "all", "packed", 0.1, True, "all_gather"),
+    ("i2p2", "gemma3", None, "interleaved", "selective", None, "float32", "ring", None, "streaming", "muon", "all", "even", 0.0, True, None),
+    ("i2c2p2", "gpt2", 2, "interleaved", "none", None, "float16", "float8", "data", "diloco", "adamw", "some", "even", 0.1, True, "all_gather"),
+    ("i3t2", "kv1", None, None, "none", True, "bfloat16", "int4", "islands", "streaming", "muon", "lora", "packed", 0.0, False, None),
+    ("i2c2p2", "gpt2", 2, "1f1b", "selective", None, "bfloat16", "topk", "islands", None, "muon", "all", "even", 0.0, False, "ring"),
+    ("d2t2p2", "gemma3", 1, "1f1b", "none", True, "float32", "powersgd", "data", None, "adafactor", "some", "uneven", 0.0, False, None),
+    ("d2c2t2", "gpt2", 3, None, "full", False, "float32", "int8", "data", None, "adafactor", "lora", "pairs", 0.1, True, "ulysses"),
+    ("d2t2p2", "vit", 0, "zb_h1", "none", True, "bfloat16", "ring", None, None, "sgd", "some", "uneven", 0.1, True, None),
+    ("i2c2p2", "kv1", 3, "zb_h1", "full", None, "float16", "float8", "islands", "diloco", "sgd", "all", "uneven", 0.1, True, "ulysses"),
+    ("d2t2p2", "vit", 1, "interleaved", "none", False, "float32", "topk", "data", None, "adafactor", "lora", "even", 0.1, True, None),
+    ("i2c2p2", "gpt2", 0, "1f1b", "selective", None, "float16", "int4", "islands", "streaming", "muon", "lora", "pairs", 0.0, False, "ring"),
+    ("i2", "vit", 3, None, "selective", None, "float16", "float8", "islands", "streaming", "adafactor", "all", "even", 0.1, True, None),
+    ("i3t2", "kv1", None, None, "selective", True, "float32", None, None, "diloco", "muon", "some", "packed", 0.0, True, None),
+    ("d2t2p2", "kv1", 1, "zb_h1", "selective", False, "float16", "ring", None, None, "adamw", "lora", "pairs", 0.1, False, None),
+    ("i2c2p2", "kv1", 0, "interleaved", "full", None, "bfloat16", "int8", "islands", "streaming", "muon", "some", "uneven", 0.0, False, "ulysses"),
+    ("i2p2", "gpt2", None, "1f1b", "full", None, "float32", "ring", None, "diloco", "adafactor", "some", "uneven", 0.0, True, None),
+    ("i2c2p2", "kv1", 2, "zb_h1", "selective", None, "float32", "int8", "data", "diloco", "adafactor", "some", "even", 0.0, False, "ring"),
+    ("i2c2p2", "gemma3", 2, "zb_h1", "full", None, "float32", "float8", "islands", "streaming", "muon", "lora", "pairs", 0.1, True, "all_gather"),
+    ("i2p2", "kv1", None, "interleaved", "none", None, "float32", "powersgd", "islands", None, "adamw", "lora", "pairs", 0.0, True, None),
+    ("i3t2", "vit", None, None, "selective", False, "float16", None, None, "streaming", "muon", "lora", "even", 0.0, False, None),
+    ("d2t2p2", "kv1", 1, "interleaved", "none", True, "bfloat16", "ring", None, None, "sgd", "all", "packed", 0.1, False, None),
+    ("i2", "gpt2", 2, None, "selective", None, "float16", "int8", "data", "streaming", "adamw", "lora", "uneven", 0.1, False, None),
+    ("d2c2t2", "kv1", 1, None, "none", True, "bfloat16", "ring", None, None, "muon", "lora", "pairs", 0.0, True, "all_gather"),
+    ("d2c2t2", "kv1", 1, None, "full", False, "float32", "ring", None, None, "adafactor", "lora", "even", 0.1, True, "ulysses"),
+    ("i2c2p2", "kv1", 2, "zb_h1", "none", None, "float32", "powersgd", "islands", None, "sgd", "all", "even", 0.0, False, "ulysses"),
 ]  # fmt: skip
 CELLS = [Features(*levels) for levels in LEVELS_OF_CELLS]
 OFTEN = 12  # of them CI runs

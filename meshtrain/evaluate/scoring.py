@@ -53,9 +53,11 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """Scores rows with a model, `rows` at a time (rounded up to what its data axis needs)."""
+    """Scores rows with a model, `rows` at a time (rounded up to what its data axis needs). ConfigError for a mesh with context."""
 
     def __init__(self, model: Model, rows: int = 8) -> None:
+        if (context := model.config.mesh.context) > 1:
+            raise ConfigError(f"the model is on a mesh with context {context}, which texts are too short for; leave it out.")
         self.model = model
         self.rows = rows + -rows % model.config.mesh.data
 

@@ -94,6 +94,11 @@ class Hooks:
                 from meshtrain.model.hook_checks import check_call
 
                 check_call(kind, hook, list(inspect.signature(protocol.__call__).parameters)[1:])
+        if self.attention is not None and config.mesh.context > 1 and config.parallel.context_strategy != "ulysses":
+            raise ConfigError(
+                f"mesh.context {config.mesh.context} gives attention a part of each row, but it is replaced by {name_of(self.attention)}, "
+                "which would take it for the whole; set parallel.context_strategy to ulysses, or leave context out."
+            )
         ignored = [
             ("train", "label_smoothing", "loss", 0), ("train", "z_loss", "loss", 0), ("model", "window", "attention", 0),
             ("model", "score_cap", "attention", 0), ("model", "query_scalar", "attention", config.model.head_dim),

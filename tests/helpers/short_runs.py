@@ -118,7 +118,7 @@ def train_on(
     compiled = program.lower(program.batch_shapes(batches[0])).compile()
     metrics, kept = [], []
     for i, batch in enumerate(batches):
-        state, measured = compiled(state, jax.device_put(batch, program.batch_sharding))
+        state, measured = compiled(state, program.place(batch))
         metrics.append({name: float(value) for name, value in measured.items()})
         if i in (0, steps - 1):
             kept.append(jax.tree.map(np.asarray, state))
