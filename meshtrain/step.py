@@ -379,9 +379,9 @@ class Program(Shown):
 
     @property
     def busy(self) -> float:
-        """How often what stands in conditionals of the compiled step is done: on CPU idle stages skip a clock's work, elsewhere none does."""
+        """How often what stands in conditionals of the compiled step is done, where idle stages skip a clock's work."""
         table = self.layout.table
-        return table.busy if table and platform(self.mesh) == "cpu" else 1.0
+        return table.busy if table and self.local.forward.skips else 1.0
 
 
 class TrainStep:

@@ -123,6 +123,15 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
     return chunk if chunk < tokens else None
 
 
+def skips_idle_work(config: Config, platform: str) -> bool:
+    """Returns whether a pipeline stage skips what it has no microbatch for: on CPU, where no predicate stalls it.
+
+    There a message is one of all devices, so that where keys and values go round idle stages must take part.
+    """
+    rings = config.mesh.context > 1 and config.parallel.context_strategy == "ring"
+    return platform == "cpu" and not rings
+
+
 def microbatch_rows(config: Config) -> int:
     """Returns the rows of one microbatch on one data rank, padding included."""
     return padded_batch_size(config) // row_shards(config)

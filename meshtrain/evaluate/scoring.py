@@ -57,7 +57,9 @@ class Scorer:
 
     def __init__(self, model: Model, rows: int = 8) -> None:
         if (context := model.config.mesh.context) > 1:
-            raise ConfigError(f"the model is on a mesh with context {context}, which texts are too short for; leave it out.")
+            raise ConfigError(
+                f"the model is on a mesh with context {context}, which texts are too short for; leave it out."
+            )
         self.model = model
         self.rows = rows + -rows % model.config.mesh.data
 

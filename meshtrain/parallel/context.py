@@ -151,11 +151,13 @@ def _backward(
         def step(number: int, d_q: Any, here: Any) -> tuple[Any, Any]:
             source = (rank - number) % ranks
             early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
+            if number == ranks:
+                early, *of_early = run(scoring, early_q, early_kv)
+                late, *of_late = run(scoring, late_q, late_kv)
+                return _added(d_q, (early, late)), _joined(of_early, of_late)
             late, *of_early = run(past, late_q, early_kv)
             if number == 0:
-                early, *more = run(scoring, early_q, early_kv)
-                again, *of_late = run(scoring, late_q, late_kv)
-                return (early, late + again), _joined(_added(of_early, more), of_late)
+                return (jnp.zeros_like(late), late), _joined(of_early, jax.tree.map(jnp.zeros_like, of_early))
             is_earlier = source < rank
             again, *more = run(past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv))
             nothing, none = jnp.zeros_like(again), jax.tree.map(jnp.zeros_like, more)
@@ -212,7 +214,9 @@ def _joined(early: Any, late: Any) -> Any:
     return tuple(jnp.concatenate(both, axis=SEQUENCE) for both in zip(early, late, strict=True))
 
 
-# --- how keys and values come by. A step's number says how many ranks before this one they are from.
+# --- how keys and values come by. A step's number says how many ranks before this one they are from. Of its own keys a rank has two steps in
+# the backward, the first, and the last (N), in which queries and keys are of the same chunk: so there is one behind the first message, and
+# one behind the last.
 
 
 def _gathered(sent: Any) -> Any:
@@ -253,26 +257,29 @@ def _go_through_back(step: Callable[[int, Any, Any], Any], gathered: Any) -> Any
 
     `step` returns both, the second of one rank.
     """
+    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
     d_q: Any = None
     d_kv = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x)), gathered[:2])
-    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
-    for number in range(ranks):
+    for number in range(ranks + 1):
         d_q, more = step(number, d_q, _of_rank(number, gathered))
-        put = lambda x, y: lax.dynamic_update_index_in_dim(x, y, (rank - number) % ranks, 0)  # noqa: B023, E731
-        d_kv = jax.tree.map(put, d_kv, more)
+        source = (rank - number) % ranks
+        d_kv = jax.tree.map(lambda x, y: x.at[source].add(y), d_kv, more)  # noqa: B023
     return d_q, d_kv
 
 
 def _go_round_back(step: Callable[[int, Any, Any], Any], sent: Any) -> Any:
-    """Returns the cotangents of queries, and those of this rank's keys and values, which went round with them and gathered what each
-    rank had to add."""
-    d_q, d_kv, here, ranks = None, None, sent, lax.axis_size(CONTEXT)
-    for number in range(ranks):
+    """Returns the cotangents of queries, and those of this rank's keys and values, to which each rank that these went by has added."""
+    ranks = lax.axis_size(CONTEXT)
+    (d_q, own), here = lax.optimization_barrier((step(0, None, sent), _next(sent)))
+    d_kv = None
+    for number in range(1, ranks):
         following = _next(here) if number + 1 < ranks else None
         arriving = None if d_kv is None else _next(d_kv)
-        (d_q, more), here, arriving = lax.optimization_barrier((step(number, d_q, here), following, arriving))
+        done = step(number, d_q, here), following, arriving, sent  # which is taken up again behind it
+        (d_q, more), here, arriving, sent = lax.optimization_barrier(done)
         d_kv = more if arriving is None else _added(arriving, more)
-    return d_q, _next(d_kv)
+    (d_q, last), home = lax.optimization_barrier((step(ranks, d_q, sent), _next(d_kv)))
+    return d_q, _added(_added(own, last), home)
 
 
 # --- by heads

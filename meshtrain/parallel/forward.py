@@ -12,7 +12,7 @@ from jax import lax
 from meshtrain import xla
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
-from meshtrain.config.follow import loss_chunk
+from meshtrain.config.follow import loss_chunk, skips_idle_work
 from meshtrain.config.model import positions_of
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, inputs
@@ -58,8 +58,7 @@ class Forward:
         self.layout, self.zero, self.collectives, self.parts = layout, zero, collectives, parts
         self.adapters = True
         self.of_images = FAMILIES[layout.config.model.family].images
-        # On CPU idle work is skipped; elsewhere a predicate would stall the device.
-        self.skips = collectives.platform == "cpu"
+        self.skips = skips_idle_work(layout.config, collectives.platform)
         # On CPU collectives are waited for at once.
         self.overlaps = collectives.platform != "cpu"
         decoder = nnx.eval_shape(lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora))

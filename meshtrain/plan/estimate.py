@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from meshtrain.cluster.accelerators import lender
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError
+from meshtrain.config.follow import skips_idle_work
 from meshtrain.inputs import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
@@ -143,7 +144,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
     """The plan of a checked config. The pipeline's time is simulated from its table."""
     costs, facts = microbatch_costs(config, cluster, profile), pipeline.facts(config)
     platform, m = cluster.accelerator.platform, config.parallel.microbatches
-    skips = platform == "cpu"
+    skips = skips_idle_work(config, platform)
     items = memory.items(config, facts, platform)
     timeline, seconds, clocks, peak, bubble = None, m * costs.stage, m, 1, 0.0
     if config.mesh.pipeline > 1:

@@ -110,5 +110,5 @@ def measured(program: "Program", phases: Callable[[], Mapping[str, float]]) -> M
     if config.parallel.reduce.compression != "none":
         from meshtrain.plan import gradient_traffic, pipeline
 
-        sent = gradient_traffic.row(config, pipeline.iterations(config, skips=on_cpu))
+        sent = gradient_traffic.row(config, pipeline.iterations(config, skips=program.local.forward.skips))
     return Measured(phases, program.mesh.local_devices, peak, sent)
