@@ -81,10 +81,8 @@ def attend(
     """
     _, length, heads, width = q_BTHK.shape
     if collectives.context > 1 and collectives.by_heads:
-        from meshtrain.parallel.context import by_heads
-
-        options = {"window": window, "scale": scale, "cap": cap, "causal": causal, "local": local}
-        return by_heads(partial(attend, **options), q_BTHK, k_BTGK, v_BTGK, segments_BT, collectives, dropout)
+        of_heads = partial(attend, window=window, scale=scale, cap=cap, causal=causal, local=local)
+        return collectives.attend_by_heads(of_heads, q_BTHK, k_BTGK, v_BTGK, segments_BT, dropout)
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
     window = window if window < length * collectives.context else 0
@@ -97,10 +95,8 @@ def attend(
         in_pieces=collectives.context > 1, window=window > 0,
     )  # fmt: skip
     if collectives.context > 1:
-        from meshtrain.parallel.context import zigzag_attention
-
         shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-        return zigzag_attention(kernel, scoring, collectives.rings, q_BTHK, k_BTGK, v_BTGK, shared)
+        return collectives.attend_in_zigzag(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared)
     if kernel == "blocks":
         return blockwise(scoring, q_BTHK, k_BTGK, v_BTGK, masks)
     shared = vary(masks._replace(local=None), varying(q_BTHK))

@@ -8,6 +8,8 @@
 The model calls these methods and knows nothing of a mesh; `parallel.tensor` overrides them with explicit collectives.
 """
 
+from typing import Any
+
 import jax
 
 
@@ -21,7 +23,6 @@ class Collectives:
     by_heads: bool = (
         False  # whether these then take turns with the heads in attention (Ulysses); else they are in zigzag order
     )
-    rings: bool = False  # whether keys and values then travel in a ring; else they are gathered
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""
@@ -69,6 +70,14 @@ class Collectives:
     def positions(self, length: int) -> jax.Array:
         """Positions in the sequence of the `length` tokens of a row that are here, before the tensor ranks share them."""
         return jax.numpy.arange(length)
+
+    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any) -> jax.Array:  # fmt: skip
+        """Attention, by a kernel of `model.attention`, of the queries that are here to the keys and values of the whole row."""
+        raise NotImplementedError("all tokens of a row are here")
+
+    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any) -> jax.Array:  # fmt: skip
+        """The same by `attend`, of all tokens and a share of the heads."""
+        raise NotImplementedError("all tokens of a row are here")
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         """Sum over the parts of each row."""

@@ -99,7 +99,8 @@ def _forward(
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> _Seen:
-        out, log_sum = forward(kernel, scoring, *queries.arrays, *keys.arrays, _masks(masks.words, queries, keys))
+        (q,), (k, v) = queries.arrays, keys.arrays
+        out, log_sum = forward(kernel, scoring, q, k, v, _masks(masks.words, queries, keys))
         return _Seen(out.astype(jnp.float32), log_sum)
 
     def attend(scoring: Scoring, sent: Any) -> tuple[jax.Array, jax.Array]:
@@ -140,10 +141,10 @@ def _backward(
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> tuple[jax.Array, ...]:
         """Cotangents of the queries, keys and values, float32."""
-        chunk, out, d_out, sums = queries.arrays
-        given = out, sums.transpose(0, 2, 1), d_out
-        found = backward(kernel, scoring, chunk, *keys.arrays, _masks(masks.words, queries, keys), *given)
-        return tuple(x.astype(jnp.float32) for x in found)
+        (q, out, d_out, sums), (k, v) = queries.arrays, keys.arrays
+        parts = out, sums.transpose(0, 2, 1), d_out
+        d_qkv = backward(kernel, scoring, q, k, v, _masks(masks.words, queries, keys), *parts)
+        return tuple(x.astype(jnp.float32) for x in d_qkv)
 
     def cotangents(scoring: Scoring, sent: Any) -> tuple[jax.Array, Any]:
         past, (early_q, late_q) = scoring._replace(causal=False), _chunks(rank, ranks, masks.segments, *of_rows)

@@ -8,6 +8,7 @@ With check_vma the backward collectives follow from the types, none is written b
 """
 
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -80,6 +81,16 @@ class MeshCollectives(VocabularyShards):
         from meshtrain.parallel.context import positions
 
         return positions(length, self.context, self.by_heads)
+
+    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any) -> jax.Array:  # fmt: skip
+        from meshtrain.parallel.context import zigzag_attention
+
+        return zigzag_attention(kernel, scoring, self.rings, q, k, v, masks)
+
+    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any) -> jax.Array:  # fmt: skip
+        from meshtrain.parallel.context import by_heads
+
+        return by_heads(attend, q, k, v, segments, self, dropout)
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, CONTEXT) if self.context > 1 else x

@@ -14,7 +14,7 @@ from meshtrain.mesh import CONTEXT
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout
-from meshtrain.parallel.context import column_order, positions
+from meshtrain.parallel.context import by_heads, column_order, positions, zigzag_attention
 from meshtrain.step import Program
 
 ROWS, WIDTH = 2, 8
@@ -26,6 +26,12 @@ class OnContext(Collectives):
 
     def positions(self, length: int) -> jax.Array:
         return positions(length, self.context, self.by_heads)
+
+    def attend_in_zigzag(self, kernel, scoring, *arrays):
+        return zigzag_attention(kernel, scoring, self.rings, *arrays)
+
+    def attend_by_heads(self, attend, q, k, v, segments, dropout):
+        return by_heads(attend, q, k, v, segments, self, dropout)
 
 
 def plain(q, k, v, segments, window: int, cap: float, keep):
