@@ -6,6 +6,7 @@ It needs the compiler (pip install 'meshtrain[compile]'), though no GPU. It runs
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -40,14 +41,19 @@ print(Program(config, make_mesh(config, described_devices("h100", 8))).lower().c
 """
 
 
-def sent_over_data(given):
-    """(config, what is sent over data by kind) of the program of a config for 8 H100s."""
+def compiled(given):
+    """The program of a config for 8 H100s, as text."""
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     command = [sys.executable, "-c", COMPILE, json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def sent_over_data(given):
+    """(config, what is sent over data by kind) of this program."""
     config, cluster = load(given), named("h100", 8)
-    found = timed(Module(done.stdout), make_mesh(config, jax.devices()[:8]), config, cluster)
+    found = timed(Module(compiled(given)), make_mesh(config, jax.devices()[:8]), config, cluster)
     return config, {kind: sent for (axis, kind), sent in found.sent.items() if axis == "data"}
 
 
@@ -87,3 +93,31 @@ def test_what_zero_3_sends_at_the_layers_travels_under_matrix_products_but_for_w
     first = 2 * 16 * (3 * 4096 * 4096 + 4096 * 8192)
     assert gathered.under >= gathered.bytes - 2 * outer - first
     assert scattered.under >= scattered.bytes - 4 * (outer + (size - outer) / 16)  # nothing hides the last layer
+
+
+MESSAGE = re.compile(r"%(\S+) = .*? (collective-permute-start|collective-permute-done)\((?:.*%(\S+?)\))?")
+
+
+def test_each_message_of_a_ring_travels_behind_attention_and_no_rank_is_asked_for():
+    given = {
+        "model": {"layers": 2, "d_model": 1024, "heads": 8, "kv_heads": 2, "d_ff": 2048, "vocab_size": 1024},
+        "mesh": {"data": 2, "context": 4},
+        "parallel": {"context_strategy": "ring"},
+        "precision": {"compute": "bfloat16"},
+        "train": {"global_batch_size": 2, "sequence_length": 16384},
+    }
+    text = compiled(given)
+    assert " conditional(" not in text
+    kernels, started, behind = 0, {}, []
+    for line in text.splitlines():
+        kernels += " custom-call(" in line and "fmha" in line.lower()
+        if message := MESSAGE.search(line):
+            name, kind, of = message.groups()
+            if kind.endswith("start"):
+                started[name] = kernels
+            else:
+                behind.append(kernels - started.pop(of))
+    assert (
+        not started and len(behind) >= 3 + 4
+    )  # of a layer, forward and backward, with those of keys and values together
+    assert min(behind) >= 1
