@@ -20,13 +20,19 @@ ISLANDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "4 islands": ({"data": 8, "islands": 4}, {"zero_stage": 1}),
     "2 islands, tensor 2": ({"data": 4, "tensor": 2, "islands": 2}, {"zero_stage": 2, "microbatches": 2}),
     "2 islands, pipeline 2": ({"data": 2, "pipeline": 2, "islands": 2}, {"zero_stage": 3, "microbatches": 4}),
+    "context 4": ({"data": 2, "context": 4}, {"zero_stage": 3}),
+    "context 2, tensor 2": (
+        {"data": 2, "context": 2, "tensor": 2},
+        {"zero_stage": 1, "context_strategy": "all_gather"},
+    ),
 }
 ONE, CUBE, DATA, FLAT, PIPE, INTERLEAVED, V = LAYOUTS
-I1, I2, I4, TENSOR, STAGES = ISLANDS
+I1, I2, I4, TENSOR, STAGES, C4, C2 = ISLANDS
 PAIRS = [
     (ONE, CUBE), (CUBE, DATA), (DATA, INTERLEAVED),  # CUBE -> DATA: all three axes and the ZeRO stage
     (INTERLEAVED, V), (V, FLAT), (FLAT, PIPE), (PIPE, ONE),
     (I1, I2), (I2, TENSOR), (TENSOR, I4), (I4, STAGES), (STAGES, I1), (I1, I4), (I4, I1),
+    (C4, C2), (C2, CUBE), (ONE, C4),
 ]  # fmt: skip
 NOW = {(INTERLEAVED, V), (I2, TENSOR)}  # of the others' arrays tests/checkpoint/test_global_arrays.py keeps every bit
 

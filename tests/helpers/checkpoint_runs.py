@@ -76,9 +76,7 @@ def batch(built: Program, step: int) -> dict[str, jax.Array]:
     train = built.config.train
     shape = (train.global_batch_size, train.sequence_length + 1)
     text = np.random.default_rng(step).integers(0, built.config.model.vocab_size, shape, np.int32)
-    return {
-        name: jax.device_put(x, built.batch_sharding) for name, x in (("tokens", text[:, :-1]), ("labels", text[:, 1:]))
-    }
+    return built.place({"tokens": text[:, :-1], "labels": text[:, 1:]})
 
 
 def take(built: Program, state: State, step: int) -> tuple[State, float]:
