@@ -213,7 +213,7 @@ def test_a_rings_messages_hide_behind_attention_on_long_rows_and_gathers_are_wai
         taken = sum(t.seconds(by[strategy].cluster, by[strategy].config.mesh) for t in by[strategy].transfers if "swapped" in t.what or "keys" in t.what)
         assert by[strategy].time.context == pytest.approx(taken)
     short = in_context(llama_8b, 2**11, "ring").time
-    assert short.context > short.attention
+    assert short.context > 0.5 * short.attention
 
 
 def test_attention_is_shared_evenly_by_the_ranks_of_context(llama_8b):
