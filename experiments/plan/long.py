@@ -57,16 +57,24 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
             # FSDP gathers a layer at use; with stages it holds what it gathered
             keys = {"zero_stage": 3, "remat": "full", "zero_hold": bool(large), "microbatches": rows if large else 1}
             found = planned(model, mesh, rows * data if not large else 8 * data, length, "h100", **keys)
-            yield f"torchtitan {model}", length, str(found.config.mesh), reported, found.tokens_per_second / found.devices
+            yield (
+                f"torchtitan {model}",
+                length,
+                str(found.config.mesh),
+                reported,
+                found.tokens_per_second / found.devices,
+            )
     for length, ((tensor, data, context), reported) in NEMO.items():
         rows = max(data, 4 * 2**20 // length)
-        found = planned("7B", {"data": data, "context": context, "tensor": tensor}, rows, length, microbatches=rows // data)
+        found = planned(
+            "7B", {"data": data, "context": context, "tensor": tensor}, rows, length, microbatches=rows // data
+        )
         yield "NeMo 7B", length, str(found.config.mesh), reported, teraflops(found)
     for length, mesh, rows, reported in (
         (8192, {"data": 128, "tensor": 8, "pipeline": 16}, 2048, 400),
         (131072, {"data": 8, "context": 16, "tensor": 8, "pipeline": 16}, 128, 380),
     ):
-        found = planned("405B", mesh, rows, length, microbatches=16, schedule="interleaved", virtual_stages=8, layer_split=(0, *[1] * 126, 0))  # fmt: skip
+        found = planned("405B", mesh, rows, length, microbatches=16, remat="selective", schedule="interleaved", virtual_stages=8, layer_split=(0, *[1] * 126, 0))  # fmt: skip
         yield "Llama 3 405B", length, str(found.config.mesh), reported, teraflops(found)
 
 
@@ -75,7 +83,9 @@ def main() -> None:
     first: dict[str, tuple[float, float]] = {}
     for source, length, layout, reported, by_plan in table():
         of = first.setdefault(source, (reported, by_plan))
-        print(f"{source:16} {length:9,}  {layout:52} {reported:8,.0f} {by_plan:8,.0f}   x {reported / of[0]:.3f} x {by_plan / of[1]:.3f}")
+        print(
+            f"{source:16} {length:9,}  {layout:52} {reported:8,.0f} {by_plan:8,.0f}   x {reported / of[0]:.3f} x {by_plan / of[1]:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from meshtrain.model.weights import adapted, all_weights, is_trained
 from meshtrain.parallel.placement import local_kv_heads
 from meshtrain.plan import shapes
 
-
 FLOAT32 = 4  # bytes
 
 
@@ -51,7 +50,17 @@ def kernel(config: Config, platform: str) -> Kernel:
     length = shapes.length(config) if pieces else config.train.sequence_length
     window = 0 < model.window < config.train.sequence_length
     dtype = config.precision.compute
-    return attention_kernel(platform, dtype, model.head_dim, length, is_packed(config), model.dropout > 0, model.score_cap > 0, pieces, window)
+    return attention_kernel(
+        platform,
+        dtype,
+        model.head_dim,
+        length,
+        is_packed(config),
+        model.dropout > 0,
+        model.score_cap > 0,
+        pieces,
+        window,
+    )
 
 
 def is_packed(config: Config) -> bool:

@@ -36,7 +36,9 @@ class AxisOnLinks:
 def axes_on_links(plan: Plan) -> list[AxisOnLinks]:
     """Axes that send something, in the mesh's order, the outermost first; joined ones after them."""
     mesh, entries = plan.config.mesh, []
-    for axis in dict.fromkeys([*(a for a in mesh.every_axis_in_order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)]):
+    for axis in dict.fromkeys(
+        [*(a for a in mesh.every_axis_in_order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)]
+    ):
         group, transfers = plan.cluster.axis(axis, mesh), [t for t in plan.transfers if t.axis == axis]
         levels = tuple((hop.level, hop.fan) for hop in group.hops)
         apart = min(mesh.stride(part) for part in axis.split("+"))

@@ -21,8 +21,8 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, gradient_traffic, programs, shapes
-from meshtrain.plan.context import context_seconds
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
+from meshtrain.plan.context import context_seconds
 from meshtrain.plan.traffic import BOTH, edge_transfers, layer_transfers
 
 
@@ -140,9 +140,7 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
     )
     context = 0.0, 0.0
     if config.mesh.context > 1:
-        context = context_seconds(
-            config, cluster, layer.forward.attention, backward.attention + recompute.attention
-        )
+        context = context_seconds(config, cluster, layer.forward.attention, backward.attention + recompute.attention)
     forward_sends, backward_sends = forward_sends + context[0], backward_sends + context[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     return LayerCost(

@@ -184,7 +184,9 @@ def test_an_open_schedule_is_chosen_once_and_said(layers, parallel, runs, says):
 
 def test_an_open_strategy_of_context_is_chosen_once_and_said():
     long, window, short = (
-        configuration(mesh={"context": 2}, model={"heads": 4, "kv_heads": 2, **model}, train={"sequence_length": length})
+        configuration(
+            mesh={"context": 2}, model={"heads": 4, "kv_heads": 2, **model}, train={"sequence_length": length}
+        )
         for length, model in ((4096, {}), (4096, {"window": 64}), (512, {}))
     )
     assert [c.parallel.context_strategy for c in (long, window, short)] == ["ring", "all_gather", "all_gather"]

@@ -119,5 +119,7 @@ def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
     assert best.config.mesh.context > 1 and best.config.mesh.devices == 8
     for near in found.plans:
         check(near.config)
-    without = max(c.mesh.context == 1 for c in (candidate.config for candidate in candidates(config, named("h100", 8), 8)))
+    without = max(
+        c.mesh.context == 1 for c in (candidate.config for candidate in candidates(config, named("h100", 8), 8))
+    )
     assert without

@@ -201,7 +201,13 @@ def test_what_travels_at_the_layers_hides_under_them_but_for_what_their_first_pr
 
 
 def in_context(llama_8b, length, strategy, ranks=8, **parallel):
-    config = llama_8b({"context": ranks}, {"global_batch_size": 1, "sequence_length": length}, microbatches=1, context_strategy=strategy, **parallel)
+    config = llama_8b(
+        {"context": ranks},
+        {"global_batch_size": 1, "sequence_length": length},
+        microbatches=1,
+        context_strategy=strategy,
+        **parallel,
+    )
     return plan(config, named("h100", ranks))
 
 
@@ -210,7 +216,11 @@ def test_a_rings_messages_hide_behind_attention_on_long_rows_and_gathers_are_wai
     # the last message of a backward alone
     assert by["ring"].time.context < 0.01 * by["ring"].seconds
     for strategy in ("all_gather", "ulysses"):
-        taken = sum(t.seconds(by[strategy].cluster, by[strategy].config.mesh) for t in by[strategy].transfers if "swapped" in t.what or "keys" in t.what)
+        taken = sum(
+            t.seconds(by[strategy].cluster, by[strategy].config.mesh)
+            for t in by[strategy].transfers
+            if "swapped" in t.what or "keys" in t.what
+        )
         assert by[strategy].time.context == pytest.approx(taken)
     short = in_context(llama_8b, 2**11, "ring").time
     assert short.context > 0.5 * short.attention
@@ -226,4 +236,6 @@ def test_auto_takes_the_strategy_that_the_plan_finds_cheaper_where_it_makes_a_di
     for length, strategy in ((2**17, "ring"), (2**11, "all_gather")):
         auto = in_context(llama_8b, length, "auto")
         others = [in_context(llama_8b, length, other).seconds for other in ("ring", "all_gather")]
-        assert auto.config.parallel.context_strategy == strategy and auto.seconds == pytest.approx(min(others), rel=0.01)
+        assert auto.config.parallel.context_strategy == strategy and auto.seconds == pytest.approx(
+            min(others), rel=0.01
+        )

@@ -121,7 +121,10 @@ def _took(attribution: Attribution, part: str) -> float:
 
 def shares(plan: Plan) -> Iterator[tuple[str, float]]:
     """By the plan, the shares of the parts that have cures."""
-    for part, name in (*((p, p) for p in ("tensor", "context", "data", "pipeline", "bubble")), ("recomputation", "recompute")):
+    for part, name in (
+        *((p, p) for p in ("tensor", "context", "data", "pipeline", "bubble")),
+        ("recomputation", "recompute"),
+    ):
         yield part, dict(plan.time.parts())[name] / plan.seconds
 
 
