@@ -59,7 +59,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if model.heads % tensor:
         legal = listed_divisors(model.heads)
         yield f"mesh.tensor {tensor} does not divide model.heads {model.heads}; legal are {legal}."
-    yield from _context_problems(config)
+    yield from context_problems(config)
     if config.parallel.sequence_parallel and length % tensor:
         legal, patches = listed_divisors(math.gcd(length, model.heads)), length - 1
         if family.images and model.pool == "class" and not patches % tensor:
@@ -70,7 +70,8 @@ def _model_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _context_problems(config: Config) -> Iterator[str]:
+def context_problems(config: Config) -> Iterator[str]:
+    """Yields a sentence on each thing that a row cannot be split over context for."""
     context, strategy, model = config.mesh.context, config.parallel.context_strategy, config.model
     if context == 1:
         return

@@ -82,8 +82,22 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
 
 
 def chosen(config: Config) -> list[str]:
-    """Returns a sentence on what parallel.schedule: auto stands for in a resolved config with stages; none where it was named."""
-    if config.mesh.pipeline == 1 or not followed(config, "parallel.schedule"):
-        return []
-    schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
-    return [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]
+    """Returns a sentence on what parallel.schedule: auto stands for in a resolved config with stages, and one on parallel.context_strategy
+    where tokens are split over context; none where it was named."""
+    sentences = []
+    if config.mesh.pipeline > 1 and followed(config, "parallel.schedule"):
+        schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
+        sentences += [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]
+    if (context := config.mesh.context) > 1 and followed(config, "parallel.context_strategy"):
+        strategy, tokens = (
+            config.parallel.context_strategy,
+            f"{config.train.sequence_length // context:,} tokens a rank",
+        )
+        short = f"for {tokens} attention is shorter than the messages of a ring"
+        why = (
+            f"model.window {config.model.window} hides most of what a ring passes on" if config.model.window else short
+        )
+        if strategy == "ring":
+            why = f"its messages travel behind the attention of {tokens}"
+        sentences.append(f"context: {AUTO} -> {strategy}: {why}")
+    return sentences

@@ -1,6 +1,7 @@
 """Devices, and what lies on them: a mesh, the weights of a layout by the names of their axes, live arrays.
 
-A mesh is blocks of devices: a block a stage, a row a data rank, a column a tensor rank; islands one below the other.
+A mesh is blocks of devices: a block a stage, a row a data rank (with context parallelism one of its context ranks, and the two chunks
+of each row of the batch that it has), a column a tensor rank; islands one below the other.
 
               stage 0     stage 1
     island 0   0  1        4  5        data 0
@@ -25,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from meshtrain.config.mesh import DATA, ISLAND, PIPELINE, TENSOR
+from meshtrain.config.mesh import CONTEXT, DATA, ISLAND, PIPELINE, TENSOR
 from meshtrain.draw.picture import Picture, block, chip, code, columns, faint, table
 from meshtrain.draw.svg import AXES, INK, image, stage_hue, svg
 from meshtrain.errors import ConfigError, short
@@ -61,7 +62,7 @@ def _mesh(mesh: Mesh) -> Picture:
     if mesh.size > MOST_DEVICES:
         return Picture(block(head), f"{words} = {devices}")
     islands, data, tensor, pipeline = _places(mesh).shape
-    left, top = 52, 34
+    left, top = 52 if CONTEXT not in mesh.shape else 172, 34
     width, height = left + pipeline * (tensor * _SIDE + _GAP), top + islands * (data * _SIDE + _GAP) - _GAP + 6
     drawing = image(svg(width, height, _cells(mesh, left, top)), "the devices of the mesh")
     return Picture(block(head, drawing), f"{words} = {devices}\n{columns(_rows(mesh), '  ')}")
@@ -80,8 +81,17 @@ def colours(mesh: Mesh) -> dict[int, str]:
 
 
 def _places(mesh: Mesh) -> np.ndarray:
-    """The devices by island, data, tensor and pipeline: a mesh without islands is one of them."""
-    return mesh.devices.reshape(-1, *mesh.devices.shape[-3:])
+    """The devices by island, data and context, tensor and pipeline: a mesh without islands is one of them."""
+    ranks = mesh.shape[DATA] * mesh.shape.get(CONTEXT, 1)
+    return mesh.devices.reshape(-1, ranks, *mesh.devices.shape[-2:])
+
+
+def _row(mesh: Mesh, rank: int) -> str:
+    """Names a row of devices: what rank of data and of context it is, and which chunks that has (`parallel.context`)."""
+    if (context := mesh.shape.get(CONTEXT, 1)) == 1:
+        return f"{DATA} {rank}"
+    data, part = divmod(rank, context)
+    return f"{DATA} {data}, {CONTEXT} {part}: chunks {part}, {2 * context - 1 - part}"
 
 
 def _rows(mesh: Mesh) -> list[list[str]]:
@@ -91,7 +101,7 @@ def _rows(mesh: Mesh) -> list[list[str]]:
     rows = [["", "", *(f"stage {p}" if t == 0 else "" for p in range(pipeline) for t in range(tensor))]]
     for i, d in np.ndindex(islands, data):
         name = f"{ISLAND} {i}" if d == 0 else ""
-        rows.append([name, f"{DATA} {d}", *(str(device.id) for device in places[i, d].T.flat)])
+        rows.append([name, _row(mesh, d), *(str(device.id) for device in places[i, d].T.flat)])
     return rows if islands > 1 else [row[1:] for row in rows]
 
 
@@ -103,7 +113,7 @@ def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
         if islands > 1:
             yield f'<text x="0" y="{down - 6}" fill="{AXES[ISLAND]}" font-weight="bold">{ISLAND} {i}</text>'
         for d in range(data):
-            yield f'<text x="0" y="{down + d * _SIDE + 21}">{DATA} {d}</text>'
+            yield f'<text x="0" y="{down + d * _SIDE + 21}">{_row(mesh, d)}</text>'
     for p in range(pipeline):
         x = left + p * (tensor * _SIDE + _GAP)
         yield f'<text x="{x}" y="12">{"stage" if pipeline > 1 else PIPELINE} {p}</text>'
@@ -113,7 +123,7 @@ def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
         at_x = left + p * (tensor * _SIDE + _GAP) + t * _SIDE
         at_y = top + i * (data * _SIDE + _GAP) + d * _SIDE
         island = f"{ISLAND} {i}, " if islands > 1 else ""
-        yield f"<g><title>device {device.id}: {island}{DATA} {d}, {TENSOR} {t}, {PIPELINE} {p}</title>"
+        yield f"<g><title>device {device.id}: {island}{_row(mesh, d)}, {TENSOR} {t}, {PIPELINE} {p}</title>"
         yield f'<rect x="{at_x + 1}" y="{at_y + 1}" width="{_SIDE - 2}" height="{_SIDE - 2}" rx="4" fill="{colour[device.id]}"/>'
         yield f'<text x="{at_x + _SIDE / 2}" y="{at_y + 21}" text-anchor="middle" fill="{INK}">{device.id}</text></g>'
 

@@ -13,6 +13,8 @@ from meshtrain.model.weights import adapted, all_weights, is_trained
 from meshtrain.parallel.placement import local_kv_heads
 from meshtrain.plan import shapes
 
+FLOAT32 = 4  # bytes
+
 
 class Widths(NamedTuple):
     """Elements a token of one layer's activations on one device."""
@@ -44,10 +46,37 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
 
 def kernel(config: Config, platform: str) -> Kernel:
     """How the program computes attention on a platform."""
-    model, length = config.model, config.train.sequence_length
-    packed = config.data.batching == "packed" or config.data.format == "pairs"
+    model, pieces = config.model, in_pieces(config)
+    length = shapes.length(config) if pieces else config.train.sequence_length
+    window = 0 < model.window < config.train.sequence_length
     dtype = config.precision.compute
-    return attention_kernel(platform, dtype, model.head_dim, length, packed, model.dropout > 0, model.score_cap > 0)
+    return attention_kernel(
+        platform,
+        dtype,
+        model.head_dim,
+        length,
+        is_packed(config),
+        model.dropout > 0,
+        model.score_cap > 0,
+        pieces,
+        window,
+    )
+
+
+def is_packed(config: Config) -> bool:
+    """Whether attention keeps within the documents of a row."""
+    return config.data.batching == "packed" or config.data.format == "pairs"
+
+
+def makes_attention_again(config: Config) -> bool:
+    """Whether the backward computes attention again."""
+    parallel = config.parallel
+    return parallel.remat != "none" and "attention" not in (*parallel.names_kept, *parallel.remat_offload)
+
+
+def in_pieces(config: Config) -> bool:
+    """Whether attention's kernel is called for two chunks at a time, of a row in zigzag order (see `parallel.context`)."""
+    return config.mesh.context > 1 and config.parallel.context_strategy != "ulysses"
 
 
 class Tuned(NamedTuple):
@@ -129,7 +158,11 @@ def offloaded(config: Config) -> float:
 def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     tensor, split = config.mesh.tensor, config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
-    return shapes.tokens(config) * residuals(config.model, tensor, split, remat, names, size, tuned(config))
+    held = residuals(config.model, tensor, split, remat, names, size, tuned(config))
+    if config.mesh.context > 1 and config.parallel.context_strategy == "ulysses" and remat == "none":
+        # the output in the order of the tokens too
+        held += size * widths(config.model, tensor, split).query
+    return shapes.tokens(config) * held
 
 
 def weight_grad_residuals(config: Config) -> float:
@@ -161,14 +194,26 @@ def work(config: Config, platform: str) -> float:
     layer is computed again its forward's beside its backward's, and with dropout what the random numbers are made of.
     """
     w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
-    length = config.train.sequence_length
+    pieces = in_pieces(config)
+    length = shapes.length(config) // 2 if pieces else config.train.sequence_length
     size, how = shapes.itemsize(config.precision.compute), kernel(config, platform)
     # what is gathered is also copied, from [rank, sequence] to [sequence]
     copies = 6 if config.parallel.sequence_parallel else 4
     mlp = size * (2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query)
     if how == "blocks":
-        block = 4 * w.heads * min(length, block_size(length))
+        block = 4 * w.heads * min(length, block_size(length)) / (1 + pieces)
         if config.parallel.remat == "none":
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         mlp += size * w.matrices * w.hidden + (10 if config.model.dropout else 3) * block
-    return shapes.tokens(config) * mlp
+    return shapes.tokens(config) * max(mlp, _across(config, w, size))
+
+
+def _across(config: Config, w: Widths, size: int) -> float:
+    """Bytes a token that attention's backward has at hand where tokens are split over context: queries, output and their cotangents, in float32
+    as they are summed; and keys, values and their float32 cotangents, gathered of all ranks, or of this and the next in a ring."""
+    n, own = config.mesh.context, size * 3 * (w.full + w.query) + FLOAT32 * 2 * w.query
+    if n == 1:
+        return 0.0
+    if config.parallel.context_strategy == "ulysses":
+        return own + size * (4 * w.query + 4 * w.key)
+    return own + (n if config.parallel.context_strategy == "all_gather" else 4) * 2 * w.key * (size + FLOAT32)

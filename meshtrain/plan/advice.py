@@ -170,7 +170,7 @@ def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, .
 
     if fastest := _fastest_schedule(config, cluster):
         yield fastest
-    if mesh.data > 1:
+    if mesh.data * mesh.context > 1:
         for stage in range(parallel.zero_stage + 1, 4):
             yield change("parallel", zero_stage=stage)
         if parallel.zero_stage >= 2 and parallel.zero_hold:

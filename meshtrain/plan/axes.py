@@ -36,7 +36,9 @@ class AxisOnLinks:
 def axes_on_links(plan: Plan) -> list[AxisOnLinks]:
     """Axes that send something, in the mesh's order, the outermost first; joined ones after them."""
     mesh, entries = plan.config.mesh, []
-    for axis in dict.fromkeys([*(a for a in mesh.order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)]):
+    for axis in dict.fromkeys(
+        [*(a for a in mesh.every_axis_in_order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)]
+    ):
         group, transfers = plan.cluster.axis(axis, mesh), [t for t in plan.transfers if t.axis == axis]
         levels = tuple((hop.level, hop.fan) for hop in group.hops)
         apart = min(mesh.stride(part) for part in axis.split("+"))
@@ -63,10 +65,11 @@ def faster_order(plan: Plan) -> tuple[tuple[str, ...], float] | None:
 
 def _orders(mesh: MeshConfig) -> Iterator[MeshConfig]:
     """The mesh with its axes of several devices in every order, its own first."""
-    several = [axis for axis in mesh.order if mesh.ways(axis) > 1]
+    own = mesh.every_axis_in_order if mesh.context > 1 else mesh.order
+    several = [axis for axis in own if mesh.ways(axis) > 1]
     for other in itertools.permutations(several):
         left = iter(other)
-        order = tuple(next(left) if axis in several else axis for axis in mesh.order)
+        order = tuple(next(left) if axis in several else axis for axis in own)
         yield MeshConfig(**(vars(mesh) | {"order": order}))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
+from meshtrain.config.check import context_problems
 from meshtrain.config.follow import put
 from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
 from meshtrain.errors import divisors
@@ -16,19 +17,42 @@ from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
 
 # What remat is looked at saves at least so much of all activations, against the one that saves less.
 STEP = 0.12
+# A rank of context has so many tokens of a row at least: with fewer its messages are longer than its attention (Megatron-LM's rule too).
+# Rows that would be cut in two of just so many are left whole.
+LEAST = 4096
 
 
-def meshes(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
-    """Every (data, tensor, pipeline) that the model, the batch and the number of devices allow."""
+def meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
+    """Every mesh, by its sizes, that the model, the batch, its rows and the number of devices allow."""
     batch, pads = config.train.global_batch_size, config.train.uneven_batch == "pad"
-    for tensor in divisors(devices):
-        if config.model.heads % tensor:
+    for context, tensor in itertools.product(contexts(config, devices), divisors(devices)):
+        if config.model.heads % tensor or devices % (context * tensor):
             continue
-        for stages in divisors(devices // tensor):
-            data = devices // tensor // stages
+        for stages in divisors(devices // context // tensor):
+            data = devices // context // tensor // stages
             # A batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at.
             if stages <= config.model.layers and (batch % data == 0 or (pads and data <= batch)):
-                yield data, tensor, stages
+                yield {"data": data, "tensor": tensor, "pipeline": stages, "context": context}
+
+
+def contexts(config: Config, devices: int) -> list[int]:
+    """Ranks that a row may be split over: the config's own, and of long rows powers of two."""
+    length, own = config.train.sequence_length, config.mesh.context
+    powers = [1 << k for k in range((length // LEAST).bit_length())] if length > 2 * LEAST else [1]
+    return [n for n in sorted({*powers, own}) if devices % n == 0 and length % (2 * n if n > 1 else 1) == 0]
+
+
+def strategy(config: Config, cluster: Cluster) -> str | None:
+    """The strategy of context that makes a layer wait least, of those that are legal; None where none is."""
+    if config.mesh.context == 1:
+        return AUTO
+    waits = {}
+    for name in ("ring", "all_gather", "ulysses"):
+        chosen = put(config, parallel={"context_strategy": name})
+        if not any(context_problems(chosen)):
+            layer = layer_cost(chosen, cluster)
+            waits[name] = layer.forward.total + layer.backward.total + layer.context_sends
+    return min(waits, key=lambda name: waits[name], default=None)
 
 
 def cuts(config: Config, data: int) -> tuple[int, ...]:

@@ -42,6 +42,9 @@ class Kernel:
 
 
 CUDNN = Kernel()
+# Bytes an element of the output in a step over context: operands picked, read and written; the kernel's output read, and merged with the
+# float32 one in two halves.
+MERGED = 14
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,11 @@ class Layer:
 @functools.lru_cache(maxsize=65536)
 def layer(
     model: ModelConfig, accelerator: Accelerator, dtype: str, sequences: int, length: int, tensor: int, sequence_parallel: bool,
-    profile: FrameworkProfile = DEFAULT_PROFILE,
+    profile: FrameworkProfile = DEFAULT_PROFILE, context: int = 1, of_kernel: int = 0,
 ) -> Layer:  # fmt: skip
-    """One layer forward on one device, for sequences of `length` tokens."""
-    n, size = sequences * length, shapes.itemsize(dtype)
+    """One layer forward on one device, for sequences of `length` tokens that `context` devices share; attention's kernel is called for
+    sequences of `of_kernel` tokens (0: of all), and where these are not all what it gives is merged, step by step."""
+    n, size, of_kernel = sequences * length // context, shapes.itemsize(dtype), of_kernel or length
     d, k, f = model.d_model, model.head_dim, -(-model.d_ff // tensor)
     heads, groups = model.heads // tensor, local_kv_heads(model.kv_heads, tensor)
     gated = FAMILIES[model.family].gated
@@ -138,11 +142,13 @@ def layer(
     eager = gated and not profile.fused
     stream = d / (tensor if sequence_parallel else 1) * (2.2 if eager else 1.0)
     inner = 2 if eager else 1
-    scores = sequences * heads * length * shapes.seen(model, length)
+    scores = n * heads * shapes.seen(model, length)
+    merged = MERGED * n * heads * k * context / accelerator.memory_rate if of_kernel < length else 0.0
     return Layer(
         norms=passes((8 if model.post_norms else 4) * stream),
         qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
-        attention=attention(accelerator, dtype, k, length, scores, profile, FAMILIES[model.family].causal),
+        attention=attention(accelerator, dtype, k, of_kernel, scores, profile, FAMILIES[model.family].causal)
+        + Seconds(memory=merged),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),

@@ -27,7 +27,7 @@ from meshtrain.shown import Shown
 
 PART_NAMES = {
     "matmul": "matrix products", "attention": "attention", "memory": "norms, activations, sums", "recompute": "computed again",
-    "head": "output head and loss", "tensor": "tensor collectives", "pipeline": "pipeline collectives", "data": "data collectives",
+    "head": "output head and loss", "tensor": "tensor collectives", "context": "context collectives", "pipeline": "pipeline collectives", "data": "data collectives",
     "host": "copies to the host", "bubble": "pipeline bubble", "optimizer": "optimizer", "checkpoint": "checkpoints",
     "reference": "reference forward (dpo)",
 }  # fmt: skip
@@ -159,7 +159,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
         cluster=cluster,
         parameters=parameters(config.model),
         memory=items,
-        transfers=traffic.transfers(config, *iterations),
+        transfers=traffic.transfers(config, *iterations, platform),
         costs=costs,
         time=time,
         depths=facts.depths,
@@ -198,7 +198,8 @@ def _step_time(
         memory=layers * useful.memory,
         recompute=layers * layer.recompute.total,
         head=m * edge.head.total,
-        tensor=layers * (layer.forward_sends + layer.backward_sends) + m * edge.head_sends,
+        tensor=layers * (layer.forward_sends + layer.backward_sends - layer.context_sends) + m * edge.head_sends,
+        context=layers * layer.context_sends,
         pipeline=m * (edge.vocab_sends + 2 * costs.chunks * costs.message.waits),
         data=data,
         host=layers * (layer.forward_copies + layer.backward_copies) + host,

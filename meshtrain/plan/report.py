@@ -182,8 +182,8 @@ def as_json(plan: Plan) -> dict:
 def settings(config: Config) -> dict[str, object]:
     """The keys that a search decides."""
     mesh, parallel = config.mesh, config.parallel
-    axes = ("data", "tensor", "pipeline", *["islands"] * (mesh.islands > 1))
-    names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab")  # fmt: skip
+    axes = ("data", "tensor", "pipeline", *["islands"] * (mesh.islands > 1), *["context"] * (mesh.context > 1))
+    names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab", *["context_strategy"] * (mesh.context > 1))  # fmt: skip
     return {f"mesh.{name}": getattr(mesh, name) for name in axes} | {
         f"parallel.{name}": getattr(parallel, name) for name in names
     }
@@ -193,6 +193,7 @@ def layout(config: Config) -> str:
     """A layout in a line."""
     mesh, parallel = config.mesh, config.parallel
     words = [str(mesh)]
+    words += [f"context by {parallel.context_strategy}"] * (mesh.context > 1)
     if mesh.pipeline > 1:
         chunks = f" x {parallel.virtual_stages} chunks" if parallel.virtual_stages > 1 else ""
         words.append(f"{parallel.schedule}{chunks}")

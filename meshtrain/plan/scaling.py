@@ -46,7 +46,7 @@ def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Poi
 
 
 def _on_more_devices(config: Config, most: int) -> Iterator[Config]:
-    model_parallel = config.mesh.tensor * config.mesh.pipeline
+    model_parallel = config.mesh.devices // config.mesh.data
     batch, data = config.train.global_batch_size, config.mesh.data
     pads = config.train.uneven_batch == "pad"
     size = microbatch_rows(config)  # kept as long as it can be

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import microbatch_rows, put
+from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import gathers_at_use, keeps_feedback, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
-from meshtrain.plan import choices, memory, pipeline
+from meshtrain.plan import choices, memory, pipeline, shapes
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import MicrobatchCosts, hidden_seconds, microbatch_costs
 
@@ -124,11 +125,12 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
     )
     recomputed: dict[tuple, list[dict[str, Any]]] = {}
-    for data, tensor, stages in choices.meshes(base, devices):
+    for sizes in choices.meshes(base, devices):
+        data, tensor, stages = (sizes[axis] for axis in AXES)
         # The config's islands, as far as so many data ranks can be cut into them.
         islands = math.gcd(data, config.mesh.islands)
-        mesh = put(base, mesh={"data": data, "tensor": tensor, "pipeline": stages, "islands": islands})
-        splits = (False, True) if tensor > 1 and base.train.sequence_length % tensor == 0 else (False,)
+        mesh = put(base, mesh={**sizes, "islands": islands})
+        splits = (False, True) if tensor > 1 and shapes.length(mesh) % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers
         counts, named_schedules = (
@@ -143,7 +145,10 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
             outside: dict[int, list[_Decided]] = {}
             for split in splits:
                 split_config = put(cut, parallel={"sequence_parallel": split})
-                key = tensor, split, stages == 1, microbatch_rows(split_config)
+                if (strategy := choices.strategy(split_config, cluster)) is None:
+                    continue
+                split_config = put(split_config, parallel={"context_strategy": strategy})
+                key = sizes["context"], tensor, split, stages == 1, microbatch_rows(split_config)
                 if key not in recomputed:
                     recomputed[key] = choices.remats(split_config, cluster)
                 for keys in recomputed[key]:
@@ -208,9 +213,10 @@ def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
     several = config.parallel.microbatches > 1 or config.mesh.pipeline > 1
     holds = (False, True) if several else (False,)
     reduce = config.parallel.reduce
+    split = config.mesh.data * config.mesh.context > 1
     scattered = config.mesh.data > 1 and reduce.compression != "none" and reduce.over == "data"
     legal: list[tuple[int, bool]] = [] if scattered else [(0, False)]
-    if config.mesh.data > 1:
+    if split:
         legal += [(1, False), (2, False), *((3, hold) for hold in holds)]
     if keeps_feedback(config) and reduce.over == "data":
         legal = [(stage, hold) for stage, hold in legal if stage < 2 or hold]

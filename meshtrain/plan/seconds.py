@@ -22,6 +22,7 @@ from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
+from meshtrain.plan.context import context_seconds
 from meshtrain.plan.traffic import BOTH, edge_transfers, layer_transfers
 
 
@@ -29,7 +30,7 @@ from meshtrain.plan.traffic import BOTH, edge_transfers, layer_transfers
 class LayerCost:
     """Seconds of one microbatch in one layer on one device.
 
-    `*_sends` are its collectives over tensor as they delay the device, `*_copies` what it waits for activations on the host: they leave
+    `*_sends` are its collectives over tensor and context as they delay the device, `*_copies` what it waits for activations on the host: they leave
     while the layer goes on, but XLA has them back before its backward begins.
     """
 
@@ -39,6 +40,7 @@ class LayerCost:
     weight_grad: float  # the weights' gradients alone, which are products
     forward_sends: float
     backward_sends: float
+    context_sends: float  # of both, what is over context
     forward_copies: float
     backward_copies: float
     residuals: float  # what the input gradient writes for a weight gradient of its own, in tables that split the two
@@ -121,9 +123,11 @@ def microbatch_costs(config: Config, cluster: Cluster, profile: FrameworkProfile
 def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> LayerCost:
     """Costs of a microbatch in one layer."""
     device, model, parallel = cluster.accelerator, config.model, config.parallel
-    length = config.train.sequence_length
+    # A kernel that is called for half by half of a device's tokens loops as in a causal sequence of all of them.
+    length = shapes.length(config) if activations.in_pieces(config) else config.train.sequence_length
     layer = compute.layer(
-        model, device, config.precision.compute, shapes.microbatch_rows(config), length, config.mesh.tensor, parallel.sequence_parallel, profile,
+        model, device, config.precision.compute, shapes.microbatch_rows(config), config.train.sequence_length, config.mesh.tensor,
+        parallel.sequence_parallel, profile, config.mesh.context, length,
     )  # fmt: skip
     adapters, trained = compute.adapters(config, device), compute.trained_share(config)
     recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
@@ -134,6 +138,10 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
     backward = compute.layer_backward(
         layer.forward, device, compute.looped(length, FAMILIES[model.family].causal), profile, trained
     )
+    context = 0.0, 0.0
+    if config.mesh.context > 1:
+        context = context_seconds(config, cluster, layer.forward.attention, backward.attention + recompute.attention)
+    forward_sends, backward_sends = forward_sends + context[0], backward_sends + context[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     return LayerCost(
         forward=layer.forward + adapters + copied[0],
@@ -142,6 +150,7 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
         weight_grad=weight_grad,
         forward_sends=forward_sends,
         backward_sends=backward_sends,
+        context_sends=sum(context),
         forward_copies=max(0.0, offload - layer.forward.total),
         backward_copies=offload,
         residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate if own_program else 0.0,
@@ -220,7 +229,7 @@ def message_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = D
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are spent on; the device waits in `tensor`, `pipeline`, `data`, `host` and `bubble`."""
+    """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `pipeline`, `data`, `host` and `bubble`."""
 
     matmul: float
     attention: float
@@ -228,6 +237,7 @@ class StepTime:
     recompute: float
     head: float
     tensor: float
+    context: float
     pipeline: float
     data: float
     host: float
@@ -249,7 +259,7 @@ class StepTime:
         groups = {
             "compute": self.matmul + self.attention + self.recompute + self.head + self.reference,
             "memory": self.memory + self.optimizer + self.checkpoint,
-            "communication": self.tensor + self.pipeline + self.data + self.host,
+            "communication": self.tensor + self.context + self.pipeline + self.data + self.host,
             "bubble": self.bubble,
         }
         return max(groups, key=lambda name: groups[name])
@@ -258,7 +268,7 @@ class StepTime:
 def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> float:
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
     mesh, parallel, layers = config.mesh, config.parallel, stages(config).on_device
-    if mesh.data == 1:
+    if mesh.data * mesh.context == 1:
         return 0.0
     trained, tokens = shapes.trained(config), mesh.token_axes(across=False)
     weight = shapes.itemsize(config.precision.compute)

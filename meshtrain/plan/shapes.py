@@ -145,9 +145,14 @@ def vocabulary_rows(config: Config) -> int:
     return math.ceil(config.model.vocab_size / vocabulary_degree(config))
 
 
+def length(config: Config) -> int:
+    """Tokens of a row on one device."""
+    return config.train.sequence_length // config.mesh.context
+
+
 def tokens(config: Config) -> int:
-    """Tokens of one microbatch on one data rank; of images the positions."""
-    return microbatch_rows(config) * config.train.sequence_length
+    """Tokens of one microbatch on one device; of images the positions."""
+    return microbatch_rows(config) * length(config)
 
 
 def labels(model: ModelConfig, tokens: int) -> int:

@@ -14,33 +14,36 @@ in a clock computes and sends all the same (its work is masked), and fills and d
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from meshtrain.config import Config
-from meshtrain.config.mesh import AXES
+from meshtrain.config.mesh import AXES, DATA
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.parallel.placement import stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import shapes
+from meshtrain.plan.context import context_transfers
 from meshtrain.plan.gradient_traffic import Iterations, Transfer, gradient_transfers, sync_transfers
 
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
 
 
-def transfers(config: Config, iterations: Iterations, reference: Iterations | None = None) -> list[Transfer]:
+def transfers(
+    config: Config, iterations: Iterations, reference: Iterations | None = None, platform: str = "gpu"
+) -> list[Transfer]:
     """Every collective of a step on one device; `reference`: of dpo's forward without adapters, which comes first."""
-    transfers = _in_microbatches(config, iterations)
+    transfers = _in_microbatches(config, iterations, platform)
     transfers += [*_data(config, iterations), *_messages(config, iterations), *_replicated(config)]
-    transfers += _reference(config, reference) if reference is not None else []
+    transfers += _reference(config, reference, platform) if reference is not None else []
     transfers += sync_transfers(config)
     return [t for t in transfers if t.size > 1 and t.count]
 
 
-def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
-    transfers = _in_microbatches(config, iterations)
+def _reference(config: Config, iterations: Iterations, platform: str) -> list[Transfer]:
+    transfers = _in_microbatches(config, iterations, platform)
     transfers += _messages(config, iterations)
     stages, base = config.mesh.pipeline, shapes.resident(config).block - shapes.trained(config).block
     if gathers_at_use(config):
@@ -57,8 +60,8 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
     return {axis: sum(t.sent for t in transfers if t.axis == axis) for axis in axes}
 
 
-def _in_microbatches(config: Config, iterations: Iterations) -> list[Transfer]:
-    transfers = [*layer_transfers(config), *edge_transfers(config)]
+def _in_microbatches(config: Config, iterations: Iterations, platform: str) -> list[Transfer]:
+    transfers = [*layer_transfers(config), *context_transfers(config, platform), *edge_transfers(config)]
     return [replace(t, count=t.count * iterations.of(moment)) for moment, t in transfers]
 
 
@@ -161,18 +164,28 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
     elif zero:
         everything = (gathered.block.shard * stages(config).on_device + gathered.outer.shard) * ranks
         weight = shapes.itemsize(config.precision.compute)
-        transfers.append(Transfer("data", ALL_GATHER, "weights gathered", everything * weight, 1, ranks))
+        transfers.append(Transfer(_over(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks))
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
+
+
+def _over(config: Config) -> str:
+    """The axes that ZeRO shards over, as a transfer names them."""
+    return _joined(config, config.mesh.token_axes(across=False)) or DATA
+
+
+def _joined(config: Config, axes: Iterable[str]) -> str:
+    return "+".join(axis for axis in axes if config.mesh.ways(axis) > 1)
 
 
 def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Transfer]:
     """Weights gathered where they are used, of a layer so many elements."""
     weight, ranks = shapes.itemsize(config.precision.compute), config.mesh.shards
     passes = stages(config).longest * (iterations.forward + iterations.backward)
-    transfers = [Transfer("data", ALL_GATHER, "weights of a layer gathered", layer * weight, passes, ranks)]
+    over = _over(config)
+    transfers = [Transfer(over, ALL_GATHER, "weights of a layer gathered", layer * weight, passes, ranks)]
     for moment, elements in edge_uses(config):
         what, times = f"weights of the {moment} gathered", iterations.of(moment)
-        transfers.append(Transfer("data", ALL_GATHER, what, elements * weight, times, ranks))
+        transfers.append(Transfer(over, ALL_GATHER, what, elements * weight, times, ranks))
     return transfers
 
 
@@ -202,6 +215,6 @@ def _replicated(config: Config) -> list[Transfer]:
     data = 1 if config.parallel.zero_stage else math.prod(config.mesh.ways(axis) for axis in axes)
     transfers = []
     for (axis, size), elements in shapes.replicated(config, stages(config).on_device).items():
-        joined = "+".join((*axes, axis)) if data > 1 else axis
+        joined = _joined(config, (*axes, *axis.split("+"))) if data > 1 else axis
         transfers.append(Transfer(joined, ALL_REDUCE, "gradients of replicated weights", 4 * elements, 1, size * data))
     return transfers

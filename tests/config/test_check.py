@@ -182,6 +182,22 @@ def test_an_open_schedule_is_chosen_once_and_said(layers, parallel, runs, says):
     assert load(config) == load(yaml.safe_load(to_yaml(config))) == config
 
 
+def test_an_open_strategy_of_context_is_chosen_once_and_said():
+    long, window, short = (
+        configuration(
+            mesh={"context": 2}, model={"heads": 4, "kv_heads": 2, **model}, train={"sequence_length": length}
+        )
+        for length, model in ((4096, {}), (4096, {"window": 64}), (512, {}))
+    )
+    assert [c.parallel.context_strategy for c in (long, window, short)] == ["ring", "all_gather", "all_gather"]
+    assert chosen(long) == ["context: auto -> ring: its messages travel behind the attention of 2,048 tokens a rank"]
+    assert chosen(window) == ["context: auto -> all_gather: model.window 64 hides most of what a ring passes on"]
+    (why,) = chosen(short)
+    assert why == "context: auto -> all_gather: for 256 tokens a rank attention is shorter than the messages of a ring"
+    assert chosen(replaced(long, parallel={"context_strategy": "ulysses"})) == chosen(configuration()) == []
+    assert load(yaml.safe_load(to_yaml(long))) == long
+
+
 def test_an_open_schedule_follows_the_mesh_and_a_named_one_does_not():
     config = configuration(parallel={"microbatches": 4}, model={"layers": 8})
     assert (config.parallel.schedule, config.parallel.virtual_stages, chosen(config)) == ("auto", 1, [])

@@ -108,6 +108,20 @@ def test_a_mesh_of_islands_shows_them_one_below_the_other(islands):
     assert len({e.get("y") for e in elements(picture.html, "rect")}) == 4, "a row a data rank, none upon another"
 
 
+def test_a_mesh_with_context_says_which_chunks_of_a_row_each_of_its_ranks_has():
+    mesh = mt.make_mesh(mt.load({"mesh": {"data": 2, "context": 2, "tensor": 2}}))
+    picture = shown(mt.show(mesh))
+    chunks = ["0, 3", "1, 2"]
+    assert sorted(titles(picture.html)) == sorted(
+        f"device {device.id}: data {d}, context {c}: chunks {chunks[c]}, tensor {t}, pipeline {p}"
+        for (d, c, t, p), device in np.ndenumerate(mesh.devices)
+    )
+    named = [f"data {d}, context {c}: chunks {chunks[c]}" for d in (0, 1) for c in (0, 1)]
+    rows = picture.text.splitlines()[2:]
+    assert all(row.strip().startswith(name) for row, name in zip(rows, named, strict=True))
+    assert len(set(colours(mesh).values())) == 8
+
+
 def test_what_lies_on_islands_is_drawn_in_the_colours_of_their_devices(islands):
     image = drawings(shown(islands.layout).html)[1]
     fills = {e.get("fill") for e in image.iter() if e.tag.endswith("rect")}

@@ -31,6 +31,15 @@ def test_each_axis_says_how_far_apart_its_neighbours_are_and_which_levels_it_cro
     assert found["pipeline"].levels == (("rail", 2),)
 
 
+def test_context_lies_next_to_tensor_outside_of_it_and_what_zero_sends_goes_over_data_and_context():
+    found = {
+        one.axis: one for one in axes.axes_on_links(plan(config("mesh.data=2", "mesh.context=4"), named("h100", 64)))
+    }
+    assert list(found)[:4] == ["pipeline", "data", "context", "tensor"]
+    assert (found["context"].apart, found["data"].apart, found["data+context"].size) == (4, 16, 8)
+    assert found["data"].sent == 0 < min(found["context"].sent, found["data+context"].sent)
+
+
 def test_bytes_and_seconds_of_an_axis_are_those_of_its_collectives():
     """As counted by the traffic table, whatever the order: an order moves no byte."""
     own, wrong = planned(), planned(order=WRONG)

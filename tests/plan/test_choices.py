@@ -10,7 +10,7 @@ from meshtrain.config.follow import put
 from meshtrain.config.schema import SELECTIVE
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations, named, plan
-from meshtrain.plan.choices import ends_empty, remats, schedules, with_empty_ends
+from meshtrain.plan.choices import contexts, ends_empty, remats, schedules, with_empty_ends
 from meshtrain.plan.search import MARGIN, candidates, search
 from meshtrain.plan.seconds import layer_cost
 
@@ -101,3 +101,25 @@ def test_a_search_leaves_a_margin_free():
         cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=most * 1.01 / 2**30, reserved=0.0)
     )
     assert all(p.bytes <= (1 - MARGIN) * most * 1.01 for p in search(config, tight, 2).plans)
+
+
+def test_rows_are_split_over_context_where_they_are_long_and_each_rank_keeps_thousands_of_tokens():
+    def of(length, **mesh):
+        return contexts(replaced(model(), mesh=mesh, train={"sequence_length": length}), 64)
+
+    assert of(2048) == of(8192) == [1] and of(2048, context=4) == [1, 4]
+    assert of(16384) == [1, 2, 4] and of(2**20) == [1, 2, 4, 8, 16, 32, 64]
+    assert of(3 * 2**13) == [1, 2, 4] and of(3 * 2**13 + 1) == [1]
+
+
+def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
+    config = replaced(model(layers=2), train={"global_batch_size": 2, "sequence_length": 2**16})
+    found = search(config, named("h100", 8), 8, best=3)
+    best = found.plans[0]
+    assert best.config.mesh.context > 1 and best.config.mesh.devices == 8
+    for near in found.plans:
+        check(near.config)
+    without = max(
+        c.mesh.context == 1 for c in (candidate.config for candidate in candidates(config, named("h100", 8), 8))
+    )
+    assert without

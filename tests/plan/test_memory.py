@@ -316,3 +316,25 @@ def test_the_fullest_moment_is_what_counts(llama_8b):
     passing = {moment: memory.total(items) for moment, items in memory.passing(config, ONE_STAGE).items()}
     assert passing[name] == max(passing.values())
     assert memory.total(held) == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE)]) + passing[name]
+
+
+def test_activations_and_state_are_an_nth_on_n_ranks_of_context(llama_8b):
+    kinds = {}
+    for ranks in (1, 8):
+        mesh, train = {"context": ranks}, {"global_batch_size": 1, "sequence_length": 2**17}
+        config = llama_8b(mesh, train, microbatches=1, remat="full", zero_stage=3)
+        kinds[ranks] = memory.by_kind(plan(config, named("h100", ranks)).memory)
+    for kind in ("activations", "optimizer_state"):
+        assert kinds[8][kind] == pytest.approx(kinds[1][kind] / 8, rel=0.05)
+
+
+def test_gathered_keys_and_values_are_held_of_the_whole_row_and_a_rings_are_not(llama_8b):
+    work = {}
+    for strategy, ranks in itertools.product(("ring", "all_gather"), (8, 64)):
+        mesh, train = {"context": ranks}, {"global_batch_size": 1, "sequence_length": 2**20}
+        work[strategy, ranks] = activations.work(
+            llama_8b(mesh, train, microbatches=1, context_strategy=strategy), "gpu"
+        )
+    assert work["ring", 8] == pytest.approx(8 * work["ring", 64])
+    whole = 2**20 * 2 * 8 * 128 * (2 + 4)  # keys and values, and their float32 cotangents
+    assert work["all_gather", 64] > whole > work["ring", 64]

@@ -71,7 +71,7 @@ def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
 
 
 def test_no_legal_mesh_is_left_out(small):
-    found = set(meshes(small, 8))
+    found = {tuple(sizes.values())[:3] for sizes in meshes(small, 8)}
     for mesh in itertools.product((1, 2, 4, 8), repeat=3):
         if mesh[0] * mesh[1] * mesh[2] != 8:
             continue

@@ -198,3 +198,44 @@ def test_what_travels_at_the_layers_hides_under_them_but_for_what_their_first_pr
     assert waited / whole < share < 1.15 * waited / whole  # smaller messages take longer a byte
     idle = dataclasses.replace(found.costs.layer, forward=compute.Seconds(), backward=compute.Seconds())
     assert seconds.hidden_seconds(config, cluster, dataclasses.replace(found.costs, layer=idle)) == 0
+
+
+def in_context(llama_8b, length, strategy, ranks=8, **parallel):
+    config = llama_8b(
+        {"context": ranks},
+        {"global_batch_size": 1, "sequence_length": length},
+        microbatches=1,
+        context_strategy=strategy,
+        **parallel,
+    )
+    return plan(config, named("h100", ranks))
+
+
+def test_a_rings_messages_hide_behind_attention_on_long_rows_and_gathers_are_waited_for(llama_8b):
+    by = {s: in_context(llama_8b, 2**17, s) for s in ("ring", "all_gather", "ulysses")}
+    # the last message of a backward alone
+    assert by["ring"].time.context < 0.01 * by["ring"].seconds
+    for strategy in ("all_gather", "ulysses"):
+        taken = sum(
+            t.seconds(by[strategy].cluster, by[strategy].config.mesh)
+            for t in by[strategy].transfers
+            if "swapped" in t.what or "keys" in t.what
+        )
+        assert by[strategy].time.context == pytest.approx(taken)
+    short = in_context(llama_8b, 2**11, "ring").time
+    assert short.context > 0.5 * short.attention
+
+
+def test_attention_is_shared_evenly_by_the_ranks_of_context(llama_8b):
+    one, eight = (in_context(llama_8b, 2**17, "ring", ranks).time for ranks in (1, 8))
+    assert eight.attention == pytest.approx(one.attention / 8, rel=0.05)
+    assert eight.matmul == pytest.approx(one.matmul / 8, rel=0.05)
+
+
+def test_auto_takes_the_strategy_that_the_plan_finds_cheaper_where_it_makes_a_difference(llama_8b):
+    for length, strategy in ((2**17, "ring"), (2**11, "all_gather")):
+        auto = in_context(llama_8b, length, "auto")
+        others = [in_context(llama_8b, length, other).seconds for other in ("ring", "all_gather")]
+        assert auto.config.parallel.context_strategy == strategy and auto.seconds == pytest.approx(
+            min(others), rel=0.01
+        )

@@ -23,6 +23,14 @@ def test_it_fits_its_gpus_with_a_fifth_of_the_memory_to_spare(name):
     assert plan.bytes <= 0.8 * plan.cluster.accelerator.usable_bytes
 
 
+def test_rows_of_a_million_tokens_fit_64_gpus_and_the_long_quickstart_8_fake_devices():
+    config, small = (load(f"configs/{name}.yaml") for name in ("llama3_8b_1m", "quickstart_long"))
+    plan = mt.plan(config, "h100")
+    assert (config.train.sequence_length, config.mesh.devices, config.parallel.context_strategy) == (2**20, 64, "ring")
+    assert plan.fits and plan.bytes <= 0.8 * plan.cluster.accelerator.usable_bytes
+    assert small.mesh.devices == small.run.fake_devices == 8 and small.mesh.context == 4 and mt.plan(small).fits
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(not CUDA, reason="needs XLA's CUDA compiler (pip install 'meshtrain[compile]'), though no GPU")
 @pytest.mark.parametrize("name", DEVICES)

@@ -71,6 +71,73 @@ def test_traffic_is_that_of_the_compiled_step(config):
     assert sum(sent.values()) == pytest.approx(sum(traffic.by_axis(planned.transfers).values()), rel=0.01)
 
 
+def in_context(data, context, tensor, strategy, model=None, sections=None, **parallel):
+    """Rows of 84 tokens, of six query heads on two of keys and values unless the `model` says otherwise."""
+    heads = {"layers": 2, "d_model": 48, "heads": 6, "kv_heads": 2, "d_ff": 72, "vocab_size": 96} | (model or {})
+    return load(
+        {
+            "model": heads,
+            "mesh": {"data": data, "context": context, "tensor": tensor},
+            "parallel": {"context_strategy": strategy} | parallel,
+            "train": {"global_batch_size": 2 * data, "sequence_length": 80 if context == 4 else 84},
+            **(sections or {}),
+        }
+    )
+
+
+EIGHT = {"d_model": 64, "heads": 8}
+PACKED = {"data": {"batching": "packed"}}
+ON_CONTEXT = {
+    "ring": in_context(1, 4, 1, "ring"),
+    "ring, recomputed": in_context(2, 4, 1, "ring", remat="full", microbatches=2),
+    "ring, ZeRO-3 and tensor": in_context(1, 2, 2, "ring", zero_stage=3, sequence_parallel=True),
+    "ring, packed": in_context(1, 4, 1, "ring", sections=PACKED, remat="selective"),
+    "gathered": in_context(2, 4, 1, "all_gather"),
+    "gathered, recomputed": in_context(1, 4, 1, "all_gather", remat="full"),
+    "gathered, packed": in_context(2, 2, 2, "all_gather", sections=PACKED, remat="dots", sequence_parallel=True),
+    "heads": in_context(2, 3, 1, "ulysses", {"kv_heads": 3}),
+    "heads, fewer keys": in_context(1, 4, 1, "ulysses", EIGHT),
+    "heads, recomputed": in_context(2, 4, 1, "ulysses", EIGHT, remat="full"),
+    "heads, packed": in_context(1, 2, 2, "ulysses", EIGHT, sections=PACKED, remat="selective", sequence_parallel=True),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in ON_CONTEXT.items()])
+def test_what_goes_over_context_is_that_of_the_compiled_step(config):
+    sent = compile_step(config, "cpu").sent()
+    for axis, nbytes in traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers).items():
+        if nbytes > 4096:
+            assert nbytes == pytest.approx(sent[axis], rel=0.01), axis
+
+
+def on_context(strategy, ranks=4, kind="h100", **parallel):
+    config = in_context(1, ranks, 1, strategy, **parallel)
+    transfers = plan(config, named(kind, config.mesh.devices)).transfers
+    return {t.what: t.sent for t in transfers if t.axis == "context" and ("keys" in t.what or "swapped" in t.what)}
+
+
+def test_attention_sends_over_context_what_the_papers_say():
+    """A layer of 2 rows of 80 tokens in float32, 2 heads of keys and values of 8 each, over 4 ranks."""
+    numbers, layers = 2 * 80 * 2 * 8, 2
+    forward = 2 * numbers * 4 * 3 / 4 * layers
+    for strategy, what in (("ring", "sent round"), ("all_gather", "gathered")):
+        sent = on_context(strategy)
+        assert sent[f"keys and values {what}"] == sent[f"keys and values {what} again"] == forward
+    # in a ring they come home with a last message
+    assert on_context("ring")["cotangents of keys and values sent round"] == 4 / 3 * forward
+    assert on_context("all_gather")["cotangents of keys and values scattered"] == forward
+    # of the tokens of a rank all of 6 query heads twice, and keys and values, but 1/2 that stays
+    swapped = 2 * 42 * (2 * 6 + 2 * 2) * 8 * 4 / 2 * layers
+    assert set(on_context("ulysses", ranks=2).values()) == {swapped}
+
+
+def test_a_ring_that_is_recomputed_sends_its_messages_again_on_gpus_but_for_the_first():
+    again = "keys and values sent round again"
+    once, twice = (on_context("ring", remat=remat)[again] for remat in ("selective", "full"))
+    assert twice == pytest.approx(5 / 3 * once) and on_context("ring", kind="cpu", remat="full")[again] == once
+
+
 def test_zero_costs_what_the_paper_says():
     """Section 7: 2 Psi for stages 0 to 2, 3 Psi for 3, in elements of one dtype."""
     base = traffic.by_axis(plan(CASES["zero 0"], named("h100", 4)).transfers)["data"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from meshtrain.config import Config, ConfigError, check, replaced
-from meshtrain.config.mesh import AXES, DATA
+from meshtrain.config.mesh import AXES, CONTEXT, DATA
 from meshtrain.config.values import as_text
 from meshtrain.plan.estimate import Plan, estimate
 from meshtrain.report.diagnosis.evidence import Evidence, Finding
@@ -26,6 +26,7 @@ Change = Mapping[str, Mapping[str, Any]]  # section → key → value
 
 WORDS: dict[str, str] = {
     "tensor": "collectives over tensor",
+    "context": "collectives over context",
     "data": "collectives over data",
     "pipeline": "messages between the pipeline's stages",
     "bubble": "slots of the pipeline in which a stage has no work",
@@ -70,7 +71,7 @@ def links(evidence: Evidence) -> Iterator[Finding]:
     plan, attribution = evidence.plan, evidence.attribution
     if plan is None or attribution is None or plan.cluster.accelerator.platform == "cpu":
         return
-    for axis in AXES:
+    for axis in (*AXES, CONTEXT):
         took, expected = _took(attribution, axis), dict(plan.time.parts())[axis]
         excess = (took - expected) / attribution.wall_seconds
         if excess < LARGE or took < SLOW_LINK * expected:
@@ -120,7 +121,10 @@ def _took(attribution: Attribution, part: str) -> float:
 
 def shares(plan: Plan) -> Iterator[tuple[str, float]]:
     """By the plan, the shares of the parts that have cures."""
-    for part, name in (*((p, p) for p in ("tensor", "data", "pipeline", "bubble")), ("recomputation", "recompute")):
+    for part, name in (
+        *((p, p) for p in ("tensor", "context", "data", "pipeline", "bubble")),
+        ("recomputation", "recompute"),
+    ):
         yield part, dict(plan.time.parts())[name] / plan.seconds
 
 
@@ -148,12 +152,17 @@ def changes(config: Config, part: str) -> Iterator[Change]:
             # Without tensor parallelism there is no sequence to split.
             unsplit = parallel.sequence_parallel and change["mesh"]["tensor"] == 1
             yield {**change, "parallel": {**change["parallel"], **({"sequence_parallel": False} if unsplit else {})}}
+    if part == "context":
+        for strategy in ("ring", "all_gather", "ulysses"):
+            if strategy != parallel.context_strategy:
+                yield {"parallel": {"context_strategy": strategy}}
+        yield from _onto_data(config, "context")
     if part == "data":
         for stage in range(parallel.zero_stage):
             yield {"parallel": {"zero_stage": stage}}
         if parallel.zero_stage == 3 and not parallel.zero_hold:
             yield {"parallel": {"zero_hold": True}}
-        for by in _powers(mesh.shards):
+        for by in _powers(mesh.data // mesh.islands):
             yield {"mesh": {"islands": mesh.islands * by}}
     if part == "bubble":
         for microbatches in more:

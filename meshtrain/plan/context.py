@@ -1,0 +1,71 @@
+"""What attention sends over context, and how long a device waits for it: bytes and seconds of `parallel.context`.
+
+strategy     forward                        backward                                        what hides it
+ring         N-1 messages of K and V        as many, and N of their float32 cotangents      a step of attention each, but the last
+all_gather   K and V gathered               the same, and their cotangents scattered        nothing
+ulysses      Q, K, V and the output swapped their cotangents                                nothing
+"""
+
+import math
+
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, best
+from meshtrain.cluster.cluster import Cluster
+from meshtrain.config import Config
+from meshtrain.config.mesh import CONTEXT
+from meshtrain.parallel.placement import stages
+from meshtrain.plan import activations, shapes
+from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
+
+
+def context_transfers(config: Config, platform: str = "gpu") -> list[tuple[str, Transfer]]:
+    """Collectives over context of a chunk's layers, in one pass. Where a layer is computed again, XLA makes what it sends twice of the same
+    only once: on GPUs the first message of a ring, since barriers stand before the others, elsewhere all."""
+    mesh, parallel, n = config.mesh, config.parallel, config.mesh.context
+    if n == 1:
+        return []
+    size, tokens, layers = shapes.itemsize(config.precision.compute), shapes.tokens(config), stages(config).longest
+    w = activations.widths(config.model, mesh.tensor, parallel.sequence_parallel)
+    ids = FLOAT32 * tokens if activations.is_packed(config) else 0
+    pairs, sums = 2 * size * tokens * w.key, 2 * FLOAT32 * tokens * w.key  # of one rank
+    # They are the same for all layers.
+    documents = "forward", Transfer(CONTEXT, ALL_GATHER, "documents' ids gathered", n * ids, 1, n)
+
+    def over(moment: str, kind: str, what: str, nbytes: float, count: int = 1) -> tuple[str, Transfer]:
+        return moment, Transfer(CONTEXT, kind, what, nbytes, count * layers, n)
+
+    if parallel.context_strategy == "ring":
+        again = activations.makes_attention_again(config) and platform == "gpu"
+        return [
+            over("forward", PERMUTE, "keys and values sent round", pairs + ids, n - 1),
+            over("backward", PERMUTE, "keys and values sent round again", pairs + ids, n - 1 + again * (n - 2)),
+            over("backward", PERMUTE, "cotangents of keys and values sent round", sums, n),
+        ]
+    if parallel.context_strategy == "all_gather":
+        return [
+            over("forward", ALL_GATHER, "keys and values gathered", n * pairs),
+            *[documents] * (ids > 0),
+            over("backward", ALL_GATHER, "keys and values gathered again", n * pairs),
+            over("backward", REDUCE_SCATTER, "cotangents of keys and values scattered", n * sums),
+        ]
+    repeated = w.key * (n // math.gcd(n, w.key // config.model.head_dim))
+    swapped, again = 2 * size * tokens * (w.query + repeated), parallel.remat != "none"
+    return [
+        over("forward", ALL_TO_ALL, "tokens swapped for heads", swapped),
+        *[documents] * (ids > 0),
+        over("backward", ALL_TO_ALL, "tokens swapped for heads again", swapped, again),
+        over("backward", ALL_TO_ALL, "cotangents swapped", swapped),
+    ]
+
+
+def context_seconds(config: Config, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
+    """(forward, backward) seconds that one layer waits for its messages over context, where its attention takes so long."""
+    n, group, platform = config.mesh.context, cluster.axis(CONTEXT, config.mesh), cluster.accelerator.platform
+    waits, last = {"forward": 0.0, "backward": 0.0}, 0.0
+    for moment, t in context_transfers(config, platform):
+        each = best(t.kind, group, t.nbytes).seconds
+        waits[moment] += t.count / stages(config).longest * each
+        last = each
+    if config.parallel.context_strategy != "ring" or platform == "cpu":
+        return waits["forward"], waits["backward"]
+    hides = (n - 1) / n
+    return max(0.0, waits["forward"] - hides * forward), last + max(0.0, waits["backward"] - last - hides * backward)
