@@ -290,13 +290,13 @@ PLAIN = [
 @pytest.mark.parametrize(
     "cells",
     [
-        pytest.param(PLAIN, id="plain"),
-        pytest.param(covering(CELLS), id="many", marks=pytest.mark.thorough),
-        pytest.param(CELLS, id="all", marks=pytest.mark.slow),
+        pytest.param(lambda: PLAIN, id="plain"),
+        pytest.param(lambda: covering(CELLS), id="many", marks=pytest.mark.thorough),
+        pytest.param(lambda: CELLS, id="all", marks=pytest.mark.slow),
     ],
 )
 def test_config_refuses_just_the_cells_whose_sizes_cannot_be_divided(cells):
-    for cell in cells:
+    for cell in cells():
         if fits(cell):
             configuration(cell)
         else:

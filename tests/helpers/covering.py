@@ -21,10 +21,11 @@ def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any
     Greedy, the same on every machine.
     """
     cells = random.Random(0).sample(cells, len(cells))  # so that levels which no pair asks for any more still vary
-    number = {pair: bit for bit, pair in enumerate(sorted(set().union(*map(of, cells)), key=repr))}
-    masks = [sum(1 << number[pair] for pair in of(cell)) for cell in cells]
+    meeting = [of(cell) for cell in cells]
+    number = {pair: 1 << bit for bit, pair in enumerate(set().union(*meeting))}
+    masks = [sum(number[pair] for pair in its) for its in meeting]
     met = set().union(*map(of, beside))
-    missing, chosen = sum(1 << bit for pair, bit in number.items() if pair not in met), []
+    missing, chosen = sum(bit for pair, bit in number.items() if pair not in met), []
     while missing:
         best = max(range(len(cells)), key=lambda i: (masks[i] & missing).bit_count())
         missing &= ~masks[best]
