@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from covering import thorough_but
 from short_runs import canonical_numbers, first_moment, merged, start
 
 from meshtrain.config import Config, ConfigError, load, replaced
@@ -118,9 +119,7 @@ def expected() -> tuple[Any, list[float], Any]:
     return parameters, losses, first
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in NOW else pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__, ["2x2x2-zero3-zb"]))
 def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
     mesh, parallel = LAYOUTS[layout]
     parameters, losses, gradient = expected()

@@ -60,13 +60,15 @@ def same(found, right, atol=2e-5):
         np.testing.assert_allclose(scores.logprobs, logprobs, atol=atol)
 
 
-@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_scores_are_those_of_the_logits_however_many_rows_meet_in_a_batch(one, some, right, at_once):
     same(Scorer(one, at_once)(some), right)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", [{"data": 3, "tensor": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"data": 3, "tensor": 2}, marks=pytest.mark.slow), {"tensor": 2, "pipeline": 2}], ids=str
+)
 def test_scores_are_the_same_on_any_mesh(some, right, mesh):
     same(Scorer(model(**mesh), 2)(some), right)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import thorough_but
 from golden import FAMILIES, GOLDEN
 
 import meshtrain as mt
@@ -87,14 +88,13 @@ def test_cached_logits_are_those_of_all_read_again_at_every_position(family, who
     check_cached(family, "data 2, tensor 2")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), list(zip(FAMILIES, cycle(["one", "tensor 4"]), strict=False)))
 def test_cached_logits_are_those_of_all_read_again_for_every_family(family, mesh, whole_vocabulary):
     check_cached(family, mesh)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", thorough_but(["llama3", "qwen3", "gpt2"], lambda _: False, ["llama3"]))
 def test_adapters_count_in_every_step(family, whole_vocabulary):
     adapter = GOLDEN / f"{family}_lora"
     adapter = adapter if (adapter / ADAPTER).exists() else adapter / "after"

@@ -1,7 +1,7 @@
 """Which cases a run takes. Pairwise covering: a few cells of a product in which every two levels of every two factors still meet."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -33,6 +33,12 @@ def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any
     return chosen
 
 
-def thorough_but(cases: Iterable[Any], now: Callable[[Any], bool]) -> list[Any]:
-    """The cases as parameters of a test, those marked thorough that are not wanted `now`."""
-    return [pytest.param(case, marks=() if now(case) else pytest.mark.thorough) for case in cases]
+def thorough_but(cases: Iterable[Any], now: Callable[[Any], bool], few: Collection[Any] | None = None) -> list[Any]:
+    """The cases as parameters of a test, those marked thorough that are not wanted `now`; with a `few` of these given, the others slow."""
+    cases = list(cases)
+    assert few is None or all(case in cases for case in few), "a case that is not there is not run"
+
+    def mark(case: Any) -> Any:
+        return pytest.mark.thorough if few is None or case in few else pytest.mark.slow
+
+    return [pytest.param(case, marks=() if now(case) else mark(case)) for case in cases]
