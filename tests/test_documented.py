@@ -21,6 +21,7 @@ from training_processes import CONTEXT
 
 from meshtrain.config import Config, load
 from meshtrain.config.key import keys
+from meshtrain.probe import devices, links
 
 COMMANDS = commands()
 # What cannot be typed here, and why.
@@ -154,6 +155,9 @@ def _type(words: list[str], directory: Path, printed: Path, variables: dict[str,
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(variables)
+    # A probe as documented, but of less: a program is compiled for each size.
+    devices.SIDES["cpu"], devices.ELEMENTS["cpu"] = 64, 2**12
+    links.SIZES["cpu"] = links.PAIR_SIZES["cpu"] = (2**12, 2**16)
     jax.config.update("jax_compilation_cache_dir", variables["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     sys.argv = words

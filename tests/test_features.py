@@ -251,6 +251,7 @@ HOLE = Features(
 )
 
 
+@pytest.mark.thorough
 def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole(tmp_path):
     assert_features_hold(HOLE, tmp_path)
 

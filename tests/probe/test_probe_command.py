@@ -13,6 +13,7 @@ from meshtrain.config import ConfigError, MeshConfig
 from meshtrain.plan import load_cluster, named
 from meshtrain.probe import __main__ as command
 from meshtrain.probe.devices import ELEMENTS, SIDES
+from meshtrain.probe.links import SIZES
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,6 +122,7 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIDES, "cpu", 128)
     monkeypatch.setitem(ELEMENTS, "cpu", 2**16)
+    monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))
     arguments = ["--mesh", "data=2,tensor=2", "--cluster", "cpu", "--output", "c.yaml", "--html", "c.html"]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
@@ -133,6 +135,7 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
 @pytest.mark.thorough
 def test_programs_of_messages_stand_in_the_table_and_on_the_page(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))  # a program is compiled for each
     arguments = ["--mesh", "data=4,islands=2", "--only", "collectives", "--algorithms", "all", "--html", "c.html"]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
