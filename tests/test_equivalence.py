@@ -402,14 +402,14 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
 }
 
 
-NOW = ("vocabulary-on-edges", "gemma")
+NOW = ("vocabulary-on-edges",)
 FEW_OTHERS = (
     "zero2-held",
     "one-device-accumulating",
     "vocabulary-on-edges-tied",
     "tied-llama",
     "options",
-    "gemma-sequence-parallel",
+    "gemma",
     "remat-names",
 )
 

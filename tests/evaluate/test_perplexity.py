@@ -48,7 +48,9 @@ def by_hand(model, text: str, length: int, stride: int) -> float:
     while at < len(ids):
         end = min(at + (length if at == 1 else stride), len(ids))
         row = ids[max(end - 1 - length, 0) : end]
-        logits = np.asarray(model([row[:-1]])[0], np.float64)
+        # in a row as long as the longest, so that one program is compiled: none sees what comes after it
+        padded = np.pad(row[:-1], (0, length - len(row) + 1))
+        logits = np.asarray(model(padded[None])[0, : len(row) - 1], np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         count = end - at
         nats -= log_p[np.arange(len(row) - 1 - count, len(row) - 1), row[-count:]].sum()

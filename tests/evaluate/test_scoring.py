@@ -23,9 +23,14 @@ def rows(vocabulary: int, lengths=(40, 3, 2, 17, 18, 33, 9)) -> list[TokenRow]:
     return [TokenRow(tokens, 1 + k * 5 % (len(tokens) - 1)) for k, tokens in enumerate(made)]
 
 
+def logits_of(read, tokens: np.ndarray) -> np.ndarray:
+    """Of the tokens alone, in a row as long as the longest, so that one program is compiled: none sees what comes after it."""
+    return np.asarray(read(np.pad(tokens, (0, 40 - len(tokens)))[None])[0, : len(tokens)])
+
+
 def by_hand(read, row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
     """From the whole logits of the row alone, in float64."""
-    logits = np.asarray(read(row.tokens[None, :-1])[0, row.begin - 1 :], np.float64)
+    logits = logits_of(read, row.tokens[:-1])[row.begin - 1 :].astype(np.float64)
     wanted = row.tokens[row.begin :]
     top = logits.max(-1, keepdims=True)
     log_z = top[:, 0] + np.log(np.exp(logits - top).sum(-1))
@@ -42,7 +47,7 @@ def some(one):
     found = rows(one.config.model.vocab_size)
     # the likeliest token at the end of some, so that both answers of greedy occur
     for row in found[::2]:
-        row.tokens[-1] = int(np.asarray(one(row.tokens[None, :-1]))[0, -1].argmax())
+        row.tokens[-1] = int(logits_of(one, row.tokens[:-1])[-1].argmax())
     return found
 
 
