@@ -48,12 +48,12 @@ def plain() -> list[float]:
 def check(**sections) -> None:
     """Trained on 2 x 2 x 2 as on one device, and planned to the byte of its state."""
     there, alone = config(ON_EIGHT, **sections), config({}, **sections)
-    metrics, _, (_, last) = train(there, there.train.steps)
+    metrics, program, _ = train(there, there.train.steps)
     np.testing.assert_allclose([m["loss"] for m in metrics], losses(alone), rtol=2e-5)
     planned = mt.plan(there)
     assert planned.seconds > 0 and planned.bytes > 0
     between = sum(item.nbytes for item in planned.memory if item.between_steps)
-    assert between == pytest.approx(live_bytes(last), rel=0.01)
+    assert between == pytest.approx(program.state_bytes, rel=0.01)
 
 
 def parallel_block(block, x, sequence, collectives, dropout):

@@ -66,6 +66,7 @@ def resumed_from_2(source: Path, directory: Path, **sections: dict[str, Any]) ->
     return run(directory, **sections)
 
 
+@pytest.mark.thorough
 def test_rows_tell_positions_and_of_evaluations_the_accuracy(trained):
     _, found = trained
     assert [row["tokens"] for row in found] == [8 * 5] * 4, "four patches and the class token"
@@ -79,6 +80,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit_with_all_augmentations(trained, tm
     assert told(resumed_from_2(directory, tmp_path)) == told(found)
 
 
+@pytest.mark.thorough
 def test_a_model_read_from_its_checkpoint_tells_the_accuracy_that_the_run_told(trained):
     directory, found = trained
     model = mt.read_model(directory / "run")

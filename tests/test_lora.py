@@ -170,7 +170,7 @@ def test_dropout_of_adapters_is_the_same_on_every_mesh_and_none_in_evaluation():
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adafactor", marks=pytest.mark.thorough)])
 def test_optimizers_of_whole_matrices_train_one_part_alone(optimizer):
     for trainable in (("head.weight",), ("blocks.mlp.up",)):
         config = replaced(

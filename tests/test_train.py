@@ -110,6 +110,7 @@ def test_weights_that_an_update_made_useless_are_never_saved(tmp_path, capsys, s
         assert [row["step"] for row in rows(tmp_path)] == [1]
 
 
+@pytest.mark.thorough
 def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, monkeypatch):
     def flip(self, moment, step=None, given=(None, None)):
         state, batch = given
@@ -125,6 +126,7 @@ def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, mo
     assert steps.committed_in(tmp_path / "run" / "checkpoints") == [2]
 
 
+@pytest.mark.thorough
 def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(tmp_path):
     half = {"precision": {"compute": "float16", "loss_scale": 2.0**23}, "checkpoint": {"every": 3}}
     arguments = [*write(tmp_path, **half), "--set", "train.steps=8"]

@@ -124,6 +124,7 @@ def test_every_batching_keeps_its_rows_and_is_filled_up_at_the_end(batching, tmp
             np.testing.assert_array_equal(np.concatenate(shares), array)
 
 
+@pytest.mark.thorough
 def test_a_run_counts_its_own_tokens_alone(tmp_path):
     training = {"global_batch_size": 7, "uneven_batch": "pad", "steps": 2}
     config = one_device(

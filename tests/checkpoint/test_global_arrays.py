@@ -99,7 +99,7 @@ def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(wa
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
-        ("data 8, ZeRO-3", on_the_devices),
+        pytest.param("data 8, ZeRO-3", on_the_devices, marks=pytest.mark.thorough),
         pytest.param("data 2, pipeline 2, interleaved, ZeRO-1", on_the_host, marks=pytest.mark.thorough),
         pytest.param("data 8, ZeRO-3", on_the_host, marks=pytest.mark.slow),
         pytest.param("data 2, pipeline 2, interleaved, ZeRO-1", on_the_devices, marks=pytest.mark.slow),

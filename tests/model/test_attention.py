@@ -270,12 +270,14 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
         pytest.param("gpu", 131, 4, 2, 24, "float32", 3, 0.0, 0, marks=pytest.mark.slow),
         pytest.param("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3, 0, marks=pytest.mark.thorough),
         pytest.param("gpu", 64, 6, 2, 16, "float32", 40, 0.3, 0, marks=pytest.mark.thorough),
-        ("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65),
+        pytest.param("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65, marks=pytest.mark.thorough),
         pytest.param("tpu", 128, 4, 2, 64, "float32", 3, 0.0, 0, marks=pytest.mark.slow),
         pytest.param("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130, marks=pytest.mark.slow),
         ("gpu", 100, 2, 2, 16, "float32", 0, 0.0, {"window": 40, "cap": 1.5, "scale": 0.7, "local": True}),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"window": 130, "cap": 1.5, "scale": 0.2, "local": False}),
-        ("gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}),
+        pytest.param(
+            "gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}, marks=pytest.mark.thorough
+        ),
         pytest.param("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}, marks=pytest.mark.thorough),
     ],
 )

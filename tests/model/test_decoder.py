@@ -125,6 +125,7 @@ def dropped() -> tuple[list[float], Program, list]:
     return [m["loss"] for m in metrics], program, states
 
 
+@pytest.mark.thorough
 def test_dropout_changes_the_loss(dropped):
     """Of the second step, beside an evaluation, which drops nothing, of the weights and the batch that it began with."""
     losses, program, (after_one, _) = dropped
@@ -132,6 +133,7 @@ def test_dropout_changes_the_loss(dropped):
     assert abs(program.eval_step(after_one.params, {"tokens": tokens, "labels": labels}) - losses[1]) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", [pytest.param("tensor", marks=pytest.mark.slow), "all"])
 def test_dropout_drops_the_same_values_on_every_mesh(where, dropped):
     mesh, parallel = PLACES[where]

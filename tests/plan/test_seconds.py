@@ -139,6 +139,7 @@ def test_what_bounds_a_step_is_named(llama_8b):
     assert plan(slow, cluster).time.bound == "bubble"
 
 
+@pytest.mark.thorough
 def test_dpos_reference_costs_what_xla_compiles_for_it():
     """One layer: the body of a loop XLA counts once."""
 
