@@ -21,6 +21,7 @@ from training_processes import CONTEXT
 
 from meshtrain.config import Config, load
 from meshtrain.config.key import keys
+from meshtrain.probe import devices, links
 
 COMMANDS = commands()
 # What cannot be typed here, and why.
@@ -45,6 +46,7 @@ NOT_HERE = {
     "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; tests/evaluate/test_harness.py has tasks of its own",
     "python -m meshtrain.evaluate.harness": "needs lm-eval",
     "python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100": "tests/plan/jobs/test_jobs_command.py places them",
+    "python -m meshtrain.plan --measure": "takes a minute; tests/plan/test_plan_command.py plans on what it prints",
     "python -m meshtrain.train --config configs/vit_digits.yaml": "takes minutes; tests/test_images_runs.py has runs on images",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
     "python -m experiments.plan": "takes a minute; tests/plan/test_published.py holds what it prints",
@@ -116,7 +118,6 @@ SAYS = {
     "adopt export": r"parameters in \w+, of step 2$",
     "adopt config": r"(?m)^lora: ",
     "--flags": r"(?m)^launch sets nothing\n(?s:.*)left alone, whatever older advice says",
-    "--measure": r"(?m)^accelerator:\n  name: cpu\n",
     "evaluate runs/quickstart --text": r"(?m)^documents +3\ntokens +[\d,]+\n(?s:.*)^bits per byte +\d\.\d{6}$",
     "meshtrain.evaluate": r"^stdlib: [\d,]+ held-out tokens\neval loss +\d\.\d{6}\n",
     "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",
@@ -154,6 +155,9 @@ def _type(words: list[str], directory: Path, printed: Path, variables: dict[str,
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(variables)
+    # A probe as documented, but of less: a program is compiled for each size.
+    devices.SIDES["cpu"], devices.ELEMENTS["cpu"] = 64, 2**12
+    links.SIZES["cpu"] = links.PAIR_SIZES["cpu"] = (2**12, 2**16)
     jax.config.update("jax_compilation_cache_dir", variables["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     sys.argv = words

@@ -257,6 +257,7 @@ HOLE = Features(
 )
 
 
+@pytest.mark.thorough
 def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole(tmp_path):
     assert_features_hold(HOLE, tmp_path)
 
@@ -365,7 +366,7 @@ def lowered(seed: str, cells: list[Features]) -> str:
 
 @pytest.mark.thorough
 def test_processes_whose_sets_have_other_orders_trace_the_same_programs():
-    cells = [HOLE, HOLE._replace(mesh="i2", sync=None, gradients=None, over=None), *CELLS[::10]]
+    cells = [HOLE, *CELLS[::16]]
     programs = lowered("0", cells)
-    assert len(set(programs.splitlines())) == len(cells) > 4
+    assert len(set(programs.splitlines())) == len(cells) > 2
     assert lowered("3", cells) == programs

@@ -88,10 +88,12 @@ CASES: dict[str, tuple[tuple[int, int, int], str, bool, bool, float, dict[str, A
     "1x2x4-split-backward": ((1, 2, 4), "even", True, True, 0.2, {"schedule": "zb_h1", "sequence_parallel": True, "microbatches": 4}),
     "2x2x2-interleaved": ((2, 2, 2), "mean", True, False, 0.2, {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4, "remat": "full", "zero_stage": 3}),
 }  # fmt: skip
-NOW = ("1x1x1", "2x2x2", "1x4x1")
+NOW = ("2x2x2",)
 
 
-@pytest.mark.parametrize("case", thorough_but(CASES, NOW.__contains__))
+@pytest.mark.parametrize(
+    "case", thorough_but(CASES, NOW.__contains__, ["1x1x1", "4x1x2-edge-zero3", "1x2x4-split-backward"])
+)
 def test_layout_computes_the_reference_run(case):
     mesh, pool, mixed, weighted, dropout, parallel = CASES[case]
     config = one_device(pool, dropout)
@@ -127,7 +129,7 @@ CUT: dict[tuple[int, int, int], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", thorough_but(CUT, lambda mesh: mesh == (2, 2, 2)))
+@pytest.mark.parametrize("mesh", thorough_but(CUT, [(2, 2, 2)].__contains__, [(1, 2, 2)]))
 def test_an_evaluation_tells_the_share_of_images_whose_likeliest_class_is_theirs_by_their_weights(mesh):
     """Against argmax of the reference's whole logits: of equals the first, wherever its share of the classes lies."""
     program, parameters = built(mesh, **CUT[mesh]), canonical_numbers(Layout(one_device("class"), make_mesh(load({}))))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from covering import thorough_but
 
 import meshtrain as mt
 from meshtrain.checkpoint import steps
@@ -65,6 +66,7 @@ def resumed_from_2(source: Path, directory: Path, **sections: dict[str, Any]) ->
     return run(directory, **sections)
 
 
+@pytest.mark.thorough
 def test_rows_tell_positions_and_of_evaluations_the_accuracy(trained):
     _, found = trained
     assert [row["tokens"] for row in found] == [8 * 5] * 4, "four patches and the class token"
@@ -78,6 +80,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit_with_all_augmentations(trained, tm
     assert told(resumed_from_2(directory, tmp_path)) == told(found)
 
 
+@pytest.mark.thorough
 def test_a_model_read_from_its_checkpoint_tells_the_accuracy_that_the_run_told(trained):
     directory, found = trained
     model = mt.read_model(directory / "run")
@@ -96,12 +99,11 @@ def test_a_model_read_from_its_checkpoint_tells_the_accuracy_that_the_run_told(t
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_of_all_axes_goes_on_alike_on_any_mesh(tmp_path):
+def test_a_checkpoint_of_all_axes_goes_on_alike_on_another_mesh(tmp_path):
     found = run(tmp_path / "all", **ALL_AXES)
-    for tensor in (4, 1):
-        there = resumed_from_2(tmp_path / "all", tmp_path / f"tensor-{tensor}", mesh={"tensor": tensor})
-        for one, other in zip(told(found), told(there), strict=True):
-            np.testing.assert_allclose(*(np.array(x, float) for x in (one, other)), rtol=2e-5)
+    there = resumed_from_2(tmp_path / "all", tmp_path / "tensor", mesh={"tensor": 4})
+    for one, other in zip(told(found), told(there), strict=True):
+        np.testing.assert_allclose(*(np.array(x, float) for x in (one, other)), rtol=2e-5)
 
 
 OTHERS: dict[str, dict[str, dict[str, Any]]] = {
@@ -111,8 +113,7 @@ OTHERS: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", thorough_but(OTHERS, lambda _: False, ["offloaded, ring"]))
 def test_what_text_can_do_images_can_too(case, trained, tmp_path):
     """Each begins as the plain run does; what is exact stays it."""
     (_, plain), found = trained, run(tmp_path / "other", **OTHERS[case])

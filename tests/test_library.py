@@ -205,6 +205,7 @@ def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_
     assert run(block=other) == ["meshtrain: the block was silent and is other from here on."]
 
 
+@pytest.mark.thorough
 def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = mt.load(TINY, ["run.directory=run", "checkpoint.resume=never"])
@@ -218,6 +219,7 @@ def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkey
     assert losses == [row["loss"] for row in rows]
 
 
+@pytest.mark.thorough
 def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_path, monkeypatch):
     (example,) = re.findall(r"\n\n((?:    .*\n|\n)+)", mt.__doc__)[:1]
     lines = [line.split("  #")[0].strip() for line in example.splitlines() if line.strip()]

@@ -40,7 +40,7 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize(
-    "name", thorough_but(["adamw", "sgd", "lion", "adafactor", "muon"], ("adamw", "muon").__contains__)
+    "name", thorough_but(["adamw", "sgd", "lion", "adafactor", "muon"], ("adamw", "muon").__contains__, ["adafactor"])
 )
 def test_updates_are_the_same_on_a_mesh_that_pads_and_reorders(name):
     before, alone = updates_of_two_steps(name, {})

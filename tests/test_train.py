@@ -94,7 +94,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_a
     assert error.startswith("meshtrain: the gradient norm of step 2 is nan; ") and len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("steps", "optimizer"), [(4, {"name": "adamw"}), (1, {"name": "sgd", "grad_clip": 0.0})])
+@pytest.mark.parametrize(
+    ("steps", "optimizer"),
+    [(4, {"name": "adamw"}), pytest.param(1, {"name": "sgd", "grad_clip": 0.0}, marks=pytest.mark.thorough)],
+)
 def test_weights_that_an_update_made_useless_are_never_saved(tmp_path, capsys, steps, optimizer):
     """At a checkpoint step, at the last one, and when the run is started again."""
     wild = {"optimizer": {**optimizer, "learning_rate": 1e30, "warmup_steps": 0}, "checkpoint": {"every": 1}}
@@ -107,6 +110,7 @@ def test_weights_that_an_update_made_useless_are_never_saved(tmp_path, capsys, s
         assert [row["step"] for row in rows(tmp_path)] == [1]
 
 
+@pytest.mark.thorough
 def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, monkeypatch):
     def flip(self, moment, step=None, given=(None, None)):
         state, batch = given
@@ -122,6 +126,7 @@ def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, mo
     assert steps.committed_in(tmp_path / "run" / "checkpoints") == [2]
 
 
+@pytest.mark.thorough
 def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(tmp_path):
     half = {"precision": {"compute": "float16", "loss_scale": 2.0**23}, "checkpoint": {"every": 3}}
     arguments = [*write(tmp_path, **half), "--set", "train.steps=8"]
@@ -142,7 +147,13 @@ def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(t
 
 
 @pytest.mark.parametrize(
-    "by", [["train.steps=4"], ["train.steps=9", "eval.every=1", "eval.batches=1", "eval.patience=3"]]
+    "by",
+    [
+        ["train.steps=4"],
+        pytest.param(
+            ["train.steps=9", "eval.every=1", "eval.batches=1", "eval.patience=3"], marks=pytest.mark.thorough
+        ),
+    ],
 )
 def test_a_float16_run_that_only_skips_ends_with_exit_code_1(tmp_path, capsys, by):
     half = {"precision": {"compute": "float16", "loss_scale": 2.0**32}, "checkpoint": {"every": 2}}

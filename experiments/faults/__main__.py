@@ -1,7 +1,7 @@
-"""Injects the faults that no test covers, and prints what became of each: python -m experiments.faults
+"""Injects faults of each kind that no test covers, and prints what became of each: python -m experiments.faults
 
-`--all`: every fault that was found or thought of, those of the kinds that `tests/` covers too; which test covers which kind stands where
-the kind does. Prints per room and in sum how many were tried, of how many kinds, and what became of them (the words: `harness.py`), and each that was
+Of each kind the first and the last of a room, and all controls; CI runs that. `--all`: every fault that was found or thought of, those of
+the kinds that `tests/` covers too; which test covers which kind stands where the kind does. Prints per room and in sum how many were tried, of how many kinds, and what became of them (the words: `harness.py`), and each that was
 not named with its reason. Exit code 0 if none is silent, a traceback or a hang, and every control was judged rightly. Full disks and read-only
 ones are mounts that the fault's processes alone see, another user is nobody: both need root, and are counted as not tried without.
 `--long`: the faults that take minutes, of runs under supervisors (`nodes.py`).
@@ -44,7 +44,9 @@ def main() -> int:
         metavar="PATTERN",
         help="faults whose 'room: name', room, kind or point matches, such as 'data*', '*FIFO*', clock or '#9'",
     )
-    parser.add_argument("--all", action="store_true", help="those of the kinds that tests/ covers, too")
+    parser.add_argument(
+        "--all", action="store_true", help="every fault of each kind, and those of the kinds that tests/ covers, too"
+    )
     parser.add_argument("--long", action="store_true", help="the faults that take minutes, in place of the others")
     parser.add_argument("--list", action="store_true", help="lists the faults and injects none")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
@@ -68,11 +70,15 @@ def main() -> int:
 
     for room in ROOMS:
         importlib.import_module(f"experiments.faults.{room}")
-    asked = options.all or options.only
     matching = [f for f in harness.FAULTS if _matches(f, options.only) and f.long == options.long]
-    chosen = [f for f in matching if asked or not f.tests]
+    chosen = matching if options.all or options.only or options.long else _few(matching)
     if len(chosen) < len(matching):
-        print(f"left out: {len(matching) - len(chosen)} that tests/ covers (--all injects them, too)", file=sys.stderr)
+        covered = sum(bool(f.tests) for f in matching)
+        alike = len(matching) - covered - len(chosen)
+        print(
+            f"left out: {covered} that tests/ covers, {alike} of kinds that two others are of (--all injects them, too)",
+            file=sys.stderr,
+        )
     try:
         if options.list:
             for fault in chosen:
@@ -88,6 +94,16 @@ def _matches(fault, pattern: str | None) -> bool:
         return True
     texts = (f"{fault.room}: {fault.name}", fault.room, fault.kind, f"#{fault.point}")
     return any(fnmatch.fnmatch(text, pattern) for text in texts)
+
+
+def _few(faults: list) -> list:
+    """Returns the first and the last fault of each kind of a room that no test covers, and all controls."""
+    kinds: dict[tuple[str, str], list] = {}
+    for fault in faults:
+        if not fault.tests:
+            kinds.setdefault((fault.room, fault.kind), []).append(fault)
+    ends = {id(fault) for of in kinds.values() for fault in (of[0], of[-1])}
+    return [f for f in faults if id(f) in ends or f.room == "controls"]
 
 
 def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:

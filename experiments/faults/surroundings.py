@@ -309,7 +309,7 @@ def shadows(p: Place) -> None:
 def installed(p: Place) -> None:
     p.base()
     p.remount_read_only(REPOSITORY / "meshtrain")
-    ended = p.python(*TRAIN, env={"PYTHONDONTWRITEBYTECODE": None})
+    ended = p.python(*TRAIN, env={"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": None})
     done(ended)
     p.undisturbed()
 

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -65,8 +66,14 @@ def chats(tmp_path_factory) -> Path:
     return path
 
 
+def environment() -> dict[str, str]:
+    """In which a process finds what the one before it compiled."""
+    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+
+
 def run(module: str, *arguments: object) -> str:
-    done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
+    words = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -93,14 +100,14 @@ def test_import_lora_kill_resume_merge_export_and_the_same_text_everywhere(base,
     (tmp_path / "empty.yaml").write_text("run: {}\n")
     command = [sys.executable, "-m", "meshtrain.train", "--config", str(tmp_path / "empty.yaml")]
     command += [part for name, value in keys.items() for part in ("--set", f"{name}={value}")]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
     deadline = time.monotonic() + 300
     while not any(20 <= step < STEPS for step in committed_in(tmp_path / "tuned" / "checkpoints")):
         assert first.poll() is None and time.monotonic() < deadline, first.stdout and first.stdout.read()
         time.sleep(0.05)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    second = subprocess.run(command, capture_output=True, text=True)
+    second = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert second.returncode == 0, second.stderr
     assert "going on after step" in second.stdout + second.stderr
     rows = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]

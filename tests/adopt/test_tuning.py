@@ -27,7 +27,7 @@ KEYS = {
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.thorough, id="one"),
         pytest.param(
             {"data": 2, "tensor": 2, "pipeline": 2},
             {"microbatches": 2, "zero_stage": 3},

@@ -46,7 +46,10 @@ def read(program: mt.Program) -> np.ndarray:
     return patches(np.load(THEIRS / "pixels.npy") * factor + term, model.patch_size)
 
 
-@pytest.mark.parametrize("mesh", ["one", "2x2x2", pytest.param("uneven stages", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param("one", marks=pytest.mark.slow), "2x2x2", pytest.param("uneven stages", marks=pytest.mark.thorough)],
+)
 def test_logits_are_those_of_transformers(mesh):
     program, params = adopted(mesh)
     rows = np.resize(read(program), (4, 9, 75))

@@ -103,7 +103,7 @@ def test_thirty_kills(tmp_path):
     "name, when",
     [
         ("SIGTERM", "a step"),
-        pytest.param("SIGINT", "a step", marks=pytest.mark.thorough),
+        pytest.param("SIGINT", "a step", marks=pytest.mark.slow),
         pytest.param("SIGTERM", "a save", marks=pytest.mark.thorough),
     ],
 )
@@ -146,8 +146,10 @@ def two_processes(directory):
     return run, trainers
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("victim", [0, 1])
+# The other one is killed in tests/survive/test_training_processes.py, too.
+@pytest.mark.parametrize(
+    "victim", [pytest.param(0, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_a_process_that_is_killed_is_reported_by_the_other_in_one_sentence(victim, tmp_path):
     run, trainers = two_processes(tmp_path)
     trainers[victim].kill()

@@ -45,7 +45,14 @@ def test_names_are_the_models_own():
     assert "scale.value" in records(build_for(config(precision={"compute": "float16"})))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "adamw",
+        *(pytest.param(o, marks=pytest.mark.thorough) for o in ("adafactor", "muon")),
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ("sgd", "lion")),
+    ],
+)
 def test_a_state_of_every_optimizer_survives_a_change_of_layout(optimizer, tmp_path):
     """One device -> interleaved stages with ZeRO and padding -> canonical again, bit for bit."""
     there = {"optimizer": {"name": optimizer}, "precision": {"compute": "float16"}}
@@ -92,10 +99,10 @@ def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(wa
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
-        ("data 8, ZeRO-3", on_the_devices),
-        ("data 2, pipeline 2, interleaved, ZeRO-1", on_the_host),
-        pytest.param("data 8, ZeRO-3", on_the_host, marks=pytest.mark.thorough),
-        pytest.param("data 2, pipeline 2, interleaved, ZeRO-1", on_the_devices, marks=pytest.mark.thorough),
+        pytest.param("data 8, ZeRO-3", on_the_devices, marks=pytest.mark.thorough),
+        pytest.param("data 2, pipeline 2, interleaved, ZeRO-1", on_the_host, marks=pytest.mark.thorough),
+        pytest.param("data 8, ZeRO-3", on_the_host, marks=pytest.mark.slow),
+        pytest.param("data 2, pipeline 2, interleaved, ZeRO-1", on_the_devices, marks=pytest.mark.slow),
     ],
 )
 def test_an_optimizer_state_in_host_memory_goes_and_comes_back_there(layout, way, tmp_path):

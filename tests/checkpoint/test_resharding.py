@@ -111,7 +111,7 @@ CELLS = [(layout, kind) for layout in (FOUR, CUBE, CHUNKS, ISLANDS) for kind in 
 CELLS += [(ISLANDS, {**kind, "over": "islands"}) for kind in (POWER, TOPK)]
 
 
-@pytest.mark.parametrize("cell", thorough_but(CELLS, [CELLS[0]].__contains__), ids=str)
+@pytest.mark.parametrize("cell", thorough_but(CELLS, [CELLS[0]].__contains__, [(CHUNKS, TOPK), CELLS[-1]]), ids=str)
 def test_on_the_same_mesh_every_bit_comes_back(cell, written):
     layout, reduce = cell
     directory, _, before = written(layout, **reduce)
@@ -127,8 +127,7 @@ MOVES = [
 ]  # fmt: skip
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("cell", thorough_but(MOVES, [MOVES[1]].__contains__), ids=str)
+@pytest.mark.parametrize("cell", thorough_but(MOVES, lambda _: False, [MOVES[1], MOVES[3], MOVES[6]]), ids=str)
 def test_on_another_mesh_each_rank_owes_an_equal_share_of_the_sum(cell, written):
     first, second, reduce = cell
     directory, program, before = written(first, **reduce)
@@ -155,7 +154,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("cell", thorough_but(CHANGES, [CHANGES[3]].__contains__), ids=str)
+@pytest.mark.parametrize(
+    "cell", thorough_but(CHANGES, [CHANGES[3]].__contains__, [CHANGES[0], CHANGES[2], CHANGES[5]]), ids=str
+)
 def test_other_compression_is_told_with_what_becomes_of_its_state(cell, written):
     before, after, sentences = cell
     directory, _, was = written(FOUR, **before)
@@ -271,7 +272,7 @@ def met(tmp_path_factory):
     [
         ({"data": 4, "islands": 4}, {}),
         ({"data": 4, "pipeline": 2, "islands": 2}, {"schedule": "interleaved", "virtual_stages": 2, "vocab": "edge"}),
-        ({"data": 6, "islands": 3}, {"microbatches": 1}),
+        pytest.param({"data": 6, "islands": 3}, {"microbatches": 1}, marks=pytest.mark.slow),
         ({"data": 4, "tensor": 2}, {}),
     ],
 )

@@ -27,7 +27,7 @@ from meshtrain.telemetry.progress import EvaluationProgress
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "gpt2")])
 def made(request, tmp_path_factory):
     """A directory, the harness on it, and its requests answered by the plainest means; llama begins a text with BOS, gpt2 does not."""
     directory = tiny(tmp_path_factory.mktemp("tiny"), request.param)

@@ -48,7 +48,9 @@ def by_hand(model, text: str, length: int, stride: int) -> float:
     while at < len(ids):
         end = min(at + (length if at == 1 else stride), len(ids))
         row = ids[max(end - 1 - length, 0) : end]
-        logits = np.asarray(model([row[:-1]])[0], np.float64)
+        # in a row as long as the longest, so that one program is compiled: none sees what comes after it
+        padded = np.pad(row[:-1], (0, length - len(row) + 1))
+        logits = np.asarray(model(padded[None])[0, : len(row) - 1], np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         count = end - at
         nats -= log_p[np.arange(len(row) - 1 - count, len(row) - 1), row[-count:]].sum()
@@ -71,7 +73,7 @@ def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(mode
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [3])
 def test_the_batch_changes_nothing(model, text, rows):
     assert measured(model, text, rows=rows).nats == pytest.approx(measured(model, text).nats, rel=1e-6)
 

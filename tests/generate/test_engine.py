@@ -352,6 +352,7 @@ def test_an_engine_without_a_thread_drains_too():
     assert heard.finish == "length"
 
 
+@pytest.mark.thorough
 def test_nothing_grows_over_thousands_of_requests():
     engine = engine_of(slots=4)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import thorough_but
 from golden import FAMILIES, GOLDEN
 
 import meshtrain as mt
@@ -82,19 +83,20 @@ def check_cached(family: str, mesh: str, adapter=None):
         np.testing.assert_array_equal(tokens[slot], np.argmax(logprobs[slot], axis=1))
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma2", marks=pytest.mark.thorough), pytest.param("gpt2", marks=pytest.mark.slow)]
+)
 def test_cached_logits_are_those_of_all_read_again_at_every_position(family, whole_vocabulary):
     check_cached(family, "data 2, tensor 2")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), list(zip(FAMILIES, cycle(["one", "tensor 4"]), strict=False)))
 def test_cached_logits_are_those_of_all_read_again_for_every_family(family, mesh, whole_vocabulary):
     check_cached(family, mesh)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", thorough_but(["llama3", "qwen3", "gpt2"], lambda _: False, ["llama3"]))
 def test_adapters_count_in_every_step(family, whole_vocabulary):
     adapter = GOLDEN / f"{family}_lora"
     adapter = adapter if (adapter / ADAPTER).exists() else adapter / "after"
@@ -229,6 +231,7 @@ def test_no_copy_of_a_cache_is_made(eight):
     assert not found
 
 
+@pytest.mark.thorough
 def test_tensor_ranks_send_two_sums_a_layer_one_of_the_embedding_and_the_logits():
     run = decoding("gemma2", "data 2, tensor 2")
     model = run.config.model

@@ -1,7 +1,7 @@
 """Which cases a run takes. Pairwise covering: a few cells of a product in which every two levels of every two factors still meet."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -21,10 +21,11 @@ def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any
     Greedy, the same on every machine.
     """
     cells = random.Random(0).sample(cells, len(cells))  # so that levels which no pair asks for any more still vary
-    number = {pair: bit for bit, pair in enumerate(sorted(set().union(*map(of, cells)), key=repr))}
-    masks = [sum(1 << number[pair] for pair in of(cell)) for cell in cells]
+    meeting = [of(cell) for cell in cells]
+    number = {pair: 1 << bit for bit, pair in enumerate(set().union(*meeting))}
+    masks = [sum(number[pair] for pair in its) for its in meeting]
     met = set().union(*map(of, beside))
-    missing, chosen = sum(1 << bit for pair, bit in number.items() if pair not in met), []
+    missing, chosen = sum(bit for pair, bit in number.items() if pair not in met), []
     while missing:
         best = max(range(len(cells)), key=lambda i: (masks[i] & missing).bit_count())
         missing &= ~masks[best]
@@ -32,6 +33,12 @@ def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any
     return chosen
 
 
-def thorough_but(cases: Iterable[Any], now: Callable[[Any], bool]) -> list[Any]:
-    """The cases as parameters of a test, those marked thorough that are not wanted `now`."""
-    return [pytest.param(case, marks=() if now(case) else pytest.mark.thorough) for case in cases]
+def thorough_but(cases: Iterable[Any], now: Callable[[Any], bool], few: Collection[Any] | None = None) -> list[Any]:
+    """The cases as parameters of a test, those marked thorough that are not wanted `now`; with a `few` of these given, the others slow."""
+    cases = list(cases)
+    assert few is None or all(case in cases for case in few), "a case that is not there is not run"
+
+    def mark(case: Any) -> Any:
+        return pytest.mark.thorough if few is None or case in few else pytest.mark.slow
+
+    return [pytest.param(case, marks=() if now(case) else mark(case)) for case in cases]

@@ -29,9 +29,18 @@ def docstrings() -> list[tuple[Path, str, str]]:
     return [
         (path, getattr(node, "name", ""), text)
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node))
+        for node in _documented(ast.parse(path.read_text()))
+        if (text := ast.get_docstring(node))
     ]
+
+
+def _documented(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """What can have a docstring: statements alone are looked through, since most of a tree is expressions."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _documented(child)
 
 
 def commands() -> dict[str, list[str]]:

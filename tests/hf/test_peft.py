@@ -113,6 +113,7 @@ def test_merged_is_unmerged(imported, tmp_path, name):
     )
 
 
+@pytest.mark.thorough
 def test_a_run_with_the_same_section_goes_on_with_the_adapters(imported, tmp_path):
     section = load(imported / "qwen3" / "config.yaml")
     given = {

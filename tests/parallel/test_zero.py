@@ -70,7 +70,9 @@ def held_in_step(program: Program) -> dict[str, int]:
     return {"weights": live_bytes(weights), "gradients": live_bytes(gradients)}
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_stage_holds_what_the_paper_says(stage, ranks):
     config = configuration((ranks, 1, 1), stage)

@@ -63,7 +63,7 @@ def test_model_flops_are_counted_by_hand():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("pool", ["class", "mean"])
+@pytest.mark.parametrize("pool", ["class", pytest.param("mean", marks=pytest.mark.slow)])
 def test_model_flops_are_those_that_xla_counts(pool):
     """One layer: the body of a loop XLA counts once. What is no product is little where matrices are wide."""
     config = vit(pool=pool, model={"layers": 1, "d_model": 512, "d_ff": 1024, "heads": 8, "vocab_size": 1000}, batch=8)

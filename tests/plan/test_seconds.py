@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from covering import thorough_but
 
 from meshtrain.cluster.accelerators import Efficiency
 from meshtrain.config import load, replaced
@@ -45,8 +46,7 @@ def test_an_ideal_device_without_links_to_wait_for_reaches_its_peak(llama_8b):
     assert 1.0 < plan(config, cluster).mfu < 1.15
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.thorough
+@pytest.mark.parametrize("family", thorough_but(["llama", "gpt2"], lambda _: False, ["llama"]))
 def test_what_is_computed_again_is_what_xla_compiles_again(family):
     """Of one layer: the body of a loop XLA counts once. Of a loop of one turn it would make none, and merge what is computed again
     with what it is computed from. Sequences are so short that hardly anything but products is there."""
@@ -139,6 +139,7 @@ def test_what_bounds_a_step_is_named(llama_8b):
     assert plan(slow, cluster).time.bound == "bubble"
 
 
+@pytest.mark.thorough
 def test_dpos_reference_costs_what_xla_compiles_for_it():
     """One layer: the body of a loop XLA counts once."""
 

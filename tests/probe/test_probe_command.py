@@ -13,6 +13,7 @@ from meshtrain.config import ConfigError, MeshConfig
 from meshtrain.plan import load_cluster, named
 from meshtrain.probe import __main__ as command
 from meshtrain.probe.devices import ELEMENTS, SIDES
+from meshtrain.probe.links import SIZES
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,9 +94,18 @@ def test_the_json_has_scores_only_beside_a_description_and_no_nan():
     assert scored["collectives"][0]["score"] == pytest.approx(sized["described_seconds"] / sized["seconds"])
 
 
+OF_LESS = """
+import sys
+from meshtrain.probe import devices, links
+from meshtrain.probe.__main__ import main
+devices.SIDES["cpu"], devices.ELEMENTS["cpu"], links.SIZES["cpu"] = 128, 2**16, (2**12, 2**16)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.thorough
 def test_two_processes_measure_together_and_the_first_alone_prints(tmp_path):
-    words = [sys.executable, "-m", "meshtrain.probe", "--mesh", "data=2", "--json", "--output", "c.yaml"]
+    words = [sys.executable, "-c", OF_LESS, "--mesh", "data=2", "--json", "--output", "c.yaml"]
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
     environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
@@ -121,6 +131,7 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIDES, "cpu", 128)
     monkeypatch.setitem(ELEMENTS, "cpu", 2**16)
+    monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))
     arguments = ["--mesh", "data=2,tensor=2", "--cluster", "cpu", "--output", "c.yaml", "--html", "c.html"]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
@@ -133,6 +144,7 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
 @pytest.mark.thorough
 def test_programs_of_messages_stand_in_the_table_and_on_the_page(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))  # a program is compiled for each
     arguments = ["--mesh", "data=4,islands=2", "--only", "collectives", "--algorithms", "all", "--html", "c.html"]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()

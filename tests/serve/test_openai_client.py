@@ -2,6 +2,7 @@
 
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -9,13 +10,14 @@ from fake_serving import until
 from serving_processes import serving
 from tiny_models import hugging_face
 
-openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("openai") is None, reason="there is no openai")]
 KEY = "s3cret"
 MEMORY = 1 << 20  # bytes that a process may come to hold over hundreds of requests
 
 
 def client(address, key=KEY, **settings):
+    import openai  # takes a second, of every process that collects the tests
+
     return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60, **settings)
 
 
@@ -74,6 +76,8 @@ def test_a_stream_is_the_whole_answer_and_ends_on_what_it_took(real):
 
 
 def test_errors_are_the_clients_own_kinds(real):
+    import openai
+
     with pytest.raises(openai.AuthenticationError, match="a key is needed"):
         client(real, "wrong").models.list()
     api = client(real)

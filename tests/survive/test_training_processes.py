@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -78,13 +79,15 @@ def batches(run: Path) -> dict[int, dict[int, int]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The run directory of one process, by mesh."""
-    runs = {}
-    for mesh in MESHES:
+    """The run directory of one process, by mesh; each is trained when it is asked for."""
+
+    @cache
+    def of(mesh: str) -> Path:
         directory = tmp_path_factory.mktemp(mesh)
         assert codes(start(directory, 1, mesh)) == [0]
-        runs[mesh] = directory / "run"
-    return runs
+        return directory / "run"
+
+    return of
 
 
 def test_patience_ends_all_processes_after_the_same_step(tmp_path):
@@ -96,14 +99,18 @@ def test_patience_ends_all_processes_after_the_same_step(tmp_path):
     assert committed_in(tmp_path / "run" / "checkpoints") == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("mesh", "processes"), [("2x2x2", 4), ("4x2x1", 2), ("3x1x1", 3)])
+# Three processes with rows that fill the batch up are those of tests/test_uneven_batch.py.
+@pytest.mark.parametrize(
+    ("mesh", "processes"),
+    [("2x2x2", 4), pytest.param("4x2x1", 2, marks=pytest.mark.slow), pytest.param("3x1x1", 3, marks=pytest.mark.slow)],
+)
 def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, mesh, processes):
     ranks = start(tmp_path, processes, mesh)
     assert codes(ranks) == [0] * processes, [rank.output.read_text() for rank in ranks]
-    expected = {row["step"]: row["loss"] for row in rows(alone[mesh])}
+    expected = {row["step"]: row["loss"] for row in rows(alone(mesh))}
     assert {row["step"]: row["loss"] for row in rows(tmp_path / "run")} == pytest.approx(expected, rel=2e-6)
     assert len(expected) == STEPS
-    read = batches(alone["2x2x2"])
+    read = batches(alone("2x2x2"))
     assert batches(tmp_path / "run") == read and [len(read[step]) for step in read] == [8] * STEPS
     assert len({row for batch in read.values() for row in batch.values()}) == 8 * STEPS
 
@@ -112,10 +119,10 @@ def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, me
     ("fault", "ends", "kinds"),
     [
         ("bit-flip@3:1", [71, 71], ["sick", "sick"]),
-        ("nan@3:1", [70, 70], ["numbers", "numbers"]),
+        pytest.param("nan@3:1", [70, 70], ["numbers", "numbers"], marks=pytest.mark.slow),
         ("kill@3:1", [73, -9], ["peer", None]),
         ("out-of-memory@3:0", [1, 73], ["memory", "peer"]),
-        ("error@3:0", [1, 73], ["error", "peer"]),
+        pytest.param("error@3:0", [1, 73], ["error", "peer"], marks=pytest.mark.slow),
     ],
 )
 def test_the_end_of_each_process_tells_the_cause_from_its_effects(tmp_path, fault, ends, kinds):
@@ -147,6 +154,7 @@ def test_a_run_that_another_has_is_told_from_a_wrong_config_by_all_processes(tmp
     assert codes([refused]) == [2] and refused.fault["kind"] == "config"
 
 
+@pytest.mark.slow  # as from a scheduler: tests/checkpoint/test_faults.py
 def test_a_notice_to_one_process_stops_both_with_a_checkpoint(tmp_path):
     ranks = start(tmp_path, 2, inject=("preempt@3:1",), steps=300)  # the processes agree on a step some way on
     assert codes(ranks) == [75, 75], [rank.output.read_text() for rank in ranks]
@@ -161,6 +169,7 @@ IMAGES: dict[str, dict] = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(tmp_path):
     (whole,) = start(tmp_path / "whole", 1, **IMAGES)
     assert codes([whole]) == [0], whole.output.read_text()

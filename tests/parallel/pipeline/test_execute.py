@@ -181,7 +181,11 @@ NOW = {
 }
 
 
-@pytest.mark.parametrize("cell", thorough_but(CHOSEN, NOW.__contains__), ids=str)
+# The other schedules, the second backward in halves, and of a table what differs most from the one of now.
+FEW = [CHOSEN[i] for i in (0, 4, 5, 7, 9, 12, 17)]
+
+
+@pytest.mark.parametrize("cell", thorough_but(CHOSEN, NOW.__contains__, FEW), ids=str)
 def test_gradients_are_those_of_one_device(cell, tmp_path):
     assert_gradients(configuration(cell, tmp_path), cell.masked)
 

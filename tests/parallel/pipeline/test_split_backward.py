@@ -176,9 +176,12 @@ def slots_products(**parallel: Any) -> list[Counter]:
     return counted
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    ("zero", "remat"), [
+        pytest.param(zero, remat, marks=pytest.mark.thorough if (zero, remat) in ((1, "dots"), (3, "none"), (3, "full")) else pytest.mark.slow)
+        for zero in (1, 3) for remat in ("none", "full", "dots")
+    ],
+)  # fmt: skip
 def test_of_a_stage_i_and_w_together_do_the_products_of_b(zero, remat):
     whole, first, second = slots_products(zero_stage=zero, remat=remat)
     assert total(second) == 3 * 7  # the weights: q, k, v, out, gate, up, down

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from covering import thorough_but
 from short_runs import canonical_numbers, start, token_batches
 
 from meshtrain.config import load
@@ -55,7 +56,7 @@ def gradient_bytes(found) -> float:
     return sum(c.sent * c.times for c in found if c.axis == "data" and c.kind in ("reduce-scatter", "all-to-all"))
 
 
-cheap = [pytest.param(name, marks=() if name == "int8" else pytest.mark.thorough) for name in ("int8", "int4", "float8", "bfloat16")]  # fmt: skip
+cheap = [pytest.param(name, marks=marks) for name, marks in zip(("int8", "int4", "float8", "bfloat16"), ((), pytest.mark.thorough, *[pytest.mark.slow] * 2), strict=True)]  # fmt: skip
 LEAST = {"int8": 3.9, "int4": 7.7, "float8": 3.9, "bfloat16": 1.99}
 
 
@@ -112,8 +113,7 @@ EVERYWHERE = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("name", thorough_but(EVERYWHERE, lambda _: False, ["1f1b at use, all axes"]))
 def test_every_stage_and_schedule_descends_as_far(name):
     mesh, parallel = EVERYWHERE[name]
     model = MODEL | {"layers": 4, "d_model": 64, "d_ff": 96} | ({"family": "gpt2"} if "tied" in name else {})

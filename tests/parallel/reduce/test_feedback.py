@@ -29,7 +29,11 @@ def closing(mesh, kind, over):
     )
 
 
-@pytest.mark.parametrize("cell", thorough_but(CELLS, NOW.__contains__), ids=str)
+# The other kinds, each once: on stages, on one axis, on three islands, and on islands of one.
+FEW = [(STAGES, "topk", "data"), (FLAT, "bfloat16", "data"), (ODD, "int8", "islands"), (ALONE, "float8", "islands")]
+
+
+@pytest.mark.parametrize("cell", thorough_but(CELLS, NOW.__contains__, FEW), ids=str)
 def test_what_was_sent_and_what_is_still_owed_add_up_to_all_gradients(cell):
     """Over 5 steps, to 1e-5, though each step loses much; the loss scale changes on the way."""
     made, random = closing(*cell), np.random.default_rng(0)
@@ -50,8 +54,15 @@ def test_what_was_sent_and_what_is_still_owed_add_up_to_all_gradients(cell):
     assert 0 < statistics["reduce_error"] < 1
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "bad"), list(zip(KINDS, [np.inf, np.nan] * 3, strict=True)))
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        pytest.param(
+            kind, bad, marks=pytest.mark.thorough if kind in ("topk", "powersgd", "int8") else pytest.mark.slow
+        )
+        for kind, bad in zip(KINDS, [np.inf, np.nan] * 3, strict=True)
+    ],
+)
 def test_an_overflow_shows_in_the_sums_or_in_what_is_left_out(kind, bad):
     """By which float16 knows that a step is to be skipped; one number is enough, on one rank."""
     made = closing(CUBE, kind, "data")

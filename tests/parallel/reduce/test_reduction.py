@@ -58,12 +58,16 @@ MORE = {
     "hierarchical-zero1-islands2-tensor2": ("hierarchical", {"data": 4, "islands": 2, "tensor": 2}, 1, {}),
     "hierarchical-zero2-islands4-at-use": ("hierarchical", {"data": 8, "islands": 4}, 2, {"zero_hold": False}),
 }  # fmt: skip
+FEW = ("ring-zero3-all-three", "halving-zero2-held-pipeline", "tree-zero1-across-islands-alone")  # each algorithm once
 
 
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name) for name, case in CASES.items()]
-    + [pytest.param(case, id=name, marks=pytest.mark.thorough) for name, case in MORE.items()],
+    + [
+        pytest.param(case, id=name, marks=pytest.mark.thorough if name in FEW else pytest.mark.slow)
+        for name, case in MORE.items()
+    ],
 )
 def test_a_run_is_that_of_psum_and_its_gradients_travel_in_messages_alone(case):
     algorithm, mesh, zero, parallel = case

@@ -20,7 +20,9 @@ WHOLE_ON_SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("case", thorough_but(WHOLE_ON_SEVERAL, lambda case: case == WHOLE_ON_SEVERAL[0]), ids=str)
+@pytest.mark.parametrize(
+    "case", thorough_but(WHOLE_ON_SEVERAL, WHOLE_ON_SEVERAL[:1].__contains__, WHOLE_ON_SEVERAL[2:3]), ids=str
+)
 def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
     """What lies beside it differs from rank to rank, and must share no scale with it."""
     compression, mesh, model, name = case

@@ -66,7 +66,7 @@ def test_with_a_delay_the_all_reduce_stands_in_the_next_step_and_taking_in_sends
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("islands", "compression"), [(2, "int8"), (4, "int4")])
+@pytest.mark.parametrize(("islands", "compression"), [pytest.param(2, "int8", marks=pytest.mark.slow), (4, "int4")])
 def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, compression):
     """In one exchange more, of which the metrics' and the planner's bytes are those of the compiled program; the mean is off by rounding."""
     mesh, reduce = {"data": 4, "islands": islands}, {"compression": compression, "over": "islands", "block": 64}
@@ -100,7 +100,7 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, 
 @pytest.mark.parametrize(
     ("mesh", "sections"),
     [
-        ({"data": 2, "tensor": 2, "islands": 2}, {"parallel": {"zero_stage": 0}}),
+        pytest.param({"data": 2, "tensor": 2, "islands": 2}, {"parallel": {"zero_stage": 0}}, marks=pytest.mark.slow),
         ({"data": 4, "tensor": 2, "islands": 2}, {"parallel": {"zero_stage": 2, "sequence_parallel": True}, "optimizer": {"name": "muon"}}),
         ({"data": 4, "pipeline": 2, "islands": 2}, {"parallel": {"zero_stage": 3, "microbatches": 2}, "optimizer": {"name": "adafactor"}}),
         ({"data": 4, "islands": 2}, {"precision": {"compute": "float16"}, "model": {"dropout": 0.1}, "lora": {"rank": 2, "targets": ["q", "v"]}}),

@@ -56,8 +56,13 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("mesh", "parallel"), CASES)
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        pytest.param(*case, marks=pytest.mark.thorough if at in (1, 2) else pytest.mark.slow)
+        for at, case in enumerate(CASES)
+    ],
+)
 def test_what_a_trace_tells_of_a_step_is_what_its_program_says(mesh, parallel, tmp_path):
     program, step, told = traced_step(tmp_path, mesh, **parallel)
     assert told.unjoined == 0
