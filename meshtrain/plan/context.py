@@ -1,7 +1,7 @@
 """What attention sends over context, and how long a device waits for it: bytes and seconds of `parallel.context`.
 
 strategy     forward                        backward                                        what hides it
-ring         N-1 messages of K and V        as many, and N of their float32 cotangents      a step of attention each, but the last
+ring         N-1 messages of K and V        as many, and of their float32 cotangents        a step of attention each
 all_gather   K and V gathered               the same, and their cotangents scattered        nothing
 ulysses      Q, K, V and the output swapped their cotangents                                nothing
 """
@@ -38,7 +38,7 @@ def context_transfers(config: Config, platform: str = "gpu") -> list[tuple[str, 
         return [
             over("forward", PERMUTE, "keys and values sent round", pairs + ids, n - 1),
             over("backward", PERMUTE, "keys and values sent round again", pairs + ids, n - 1 + again * (n - 2)),
-            over("backward", PERMUTE, "cotangents of keys and values sent round", sums, n),
+            over("backward", PERMUTE, "cotangents of keys and values sent round", sums, n - 1),
         ]
     if parallel.context_strategy == "all_gather":
         return [
@@ -60,12 +60,10 @@ def context_transfers(config: Config, platform: str = "gpu") -> list[tuple[str, 
 def context_seconds(config: Config, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
     """(forward, backward) seconds that one layer waits for its messages over context, where its attention takes so long."""
     n, group, platform = config.mesh.context, cluster.axis(CONTEXT, config.mesh), cluster.accelerator.platform
-    waits, last = {"forward": 0.0, "backward": 0.0}, 0.0
+    waits = {"forward": 0.0, "backward": 0.0}
     for moment, t in context_transfers(config, platform):
-        each = best(t.kind, group, t.nbytes).seconds
-        waits[moment] += t.count / stages(config).longest * each
-        last = each
+        waits[moment] += t.count / stages(config).longest * best(t.kind, group, t.nbytes).seconds
     if config.parallel.context_strategy != "ring" or platform == "cpu":
         return waits["forward"], waits["backward"]
-    hides = (n - 1) / n
-    return max(0.0, waits["forward"] - hides * forward), last + max(0.0, waits["backward"] - last - hides * backward)
+    # Behind the last step of the forward no message is under way.
+    return max(0.0, waits["forward"] - (n - 1) / n * forward), max(0.0, waits["backward"] - backward)

@@ -123,10 +123,12 @@ def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(given
         config(*given, **parallel)
 
 
-def test_auto_gathers_where_a_window_hides_most_of_what_would_go_round():
-    assert config({"context": 2}).parallel.context_strategy == "ring"
-    assert config({"context": 2}, model={"window": 8}).parallel.context_strategy == "all_gather"
-    assert config({"data": 2}).parallel.context_strategy == "auto"
+def test_auto_rings_where_attention_is_longer_than_a_message_and_no_window_hides_most_of_what_would_go_round():
+    long, short = 4096, 2048  # of 2 ranks with 2 heads to each key
+    assert config({"context": 2}, long).parallel.context_strategy == "ring"
+    assert config({"context": 2}, short).parallel.context_strategy == "all_gather"
+    assert config({"context": 2}, long, {"window": 8}).parallel.context_strategy == "all_gather"
+    assert config({"data": 2}, long).parallel.context_strategy == "auto"
 
 
 def test_logits_come_in_the_order_of_the_tokens():
@@ -147,7 +149,7 @@ def test_each_device_is_given_its_own_tokens_of_its_own_rows():
 
 
 def test_a_ring_is_passed_on_without_a_conditional_and_gathers_nothing_of_the_row():
-    program = Program(config({"context": 4}, zero_stage=0))
+    program = Program(config({"context": 4}, zero_stage=0, context_strategy="ring"))
     text = program.lower().as_text()
     assert "stablehlo.case" not in text and "stablehlo.if" not in text
     assert len(re.findall("stablehlo.collective_permute", text)) >= 3 * 2
