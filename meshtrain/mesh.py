@@ -43,7 +43,7 @@ from meshtrain.config.mesh import PIPELINE as PIPELINE
 from meshtrain.config.mesh import TENSOR as TENSOR
 from meshtrain.config.schema import MOST_FAKE_DEVICES
 from meshtrain.errors import refusal
-from meshtrain.xla import ask_for_pool
+from meshtrain.xla import ask_for_pool, step_options
 
 _WITH_CONTEXT = (DATA, CONTEXT, TENSOR, PIPELINE)
 LEGAL_AXES = (AXES, (ISLAND, *AXES), _WITH_CONTEXT, (ISLAND, *_WITH_CONTEXT))
@@ -277,6 +277,15 @@ def _rows_are_neighbours(grid: np.ndarray, data_axes: int) -> bool:
 def platform(mesh: Mesh) -> str:
     """Returns cpu, gpu or tpu, from the mesh's own devices."""
     return kind_of(mesh.devices.flat[0])
+
+
+def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False) -> dict[str, int]:
+    """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
+    if platform(mesh) != "gpu":
+        return {}
+    flags = os.environ.get("XLA_FLAGS", "")
+    options = step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter)
+    return {option.name: option.value for option in options if option.name not in flags}
 
 
 def kind_of(device: jax.Device) -> str:

@@ -7,7 +7,6 @@ Every collective up to the shards stands in the source; behind them XLA adds onl
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +25,7 @@ from meshtrain.config.check import check_length
 from meshtrain.config.follow import padded_batch_size
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import FLOATS, LABELS, PAIRS, PATCHES, TOKENS, WEIGHTS, a_batch, a_config, inputs, row_shape
-from meshtrain.mesh import CONTEXT, TENSOR, make_mesh, of_own_rows, own_rows, part_bytes, platform
+from meshtrain.mesh import CONTEXT, compiler_options, make_mesh, of_own_rows, own_rows, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import offload
@@ -91,8 +90,7 @@ class Program(Shown):
                 f"the given mesh is {given}, but the config's is {asked}; make it with mt.make_mesh(config)."
             )
         self.config, self.mesh = config, mesh
-        in_parts = (CONTEXT,) if config.mesh.context > 1 else ()
-        self.rows = PartitionSpec(config.mesh.data_axes, *in_parts)
+        self.rows = PartitionSpec(config.mesh.data_axes, *([CONTEXT] if config.mesh.context > 1 else []))
         self.of_images = FAMILIES[config.model.family].images
         self.hooks = Hooks(block, attention, loss)
         self.hooks.check(config)
@@ -207,19 +205,17 @@ class Program(Shown):
         return {name: of_own_rows(self.batch_sharding, x, each * data) for name, x in arrays.items()}
 
     def column_order(self, length: int) -> np.ndarray | None:
-        """The position of each place of a row of a batch on the devices, where tokens are split over context and do not follow one
-        another; ConfigError for a length that cannot be split."""
-        context = self.config.mesh.context
-        if context == 1:
+        """The position of each place of a row on the devices, where context splits rows; ConfigError for a length that it cannot split."""
+        if self.config.mesh.context == 1:
             return None
         from meshtrain.parallel.context import column_order
 
         check_length(self.config, length)
-        return column_order(length, context, self.config.parallel.context_strategy == "ulysses")
+        return column_order(length, self.config.mesh.context, self.local.forward.collectives.by_heads)
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Of the arrays of a batch, whose tokens are in `column_order`: `place` sees to both."""
+        """Of the arrays of a batch; `place` also sees to `column_order`."""
         return NamedSharding(self.mesh, self.rows)
 
     # --- the programs
@@ -330,13 +326,14 @@ class Program(Shown):
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:
             _refuse_state(params)
-            parts, order = self.rows[1] if len(self.rows) > 1 else None, self.column_order(tokens.shape[1])
-            shards = PartitionSpec(self.config.mesh.data_axes, parts, self.local.forward.collectives.vocabulary)
+            rows, parts = (*self.rows, None)[:2]
             specs = (self.layout.shards, self.rows)
+            shards = PartitionSpec(rows, parts, self.local.forward.collectives.vocabulary)
             mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shards)
-            if order is None:
-                return mapped(params, tokens)[..., : self.config.model.vocab_size]
-            return mapped(params, tokens[:, order])[:, np.argsort(order), : self.config.model.vocab_size]
+            order = self.column_order(tokens.shape[1])
+            logits = mapped(params, tokens if order is None else tokens[:, order])
+            logits = logits if order is None else logits[:, np.argsort(order)]
+            return logits[..., : self.config.model.vocab_size]
 
         return jax.jit(run, out_shardings=NamedSharding(self.mesh, PartitionSpec(self.config.mesh.data_axes)))
 
@@ -413,12 +410,3 @@ class StepOfIslands(TrainStep):
 def _refuse_state(params: Tree) -> None:
     if isinstance(params, State):
         raise ConfigError("the weights alone are wanted here: give state.params in place of the state.")
-
-
-def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False) -> dict[str, int]:
-    """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
-    if platform(mesh) != "gpu":
-        return {}
-    flags = os.environ.get("XLA_FLAGS", "")
-    options = xla.step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter)
-    return {option.name: option.value for option in options if option.name not in flags}

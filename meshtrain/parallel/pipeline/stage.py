@@ -309,7 +309,7 @@ def after(values: Tree, *others: Tree) -> Tree:
         carry  ─────────►   work   ──────────► its result          on the device
 
     XLA's scheduler lets a collective travel under whatever stands between its start and its done, a whole loop with collectives of its
-    own included (on GPUs as many at a time as `step.compiler_options` allows). Left alone it starts one as soon as it can and waits for
+    own included (on GPUs as many at a time as `mesh.compiler_options` allows). Left alone it starts one as soon as it can and waits for
     it at once. So what is sent waits for what the work begins with, and what is sent next for what arrives. It goes through the program
     from its end, and of a loop and a done takes the loop first, unless something stands behind the loop that needs its result.
     """
