@@ -346,10 +346,8 @@ class Program(Shown):
         return jax.jit(self.islands.is_finite)
 
     def check_offload(self, state: State, batch: Batch) -> float:
-        """Relative difference between the gradients with and without offloaded activations, on a real batch.
-
-        An open XLA report has offloaded scan residuals give wrong gradients on GPUs, silently; hence this.
-        """
+        """Relative difference between the gradients with and without offloaded activations, on a real batch, since an open XLA report has
+        offloaded scan residuals give wrong gradients on GPUs, silently."""
         parallel = dataclasses.replace(self.config.parallel, remat="full", remat_keep=(), remat_offload=())
         plain = Program(dataclasses.replace(self.config, parallel=parallel), self.mesh, **vars(self.hooks))
 
