@@ -131,7 +131,6 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIDES, "cpu", 128)
     monkeypatch.setitem(ELEMENTS, "cpu", 2**16)
-    monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))
     arguments = ["--mesh", "data=2,tensor=2", "--cluster", "cpu", "--output", "c.yaml", "--html", "c.html"]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
