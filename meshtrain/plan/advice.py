@@ -12,7 +12,7 @@ from meshtrain.errors import short
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import memory, pipeline, shapes
-from meshtrain.plan.choices import schedules
+from meshtrain.plan.choices import contexts, schedules
 from meshtrain.plan.estimate import Plan, estimate
 from meshtrain.plan.seconds import microbatch_costs
 from meshtrain.schedule.generators import legal_chunks
@@ -194,3 +194,5 @@ def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, .
     if mesh.data % 2 == 0:
         yield change("mesh", data=mesh.data // 2, tensor=mesh.tensor * 2)
         yield change("mesh", data=mesh.data // 2, pipeline=mesh.pipeline * 2)
+        if 2 * mesh.context in contexts(config, mesh.devices):
+            yield change("mesh", data=mesh.data // 2, context=mesh.context * 2)

@@ -42,17 +42,22 @@ def contexts(config: Config, devices: int) -> list[int]:
     return [n for n in sorted({*powers, own}) if devices % n == 0 and length % (2 * n if n > 1 else 1) == 0]
 
 
-def strategy(config: Config, cluster: Cluster) -> str | None:
-    """The strategy of context that makes a layer wait least, of those that are legal; None where none is."""
+def ways(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
+    """`remats` of a config, each with the strategy of context, of those that are legal, whose layer takes least; none where none is."""
+
+    def seconds(chosen: Config) -> float:
+        layer = layer_cost(chosen, cluster)
+        return layer.forward.total + layer.backward.total + layer.context_sends
+
     if config.mesh.context == 1:
-        return AUTO
-    waits = {}
-    for name in ("ring", "all_gather", "ulysses"):
-        chosen = put(config, parallel={"context_strategy": name})
-        if not any(context_problems(chosen)):
-            layer = layer_cost(chosen, cluster)
-            waits[name] = layer.forward.total + layer.backward.total + layer.context_sends
-    return min(waits, key=lambda name: waits[name], default=None)
+        return [{"context_strategy": AUTO} | keys for keys in remats(config, cluster)]
+    every = [put(config, parallel={"context_strategy": name}) for name in ("ring", "all_gather", "ulysses")]
+    legal = [chosen for chosen in every if not any(context_problems(chosen))]
+    found = []
+    for keys in remats(legal[0], cluster) if legal else []:
+        best = min((put(chosen, parallel=keys) for chosen in legal), key=seconds)
+        found.append({"context_strategy": best.parallel.context_strategy} | keys)
+    return found
 
 
 def cuts(config: Config, data: int) -> tuple[int, ...]:

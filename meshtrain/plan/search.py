@@ -145,12 +145,9 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
             outside: dict[int, list[_Decided]] = {}
             for split in splits:
                 split_config = put(cut, parallel={"sequence_parallel": split})
-                if (strategy := choices.strategy(split_config, cluster)) is None:
-                    continue
-                split_config = put(split_config, parallel={"context_strategy": strategy})
                 key = sizes["context"], tensor, split, stages == 1, microbatch_rows(split_config)
                 if key not in recomputed:
-                    recomputed[key] = choices.remats(split_config, cluster)
+                    recomputed[key] = choices.ways(split_config, cluster)
                 for keys in recomputed[key]:
                     yield from _scheduled(put(split_config, parallel=keys), cluster, named_schedules, outside)
 
