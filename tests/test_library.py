@@ -78,8 +78,8 @@ def test_looking_loads_no_jax_and_starts_no_backend():
 @pytest.mark.parametrize(
     "before",
     [
-        pytest.param("", marks=pytest.mark.thorough),
-        pytest.param("import meshtrain.train, meshtrain.plan", marks=pytest.mark.thorough),
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("import meshtrain.train, meshtrain.plan", marks=pytest.mark.slow),
         "mt.train, mt.plan; import meshtrain.train, meshtrain.plan",
     ],
 )
@@ -113,7 +113,7 @@ def test_plan_is_the_planners_estimate_on_a_cluster_of_any_name():
 # --- several in one process, and JAX started before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tmp_path):
     settings = [small(tmp_path / "a"), small(tmp_path / "b", mesh={"tensor": 2})]
     for first_step in (0, 1):

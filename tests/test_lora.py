@@ -153,7 +153,7 @@ def test_adapters_begin_as_in_peft_and_leave_the_model_as_it_is_drawn_without_th
             assert np.abs(drawn).max() <= inputs**-0.5 and np.std(drawn) == pytest.approx((3 * inputs) ** -0.5, rel=0.2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_dropout_of_adapters_is_the_same_on_every_mesh_and_none_in_evaluation():
     config = replaced(one_device("llama"), lora={"dropout": 0.4})
     split = replaced(config, mesh={"tensor": 2, "pipeline": 2}, parallel={"microbatches": 2, "sequence_parallel": True})

@@ -69,7 +69,7 @@ def expected(rows: int, compute: str) -> tuple[list[float], list[np.ndarray], fl
             7, 12, {"data": 2, "pipeline": 2, "tensor": 2}, {"microbatches": 3, "schedule": "zb_h1", "sequence_parallel": True}, "float32",
             marks=pytest.mark.thorough,
         ),
-        pytest.param(10, 12, {"data": 3}, {"microbatches": 4, "remat": "full"}, "float16", marks=pytest.mark.thorough),
+        pytest.param(10, 12, {"data": 3}, {"microbatches": 4, "remat": "full"}, "float16", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_losses_and_gradients_are_those_of_the_rows_alone(rows, filled, mesh, parallel, compute):
@@ -169,7 +169,7 @@ def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path):
     """Data 3 x pipeline 2 on two devices each: the second process ends the first stage and begins the second, without the rows between."""
     config = replaced(

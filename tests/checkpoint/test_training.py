@@ -71,7 +71,7 @@ def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_lo
     assert [[row[name] for name in names] for row in rows(run)] == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh_with_the_same_batches(tmp_path, capsys):
     """Its losses are those of the run that stayed, to rounding, on text whose batches are in a shuffled order."""
     text = {"data": {"source": "stdlib"}, "model": {"vocab_size": 260}, "train": {"global_batch_size": 8}}

@@ -84,7 +84,7 @@ def test_how_tokens_are_chosen_is_the_models_own_where_nothing_is_asked():
     assert how(Sampling()) == Sampling() and how(Sampling(), seed=4) == Sampling(1.0, seed=4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_prompts_run_together_and_are_answered_in_their_order(here, capsys):
     code, out, err = said("tiny --prompt aaa --prompt zz --tokens 5", capsys)
     alone = [said(f"tiny --prompt {prompt} --tokens 5", capsys)[1] for prompt in ("aaa", "zz")]

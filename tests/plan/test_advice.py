@@ -6,7 +6,7 @@ from meshtrain.config import load, replaced, to_yaml
 from meshtrain.plan import advice, memory, named, pipeline, plan
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_to_keep_less_of_what_is_named_is_advised_in_settings_that_a_run_takes(llama_8b, tmp_path):
     kept = ("attention_out", "mlp_hidden")
     config = llama_8b({"data": 4, "tensor": 4}, microbatches=1, remat="names", remat_keep=kept)

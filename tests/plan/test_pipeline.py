@@ -97,7 +97,7 @@ def test_a_random_table_is_planned_as_its_ops_are_executed(seeds):
         assert (planned.down, planned.up, planned.embedding, planned.unembedding) == counted(table), seed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [890])
 def test_a_random_table_sends_what_its_compiled_program_does(seed, tmp_path):
     table, file = random_table(seed), tmp_path / "table.csv"

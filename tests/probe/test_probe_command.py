@@ -103,7 +103,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_measure_together_and_the_first_alone_prints(tmp_path):
     words = [sys.executable, "-c", OF_LESS, "--mesh", "data=2", "--json", "--output", "c.yaml"]
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
@@ -140,7 +140,7 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
     assert (tmp_path / "c.html").read_text().count("<rect") == 12
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_programs_of_messages_stand_in_the_table_and_on_the_page(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))  # a program is compiled for each

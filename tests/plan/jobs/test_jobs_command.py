@@ -136,7 +136,7 @@ def test_kueue_is_for_jobs(capsys):
     assert ended.value.code == 2 and "--kueue DIR is for --jobs FILE" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_example_is_placed_whole_by_the_search_alone(capsys):
     assert main(["--jobs", "configs/jobs/llama.yaml", "--cluster", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["strategies"]
