@@ -78,8 +78,8 @@ def test_looking_loads_no_jax_and_starts_no_backend():
 @pytest.mark.parametrize(
     "before",
     [
-        pytest.param("", marks=pytest.mark.thorough),
-        pytest.param("import meshtrain.train, meshtrain.plan", marks=pytest.mark.thorough),
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("import meshtrain.train, meshtrain.plan", marks=pytest.mark.slow),
         "mt.train, mt.plan; import meshtrain.train, meshtrain.plan",
     ],
 )

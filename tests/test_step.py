@@ -39,7 +39,7 @@ def configuration(family: str, mesh: tuple[int, int, int], microbatches: int, ba
     )
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_twenty_losses_on_2x2x2_are_those_of_one_device(family):
     alone = [m["loss"] for m in train(configuration(family, (1, 1, 1), 1), STEPS)[0]]
     placed = [m["loss"] for m in train(configuration(family, (2, 2, 2), 4), STEPS)[0]]

@@ -100,7 +100,7 @@ def test_some_shares_of_a_fused_projection_are_written_and_read(tmp_path, target
         np.testing.assert_array_equal(found.read(weight, 1), numbers[weight.name][1])
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.thorough), "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "gpt2"])
 def test_merged_is_unmerged(imported, tmp_path, name):
     assert main(["merge", str(imported / name), str(tmp_path / "of a run")]) == 0
     words = [str(GOLDEN / name), str(tmp_path / "of files"), "--adapter", str(GOLDEN / f"{name}_lora")]
