@@ -146,7 +146,7 @@ def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
         assert np.linalg.norm(found_leaf - right) <= 1e-5 * max(np.linalg.norm(right), 1e-2 * max(norms))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # the run on a file of pairs begins so, too
 def test_a_run_begins_at_log_2_with_no_reward_on_any_mesh():
     config = replaced(one_device(), mesh={"tensor": 2, "pipeline": 2}, parallel={"microbatches": 2})
     program = Program(config)

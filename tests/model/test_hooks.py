@@ -160,6 +160,7 @@ def test_every_layout_computes_the_replaced_block_attention_and_loss(layout):
     np.testing.assert_allclose(program.eval_step(params, placed), loss, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_train_step_and_the_logits_use_them_too():
     parameters, batch, *_ = expected()
     program = mt.Program(configuration((2, 2, 2), parallel={"microbatches": 2}), **HOOKS)
