@@ -38,7 +38,9 @@ def context_transfers(config: Config, platform: str = "gpu") -> list[tuple[str, 
         return [
             over("forward", PERMUTE, "keys and values sent round", pairs + ids, n - 1),
             over("backward", PERMUTE, "keys and values sent round again", pairs + ids, n - 1 + again * (n - 2)),
-            over("backward", PERMUTE, "cotangents of keys and values sent round", sums, n),
+            over("backward", PERMUTE, "cotangents of keys and values sent round", sums, n - 1),
+            # XLA turns those of values into the compute dtype before they go home.
+            over("backward", PERMUTE, "cotangents of keys and values sent home", tokens * w.key * (FLOAT32 + size)),
         ]
     if parallel.context_strategy == "all_gather":
         return [

@@ -124,8 +124,8 @@ def test_attention_sends_over_context_what_the_papers_say():
     for strategy, what in (("ring", "sent round"), ("all_gather", "gathered")):
         sent = on_context(strategy)
         assert sent[f"keys and values {what}"] == sent[f"keys and values {what} again"] == forward
-    # in a ring they come home with a last message
-    assert on_context("ring")["cotangents of keys and values sent round"] == 4 / 3 * forward
+    ring, cotangents = on_context("ring"), "cotangents of keys and values sent"
+    assert ring[f"{cotangents} round"] == 3 * ring[f"{cotangents} home"] == forward
     assert on_context("all_gather")["cotangents of keys and values scattered"] == forward
     # of the tokens of a rank all of 6 query heads twice, and keys and values, but 1/2 that stays
     swapped = 2 * 42 * (2 * 6 + 2 * 2) * 8 * 4 / 2 * layers
