@@ -73,6 +73,8 @@ class Model(Shown):
         arrays = a_batch(batch, self.config)
         if not self.program.of_images:
             self._check_length(int(arrays["positions"].max()) + 1 if "positions" in arrays else arrays[TOKENS].shape[1])
+        if (order := self.program.column_order(inputs(arrays).shape[1])) is not None:
+            arrays = {name: array[:, order] for name, array in arrays.items()}
         return float(self.program.eval_step(self.params, self._placed(arrays)))
 
     @cached_property
@@ -91,8 +93,6 @@ class Model(Shown):
         """Returns the batch on the mesh, with as many padding rows as its data axis needs."""
         missing = -len(inputs(batch)) % self.config.mesh.data
         padded = pad_rows(batch, missing) if missing else batch
-        if (order := self.program.column_order(inputs(padded).shape[1])) is not None:
-            padded = {name: array[:, order] for name, array in padded.items()}
         return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
 
 

@@ -62,9 +62,9 @@ def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> 
 
 
 def _shrunk(config: Config, devices: int) -> Config | None:
-    """Returns the config with another data axis, tensor x pipeline kept; None where they do not fit, or nothing is legal."""
+    """Returns the config with another data axis, the others kept; None where they do not fit, or nothing is legal."""
     mesh, batch = config.mesh, config.train.global_batch_size
-    data, islands = devices // (mesh.tensor * mesh.pipeline), mesh.islands
+    data, islands = devices // (mesh.devices // mesh.data), mesh.islands
     if data != mesh.data:
         # A single island that takes local steps has nothing to synchronize with.
         fewest = min(2, mesh.islands) if config.parallel.sync.every else 1
