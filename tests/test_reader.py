@@ -75,7 +75,9 @@ def mesh_of(shape: str) -> jax.sharding.Mesh:
 SHAPES = [None, "data=3", "data=2 tensor=2", "tensor=2 pipeline=2", "data=2 context=2"]
 
 
-@pytest.mark.parametrize("shape", thorough_but(SHAPES, (None, "tensor=2 pipeline=2").__contains__, ["data=2 context=2"]))
+@pytest.mark.parametrize(
+    "shape", thorough_but(SHAPES, (None, "tensor=2 pipeline=2").__contains__, ["data=2 context=2"])
+)
 def test_logits_are_the_references_on_any_mesh(run, directory, shape):
     model = mt.read_model(directory, mesh=None if shape is None else mesh_of(shape))
     out = model(TOKENS)

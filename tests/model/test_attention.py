@@ -390,6 +390,10 @@ def test_both_ways_every_kernel_is_lowered_for_its_platform(described, platform,
 def test_a_block_reads_only_what_may_hold_its_documents():
     """Blocks of 4: documents of ids 1, 1 | 2, 2 | 1, 3."""
     segments = jnp.asarray([[1] * 6 + [2] * 6 + [1] * 4 + [3] * 6])
-    masks = fused._masks(4, 22, segments, None)
+    masks = fused._masks(4, 22, attention.MaskArrays(segments, None, None), of_keys=False)
     assert masks.first.tolist() == [[0, 0, 1, 0, 4, 4]]
     assert masks.last.tolist() == [[3, 3, 2, 3, 5, 5]]
+    earlier = attention.MaskArrays(segments, None, None, key_segments=jnp.asarray([[0] * 4 + [1] * 18]))
+    of_queries, of_keys = (fused._masks(4, 22, earlier, of_keys) for of_keys in (False, True))
+    assert of_queries.first.tolist()[0][:3] == [1, 1, 0] and of_queries.last.tolist()[0][:2] == [5, 5]
+    assert of_keys.first.tolist()[0][1:] == [0] * 5 and of_keys.last.tolist()[0][1:] == [3] * 5

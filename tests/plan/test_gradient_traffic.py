@@ -52,7 +52,7 @@ MORE = {
     "int4 over islands, ZeRO-0": small((4, 1, 1, 2), "int4", "islands", zero_stage=0),
     "bfloat16 over islands, ZeRO-3": small((4, 1, 1, 2), "bfloat16", "islands", zero_stage=3, microbatches=2),
 }
-FEW = (
+OFTEN = (
     "float8 at use, ZeRO-3",
     "powersgd over islands x tensor",
     "topk over islands",
@@ -60,7 +60,7 @@ FEW = (
     "int4 over islands, ZeRO-0",
 )
 thorough = [
-    pytest.param(config, id=name, marks=pytest.mark.thorough if name in FEW else pytest.mark.slow)
+    pytest.param(config, id=name, marks=pytest.mark.thorough if name in OFTEN else pytest.mark.slow)
     for name, config in MORE.items()
 ]
 quick = [pytest.param(config, id=name) for name, config in QUICK.items()]

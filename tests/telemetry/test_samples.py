@@ -19,7 +19,6 @@ def test_rows_are_appended_and_the_newest_is_found(tmp_path):
         file = Samples(tmp_path, 3)
         for k in range(start, start + 5):
             file.write({"time": k, "device_power_watts": {"0": 1.5, "1": float("nan")}, "cpu_ratio": float("inf")})
-        file.close()
     assert [row["time"] for row in rows(tmp_path, 3)] == list(range(10))
     assert newest(tmp_path, 3) == {"time": 9, "device_power_watts": {"0": 1.5}}, "what is not finite is left out"
     assert newest(tmp_path, 4) is None
