@@ -1,9 +1,9 @@
 """What attention sends over context, and how long a device waits for it: bytes and seconds of `parallel.context`.
 
-strategy     forward                           backward                                   what hides it
-ring         N-1 messages of K and V           as many, and of their float32 cotangents   a step of attention each
-all_gather   K and V gathered                  the same, and their cotangents scattered   nothing
-ulysses      Q, K, V and the output swapped    their cotangents                           nothing
+    strategy     forward                           backward                                   what hides it
+    ring         N-1 messages of K and V           as many, and of their float32 cotangents   a step of attention each
+    all_gather   K and V gathered                  the same, and their cotangents scattered   nothing
+    ulysses      Q, K, V and the output swapped    their cotangents                           nothing
 
 K and V are those of the tokens of one of the N ranks.
 """
