@@ -46,6 +46,7 @@ NOT_HERE = {
     "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; tests/evaluate/test_harness.py has tasks of its own",
     "python -m meshtrain.evaluate.harness": "needs lm-eval",
     "python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100": "tests/plan/jobs/test_jobs_command.py places them",
+    "python -m meshtrain.probe --output cluster.yaml": "takes two minutes; tests/probe/test_probe_command.py does all of it on fake devices",
     "python -m meshtrain.plan --measure": "takes a minute; tests/plan/test_plan_command.py reads what it prints",
     "python -m meshtrain.train --config configs/vit_digits.yaml": "takes minutes; tests/test_images_runs.py has runs on images",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",

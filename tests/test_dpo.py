@@ -120,7 +120,7 @@ def expected() -> tuple[Any, list[float], Any]:
     return parameters, losses, first
 
 
-@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__, ["2x2x2-zero3-zb"]))
+@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__, []))
 def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
     mesh, parallel = LAYOUTS[layout]
     parameters, losses, gradient = expected()
@@ -168,7 +168,7 @@ def test_pairs_side_by_side_cost_what_each_does_in_a_row_of_its_own():
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_float16_scales_the_gradient_alone():
     parameters = expected()[0]
     found = []

@@ -440,7 +440,6 @@ NOW = ("vocabulary-on-edges",)
 FEW_OTHERS = (
     "zero2-held",
     "one-device-accumulating",
-    "vocabulary-on-edges-tied",
     "options",
     "gemma",
     "remat-names",

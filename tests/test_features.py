@@ -323,7 +323,7 @@ LEVELS_OF_CELLS = [
     ("i2c2", "gpt2", 2, None, "none", None, "float16", "float8", "data", "diloco", "adamw", "some", "even", 0.1, True, "all_gather"),
 ]  # fmt: skip
 CELLS = [Features(*levels) for levels in LEVELS_OF_CELLS]
-OFTEN = 12  # of them CI runs
+OFTEN = 9  # of them CI runs
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_features_meet(cell, tmp_path):
 def test_all_that_may_meet_meets_and_most_of_it_where_ci_looks():
     everything, seen = set[Any]().union(*map(met, legal())), [met(cell) for cell in CELLS]
     assert set[Any]().union(*seen) == everything, f"draw them anew: {covering(legal(), of=met)}"
-    assert len(set[Any]().union(*seen[:OFTEN])) > 0.85 * len(everything)
+    assert len(set[Any]().union(*seen[:OFTEN])) > 0.75 * len(everything)
 
 
 LOWERED = """

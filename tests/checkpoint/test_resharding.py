@@ -225,7 +225,7 @@ def killed_after(built, step):
             steps.remove(root / str(later))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_goes_on_from_any_step_with_fragments_under_way_on_stages_with_padding(tmp_path):
     """Fragments are due after steps 4, 6, 8 and 10, and taken in a step later."""
     built = built_for(tmp_path, None, {"every": 4, "start": 2, "fragments": 2, "delay": 1})

@@ -173,7 +173,7 @@ def test_the_train_step_and_the_logits_use_them_too():
     np.testing.assert_allclose(metrics["loss"], jax.jit(reference_loss)(parameters, whole), rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_replaced_block_drops_the_same_values_on_every_mesh():
     parameters, batch, *_ = expected()
     losses = []

@@ -180,8 +180,7 @@ NOW = {min((c for c in CHOSEN if c.schedule == s), key=lambda c: math.prod(c.mes
 
 # The other schedules.
 FEW = [
-    next(c for c in CHOSEN if c.schedule == s)
-    for s in ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_interleaved", "csv")
+    next(c for c in CHOSEN if c.schedule == s) for s in ("gpipe", "interleaved", "looped_bfs", "zb_interleaved", "csv")
 ]
 
 
