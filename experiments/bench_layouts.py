@@ -1,7 +1,7 @@
 """Step time of layouts over that of plain single-device JAX on the same global batch, interleaved in one run.
 
     python experiments/bench_layouts.py                     every factorisation of 8 devices at ZeRO-1 and ZeRO-3
-    python experiments/bench_layouts.py --layouts '1,1,1 zero_stage=0; 2,2,2 schedule=1f1b microbatches=8'
+    python experiments/bench_layouts.py --layouts '1,1,1 zero_stage=0; 2,2,2 schedule=1f1b microbatches=8; 2,1,1,4 context_strategy=ring'
 
 Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the layout adds none.
 `ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine better; the rest is what a step took.
@@ -9,7 +9,6 @@ Eight fake devices share the machine's cores, so a ratio measures total work, no
 
 import argparse
 
-import jax
 import numpy as np
 import plain_jax
 from interleave import HEADER, Stepping, compare
@@ -26,7 +25,7 @@ def config(mesh: tuple[int, ...], parallel: dict, batch: int, length: int) -> Co
     return load(
         {
             "model": MODEL,
-            "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
+            "mesh": dict(zip(("data", "tensor", "pipeline", "context"), (*mesh, 1)[:4], strict=True)),
             "parallel": {"schedule": "1f1b"} | parallel,
             "train": {"global_batch_size": batch, "sequence_length": length},
         }
@@ -51,7 +50,9 @@ def parse(text: str, batch: int) -> list[tuple[tuple[int, ...], dict]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", help="'data,tensor,pipeline key=value ...; ...' with keys of the parallel section")
+    parser.add_argument(
+        "--layouts", help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of the parallel section"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
@@ -77,10 +78,7 @@ def main() -> None:
     for mesh, parallel in layouts:
         program = Program(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
         state = program.init()
-        batch = {
-            "tokens": jax.device_put(tokens, program.batch_sharding),
-            "labels": jax.device_put(labels, program.batch_sharding),
-        }
+        batch = program.place({"tokens": tokens, "labels": labels})
         step = program.train_step.lower(state, batch).compile()
         found = compare(plain, Stepping(step, state, batch), options.rounds)
         text = " ".join(f"{k}={v}" for k, v in parallel.items())
