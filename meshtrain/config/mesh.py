@@ -96,8 +96,7 @@ class MeshConfig:
 
     def __str__(self) -> str:
         """Returns `data 2 x tensor 2 x pipeline 2`, as every message says it."""
-        axes = [axis for axis in ALL_AXES if axis in AXES or (axis == CONTEXT and self.context > 1)]
-        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes if axis != ISLAND)
         return f"{words}, {self.islands} islands" if self.islands > 1 else words
 # fmt: on
 

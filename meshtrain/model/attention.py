@@ -52,6 +52,11 @@ class MaskArrays(NamedTuple):
     key_segments: jax.Array | None = None
     first: tuple[jax.Array, jax.Array] | None = None  # positions of the first query and of the first key; None: both 0
 
+    @property
+    def of_keys(self) -> jax.Array | None:
+        """The segments of the keys."""
+        return self.segments if self.key_segments is None else self.key_segments
+
 
 def of_attention(config: ModelConfig) -> dict[str, Any]:
     """Returns the arguments of `attend` that follow from a resolved config's model."""
@@ -167,7 +172,7 @@ def forward(
         out, log_sum = _forward_blocks(scoring, *_by_group(scoring, q, k, v), masks)
         return out.reshape(q.shape), log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
     if kernel == "splash":
-        return _module(kernel).forward(scoring, q, k, v, masks.segments, masks.key_segments)
+        return _module(kernel).forward(scoring, q, k, v, masks.segments, masks.of_keys)
     return _module(kernel).forward(scoring, q, k, v, masks)
 
 
@@ -185,7 +190,7 @@ def backward(
         rows, sums = out.reshape(-1, q.shape[2] * q.shape[3]), log_sum.reshape(grouped[0].shape[:-1])
         return _backward_blocks(scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape))
     if kernel == "splash":
-        given = q, k, v, masks.segments, out, log_sum, cotangent, masks.key_segments
+        given = q, k, v, masks.segments, masks.of_keys, out, log_sum, cotangent
         return _module(kernel).backward(scoring, *given)
     rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
     return _module(kernel).backward(scoring, q, k, v, masks, log_sum, rows, cotangent)
@@ -317,8 +322,8 @@ def _scores(start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Arra
         (query, key), (queries, keys) = _first(masks), (jnp.arange(start, stop), jnp.arange(seen.start, seen.stop))
         visible = (query + queries)[:, None] - (key + keys) < scoring.window
     if masks.segments is not None:
-        of_keys = masks.segments if masks.key_segments is None else masks.key_segments
-        same = (masks.segments[:, start:stop, None] == of_keys[:, None, seen])[:, None, None]
+        assert masks.of_keys is not None
+        same = (masks.segments[:, start:stop, None] == masks.of_keys[:, None, seen])[:, None, None]
         visible = same if visible is None else visible & same
     return scores if visible is None else jnp.where(visible, scores, MASKED)
 

@@ -120,14 +120,11 @@ def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
 def _masks(block: int, length: int, arrays: MaskArrays, of_keys: bool) -> Masks:
     """For a program of a block of queries, or `of_keys`. One may see the other where the ranges of their ids meet: of ids in any order that
     is never too little."""
-    segments, keys = arrays.segments, arrays.key_segments
+    segments, keys = arrays.segments, arrays.of_keys
     origin = None if arrays.first is None else jnp.stack(arrays.first).astype(jnp.int32)[None]
-    if segments is None:
+    if segments is None or keys is None:
         return Masks(None, None, None, None, origin, arrays.words)
-    segments, keys = (
-        jnp.pad(ids, ((0, 0), (0, -length % block)), mode="edge")
-        for ids in (segments, segments if keys is None else keys)
-    )
+    segments, keys = (jnp.pad(ids, ((0, 0), (0, -length % block)), mode="edge") for ids in (segments, keys))
     mine, others = (keys, segments) if of_keys else (segments, keys)
     low, high, others_low, others_high = (
         reduced(ids.reshape(len(ids), -1, block), axis=2) for ids in (mine, others) for reduced in (jnp.min, jnp.max)
@@ -219,10 +216,8 @@ def _positions(i: Any, j: Any, block: int, origin: Any) -> tuple[jax.Array, jax.
 def _keys(scoring: Scoring, length: int, block: int, i: Any, first: Any, last: Any) -> tuple[Any, Any]:
     """The first block of keys that query block i reads, and the one behind the last."""
     start, stop = _meeting(length, block, i, first, last)
-    # the first key that the block's first query sees
-    bounded = (
-        scoring.window and scoring.causal
-    )  # else some key is read wherever they lie, so that there is a sum to divide by
+    # the first key that the block's first query sees; of earlier chunks some key is read in any case, so that there is a sum to divide by
+    bounded = scoring.window and scoring.causal
     start = jnp.maximum(start, (i * block - scoring.window + 1) // block) if bounded else start
     return start, i + 1 if scoring.causal else stop
 

@@ -24,7 +24,7 @@ from meshtrain.model.kernels import SPLASH_BLOCKS
 
 
 def forward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key_segments: jax.Array | None = None
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key_segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
     kernel, axes = _kernel(scoring, q), varying(q)
@@ -39,8 +39,8 @@ def forward(
 
 
 def backward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
-    out: jax.Array, log_sum: jax.Array, d_out: jax.Array, key_segments: jax.Array | None = None,
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key_segments: jax.Array | None,
+    out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cotangents of `forward`'s q, k and v."""
     kernel, axes = _kernel(scoring, q), varying(q)
@@ -74,9 +74,7 @@ def _kernel(scoring: Scoring, q: jax.Array) -> Any:
 
 
 def _ids(segments: jax.Array | None, key_segments: jax.Array | None) -> SegmentIds | None:
-    if segments is None:
-        return None
-    return SegmentIds(segments, segments if key_segments is None else key_segments)
+    return None if segments is None or key_segments is None else SegmentIds(segments, key_segments)
 
 
 def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:
