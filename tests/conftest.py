@@ -2,22 +2,18 @@
 
 import os
 import signal
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import pytest
 
+from experiments import quick_compile
 from meshtrain.mesh import fake_cpu_devices
 
 ROOT = Path(__file__).parents[1]
 DEVICES = 8
-FLAGS = [
-    "--xla_cpu_collective_call_terminate_timeout_seconds=60",  # a hang fails soon, and says where
-    "--xla_backend_optimization_level=0",  # tests compile far longer than they run
-]
-if version("jaxlib") < "0.11":  # later versions know no other way, and end on a flag that they do not know
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+# A hang fails soon, and says where; tests compile far longer than they run.
+FLAGS = ["--xla_cpu_collective_call_terminate_timeout_seconds=60", *quick_compile.FLAGS]
 
 
 def pytest_configure() -> None:

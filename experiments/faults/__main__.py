@@ -20,12 +20,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from experiments import quick_compile
+
 ENVIRONMENT = {  # of every process, so that it starts and compiles fast and says nothing of its own
     "JAX_PLATFORMS": "cpu",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "XLA_FLAGS": " ".join(quick_compile.FLAGS),
     "PYTHONDONTWRITEBYTECODE": "1",
     "COLUMNS": "200",
 }

@@ -8,12 +8,13 @@ import sys
 import tempfile
 from contextlib import suppress
 
+from experiments import quick_compile
 from experiments.notebooks.notebook import Output, merged
 from experiments.notebooks.source import NOTEBOOKS, Cell
 from meshtrain.errors import ConfigError
 
 LONGEST = 300  # seconds of a cell, so that one that hangs is named
-# Whoever opens a notebook has set none of these.
+# Whoever opens a notebook has set none of these; here only the compiler is told to be quick, which changes no output.
 UNSET = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
 _COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 # What goes wrong is said here, in a sentence.
@@ -68,6 +69,7 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
             notebook, km=kernel, timeout=LONGEST, record_timing=False, shutdown_kernel="immediate", log=_SILENT
         )
         environment = {name: value for name, value in os.environ.items() if name not in UNSET}
+        environment["XLA_FLAGS"] = " ".join(quick_compile.FLAGS)
         # A profile of its own: no start-up files of the user's.
         environment["IPYTHONDIR"] = f"{directory}/profile"
         try:

@@ -32,7 +32,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.compat import vary, varying
 from meshtrain.mesh import CONTEXT
 from meshtrain.model.attention import MaskArrays, Scoring, backward, by_window, forward
 from meshtrain.model.collectives import Collectives
@@ -106,10 +105,10 @@ def _forward(
     def attend(scoring: Scoring, sent: Any) -> tuple[jax.Array, jax.Array]:
         past, (early_q, late_q) = scoring._replace(causal=False), _chunks(rank, ranks, masks.segments, q)
 
-        def step(number: int, seen: Any, here: Any) -> Any:
+        def step(number: jax.Array | int, seen: Any, here: Any) -> Any:
             source = (rank - number) % ranks
             early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
-            if number == 0:
+            if seen is None:
                 late = _merged(run(scoring, late_q, late_kv), run(past, late_q, early_kv))
                 return run(scoring, early_q, early_kv), late
             (early, late), is_earlier = seen, source < rank
@@ -149,15 +148,17 @@ def _backward(
     def cotangents(scoring: Scoring, sent: Any) -> tuple[jax.Array, Any]:
         past, (early_q, late_q) = scoring._replace(causal=False), _chunks(rank, ranks, masks.segments, *of_rows)
 
-        def step(number: int, d_q: Any, here: Any) -> tuple[Any, Any]:
+        def chunk_by_itself(d_q: Any, own: Any) -> tuple[Any, Any]:
+            early_kv, late_kv = _chunks(rank, ranks, own[2], *own[:2])
+            early, *of_early = run(scoring, early_q, early_kv)
+            late, *of_late = run(scoring, late_q, late_kv)
+            return _added(d_q, (early, late)), _joined(of_early, of_late)
+
+        def step(number: jax.Array | int, d_q: Any, here: Any) -> tuple[Any, Any]:
             source = (rank - number) % ranks
             early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
-            if number == ranks:
-                early, *of_early = run(scoring, early_q, early_kv)
-                late, *of_late = run(scoring, late_q, late_kv)
-                return _added(d_q, (early, late)), _joined(of_early, of_late)
             late, *of_early = run(past, late_q, early_kv)
-            if number == 0:
+            if d_q is None:
                 return (jnp.zeros_like(late), late), _joined(of_early, jax.tree.map(jnp.zeros_like, of_early))
             is_earlier = source < rank
             again, *more = run(past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv))
@@ -165,7 +166,8 @@ def _backward(
             d_q = _added(d_q, (_pick(is_earlier, again, nothing), late + _pick(is_earlier, nothing, again)))
             return d_q, _joined(_added(of_early, _pick(is_earlier, more, none)), _pick(is_earlier, none, more))
 
-        d_q, d_kv = _go_round_back(step, sent) if rings else _go_through_back(step, sent)
+        go = _go_round_back if rings else _go_through_back
+        d_q, d_kv = go(step, chunk_by_itself, sent)
         return jnp.concatenate(d_q, axis=SEQUENCE).astype(q.dtype), d_kv
 
     sent = (k, v, masks.segments)
@@ -216,8 +218,10 @@ def _joined(early: Any, late: Any) -> Any:
 
 
 # --- how keys and values come by. A step's number says how many ranks before this one they are from. Of its own keys a rank has two steps in
-# the backward, the first, and the last (N), in which queries and keys are of the same chunk: so there is one behind the first message, and
-# one behind the last.
+# the backward: the first, and behind all others the one in which queries and keys are of the same chunk. So the first message has a step to
+# travel behind, and the last.
+
+Step = Callable[[Any, Any, Any], Any]
 
 
 def _gathered(sent: Any) -> Any:
@@ -225,7 +229,7 @@ def _gathered(sent: Any) -> Any:
     return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT), sent)
 
 
-def _of_rank(number: int, gathered: Any) -> Any:
+def _of_rank(number: Any, gathered: Any) -> Any:
     source = (lax.axis_index(CONTEXT) - number) % lax.axis_size(CONTEXT)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered)
 
@@ -235,51 +239,61 @@ def _next(sent: Any) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, [(i, (i + 1) % ranks) for i in range(ranks)]), sent)
 
 
-def _go_through(step: Callable[[int, Any, Any], Any], gathered: Any) -> Any:
+def _go_through(step: Step, gathered: Any) -> Any:
     """Returns what the last `step(number, before, here)` does, of all that is gathered."""
-    seen = None
-    for number in range(lax.axis_size(CONTEXT)):
-        seen = step(number, seen, _of_rank(number, gathered))
-    return seen
+
+    def turn(number: Any, seen: Any) -> Any:
+        return step(number, seen, _of_rank(number, gathered))
+
+    return lax.fori_loop(1, lax.axis_size(CONTEXT), turn, turn(0, None))
 
 
-def _go_round(step: Callable[[int, Any, Any], Any], sent: Any) -> Any:
-    """The same where it is passed on while a step computes. The barriers have XLA start a message before a step and wait for it behind:
-    without them it waits for all messages before the first step."""
-    seen, here, ranks = None, sent, lax.axis_size(CONTEXT)
-    for number in range(ranks):
-        following = _next(here) if number + 1 < ranks else None
-        seen, here = lax.optimization_barrier((step(number, seen, here), following))
-    return seen
+def _go_round(step: Step, sent: Any) -> Any:
+    """The same where it is passed on while a step computes. The barriers have XLA start a message before a step and wait for it behind; the
+    loop has it hold two messages, where it would hold those of all steps."""
+    ranks = lax.axis_size(CONTEXT)
+
+    def turn(number: Any, seen: Any, here: Any) -> Any:
+        return lax.optimization_barrier((step(number, seen, here), _next(here)))
+
+    seen, here = lax.fori_loop(1, ranks - 1, lambda number, carry: turn(number, *carry), turn(0, None, sent))
+    return step(ranks - 1, seen, here)
 
 
-def _go_through_back(step: Callable[[int, Any, Any], Any], gathered: Any) -> Any:
+def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gathered: Any) -> Any:
     """Returns the cotangents of queries, and those of keys and values of each rank [N, B, T/N, ...] as far as this rank has any.
 
-    `step` returns both, the second of one rank.
+    `step` and `chunk_by_itself` return both, the second of one rank.
     """
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
-    d_q: Any = None
-    d_kv = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x)), gathered[:2])
-    for number in range(ranks + 1):
-        d_q, more = step(number, d_q, _of_rank(number, gathered))
-        source = (rank - number) % ranks
-        d_kv = jax.tree.map(lambda x, y: x.at[source].add(y), d_kv, more)  # noqa: B023
-    return d_q, d_kv
+    d_q, own = step(0, None, _of_rank(0, gathered))
+    d_q, more = chunk_by_itself(d_q, _of_rank(0, gathered))
+    d_kv = jax.tree.map(lambda x, y: jnp.zeros(x.shape, jnp.float32).at[rank].set(y), gathered[:2], _added(own, more))
+
+    def turn(number: Any, done: Any) -> Any:
+        d_q, more = step(number, done[0], _of_rank(number, gathered))
+        return d_q, jax.tree.map(lambda x, y: x.at[(rank - number) % ranks].set(y), done[1], more)
+
+    return lax.fori_loop(1, ranks, turn, (d_q, d_kv))
 
 
-def _go_round_back(step: Callable[[int, Any, Any], Any], sent: Any) -> Any:
+def _go_round_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], sent: Any) -> Any:
     """Returns the cotangents of queries, and those of this rank's keys and values, to which each rank that these went by has added."""
     ranks = lax.axis_size(CONTEXT)
-    (d_q, own), here = lax.optimization_barrier((step(0, None, sent), _next(sent)))
+
+    def turn(number: Any, d_q: Any, d_kv: Any, here: Any, is_last: bool = False) -> Any:
+        passed_on = None if d_kv is None else _next(d_kv), None if is_last else _next(here)
+        (d_q, more), (arrived, here) = lax.optimization_barrier((step(number, d_q, here), passed_on))
+        return d_q, more if arrived is None else _added(arrived, more), here
+
+    d_q, own, here = turn(0, None, None, sent)
     d_kv = None
-    for number in range(1, ranks):
-        following = _next(here) if number + 1 < ranks else None
-        arriving = None if d_kv is None else _next(d_kv)
-        done = step(number, d_q, here), following, arriving, sent  # which is taken up again behind it
-        (d_q, more), here, arriving, sent = lax.optimization_barrier(done)
-        d_kv = more if arriving is None else _added(arriving, more)
-    (d_q, last), home = lax.optimization_barrier((step(ranks, d_q, sent), _next(d_kv)))
+    if ranks > 2:
+        d_q, d_kv, here = turn(1, d_q, None, here)
+        d_q, d_kv, here = lax.fori_loop(2, ranks - 1, lambda number, carry: turn(number, *carry), (d_q, d_kv, here))
+    d_q, d_kv, _ = turn(ranks - 1, d_q, d_kv, here, is_last=True)
+    d_kv, sent = lax.optimization_barrier((d_kv, sent))  # so that `sent` is taken up again behind the others
+    (d_q, last), home = lax.optimization_barrier((chunk_by_itself(d_q, sent), _next(d_kv)))
     return d_q, _added(_added(own, last), home)
 
 

@@ -1,7 +1,7 @@
 """Devices, and what lies on them: a mesh, the weights of a layout by the names of their axes, live arrays.
 
-A mesh is blocks of devices: a block a stage, a row a data rank (with context parallelism one of its context ranks, and the two chunks
-of each row of the batch that it has), a column a tensor rank; islands one below the other.
+A mesh is blocks of devices: a block a stage, a row a data rank (with context parallelism one of its context ranks, and what a program gives
+it of each row of the batch), a column a tensor rank; islands one below the other.
 
               stage 0     stage 1
     island 0   0  1        4  5        data 0
@@ -49,11 +49,12 @@ def picture(thing: Any) -> Picture:
     ConfigError for anything else, and for a mesh whose axes are not data, tensor and pipeline.
     """
     if isinstance(thing, Mesh):
-        return _mesh(thing)
+        return of_mesh(thing)
     return _layout(thing) if isinstance(thing, Layout) else _arrays(thing)
 
 
-def _mesh(mesh: Mesh) -> Picture:
+def of_mesh(mesh: Mesh, strategy: str = "") -> Picture:
+    """The picture of a mesh; the strategy of context parallelism tells what its ranks have of a row."""
     check_axes(mesh)
     devices = f"{mesh.size} device{'s' * (mesh.size > 1)} ({mesh.devices.flat[0].device_kind})"
     words = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -62,10 +63,11 @@ def _mesh(mesh: Mesh) -> Picture:
     if mesh.size > MOST_DEVICES:
         return Picture(block(head), f"{words} = {devices}")
     islands, data, tensor, pipeline = _places(mesh).shape
+    names = [_row(mesh, rank, strategy) for rank in range(data)]
     left, top = 52 if CONTEXT not in mesh.shape else 172, 34
     width, height = left + pipeline * (tensor * _SIDE + _GAP), top + islands * (data * _SIDE + _GAP) - _GAP + 6
-    drawing = image(svg(width, height, _cells(mesh, left, top)), "the devices of the mesh")
-    return Picture(block(head, drawing), f"{words} = {devices}\n{columns(_rows(mesh), '  ')}")
+    drawing = image(svg(width, height, _cells(mesh, names, left, top)), "the devices of the mesh")
+    return Picture(block(head, drawing), f"{words} = {devices}\n{columns(_rows(mesh, names), '  ')}")
 
 
 def colours(mesh: Mesh) -> dict[int, str]:
@@ -86,26 +88,27 @@ def _places(mesh: Mesh) -> np.ndarray:
     return mesh.devices.reshape(-1, ranks, *mesh.devices.shape[-2:])
 
 
-def _row(mesh: Mesh, rank: int) -> str:
+def _row(mesh: Mesh, rank: int, strategy: str) -> str:
     """Names a row of devices: what rank of data and of context it is, and which chunks that has (`parallel.context`)."""
     if (context := mesh.shape.get(CONTEXT, 1)) == 1:
         return f"{DATA} {rank}"
     data, part = divmod(rank, context)
-    return f"{DATA} {data}, {CONTEXT} {part}: chunks {part}, {2 * context - 1 - part}"
+    chunks = {"": "", "ulysses": f": chunk {part}"}.get(strategy, f": chunks {part}, {2 * context - 1 - part}")
+    return f"{DATA} {data}, {CONTEXT} {part}{chunks}"
 
 
-def _rows(mesh: Mesh) -> list[list[str]]:
+def _rows(mesh: Mesh, names: list[str]) -> list[list[str]]:
     """Device numbers: a line a data rank, stages side by side, islands one below the other."""
     places = _places(mesh)
     islands, data, tensor, pipeline = places.shape
     rows = [["", "", *(f"stage {p}" if t == 0 else "" for p in range(pipeline) for t in range(tensor))]]
     for i, d in np.ndindex(islands, data):
         name = f"{ISLAND} {i}" if d == 0 else ""
-        rows.append([name, _row(mesh, d), *(str(device.id) for device in places[i, d].T.flat)])
+        rows.append([name, names[d], *(str(device.id) for device in places[i, d].T.flat)])
     return rows if islands > 1 else [row[1:] for row in rows]
 
 
-def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
+def _cells(mesh: Mesh, names: list[str], left: int, top: int) -> Iterator[str]:
     places, colour = _places(mesh), colours(mesh)
     islands, data, tensor, pipeline = places.shape
     for i in range(islands):
@@ -113,7 +116,7 @@ def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
         if islands > 1:
             yield f'<text x="0" y="{down - 6}" fill="{AXES[ISLAND]}" font-weight="bold">{ISLAND} {i}</text>'
         for d in range(data):
-            yield f'<text x="0" y="{down + d * _SIDE + 21}">{_row(mesh, d)}</text>'
+            yield f'<text x="0" y="{down + d * _SIDE + 21}">{names[d]}</text>'
     for p in range(pipeline):
         x = left + p * (tensor * _SIDE + _GAP)
         yield f'<text x="{x}" y="12">{"stage" if pipeline > 1 else PIPELINE} {p}</text>'
@@ -123,7 +126,7 @@ def _cells(mesh: Mesh, left: int, top: int) -> Iterator[str]:
         at_x = left + p * (tensor * _SIDE + _GAP) + t * _SIDE
         at_y = top + i * (data * _SIDE + _GAP) + d * _SIDE
         island = f"{ISLAND} {i}, " if islands > 1 else ""
-        yield f"<g><title>device {device.id}: {island}{_row(mesh, d)}, {TENSOR} {t}, {PIPELINE} {p}</title>"
+        yield f"<g><title>device {device.id}: {island}{names[d]}, {TENSOR} {t}, {PIPELINE} {p}</title>"
         yield f'<rect x="{at_x + 1}" y="{at_y + 1}" width="{_SIDE - 2}" height="{_SIDE - 2}" rx="4" fill="{colour[device.id]}"/>'
         yield f'<text x="{at_x + _SIDE / 2}" y="{at_y + 21}" text-anchor="middle" fill="{INK}">{device.id}</text></g>'
 
@@ -139,7 +142,7 @@ def _layout(layout: Layout) -> Picture:
         lines.append([weight.name, " x ".join(f"{a} {n}" + (f"/{over}" if over else "") for a, n, over in axes), part])
     total = sum(map(part_bytes, masters))
     end = f"{count(layout.parameters)} parameters, {size(total)} of float32 masters a device"
-    devices = _mesh(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
+    devices = of_mesh(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
     weights = table(("weight, what a device holds", "where it lies", "shape, split over"), rows)
     return Picture(block(devices, weights, end), f"{columns(lines)}\n{end}")
 

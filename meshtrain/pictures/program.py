@@ -17,7 +17,7 @@ def picture(thing: Program | Model | CompiledCollectives) -> Picture:
     if isinstance(thing, CompiledCollectives):
         return _collectives(thing)
     program, end = (thing.program, f"; the weights of step {thing.step}") if isinstance(thing, Model) else (thing, "")
-    config, mesh = program.config, devices.picture(program.mesh)
+    config, mesh = program.config, devices.of_mesh(program.mesh, program.config.parallel.context_strategy)
     head = f"{config.model.family} with {count(program.layout.parameters)} parameters{end}"
     facts = [
         f"ZeRO-{config.parallel.zero_stage}: {size(program.state_bytes)} of state a device",

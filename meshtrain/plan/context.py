@@ -19,9 +19,9 @@ from meshtrain.plan import activations, shapes
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
 
 
-def context_transfers(config: Config, platform: str = "gpu") -> list[tuple[str, Transfer]]:
+def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
     """Collectives over context of a chunk's layers, in one pass. Where a layer is computed again, XLA makes what it sends twice of the same
-    only once: on GPUs the first message of a ring, since barriers stand before the others, elsewhere all."""
+    only once: of a ring the first message, since the others are sent in loops."""
     mesh, parallel, n = config.mesh, config.parallel, config.mesh.context
     if n == 1:
         return []
@@ -36,7 +36,7 @@ def context_transfers(config: Config, platform: str = "gpu") -> list[tuple[str, 
         return moment, Transfer(CONTEXT, kind, what, nbytes, count * layers, n)
 
     if parallel.context_strategy == "ring":
-        again = activations.makes_attention_again(config) and platform == "gpu"
+        again = activations.makes_attention_again(config)
         return [
             over("forward", PERMUTE, "keys and values sent round", pairs + ids, n - 1),
             over("backward", PERMUTE, "keys and values sent round again", pairs + ids, n - 1 + again * (n - 2)),
@@ -61,11 +61,11 @@ def context_transfers(config: Config, platform: str = "gpu") -> list[tuple[str, 
 
 def context_seconds(config: Config, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
     """(forward, backward) seconds that one layer waits for its messages over context, where its attention takes so long."""
-    n, group, platform = config.mesh.context, cluster.axis(CONTEXT, config.mesh), cluster.accelerator.platform
+    n, group = config.mesh.context, cluster.axis(CONTEXT, config.mesh)
     waits = {"forward": 0.0, "backward": 0.0}
-    for moment, t in context_transfers(config, platform):
+    for moment, t in context_transfers(config):
         waits[moment] += t.count / stages(config).longest * best(t.kind, group, t.nbytes).seconds
-    if config.parallel.context_strategy != "ring" or platform == "cpu":
+    if config.parallel.context_strategy != "ring" or cluster.accelerator.platform == "cpu":
         return waits["forward"], waits["backward"]
     # Behind the last step of the forward no message is under way.
     return max(0.0, waits["forward"] - (n - 1) / n * forward), max(0.0, waits["backward"] - backward)

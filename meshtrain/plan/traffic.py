@@ -31,19 +31,17 @@ from meshtrain.plan.gradient_traffic import Iterations, Transfer, gradient_trans
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
 
 
-def transfers(
-    config: Config, iterations: Iterations, reference: Iterations | None = None, platform: str = "gpu"
-) -> list[Transfer]:
+def transfers(config: Config, iterations: Iterations, reference: Iterations | None = None) -> list[Transfer]:
     """Every collective of a step on one device; `reference`: of dpo's forward without adapters, which comes first."""
-    transfers = _in_microbatches(config, iterations, platform)
+    transfers = _in_microbatches(config, iterations)
     transfers += [*_data(config, iterations), *_messages(config, iterations), *_replicated(config)]
-    transfers += _reference(config, reference, platform) if reference is not None else []
+    transfers += _reference(config, reference) if reference is not None else []
     transfers += sync_transfers(config)
     return [t for t in transfers if t.size > 1 and t.count]
 
 
-def _reference(config: Config, iterations: Iterations, platform: str) -> list[Transfer]:
-    transfers = _in_microbatches(config, iterations, platform)
+def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
+    transfers = _in_microbatches(config, iterations)
     transfers += _messages(config, iterations)
     stages, base = config.mesh.pipeline, shapes.resident(config).block - shapes.trained(config).block
     if gathers_at_use(config):
@@ -60,8 +58,8 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
     return {axis: sum(t.sent for t in transfers if t.axis == axis) for axis in axes}
 
 
-def _in_microbatches(config: Config, iterations: Iterations, platform: str) -> list[Transfer]:
-    transfers = [*layer_transfers(config), *context_transfers(config, platform), *edge_transfers(config)]
+def _in_microbatches(config: Config, iterations: Iterations) -> list[Transfer]:
+    transfers = [*layer_transfers(config), *context_transfers(config), *edge_transfers(config)]
     return [replace(t, count=t.count * iterations.of(moment)) for moment, t in transfers]
 
 

@@ -108,18 +108,29 @@ def test_a_mesh_of_islands_shows_them_one_below_the_other(islands):
     assert len({e.get("y") for e in elements(picture.html, "rect")}) == 4, "a row a data rank, none upon another"
 
 
-def test_a_mesh_with_context_says_which_chunks_of_a_row_each_of_its_ranks_has():
-    mesh = mt.make_mesh(mt.load({"mesh": {"data": 2, "context": 2, "tensor": 2}}))
-    picture = shown(mt.show(mesh))
-    chunks = ["0, 3", "1, 2"]
-    assert sorted(titles(picture.html)) == sorted(
-        f"device {device.id}: data {d}, context {c}: chunks {chunks[c]}, tensor {t}, pipeline {p}"
-        for (d, c, t, p), device in np.ndenumerate(mesh.devices)
+@pytest.mark.parametrize(
+    ("strategy", "chunks"),
+    [("ring", [": chunks 0, 3", ": chunks 1, 2"]), ("ulysses", [": chunk 0", ": chunk 1"]), (None, ["", ""])],
+)
+def test_the_mesh_of_a_program_with_context_says_which_chunks_of_a_row_each_of_its_ranks_has(strategy, chunks):
+    model = {"layers": 1, "d_model": 8, "heads": 4, "d_ff": 8, "vocab_size": 8}
+    given = {
+        "model": model,
+        "mesh": {"data": 2, "context": 2, "tensor": 2},
+        "parallel": {"context_strategy": strategy or "ring"},
+    }
+    program = mt.Program(mt.load(given))
+    picture = shown(mt.show(program if strategy else program.mesh))
+    assert sorted(titles(picture.html))[:8] == sorted(
+        f"device {device.id}: data {d}, context {c}{chunks[c]}, tensor {t}, pipeline {p}"
+        for (d, c, t, p), device in np.ndenumerate(program.mesh.devices)
     )
-    named = [f"data {d}, context {c}: chunks {chunks[c]}" for d in (0, 1) for c in (0, 1)]
-    rows = picture.text.splitlines()[2:]
-    assert all(row.strip().startswith(name) for row, name in zip(rows, named, strict=True))
-    assert len(set(colours(mesh).values())) == 8
+    named = [f"data {d}, context {c}{chunks[c]} " for d in (0, 1) for c in (0, 1)]
+    lines = [line.strip() for line in picture.text.splitlines()]
+    assert [next(line for line in lines if line.startswith(name)) for name in named] == [
+        line for line in lines if line.startswith("data ") and "context" in line and "=" not in line
+    ]
+    assert len(set(colours(program.mesh).values())) == 8
 
 
 def test_what_lies_on_islands_is_drawn_in_the_colours_of_their_devices(islands):
