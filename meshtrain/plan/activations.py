@@ -205,16 +205,17 @@ def work(config: Config, platform: str) -> float:
         if config.parallel.remat == "none":
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         mlp += size * w.matrices * w.hidden + (10 if config.model.dropout else 3) * block
-    return shapes.tokens(config) * max(mlp, _across(config, w, size))
+    across = _across(config, w, size)
+    # What the MLP leaves is taken up under the messages of a ring: the products that give its weights' gradients.
+    return shapes.tokens(config) * (mlp + across if config.parallel.context_strategy == "ring" else max(mlp, across))
 
 
 def _across(config: Config, w: Widths, size: int) -> float:
     """Bytes a token that attention's backward has at hand where tokens are split over context: queries, output and their cotangents, in float32
-    as they are summed; and keys, values and their float32 cotangents, gathered of all ranks: of a ring XLA holds as much, since it frees no message
-    before the last one (compiled for H100s, 64 ranks: 25.1 GiB in all, planned 22.9)."""
+    as they are summed; and keys, values and their float32 cotangents, gathered of all ranks, of a ring those that come and those that go."""
     n, own = config.mesh.context, size * 3 * (w.full + w.query) + FLOAT32 * 2 * w.query
     if n == 1:
         return 0.0
     if config.parallel.context_strategy == "ulysses":
         return own + size * (4 * w.query + 4 * w.key)
-    return own + n * 2 * w.key * (size + FLOAT32)
+    return own + (2 if config.parallel.context_strategy == "ring" else n) * 2 * w.key * (size + FLOAT32)

@@ -328,11 +328,11 @@ def test_activations_and_state_are_an_nth_on_n_ranks_of_context(llama_8b):
         assert kinds[8][kind] == pytest.approx(kinds[1][kind] / 8, rel=0.05)
 
 
-def test_keys_and_values_of_the_whole_row_are_held_also_in_a_ring_but_not_by_heads(llama_8b):
+def test_keys_and_values_of_the_whole_row_are_held_where_they_are_gathered_and_neither_in_a_ring_nor_by_heads(llama_8b):
     work = {}
     for strategy in ("ring", "all_gather", "ulysses"):
         train = {"global_batch_size": 1, "sequence_length": 2**20}
         config = llama_8b({"context": 32}, train, microbatches=1, context_strategy=strategy)
         work[strategy] = activations.work(config, "gpu")
     whole = 2**20 * 2 * 8 * 128 * (2 + 4)  # keys and values, and their float32 cotangents
-    assert work["ring"] == work["all_gather"] > whole > work["ulysses"]
+    assert work["all_gather"] > whole > work["ring"] > work["ulysses"]
