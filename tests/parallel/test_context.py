@@ -131,6 +131,29 @@ def test_auto_rings_where_attention_is_longer_than_a_message_and_no_window_hides
     assert config({"data": 2}, long).parallel.context_strategy == "auto"
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ({"context": 8}, {"context_strategy": "ring"}),
+        ({"context": 4, "data": 2}, {"context_strategy": "all_gather", "zero_stage": 2, "microbatches": 2}),
+        ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses", "sequence_parallel": True}),
+        ({"context": 2, "data": 2, "pipeline": 2}, {"context_strategy": "ring", "zero_stage": 3, "remat": "full"}),
+    ],
+)
+def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(mesh, parallel):
+    tokens, labels = np.random.default_rng(0).integers(0, 31, (2, 4, 48), np.int32)
+    found = []
+    for program in (Program(config({}, 48)), Program(config(mesh, 48, **parallel))):
+        batch = program.place({"tokens": tokens, "labels": labels})
+        loss, gradient = jax.jit(program.gradients)(program.init().params, batch, jnp.int32(0), jnp.float32(1))
+        found.append((float(loss), program.layout.canonical(jax.tree.map(np.asarray, gradient))))
+    (loss, gradient), (seen_loss, seen) = found
+    assert seen_loss == pytest.approx(loss, rel=1e-6)
+    errors = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), seen, gradient)
+    assert max(jax.tree.leaves(errors)) < 1e-6, errors
+
+
 def test_logits_come_in_the_order_of_the_tokens():
     tokens = np.random.default_rng(0).integers(0, 31, (4, 32), np.int32)
     one, split = (Program(config(mesh)) for mesh in ({"data": 1}, {"data": 2, "context": 4}))
