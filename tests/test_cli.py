@@ -234,6 +234,7 @@ def test_what_a_terminal_has_no_letters_for_is_escaped(monkeypatch):
     assert written.getvalue() == b"l\\xe4ufe/\\udcff\n"
 
 
+@pytest.mark.thorough
 def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
     (tmp_path / "run.yaml").write_text("model: {layers: 4}")
     command = [sys.executable, "-m", "meshtrain.train", "--config", "run.yaml", "--print-config"]
@@ -261,6 +262,7 @@ def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, 
     assert capsys.readouterr().err == "meshtrain: there is no command trian; did you mean train?\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [["train", "--confg", "x"], ["telemetry", "catalog"]])
 def test_a_command_by_its_name_alone_says_and_ends_as_its_module_does(words):
     run = lambda *line: subprocess.run(  # noqa: E731

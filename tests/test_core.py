@@ -27,6 +27,7 @@ def read_by(module: str) -> dict[str, int]:
 
 
 # Each may only fall, but for the lines that a new feature was allowed: context parallelism.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "module, files, lines",
     [("meshtrain.train", 104, 14_600), ("meshtrain.step", 64, 9_300), ("meshtrain.mesh", 32, 4_630)],
@@ -36,6 +37,7 @@ def test_what_an_import_reads(module, files, lines):
     assert count <= files and total <= lines, f"{module} reads {count} files, {total:,} lines"
 
 
+@pytest.mark.thorough
 def test_the_readme_says_how_large_the_core_is_by_room():
     header, numbers = re.search(r"^\| (config \| .*) \|\n\|[-| ]+\|\n\| (.*) \|$", README.read_text(), re.M).groups()
     stated = dict(zip(header.split(" | "), (int(n.replace(",", "")) for n in numbers.split(" | ")), strict=True))

@@ -120,6 +120,7 @@ def expected() -> tuple[Any, list[float], Any]:
     return parameters, losses, first
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__, []))
 def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
     mesh, parallel = LAYOUTS[layout]
@@ -157,6 +158,7 @@ def test_a_run_begins_at_log_2_with_no_reward_on_any_mesh():
     assert float(after["rewards_chosen"]) > 0 > float(after["rewards_rejected"])
 
 
+@pytest.mark.thorough
 def test_pairs_side_by_side_cost_what_each_does_in_a_row_of_its_own():
     config = one_device()
     parameters = expected()[0]

@@ -186,8 +186,7 @@ def met(cell: Cell) -> set[Any]:
 COVERING = FEW + covering(PROGRAMS, beside=FEW, of=met)
 COVERING += covering(RUN_PROGRAMS, beside=COVERING, of=met)
 ON_ISLANDS = next(cell for cell in COVERING if cell.islands > 1)
-# With the one on islands each ZeRO stage, schedule, family and size, with and without sequence parallelism, recomputation and stages.
-NOW_CELLS = [FEW[i] for i in (3, 4, 6)]
+NOW_CELL = FEW[6]  # all axes, ZeRO-3, 1F1B and remat at once
 
 
 def levels(cell: Cell) -> set[Any]:
@@ -298,6 +297,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cells",
     [
@@ -323,17 +323,12 @@ def test_covering_has_all_that_meets_in_a_legal_program():
     assert len(set().union(*map(pairs, keys))) == 4 * 8 + 6 * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "islands", "one", "other"),
     [
         ((1, 2, 1), 1, {"zero_stage": 0, "schedule": "gpipe"}, {"zero_stage": 3, "schedule": "1f1b"}),
-        pytest.param(
-            (2, 1, 1),
-            2,
-            {"zero_stage": 0, "sequence_parallel": False},
-            {"zero_stage": 3, "sequence_parallel": True},
-            marks=pytest.mark.thorough,
-        ),
+        ((2, 1, 1), 2, {"zero_stage": 0, "sequence_parallel": False}, {"zero_stage": 3, "sequence_parallel": True}),
     ],
 )
 def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, islands, one, other):
@@ -343,9 +338,7 @@ def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, islands, one, oth
     assert first == second
 
 
-@pytest.mark.parametrize(
-    "cell", thorough_but(COVERING, (*NOW_CELLS, ON_ISLANDS).__contains__, [*FEW, *FEW_RUNS]), ids=name
-)
+@pytest.mark.parametrize("cell", thorough_but(COVERING, NOW_CELL.__eq__, [*FEW, *FEW_RUNS, ON_ISLANDS]), ids=name)
 def test_layout_computes_the_reference_run(cell):
     assert_equal(configuration(cell), cell)
 
@@ -427,6 +420,7 @@ ON_CONTEXT: dict[str, tuple[int, str, tuple[int, int, int], str, str, dict[str, 
 OFTEN_ON_CONTEXT = ("gather-windows", "heads", "ring-stages", "ring-interleaved", "heads-windows")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_but(ON_CONTEXT, ("ring",).__contains__, OFTEN_ON_CONTEXT))
 def test_rows_split_over_context_compute_the_reference_run_too(case):
     context, strategy, mesh, family, size, parallel, run = ON_CONTEXT[case]
@@ -446,6 +440,7 @@ FEW_OTHERS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_but(OTHERS, NOW.__contains__, FEW_OTHERS))
 def test_other_keys_compute_the_reference_run_too(case):
     mesh, family, size, parallel = OTHERS[case]

@@ -77,6 +77,7 @@ def register():
         registry.forget(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "block",
     [
@@ -117,6 +118,7 @@ def test_a_family_of_images_is_one_entry(register):
     assert between == pytest.approx(live_bytes(Program(of(ON_EIGHT)).init()), rel=0.01)
 
 
+@pytest.mark.thorough
 def test_a_schedule_is_one_entry(register):
     def late_backward(stages, microbatches, chunks):
         """All forwards, a clock in which nothing happens, all backwards in the order of the forwards."""
@@ -132,6 +134,7 @@ def test_a_schedule_is_one_entry(register):
     assert planned.clocks == 2 * (4 + 1) + 1
 
 
+@pytest.mark.thorough
 def test_an_optimizer_is_one_entry(register):
     register(OPTIMIZERS, Optimizer(
         "toy", make=lambda o, rate, mask, weights: optax.sgd(rate, momentum=o.beta1, nesterov=True),
@@ -146,6 +149,7 @@ def data_parallel(**reduce: str) -> Config:
     )
 
 
+@pytest.mark.thorough
 def test_a_compression_is_one_entry(register):
     class Exact:
         """float32 as it is, as bytes."""
@@ -167,6 +171,7 @@ def test_a_compression_is_one_entry(register):
     assert any(item.axis == "data" for item in mt.plan(there).transfers)
 
 
+@pytest.mark.thorough
 def test_an_all_reduce_algorithm_is_one_entry(register):
     def all_reduce(x, axes):
         return jax.lax.all_gather(x, axes).sum(0)

@@ -91,6 +91,7 @@ CASES: dict[str, tuple[tuple[int, int, int], str, bool, bool, float, dict[str, A
 NOW = ("2x2x2",)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_but(CASES, NOW.__contains__, ["1x1x1"]))
 def test_layout_computes_the_reference_run(case):
     mesh, pool, mixed, weighted, dropout, parallel = CASES[case]

@@ -67,6 +67,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_as_it_is_traced(rows, length, say
         program.lower(program.place(batch(rows, length)))
 
 
+@pytest.mark.thorough
 def test_a_state_that_was_used_up_is_refused(program):
     placed, before = program.place(batch()), program.init()
     after, _ = program.train_step(before, placed)

@@ -70,6 +70,7 @@ def compiled(case: str) -> tuple[Program, Module, CompiledCollectives]:
     return program, Module(text), collectives(text, program.mesh)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", RUN)
 def test_zero_shards_over_the_data_ranks_of_an_island(case):
     program = compiled(case)[0]
@@ -83,6 +84,7 @@ def test_zero_shards_over_the_data_ranks_of_an_island(case):
     assert sum(map(part_bytes, moments)) == 2 * sum(map(part_bytes, masters))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", RUN)
 def test_across_islands_goes_one_sum_of_a_shard(case):
     program, _, found = compiled(case)
@@ -170,6 +172,7 @@ def test_weights_of_a_run_on_islands_are_read_on_islands_and_without(tmp_path):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_a_bit_that_flips_on_one_island_is_found():
     program = Program(configuration((2, 1, 1), 2))
     params = program.init().params

@@ -71,10 +71,12 @@ print(xla_bridge.backends_are_initialized())
 """
 
 
+@pytest.mark.thorough
 def test_looking_loads_no_jax_and_starts_no_backend():
     assert python(LAZY).split() == ["False", "False"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "before",
     [
@@ -150,6 +152,7 @@ except mt.ConfigError as error:
 """
 
 
+@pytest.mark.thorough
 def test_a_mesh_larger_than_what_jax_has_started_with_is_refused_with_the_way_out():
     size, sentence = python(LATE).splitlines()
     assert size == "1"
@@ -178,6 +181,7 @@ def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
     np.testing.assert_allclose(losses[1], 2 * np.array(losses[0]), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_built_in_one(tmp_path, capsys):
     def silent(block, x, sequence, collectives, dropout):
         return x
@@ -236,6 +240,7 @@ def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_
     assert all("<img" in html or "<table" in html for html in (eval(line, found)._repr_html_() for line in looked_at))
 
 
+@pytest.mark.thorough
 def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(r"## As a library\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10

@@ -76,6 +76,7 @@ def expected(family: str, trainable: tuple[str, ...]) -> tuple[Any, list[float],
     return parameters, losses, first
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "family", "trainable"),
     [(name, "llama", ()) for name in NOW]
@@ -170,6 +171,7 @@ def test_dropout_of_adapters_is_the_same_on_every_mesh_and_none_in_evaluation():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adafactor", marks=pytest.mark.thorough)])
 def test_optimizers_of_whole_matrices_train_one_part_alone(optimizer):
     for trainable in (("head.weight",), ("blocks.mlp.up",)):
@@ -213,6 +215,7 @@ def test_a_trainable_that_names_no_weight_is_refused_with_the_nearest():
         Program(config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tuned", "most"),
     [

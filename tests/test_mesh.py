@@ -116,6 +116,7 @@ print(jax.device_count(), os.environ.get("PJRT_NPROC"))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sections", "flags", "printed"),
     [
@@ -144,6 +145,7 @@ except mt.ConfigError as error:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "count", "flags", "printed"),
     [
@@ -182,6 +184,7 @@ def joins(script: str = JOINS, **environment: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.thorough
 def test_processes_named_by_the_environment_find_each_other():
     named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     both = joins(**named, JAX_PROCESS_ID="0"), joins(**named, JOB_COMPLETION_INDEX="1")
@@ -201,6 +204,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sections", "flags", "printed"),
     [

@@ -39,6 +39,7 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
     return before, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(params))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", thorough_but(["adamw", "sgd", "lion", "adafactor", "muon"], ("adamw", "muon").__contains__, ["adafactor"])
 )
@@ -50,6 +51,7 @@ def test_updates_are_the_same_on_a_mesh_that_pads_and_reorders(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), placed, alone)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_updates_of_a_layer_are_those_of_optax_on_its_own_matrices(name):
     before, after = updates_of_two_steps(name, {})
@@ -133,6 +135,7 @@ def test_learning_rate_stays_at_its_last_value_in_a_run_that_is_longer_than_plan
     assert float(rate(19)) == float(rate(30)) == pytest.approx(0.2)
 
 
+@pytest.mark.thorough
 def test_learning_rate_goes_by_the_updates_that_the_optimizer_has_seen():
     """A float16 run that goes on in float32 has no count of skipped steps, but an optimizer that never saw them."""
     config = load({"model": MODEL, "train": {"global_batch_size": 4, "sequence_length": 8}})

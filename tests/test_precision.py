@@ -39,6 +39,7 @@ def float32_losses() -> list[float]:
     return [m["loss"] for m in train(configuration(), STEPS)[0]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("compute", "reduce", "near"), [("bfloat16", "float32", 5e-3), pytest.param("bfloat16", "bfloat16", 5e-3, marks=pytest.mark.thorough), ("float16", "float32", 1e-3)]
 )  # fmt: skip
@@ -63,6 +64,7 @@ def test_gradients_are_scattered_over_data_in_the_dtype_asked_for(reduce, stage)
     assert gathered and all("bf16" in kind for kind in gathered), "weights travel in the compute dtype"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_no_product_takes_float32_of_which_a_gpu_does_half_as_many_a_second(compute):
     config = configuration(precision={"compute": compute})
@@ -79,6 +81,7 @@ def operations(text: str, name: str) -> list[str]:
     return [next(line for line in lines[i:] if "->" in line) for i in starts]
 
 
+@pytest.mark.thorough
 def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(float32_losses):
     config = configuration(
         (2, 2, 2), precision={"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1}
@@ -109,6 +112,7 @@ def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(f
     assert history[-1][3] == pytest.approx(float32_losses[-1], rel=0.01)
 
 
+@pytest.mark.thorough
 def test_loss_scale_itself_overflows_float16_and_comes_down_to_what_fits():
     config = configuration((2, 1, 1), precision={"compute": "float16", "loss_scale": 2.0**30})
     metrics, _, _ = train(config, STEPS)
@@ -166,6 +170,7 @@ SOUND = {  # of one number among the weights, then the optimizer state: whether 
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compute", SOUND)
 def test_one_number_makes_a_state_unsound(compute):
     """Weights must be finite in the dtype that computes, and their squares in float32; moments have only to be finite."""

@@ -75,6 +75,7 @@ def mesh_of(shape: str) -> jax.sharding.Mesh:
 SHAPES = [None, "data=3", "data=2 tensor=2", "tensor=2 pipeline=2", "data=2 context=2"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape", thorough_but(SHAPES, (None, "tensor=2 pipeline=2").__contains__, ["data=2 context=2"])
 )
@@ -86,6 +87,7 @@ def test_logits_are_the_references_on_any_mesh(run, directory, shape):
     assert model.config.mesh.pipeline == (2 if shape and "pipeline" in shape else 1)
 
 
+@pytest.mark.thorough
 def test_logits_and_loss_are_those_of_the_training_program(run, directory):
     program, state, _ = run
     model = mt.read_model(directory)
@@ -275,6 +277,7 @@ def test_what_is_no_batch_is_refused(directory, batch, says):
         mt.read_model(directory, step=1).loss(batch)
 
 
+@pytest.mark.thorough
 def test_positions_that_were_never_learned_are_refused(tmp_path):
     settings = config(tmp_path, model={"family": "gpt2"})
     program = mt.Program(settings)

@@ -39,6 +39,7 @@ def configuration(family: str, mesh: tuple[int, int, int], microbatches: int, ba
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_twenty_losses_on_2x2x2_are_those_of_one_device(family):
     alone = [m["loss"] for m in train(configuration(family, (1, 1, 1), 1), STEPS)[0]]
@@ -47,6 +48,7 @@ def test_twenty_losses_on_2x2x2_are_those_of_one_device(family):
     np.testing.assert_allclose(placed, alone, rtol=2e-5)
 
 
+@pytest.mark.thorough
 def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
     def temporary(microbatches: int) -> int:
         config = configuration("llama", (1, 1, 2), microbatches, batch=microbatches)
@@ -70,6 +72,7 @@ def test_few_of_our_frames_lie_between_the_step_and_a_product(monkeypatch):
     assert longest.index("Program._train") + 1 <= MOST_FRAMES, longest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compute", ["float32", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_step_gives_back_arrays_of_the_types_it_took_so_that_it_is_compiled_once(family, compute):
@@ -83,6 +86,7 @@ def test_a_step_gives_back_arrays_of_the_types_it_took_so_that_it_is_compiled_on
     assert types(after) == types(before)
 
 
+@pytest.mark.thorough
 def test_a_mean_is_one_however_little_the_labels_weigh():
     program = Program(configuration("llama", (2, 1, 1), 2))
     params = program.init().params

@@ -53,6 +53,7 @@ def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} >= {"2", "4"}
 
 
+@pytest.mark.thorough
 def test_text_that_must_be_prepared_first_is_announced(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("words " * 1000)
@@ -64,6 +65,7 @@ def test_text_that_must_be_prepared_first_is_announced(tmp_path, monkeypatch, ca
     assert f"{tmp_path}/text.txt: 93 batches an epoch of 64 tokens\n" in said.out
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_done_adds_nothing_when_run_again(tmp_path):
     arguments = write(tmp_path)
     assert main(arguments) == 0
@@ -72,6 +74,7 @@ def test_a_run_that_is_done_adds_nothing_when_run_again(tmp_path):
     assert rows(tmp_path) == before
 
 
+@pytest.mark.thorough
 def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path):
     constant = {"optimizer": {"schedule": "constant", "warmup_steps": 0}}
     assert main([*write(tmp_path, **constant), "--set", "train.steps=2"]) == 0
@@ -87,6 +90,7 @@ def test_metrics_are_logged_every_so_many_steps_and_at_the_last(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == [3, 4]
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_at_which_step(tmp_path, capsys):
     wild = {"optimizer": {"name": "sgd", "learning_rate": 1e30, "grad_clip": 0.0, "warmup_steps": 0}}
     assert main(write(tmp_path, **wild)) == 1
@@ -94,6 +98,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_a
     assert error.startswith("meshtrain: the gradient norm of step 2 is nan; ") and len(error.splitlines()) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("steps", "optimizer"),
     [(4, {"name": "adamw"}), pytest.param(1, {"name": "sgd", "grad_clip": 0.0}, marks=pytest.mark.thorough)],
@@ -146,6 +151,7 @@ def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(t
     assert [[row[name] for name in names] for row in rows(tmp_path)] == [[row[name] for name in names] for row in whole]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "by",
     [
@@ -305,6 +311,7 @@ def test_a_mistake_gets_one_sentence_and_exit_code_2(tmp_path, capsys, arguments
     assert says in said and len(said.strip().splitlines()) == 1 and "Traceback" not in said
 
 
+@pytest.mark.thorough
 def test_too_few_devices_get_one_sentence_and_exit_code_2_from_the_command_itself(tmp_path):
     done = command(*write(tmp_path), "--set", "mesh.data=4", "--set", "run.fake_devices=2")
     assert done.returncode == 2

@@ -58,6 +58,7 @@ def expected(rows: int, compute: str) -> tuple[list[float], list[np.ndarray], fl
     return run(one_device(rows, precision={"compute": compute}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rows", "filled", "mesh", "parallel", "compute"),
     [
@@ -160,6 +161,7 @@ def test_the_program_sends_what_the_planner_says():
         )  # scalars, such as the tokens that count
 
 
+@pytest.mark.thorough
 def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
     config = replaced(one_device(10), train={"uneven_batch": "pad"})
     found = {(c.config.mesh.data, c.config.parallel.microbatches) for c in candidates(config, named("h100", 6), 6)}

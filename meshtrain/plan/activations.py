@@ -206,8 +206,10 @@ def work(config: Config, platform: str) -> float:
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         mlp += size * w.matrices * w.hidden + (10 if config.model.dropout else 3) * block
     across = _across(config, w, size)
-    # What the MLP leaves is taken up under the messages of a ring: the products that give its weights' gradients.
-    return shapes.tokens(config) * (mlp + across if config.parallel.context_strategy == "ring" else max(mlp, across))
+    # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with tensor parallelism these
+    # are under the MLP's own messages.
+    both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
+    return shapes.tokens(config) * (mlp + across if both else max(mlp, across))
 
 
 def _across(config: Config, w: Widths, size: int) -> float:

@@ -75,6 +75,7 @@ def test_what_is_not_whole_is_neither_called_so_nor_imported(tmp_path, monkeypat
     assert says in told.err and told.err.count("\n") == 1 and not told.out and not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path):
     config = mt.load(
         {

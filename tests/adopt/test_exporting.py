@@ -34,6 +34,7 @@ FEW = list(
 )  # each other family once
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_but(COVERING, NOW.__contains__, FEW), ids=str)
 def test_there_and_back_every_bit_and_name_is_kept(tmp_path, case):
     family, mesh, dtype = case

@@ -43,6 +43,7 @@ def out(tmp_path_factory):
     return root / "out"
 
 
+@pytest.mark.thorough
 def test_it_is_an_intact_checkpoint_of_step_0_with_their_logits(out, capsys):
     assert checkpoint(["verify", str(out)]) == 0 and checkpoint(["ls", str(out)]) == 0
     assert capsys.readouterr().out.count("\n") == 3
@@ -51,6 +52,7 @@ def test_it_is_an_intact_checkpoint_of_step_0_with_their_logits(out, capsys):
     assert model.step == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, weights_only):
     section = {k: v for k, v in vars(load(out / "config.yaml").model).items() if v is not None}

@@ -46,6 +46,7 @@ def read(program: mt.Program) -> np.ndarray:
     return patches(np.load(THEIRS / "pixels.npy") * factor + term, model.patch_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh",
     [pytest.param("one", marks=pytest.mark.slow), "2x2x2", pytest.param("uneven stages", marks=pytest.mark.thorough)],
@@ -61,6 +62,7 @@ def export_beside_theirs(program, params, out):
     export(program.config, live_source(program.layout, params), out, "float32", hf_config=read_json(THEIRS / CONFIG))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", ["2x2x2", pytest.param("padded data", marks=pytest.mark.thorough)])
 def test_there_and_back_every_bit_and_name_is_kept(tmp_path, mesh):
     (program, params), files = adopted(mesh), TensorFiles(THEIRS)
@@ -92,6 +94,7 @@ def test_a_box_of_the_patches_is_read_as_the_whole_is(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, loading.read(program.layout, THEIRS), whole)
 
 
+@pytest.mark.thorough
 def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(tmp_path, capsys):
     assert main(["inspect", str(THEIRS)]) == 0 and "family: vit" in capsys.readouterr().out
     assert main(["import", str(THEIRS), str(tmp_path / "imported")]) == 0

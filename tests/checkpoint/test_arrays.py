@@ -60,6 +60,7 @@ def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch
     assert [str(u.exc_value) for u in passed] == ["something else", "Event loop is closed"]
 
 
+@pytest.mark.thorough
 def test_what_orbax_began_and_never_awaited_is_not_printed_and_of_all_else_it_is():
     command = """
 import meshtrain.checkpoint

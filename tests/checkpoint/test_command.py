@@ -77,6 +77,7 @@ def test_verify_tells_intact_from_damaged(run, damaged, capsys):
     assert "manifest.json is damaged between bytes" in lines[2]
 
 
+@pytest.mark.thorough
 def test_diff_names_what_differs_and_only_that(run, capsys):
     steps_of = run / "checkpoints"
     assert call(capsys, "diff", steps_of / "1", steps_of / "1") == (0, ["the same"], "")

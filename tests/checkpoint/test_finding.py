@@ -37,6 +37,7 @@ def test_the_newest_intact_step_is_restored_bit_for_bit(run):
     assert same(state, numbered(program(), seed=3))
 
 
+@pytest.mark.thorough
 def test_an_empty_run_directory_starts_at_step_0(tmp_path):
     step, state, said = restored(tmp_path / "new")
     assert (step, int(state.step), said) == (0, 0, [])
@@ -70,6 +71,7 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
     assert flips >= 60
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["truncated", "missing"])
 def test_truncated_and_missing_files_are_caught_in_each_kind_of_file(fault, run):
     newest, kept = run / "checkpoints" / "3", run / "3"
@@ -140,6 +142,7 @@ def test_leftovers_are_removed_and_reported(run):
     assert not (run / "checkpoints" / "4.writing").exists()
 
 
+@pytest.mark.thorough
 def test_never_moves_what_was_there_out_of_the_way(run):
     names = ("metrics.jsonl", "config.yaml", "alerts.jsonl", "trackers.json")
     for name in names:
@@ -160,6 +163,7 @@ def tree(directory):
     return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "resume"),
     [
@@ -194,6 +198,7 @@ def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
     assert kept == before
 
 
+@pytest.mark.thorough
 def test_a_run_that_ended_before_its_first_checkpoint_starts_anew_and_its_rows_are_set_aside(tmp_path):
     """As under Slurm, which starts it again; whatever its rows say of steps at which a save failed."""
     (tmp_path / "checkpoints" / "2.writing").mkdir(parents=True)
@@ -247,6 +252,7 @@ def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path)
 # --- the data
 
 
+@pytest.mark.thorough
 def test_a_run_from_another_ones_weights_may_read_other_data_and_one_that_goes_on_may_not(tmp_path):
     checkpointer = Checkpointer(config(tmp_path / "old"), program(), read={"digest": "aa"})
     checkpointer.save(1, numbered(program(), 1), loss=1.0)
@@ -271,6 +277,7 @@ def test_processes_that_read_different_data_are_refused(run, monkeypatch):
         restored(run, {"digest": "aa"})
 
 
+@pytest.mark.thorough
 def test_steps_are_in_the_order_of_their_eval_losses_and_of_equal_ones_the_earlier_is_first(tmp_path):
     run = saved(tmp_path / "run", 5, evals={2: 1.5, 3: 1.0, 4: 1.0}, keep_best=0)
     for path in (run, run / "checkpoints"):

@@ -136,6 +136,7 @@ def test_a_run_that_keeps_one_step_has_one_copy_and_says_plainly_that_it_is_dama
         Run(tmp_path, tuned, keep=1)
 
 
+@pytest.mark.thorough
 def test_where_links_are_refused_all_is_written_again_and_that_is_said_once(tmp_path, tuned, monkeypatch):
     made, link = [], os.link
 
@@ -170,6 +171,7 @@ def test_a_file_that_somebody_has_cut_short_or_moved_away_is_not_linked_to(copie
     assert not any(p.is_symlink() for p in (run.root / "5").rglob("*")) and not digests.problems(run.root / "5")
 
 
+@pytest.mark.thorough
 def test_a_process_that_goes_on_links_to_what_it_has_verified_once_it_has_another_copy(copied, tuned):
     run = Run(copied, tuned)
     fourth, fifth = run.save(4, 5)
@@ -185,6 +187,7 @@ def test_a_killed_process_s_links_go_and_the_files_stay(copied, tuned):
     assert not (copied / "checkpoints" / "9.writing").exists() and not digests.problems(copied / "checkpoints" / "3")
 
 
+@pytest.mark.thorough
 def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
     half = build_for(config(precision={"compute": "bfloat16"}, **LORA))
     settings = config(copied, precision={"compute": "bfloat16"}, checkpoint={"keep": 9}, **LORA)
@@ -217,6 +220,7 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_weights(copied, three, tune
     assert any(not np.array_equal(x, fourth.weights[name]) for name, x in fifth.weights.items())
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_in_a_checkpoint_may_be_trained_by_who_starts_from_it(tmp_path):
     frozen = build_for(config(train={"trainable": ["head.*"]}))
     checkpointer = Checkpointer(config(tmp_path, train={"trainable": ["head.*"]}), frozen)

@@ -85,6 +85,7 @@ def test_a_loss_scale_that_the_checkpoint_lacks_starts_anew(tmp_path):
     assert len(set(buffers)) == len(buffers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", [on_the_devices, on_the_host])
 def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(way, tmp_path, monkeypatch):
     built = program("data 2, pipeline 2, interleaved, ZeRO-1")

@@ -88,6 +88,7 @@ def restored(directory, layout):
     return state, said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pair", thorough_but(PAIRS, NOW.__contains__, FEW), ids=" -> ".join)
 def test_a_run_goes_on_on_another_layout(pair, sources):
     first, second = pair
@@ -103,6 +104,7 @@ def test_a_run_goes_on_on_another_layout(pair, sources):
     assert np.all(np.abs(losses_after(built, state) - expected) <= TOLERANCE * expected)
 
 
+@pytest.mark.thorough
 def test_on_the_same_layout_the_losses_are_the_same_bits(sources):
     directory, _, expected = sources(CUBE)
     state, _ = restored(directory, CUBE)

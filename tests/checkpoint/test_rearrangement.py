@@ -38,6 +38,7 @@ def test_every_leaf_is_put_together_bit_for_bit(layout):
         assert np.array_equal(np.asarray(x), expected), entry.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [INTERLEAVED, "tensor 2, pipeline 2, V"])
 def test_the_blocks_are_those_of_the_devices_way_and_each_is_there_once(layout):
     """Stored chunks have the shape of a block: what is on disk depends on neither way."""
@@ -58,6 +59,7 @@ def test_runs_count_on_in_both_orders_and_leave_out_what_lies_elsewhere():
     assert list(rearrangement.runs(places, 7, 9)) == []
 
 
+@pytest.mark.thorough
 def test_save_returns_before_anything_is_rearranged_and_the_next_steps_do_not_change_what_is_written(
     tmp_path, monkeypatch
 ):

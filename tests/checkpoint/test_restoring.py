@@ -267,6 +267,7 @@ def source():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [pytest.param("one device", marks=pytest.mark.thorough), INTERLEAVED])
 def test_weights_alone_start_a_new_run_with_a_fresh_optimizer(one, tmp_path, layout):
     settings = config(tmp_path, layout, checkpoint={"resume": str(one), "weights_only": True}, run={"seed": 5})
@@ -303,6 +304,7 @@ def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(on
             start(config(tmp_path, model=size, checkpoint={"resume": str(one)}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout, size",
     [

@@ -33,6 +33,7 @@ def committed(directory):
     return steps.committed_in(directory / "checkpoints")
 
 
+@pytest.mark.thorough
 def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_path):
     checkpointer = open_run(tmp_path)
     state, _ = checkpointer.restore_or_init()
@@ -97,6 +98,7 @@ def test_due_follows_every(tmp_path):
     checkpointer.close()
 
 
+@pytest.mark.thorough
 def test_retention_removes_what_it_need_not_keep(tmp_path):
     checkpointer = open_run(tmp_path, keep=2, keep_best=1, keep_every=4)
     for step, eval_loss in enumerate([5.0, 1.0, None, 3.0, 4.0, 2.0, 6.0], start=1):

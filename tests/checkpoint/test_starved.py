@@ -76,6 +76,7 @@ def test_a_disk_that_is_full_from_the_start_is_reported_in_one_sentence(tmp_path
     assert said.count("\n") == 1 and "cannot be used: no space left on device" in said
 
 
+@pytest.mark.thorough
 def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and_config(tmp_path, mounts):
     config, run = settings(tmp_path, 2 * EVERY, EVERY), tmp_path / "run"
     assert Trainer(config).end() == 0

@@ -88,6 +88,7 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_batches(tmp_path, capsys):
         assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
     train(tmp_path, 3, 0)
     capsys.readouterr()
@@ -98,6 +99,7 @@ def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "text"
@@ -125,6 +127,7 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path
     assert "other tokens" not in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at_its_end(tmp_path, capsys, monkeypatch):
     def remove_at_3(self, row, due):
         if row["step"] == 3:

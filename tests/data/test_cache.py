@@ -86,6 +86,7 @@ def test_skipped_documents_are_named_in_a_log(
     assert log.read_text() == "text/bad.txt\tnot UTF-8 at byte 0\n" and str(log) in caplog.text
 
 
+@pytest.mark.thorough
 def test_preparing_text_is_logged_with_how_far_it_is(
     tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

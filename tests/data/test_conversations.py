@@ -182,6 +182,7 @@ def test_a_pair_that_is_longer_than_a_row_is_left_out(folder: Path) -> None:
     assert f"{left_out} of 12 examples are left out, since they are longer than a row" in train.describe()
 
 
+@pytest.mark.thorough
 def test_packed_and_one_by_one_the_loss_is_the_same(folder: Path) -> None:
     model = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 16, "vocab_size": 257}
     losses = []

@@ -90,6 +90,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     assert code == 2 and said in error and len(error.strip().splitlines()) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how: signal.Signals, tmp_path: Path) -> None:
     big, out = tmp_path / "big.jsonl", tmp_path / "out"

@@ -67,6 +67,7 @@ def test_every_document_is_there_once_in_order_in_one_split(text: Path, tmp_path
         assert texts(tmp_path / "out", manifest, split) == expected[split]
 
 
+@pytest.mark.thorough
 def test_three_workers_write_the_same_bytes_as_one(text: Path, tmp_path: Path, small_units: None) -> None:
     run(text, tmp_path / "one", validation=0.2)
     run(text, tmp_path / "three", workers=3, validation=0.2)
@@ -260,6 +261,7 @@ def test_an_input_of_bad_documents_alone_is_refused(tmp_path: Path, name: str, d
     assert str(error.value) == said
 
 
+@pytest.mark.thorough
 def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(
     text: Path, tmp_path: Path, small_units: None
 ) -> None:

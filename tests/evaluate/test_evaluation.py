@@ -111,6 +111,7 @@ def test_a_run_says_that_it_evaluates_on_fewer_batches_than_it_was_asked_for(tmp
         assert Evaluation(asked, of_batches([{}, {}], (8, 4)), tmp_path / "none", 0).opening() == said
 
 
+@pytest.mark.thorough
 def test_each_evaluation_with_the_lowest_loss_so_far_is_saved_and_the_run_says_so(run, tmp_path):
     code, said = run(steps=7, checkpoint={"every": 6})
     assert code == 0 and committed(tmp_path) == [1, 2, 4, 6, 7]
@@ -134,6 +135,7 @@ def test_saves_for_the_best_are_at_most_the_evaluations_that_are_not_saved_anywa
     assert saves_for_best(asked, start) == most
 
 
+@pytest.mark.thorough
 def test_patience_ends_the_run_done_with_its_checkpoint_and_a_sentence(run, tmp_path):
     code, said = run(patience=3)
     assert code == 0 and committed(tmp_path) == [1, 2, 4, 7] and rows(tmp_path)[-1]["step"] == 7

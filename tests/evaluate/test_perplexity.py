@@ -58,6 +58,7 @@ def by_hand(model, text: str, length: int, stride: int) -> float:
     return nats
 
 
+@pytest.mark.thorough
 def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(model, text):
     counts = measured(model, text)
     nats = sum(by_hand(model, each, 32, 16) for each in TEXTS.values())

@@ -65,6 +65,7 @@ def same(found, right, atol=2e-5):
         np.testing.assert_allclose(scores.logprobs, logprobs, atol=atol)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_scores_are_those_of_the_logits_however_many_rows_meet_in_a_batch(one, some, right, at_once):
     same(Scorer(one, at_once)(some), right)
@@ -111,6 +112,7 @@ def test_of_equal_logits_the_first_is_the_greedy_one(one):
     np.testing.assert_allclose(found.logprobs, -np.log(one.config.model.vocab_size), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_scored_is_a_sentence(one):
     with pytest.raises(ConfigError, match=r"the token 1000, but the model's are 0 to \d+; it is of another tokenizer"):
         Scorer(one)([TokenRow(np.array([1, 1000]))])
@@ -124,6 +126,7 @@ def test_what_cannot_be_scored_is_a_sentence(one):
     assert len(full.logprobs) == longest
 
 
+@pytest.mark.thorough
 def test_a_model_that_gives_no_number_is_a_sentence(one):
     broken = mt.reader.Model(one.program, jax.tree.map(lambda x: x * np.nan, one.params), 0, one.directory)
     with pytest.raises(ConfigError, match=r"gives no numbers \(NaN\) for the text"):

@@ -13,6 +13,8 @@ from meshtrain.evaluate.__main__ import main as command
 from meshtrain.evaluate.validation import describe_text, evaluate_text, validation_text
 from meshtrain.train import main
 
+pytestmark = pytest.mark.thorough
+
 
 def trained(directory, **sections):
     """A short run on text of its own; its directory and its last eval loss."""
@@ -40,6 +42,7 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("held_out"), mesh={"data": 2})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "rows"), [({}, 6), ({}, 4), ({"data": 2, "tensor": 2}, 1)], ids=str)
 def test_the_loss_is_that_of_the_runs_last_evaluation(run, mesh, rows):
     directory, last = run

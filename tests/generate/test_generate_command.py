@@ -58,6 +58,7 @@ def said(words: str, capsys) -> tuple[int, str, str]:
     return code, caught.out, caught.err
 
 
+@pytest.mark.thorough
 def test_standard_output_holds_the_answer_alone(here, capsys):
     here("hello\n")
     code, out, err = said("tiny --tokens 9", capsys)

@@ -108,6 +108,7 @@ def test_a_model_without_a_template_says_why(copied):
     assert opened.ends == {EOS}
 
 
+@pytest.mark.thorough
 def test_a_run_of_bytes_is_opened_by_any_of_its_names_whatever_mesh_it_was_trained_on(run):
     for path in (run, run / "checkpoints", run / "checkpoints" / "3"):
         opened = open_model(path, length=20)
@@ -186,6 +187,7 @@ def test_on_a_cpu_it_is_one_device_whatever_it_needs():
     assert choose_mesh(CONFIG, None, 10**6, 10**6, jax.devices()) == MeshConfig()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [{"tensor": 4}, *(pytest.param(m, marks=pytest.mark.thorough) for m in ({}, {"data": 2, "tensor": 2}))]
 )
@@ -225,6 +227,7 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_can(asked, said):
     assert said in str(raised.value) and len(str(raised.value)) < 300
 
 
+@pytest.mark.thorough
 def test_the_config_that_a_mesh_is_chosen_for_is_that_of_the_model_read():
     config = read_config(GOLDEN / "qwen3", precision="bfloat16")
     assert config == read_model(GOLDEN / "qwen3", precision="bfloat16").config

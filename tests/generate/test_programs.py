@@ -124,6 +124,7 @@ def four() -> Decoding:
     return decoding("llama3", "data 2, tensor 2")
 
 
+@pytest.mark.thorough
 def test_greedy_says_what_transformers_says(four):
     check_greedy(four, "llama3")
 
@@ -151,6 +152,7 @@ def prompts() -> dict[int, np.ndarray]:
 DRAWN = Sampling(temperature=1.5, top_k=30, seed=11)
 
 
+@pytest.mark.thorough
 def test_eight_sequences_that_join_one_after_the_other_get_what_each_gets_alone_bit_for_bit(eight, prompts):
     tokens, logprobs = told(eight, prompts, 10, DRAWN)
     for slot in (0, 3, 7):
@@ -174,6 +176,7 @@ def test_nothing_of_a_slots_last_sequence_stays_not_even_what_is_no_number(eight
     np.testing.assert_array_equal(of_found[2], of_right[2])
 
 
+@pytest.mark.thorough
 def test_a_seed_draws_the_same_on_every_mesh(eight, four):
     texts = []
     for run in (eight, four):
@@ -185,6 +188,7 @@ def test_a_seed_draws_the_same_on_every_mesh(eight, four):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 def test_a_slot_that_runs_past_its_end_harms_no_other(eight, prompts):
     right, of_right = told(eight, {4: prompts[4]}, 10)
     state, _ = eight.prefill(eight.empty(), 0, np.arange(LENGTH) % WORDS, Sampling())
@@ -246,6 +250,7 @@ def test_tensor_ranks_send_two_sums_a_layer_one_of_the_embedding_and_the_logits(
 # --- what it holds, and what it refuses
 
 
+@pytest.mark.thorough
 def test_weights_are_taken_over_in_the_dtype_that_computes():
     model = read_model(GOLDEN / "llama3", masters=False, precision="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(model.params)} == {jnp.dtype("bfloat16")}

@@ -58,6 +58,7 @@ def test_what_is_left_is_what_the_reference_leaves(how):
     np.testing.assert_array_equal(left, [reference(row, how) > 0 for row in LOGITS])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", HOWS[:4], ids=str)
 def test_tokens_are_drawn_as_often_as_the_reference_says(how):
     count, p = 20_000, reference(LOGITS[0], how)
@@ -71,6 +72,7 @@ def test_tokens_are_drawn_as_often_as_the_reference_says(how):
     assert often.sum() > 3 and chi_square < QUANTILE(often.sum())
 
 
+@pytest.mark.thorough
 def test_of_equals_the_lower_ids_are_left_and_the_first_is_greedy():
     logits = np.array([1.0, 3.0, 3.0, 0.0, 3.0, 3.0], np.float32)
     assert set(draws(logits, Sampling(1.0, top_k=2), 200)) == {1, 2}
@@ -80,6 +82,7 @@ def test_of_equals_the_lower_ids_are_left_and_the_first_is_greedy():
     assert set(draws(np.zeros(6, np.float32), Sampling(1.0, top_p=0.5), 200)) == {0, 1, 2}
 
 
+@pytest.mark.thorough
 def test_the_same_seed_and_position_get_the_same_token_in_any_slot_beside_anything():
     alone = Sampling(0.9, seed=11)
     cutting, greedy = Sampling(1.1, top_k=3, seed=2), Sampling()
@@ -102,6 +105,7 @@ def test_seeds_and_positions_differ():
     assert len(set(draws(LOGITS[0], Sampling(2.0, seed=1), 50))) > 10
 
 
+@pytest.mark.thorough
 def test_a_padded_vocabulary_changes_no_token():
     padded = np.append(LOGITS[0], np.full(31, -np.inf, np.float32))
     for how in HOWS:

@@ -23,15 +23,15 @@ def fenced(text: str) -> list[tuple[str, str]]:
     return FENCED.findall(text)
 
 
-@cache
 def docstrings() -> list[tuple[Path, str, str]]:
     """Every docstring of the package: its file, the name that it belongs to (of a module: none) and its text."""
-    return [
-        (path, getattr(node, "name", ""), text)
-        for path in MODULES
-        for node in _documented(ast.parse(path.read_text()))
-        if (text := ast.get_docstring(node))
-    ]
+    return [(path, name, text) for path in MODULES for name, text in _docstrings(path)]
+
+
+@cache
+def _docstrings(path: Path) -> list[tuple[str, str]]:
+    documented = _documented(ast.parse(path.read_text()))
+    return [(getattr(node, "name", ""), text) for node in documented if (text := ast.get_docstring(node))]
 
 
 def _documented(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
@@ -49,7 +49,9 @@ def commands() -> dict[str, list[str]]:
     for language, block in fenced(README):
         if language == "bash":
             typed += block.replace("\\\n", " ").splitlines()
-    texts = [FENCED.sub("", README), *(text for _, _, text in docstrings())]
+    # Of the others no syntax tree is made.
+    typing = [path for path in MODULES if re.search(r"`pip |`srun |python -m", path.read_text())]
+    texts = [FENCED.sub("", README), *(text for path in typing for _, text in _docstrings(path))]
     texts += [path.read_text().replace("#", " ") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
     for text in texts:
         typed += [*IN_CODE.findall(text), *IN_TEXT.findall(IN_CODE.sub("", text))]

@@ -23,6 +23,7 @@ from meshtrain.hf.peft import Adapters
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import adapters
 
+pytestmark = pytest.mark.thorough
 TOKENS = np.random.default_rng(0).integers(0, 45, (2, 48))
 FILE = f"{peft.STEM}.safetensors"
 
@@ -31,6 +32,7 @@ def logits(name):
     return np.load(GOLDEN / name / "logits.npy")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, sizes",
     [("qwen3", {"tensor": 2, "pipeline": 2}), pytest.param("gpt2", {"data": 2}, marks=pytest.mark.thorough)],
@@ -50,6 +52,7 @@ def imported(tmp_path_factory):
     return root
 
 
+@pytest.mark.thorough
 def test_an_adapter_goes_out_bit_for_bit_as_it_came(imported, tmp_path):
     assert main(["export", str(imported / "qwen3"), str(tmp_path / "out"), "--adapter"]) == 0
     came, went = (load_file(at / FILE) for at in (GOLDEN / "qwen3_lora", tmp_path / "out"))
@@ -100,6 +103,7 @@ def test_some_shares_of_a_fused_projection_are_written_and_read(tmp_path, target
         np.testing.assert_array_equal(found.read(weight, 1), numbers[weight.name][1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "gpt2"])
 def test_merged_is_unmerged(imported, tmp_path, name):
     assert main(["merge", str(imported / name), str(tmp_path / "of a run")]) == 0

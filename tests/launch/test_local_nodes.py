@@ -47,6 +47,7 @@ def test_each_node_is_told_its_name_its_address_and_its_share(launch, supervisor
         assert supervisors.words(f"n{node}") == [*shared, "--node", f"n{node}", "--address", "127.0.0.1"]
 
 
+@pytest.mark.thorough
 def test_output_is_passed_on_by_whole_lines_under_the_nodes_name(launch, supervisors):
     supervisors.does("n0", out="one\ntwo\nlast", err="careful\n", exit=0)
     supervisors.does("n1", out="x" * 200_000 + "\n", exit=0)
@@ -66,12 +67,14 @@ def test_a_line_is_passed_on_as_soon_as_it_is_complete_and_not_before():
     os.close(write)
 
 
+@pytest.mark.thorough
 def test_one_nodes_output_is_left_as_it_is(launch, supervisors):
     supervisors.does("n0", out="no line", exit=0)
     assert launch(1).communicate(timeout=PATIENCE) == ("no line", "")
     assert "--set" not in supervisors.words("n0")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codes, whole", [((0, 1), 0), ((3, 75), 3), ((75, 75), 75)])  # more of them: `outcome`
 def test_the_exit_code_is_the_runs(launch, supervisors, codes, whole):
     for node, code in enumerate(codes):
@@ -79,6 +82,7 @@ def test_the_exit_code_is_the_runs(launch, supervisors, codes, whole):
     assert launch(2).wait(PATIENCE) == whole
 
 
+@pytest.mark.thorough
 def test_a_killed_supervisor_is_said_and_the_others_go_on(launch, supervisors):
     supervisors.does("n1", kill=signal.SIGKILL)
     launcher = launch(2)
@@ -90,6 +94,7 @@ def test_a_killed_supervisor_is_said_and_the_others_go_on(launch, supervisors):
     assert launcher.wait(PATIENCE) == 75
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_once_to_all(launch, supervisors, number):
     launcher = launch(2)
@@ -102,6 +107,7 @@ def test_a_signal_is_passed_on_once_to_all(launch, supervisors, number):
     assert err == f"meshtrain: {number.name}: the nodes are told to stop; once more kills them.\n"
 
 
+@pytest.mark.thorough
 def test_the_second_signal_kills(launch, supervisors):
     for node in ("n0", "n1"):
         supervisors.does(node, stops=False)

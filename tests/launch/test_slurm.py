@@ -63,12 +63,14 @@ def sbatch(script: Path, tmp_path: Path):
     return submit
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code, requeued", [(0, ""), (1, ""), (2, ""), (3, ""), (75, "requeue 42\n")])
 def test_only_a_stopped_run_goes_back_into_the_queue(sbatch, code, requeued):
     words = "--label --kill-on-bad-exit=0 --no-kill --export=ALL --cpus-per-task=32 bash -c node"
     assert sbatch(code) == (code, words.split(), requeued)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "highest, agreed, ended",
     [

@@ -61,6 +61,7 @@ def test_each_host_runs_its_node_in_the_directory_and_says_its_code(launch, supe
         assert supervisors.started(name)["cwd"] == str(tmp_path / "it's here")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_the_far_side_once(launch, supervisors, number):
     launcher = launch("a,b")

@@ -126,6 +126,7 @@ def test_a_window_has_no_use_both_ways(platform):
         attend(q, k, v, None, On(platform), window=3, causal=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("local", [pytest.param(None, marks=pytest.mark.thorough), True, False])
 def test_scores_are_scaled_and_capped_and_the_device_says_whether_the_window_counts(local):
     q, k, v, cotangent = numbers(2 * BLOCK + 5, 4, 2)
@@ -155,6 +156,7 @@ def test_no_query_sees_further_back_than_the_window():
         assert seen.tolist() == [at - 20 < s <= at for s in range(BLOCK + 9)]
 
 
+@pytest.mark.thorough
 def test_keys_before_the_window_of_a_block_are_never_multiplied():
     q, k, v, _ = numbers(8 * BLOCK, 1, 1)
     runs = [partial(attend, segments_BT=None, collectives=Collectives(), window=window) for window in (0, BLOCK)]
@@ -264,6 +266,7 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
     return jax.jit(mapped(check_vma=False))(*given)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "platform, length, heads, groups, width, dtype, documents, dropout, window",
     [
@@ -345,6 +348,7 @@ BY_TURNS = [(*kernel, cap) for kernel in KERNELS for cap in (0.0, 30.0)]
 NOW = [*ALONE, ("gpu", False, 0.0), ("gpu", False, 30.0)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_but(ALONE + BY_TURNS, NOW.__contains__), ids=str)
 def test_who_keeps_the_output_runs_no_forward_again(described, case):
     """In the program as it is lowered for the platform, where nothing is of the size of the scores either; with a window that counts or

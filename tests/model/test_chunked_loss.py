@@ -61,6 +61,7 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
     near(gw, right_w)
 
 
+@pytest.mark.thorough
 def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
     """Each of 2 ranks has half of a row's stream, which a chunk gathers, and 7 ids, one of them padding."""
     x, w, labels = example()

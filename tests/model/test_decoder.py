@@ -89,6 +89,7 @@ def initial() -> dict:
     return jax.tree.map(np.asarray, program.layout.canonical(program.init().params))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", thorough_but(PLACES, "all".__eq__, []))
 def test_initial_numbers_are_the_same_on_every_mesh(where, initial):
     mesh, parallel = PLACES[where]
@@ -111,6 +112,7 @@ def test_initial_numbers_have_the_deviations_of_gpt2(initial):
     assert not initial["blocks"]["mlp"]["up_bias"].any() and (initial["head"]["norm"]["scale"] == 1).all()
 
 
+@pytest.mark.thorough
 def test_layers_start_from_different_numbers_that_do_not_depend_on_how_many_there_are(initial):
     up = initial["blocks"]["mlp"]["up"]
     assert not np.array_equal(up[0], up[1])
@@ -148,6 +150,7 @@ EVALUATED = list(product(("tensor gpt2", "data llama", "all llama"), (False, Tru
 NOW_EVALUATED = [("tensor gpt2", True), ("all llama", False)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_but(EVALUATED, NOW_EVALUATED.__contains__, [("data llama", True)]), ids=str)
 def test_evaluation_computes_the_references_loss(case):
     (where, family), packed = case[0].split(), case[1]
@@ -162,6 +165,7 @@ def test_evaluation_computes_the_references_loss(case):
     np.testing.assert_allclose(loss, right, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_gradient_of_packed_documents_is_the_references(family):
     mesh, parallel = PLACES["all"]
@@ -243,6 +247,7 @@ def test_the_embedding_is_a_convolution_whose_stride_is_its_width(where):
 NOW = [("one device", "mean"), ("all", "class")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", thorough_but(list(product(MESHES, ("class", "mean"))), NOW.__contains__, [("all", "mean")]), ids=str
 )
@@ -277,12 +282,14 @@ def test_the_mean_is_of_the_patches_of_all_ranks():
     np.testing.assert_allclose(found[:, 0], right, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_patches_are_read_in_float32_and_embedded_in_the_dtype_of_the_weights():
     graph, weights = nnx.split(PatchEmbedding(image_configuration().model, nnx.Rngs(0)))
     run = partial(nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)), collectives=Collectives())
     assert run(jnp.asarray(cut(images())), jnp.arange(10)).dtype == jnp.bfloat16
 
 
+@pytest.mark.thorough
 def test_a_model_begins_as_the_paper_has_it():
     weights = begun(image_configuration(d_model=64))
     assert weights["embedding"]["patches"].std() == pytest.approx(75**-0.5, rel=0.05)

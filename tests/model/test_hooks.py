@@ -146,6 +146,7 @@ NOW = ("interleaved, remat, ZeRO-2",)
 FEW = ("zero bubble, ZeRO-3, sequence parallel",)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__, FEW))
 def test_every_layout_computes_the_replaced_block_attention_and_loss(layout):
     mesh, parallel = LAYOUTS[layout]
@@ -187,6 +188,7 @@ def test_a_replaced_block_drops_the_same_values_on_every_mesh():
     assert abs(losses[0] - program.eval_step(*given[:2])) > 1e-3, "evaluation drops nothing"
 
 
+@pytest.mark.thorough
 def test_the_built_in_ones_go_the_same_way():
     config = configuration((1, 2, 1))
     given = mt.Program(config, block=Block.__call__, attention=attend)
@@ -201,6 +203,7 @@ def test_the_examples_of_the_docstring_run():
     assert found["program"].hooks.names == {"block": "parallel_block", "loss": "capped_loss"}
 
 
+@pytest.mark.thorough
 def test_a_branch_without_a_norm_has_the_right_gradient_over_tensor():
     def bare(block, x, sequence, collectives, dropout):
         return x + block.mlp(collectives.enter(0.1 * x), collectives)

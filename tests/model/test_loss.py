@@ -146,6 +146,7 @@ def batch_of(*rows: tuple[int, ...]) -> tuple[jax.Array, dict[str, jax.Array]]:
     return jnp.asarray(losses), jax.tree.map(jnp.asarray, batch)
 
 
+@pytest.mark.thorough
 def test_losses_and_rewards_are_trls():
     for rows in (((0, 1), (2, 3)), ((2,), (0,), (), (3, 1))):
         losses, batch = batch_of(*rows)

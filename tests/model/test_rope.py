@@ -33,6 +33,7 @@ def test_rotation_keeps_lengths_and_turns_each_pair_at_its_own_pace():
     np.testing.assert_allclose(jnp.arctan2(sin, cos)[1], [1.0, 0.01], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_positions_may_differ_between_sequences():
     x = jax.random.normal(jax.random.key(1), (2, 3, 1, 8))
     both = rotate(x, *angles(jnp.array([[0, 1, 2], [5, 0, 1]]), plain(8)))

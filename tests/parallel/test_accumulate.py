@@ -46,6 +46,7 @@ def program_of(config: Config, overlaps: bool) -> Program:
     return program
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cell", thorough_but(CELLS, ("one microbatch, tied", "ZeRO-3, held").__contains__, ["three microbatches"])
 )
@@ -63,6 +64,7 @@ def test_gradients_closed_on_the_way_are_those_closed_at_the_end(cell):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), seen, right)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "pipeline"),
     [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
@@ -82,6 +84,7 @@ def test_bfloat16_sums_are_the_gradients_to_bfloat16(stage, pipeline):
     assert all(0 < error < 3 * 2**-8 for error in jax.tree.leaves(off)), off
 
 
+@pytest.mark.thorough
 def test_as_many_bytes_are_scattered_in_a_piece_for_each_bucket_and_each_matrix():
     config = config_of("three microbatches")
     pieces, sent = [], []

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import thorough_but
 from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain.config import ConfigError, load
@@ -58,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough_but(CASES, ("ring", "heads").__contains__))
 def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
     ranks, strategy, heads, groups, length, more = CASES[case]
     window, cap, rate = more.get("window", 0), more.get("cap", 0.0), more.get("rate", 0.0)
@@ -154,6 +155,7 @@ def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(mesh, p
     assert max(jax.tree.leaves(errors)) < 1e-6, errors
 
 
+@pytest.mark.thorough
 def test_logits_come_in_the_order_of_the_tokens():
     tokens = np.random.default_rng(0).integers(0, 31, (4, 32), np.int32)
     one, split = (Program(config(mesh)) for mesh in ({"data": 1}, {"data": 2, "context": 4}))
@@ -171,6 +173,7 @@ def test_each_device_is_given_its_own_tokens_of_its_own_rows():
     assert np.array_equal(parts[3], tokens[2:, 8:24])
 
 
+@pytest.mark.thorough
 def test_a_ring_is_passed_on_without_a_conditional_and_gathers_nothing_of_the_row():
     program = Program(config({"context": 4}, zero_stage=0, context_strategy="ring"))
     text = program.lower().as_text()

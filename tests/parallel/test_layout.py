@@ -157,6 +157,7 @@ def test_parameters_are_counted_without_padding():
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_padding_is_still_zero_after_training():
     config = configuration((2, 2, 2), zero=3)
     _, program, (_, last) = train(config, 3)

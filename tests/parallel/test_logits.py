@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any], str]] = {
 NOW = ("data, ZeRO-3", "V, as on an accelerator")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_but(LAYOUTS, NOW.__contains__))
 def test_logits_are_the_references_on_every_layout(name):
     mesh, parallel, family = LAYOUTS[name]

@@ -33,6 +33,7 @@ def on_host(state: State) -> bool:
     return kinds == {offload.HOST} and {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compute", thorough_but(["float32", "bfloat16", "float16"], "float32".__eq__, ["float16"]))
 def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_is_the_same(compute):
     _, _, (plain, metrics) = step(configuration({"compute": compute}))
@@ -42,6 +43,7 @@ def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_i
     jax.tree.map(np.testing.assert_array_equal, plain, state)
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_leaves_an_offloaded_optimizer_state_bit_for_bit_and_on_the_host():
     program, _, (state, metrics) = step(
         configuration({"compute": "float16", "loss_scale": 2.0**32}, offload_optimizer=True)
@@ -52,6 +54,7 @@ def test_a_skipped_step_leaves_an_offloaded_optimizer_state_bit_for_bit_and_on_t
     assert int(state.step) == 1
 
 
+@pytest.mark.thorough
 def test_offloaded_activations_give_the_gradients_of_recomputed_ones():
     program, batch, _ = step(configuration(remat="names", remat_keep=["qkv"], remat_offload=["mlp_hidden"]))
     assert 0 <= program.check_offload(program.init(), batch) < offload.TOLERANCE

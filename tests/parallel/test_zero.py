@@ -70,6 +70,7 @@ def held_in_step(program: Program) -> dict[str, int]:
     return {"weights": live_bytes(weights), "gradients": live_bytes(gradients)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "ranks", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.thorough)]
 )
@@ -92,6 +93,7 @@ def state_of_zeros(program: Program) -> Any:
     return jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes)
 
 
+@pytest.mark.thorough
 def test_initial_state_is_held_as_its_shapes_say():
     config = configuration((4, 2, 1), 1)
     program = Program(config, make_mesh(config))
@@ -158,6 +160,7 @@ def test_what_is_held_over_the_step_by_default_and_by_choice(stage, hold, microb
     assert (found.gathers_at_use, found.scatters_at_use) == (gathers, scatters)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "microbatches"), [((8, 1, 1), 1), pytest.param((2, 1, 4), 4, marks=pytest.mark.thorough)]
 )

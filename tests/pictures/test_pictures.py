@@ -185,6 +185,7 @@ def test_an_array_cut_along_more_dimensions_than_there_are_on_paper_is_told_in_w
     assert "0: a, 1: b, 2: c" in repr(mt.show(cube))
 
 
+@pytest.mark.thorough
 def test_a_layout_tells_of_each_weight_what_the_live_arrays_hold(program):
     params, layout = jax.tree.leaves(program.init().params), shown(program.layout)
     lines = {line.split()[0]: line for line in layout.text.splitlines()[1:-1]}
@@ -197,6 +198,7 @@ def test_a_layout_tells_of_each_weight_what_the_live_arrays_hold(program):
     assert titles(layout.html) == [title for one in (program.mesh, *params) for title in titles(mt.show(one).html)]
 
 
+@pytest.mark.thorough
 def test_an_axis_of_one_device_splits_nothing():
     alone = mt.Program(mt.load({**TINY, "mesh": {"data": 2}, "parallel": {}}))
     for text in (shown(alone.layout).text, shown(mt.show(alone.init())).text):
@@ -288,6 +290,7 @@ def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
     assert shown(CompiledCollectives([])).text.endswith("a device sends in a step: nothing")
 
 
+@pytest.mark.thorough
 def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_ours(program):
     found = program.collectives()
     assert {axis for c in found for axis in c.axes} == {"data", "tensor", "pipeline"}

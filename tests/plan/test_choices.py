@@ -83,6 +83,7 @@ def test_a_search_looks_at_empty_ends_and_finds_the_shorter_bubble():
         check(config)
 
 
+@pytest.mark.thorough
 def test_the_optimizers_state_is_offloaded_only_where_nothing_else_would_fit():
     config, cluster = model(), named("h100", 2)
     assert not any(p.config.parallel.offload_optimizer for p in search(config, cluster, 2).plans)
@@ -94,6 +95,7 @@ def test_the_optimizers_state_is_offloaded_only_where_nothing_else_would_fit():
     assert plan(same, small).seconds < found.plans[0].seconds
 
 
+@pytest.mark.thorough
 def test_a_search_leaves_a_margin_free():
     config, cluster = model(), named("h100", 2)
     most = max(c.nbytes for c in candidates(config, cluster, 2) if c.nbytes < cluster.accelerator.usable_bytes)
@@ -112,6 +114,7 @@ def test_rows_are_split_over_context_where_they_are_long_and_each_rank_keeps_tho
     assert of(3 * 2**13) == [1, 2, 4] and of(3 * 2**13 + 1) == [1]
 
 
+@pytest.mark.thorough
 def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
     config = replaced(model(layers=2), train={"global_batch_size": 2, "sequence_length": 2**16})
     found = search(config, named("h100", 8), 8, best=3)

@@ -38,6 +38,7 @@ def planned(config, target, tmp_path):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CUDA, reason="the CUDA compiler is installed")
 def test_without_the_cuda_compiler_one_sentence_says_what_to_install(llama_8b, tmp_path):
     done = planned(llama_8b(), "h100", tmp_path)

@@ -66,6 +66,7 @@ thorough = [
 quick = [pytest.param(config, id=name) for name, config in QUICK.items()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", quick + thorough)
 def test_gradients_send_what_the_compiled_step_sends_for_them(config):
     planned = gradient_traffic.gradient_transfers(config, pipeline.iterations(config, skips=True))

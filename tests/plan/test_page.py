@@ -37,6 +37,7 @@ def test_the_page_is_well_formed_and_fetches_nothing(page):
     assert "a &lt; b" in page
 
 
+@pytest.mark.thorough
 def test_the_page_has_its_pictures_and_fits_a_phone(page):
     labels = re.findall(r'aria-label="([^"]+)"', page)
     assert {"memory of one device by item", "time of a step by part", "efficiency by number of devices"} <= set(labels)

@@ -175,6 +175,7 @@ def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypat
     assert "clock 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err and caught.err.endswith(".\n")
 
 
+@pytest.mark.thorough
 def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
     (tmp_path / "mine.csv").write_text(ILLEGAL)
     table, best = sets(f"parallel.schedule={tmp_path / 'mine.csv'}"), str(tmp_path / "best.yaml")
@@ -182,6 +183,7 @@ def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
     assert "mine.csv" not in (tmp_path / "best.yaml").read_text()
 
 
+@pytest.mark.thorough
 def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp_path, capsys):
     (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
     keys = ["--set", f"parallel.schedule={tmp_path / 'mine.csv'}", "--set", "train.global_batch_size=24"]
@@ -206,6 +208,7 @@ def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):
     assert "needs 8 devices, but cluster tiny has 2" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
     large = ("d_model=8192", "heads=64", "d_ff=28672", "layers=24", "kv_heads=8")
     big = sets(*(f"model.{key}" for key in large), "train.sequence_length=4096", "precision.compute=bfloat16")
@@ -220,6 +223,7 @@ def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
         assert again["fits"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [[], ["--gantt", "-"], ["--json"]], ids=str)
 def test_a_reader_that_has_had_enough_gets_no_traceback(config, more):
     command = [sys.executable, "-m", "meshtrain.plan", "--config", str(config), *more]
@@ -229,6 +233,7 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(config, more):
         assert process.stderr.read() == ""
 
 
+@pytest.mark.thorough
 def test_search_prints_ten_with_reasons_and_writes_a_config_that_plans(config, tmp_path, capsys):
     best = tmp_path / "best.yaml"
     arguments = ["--config", str(config), "--cluster", "h100", "--search", "--write", str(best)]
@@ -241,6 +246,7 @@ def test_search_prints_ten_with_reasons_and_writes_a_config_that_plans(config, t
     assert found["step_seconds"] <= given["step_seconds"]
 
 
+@pytest.mark.thorough
 def test_pictures_are_written(config, tmp_path, capsys):
     gantt, page = tmp_path / "gantt.svg", tmp_path / "plan.html"
     assert main(["--config", str(config), "--gantt", str(gantt), "--html", str(page)]) == 0
@@ -253,6 +259,7 @@ def test_pictures_are_written(config, tmp_path, capsys):
     assert "stage 1" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_compile_sets_the_compilers_bytes_beside_the_plans(config, capsys):
     found = planned(capsys, "--config", config, "--json", "--compile", "cpux8")
     compiled = found["compiled"]

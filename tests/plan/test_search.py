@@ -49,6 +49,7 @@ def test_a_search_keeps_the_islands_of_the_config_where_they_divide_data(small):
             assert any(transfer.axis == "island" for transfer in planned.transfers)
 
 
+@pytest.mark.thorough
 def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
     chosen = {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 2, "vocab": "edge"}
     config = replaced(small, mesh={"pipeline": 2}, parallel=chosen)
@@ -84,6 +85,7 @@ def test_no_legal_mesh_is_left_out(small):
             assert mesh in found
 
 
+@pytest.mark.thorough
 def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
     cluster, errors = named("h100", 8), []
     for candidate in itertools.islice(candidates(small, cluster, 8), 0, None, 37):
@@ -97,6 +99,7 @@ def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
     assert len(errors) > 100 and np.median(errors) < 0.01 and np.quantile(errors, 0.9) < 0.03 and max(errors) < 0.08
 
 
+@pytest.mark.thorough
 def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
     found = search(small, named("h100", 8), 8)
     seconds = [p.seconds for p in found.plans]
@@ -108,6 +111,7 @@ def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
     assert told == sorted(told, reverse=True) and sum(told) == pytest.approx(100, abs=0.5)
 
 
+@pytest.mark.thorough
 def test_nothing_that_does_not_fit_is_proposed(small):
     cluster = named("h100", 8)
     tiny = dataclasses.replace(cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=2.2, reserved=2.0))

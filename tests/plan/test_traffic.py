@@ -58,6 +58,7 @@ slow = [pytest.param(config, id=name, marks=pytest.mark.slow) for name, config i
 quick = [pytest.param(config, id=name) for name, config in QUICK.items()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", quick + slow)
 def test_traffic_is_that_of_the_compiled_step(config):
     mesh = config.mesh

@@ -80,6 +80,7 @@ def test_tensor_parallelism_across_nodes_costs_more_than_within(model, cluster):
     assert on(mesh, changed(usual, rail={"bandwidth": 0.5})).time.tensor > 1.5 * on(mesh, usual).time.tensor
 
 
+@pytest.mark.thorough
 @everywhere
 def test_strong_scaling_is_less_than_linear_and_weak_scaling_stays_flatter(model, cluster):
     config = made(model, (2, 4, 1), 64, 2048, 16)

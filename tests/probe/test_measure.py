@@ -81,6 +81,7 @@ def bad_link(mesh):
     patch.undo()
 
 
+@pytest.mark.thorough
 def test_a_link_that_is_slow_in_the_machine_is_named(bad_link):
     found, _ = bad_link
     worst = judge.findings(found)[0]

@@ -70,6 +70,7 @@ def spoilt(dice, run):
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seeds", [range(24), pytest.param(range(24, 100), marks=pytest.mark.thorough)], ids=["few", "many"]
 )

@@ -62,6 +62,7 @@ def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(befor
     assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_request_that_was_met_does_not_end_what_the_process_does_afterwards():
     program = (
         "import os, signal, time; from meshtrain.run import early; import meshtrain.run.signals as signals\n"

@@ -142,6 +142,7 @@ def test_a_fault_of_the_start_waits_for_a_checkpoint_of_the_step(tmp_path, kind)
     assert hurt(tmp_path, f"{kind}@4:0").end() == 0
 
 
+@pytest.mark.thorough
 def test_a_fault_happens_once_unless_it_is_one_for_ever(tmp_path):
     for fault, again in (("kill@2:0", 0), ("kill-two@2:0", 0), ("kill-compile@0:0", 0), ("crash-loop@2:0", -9)):
         assert hurt(tmp_path, fault).end() == -9

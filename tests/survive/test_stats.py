@@ -159,6 +159,7 @@ def test_a_run_of_which_nothing_is_known_has_tables_and_a_picture(tmp_path):
     assert "</svg>" in picture.svg(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("nodes", "faults", "width"), [(1, 0, 960), (4, 6, 360), (64, 40, 960)])
 def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, faults, width):
     at = run(tmp_path, nodes=max(nodes, 2), faults=faults)
@@ -200,6 +201,7 @@ def test_a_node_that_has_said_it_leaves_has_its_process_until_that_ends():
     assert dominant([], 0.0, 10.0, 5) == [""] * 5
 
 
+@pytest.mark.thorough
 def test_whatever_stands_in_the_files_there_are_tables_and_a_picture(tmp_path):
     for seed in range(60):
         dice = random.Random(seed)

@@ -384,6 +384,7 @@ def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp
         nodes.check(200)
 
 
+@pytest.mark.thorough
 def test_nodes_with_different_configs_are_refused_before_anything_is_trained(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2) as nodes:
         n0, n1 = nodes.start("n0")[0], nodes.start("n1", set=["optimizer.learning_rate=0.02"])[0]

@@ -46,6 +46,7 @@ def test_a_standard_output_that_takes_nothing_is_reported_once_and_training_goes
     assert said.count("\n") == 1 and said.startswith("meshtrain: standard output cannot be written: ")
 
 
+@pytest.mark.thorough
 def test_standard_output_and_standard_error_on_a_full_disk_end_no_training():
     code = (
         "from meshtrain.telemetry.progress import Reporter\n"

@@ -145,6 +145,7 @@ def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder: Path, tmp_p
         train.batch(0)
 
 
+@pytest.mark.thorough
 def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same() -> None:
     train, held = open_data(image_config("digits", batch=36))
     assert held is not None and train.describe() == "digits: 39 batches an epoch of 36 images; 10 classes"

@@ -78,6 +78,7 @@ def test_it_trains_like_another(registered):
         np.testing.assert_allclose(lazy_leaf, leaf, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_it_is_planned_drawn_and_searched(registered):
     config, cluster = configuration("lazy"), named("h100", 8)
     planned, eager = plan(config, cluster), plan(configuration("1f1b"), cluster)

@@ -193,6 +193,7 @@ def test_what_is_not_finite_is_always_sent(bad):
     assert not np.isfinite(arrived[0, 63])
 
 
+@pytest.mark.thorough
 def test_five_steps_with_feedback_are_those_of_numpy():
     made, random = Closing({"data": 4}, {"compression": "topk", "ratio": RATIO}), np.random.default_rng(1)
     owed = {name: np.zeros((4, *w.whole), np.float32) for name, w in made.weights.items() if w.decayed}

@@ -60,6 +60,7 @@ cheap = [pytest.param(name, marks=marks) for name, marks in zip(("int8", "int4",
 LEAST = {"int8": 3.9, "int4": 7.7, "float8": 3.9, "bfloat16": 1.99}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", cheap)
 def test_gradients_take_so_much_fewer_bytes_in_the_compiled_step(name):
     plain, packed = stepped("none"), stepped(name)
@@ -73,6 +74,7 @@ def test_gradients_take_so_much_fewer_bytes_in_the_compiled_step(name):
     assert not [c for c in plain[1] if c.kind == "all-to-all" and c.axes]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", cheap)
 def test_descent_goes_as_far_as_without_but_for_what_was_left_out(name):
     """Of a step along g' in the place of g the loss falls by g . g', that is by a share of at most |g' - g| / |g| more or less."""
@@ -91,6 +93,7 @@ def test_descent_goes_as_far_as_without_but_for_what_was_left_out(name):
     assert "reduce_error" not in stepped("none")[2][0]
 
 
+@pytest.mark.thorough
 def test_an_overflow_is_seen_through_compression_and_its_step_skipped():
     config = configuration(
         "int8", data=2, precision={"compute": "float16", "loss_scale": 2.0**30, "loss_scale_hysteresis": 1},

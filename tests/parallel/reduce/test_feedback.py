@@ -33,6 +33,7 @@ def closing(mesh, kind, over):
 FEW = [(STAGES, "topk", "data"), (FLAT, "bfloat16", "data"), (ODD, "int8", "islands"), (ALONE, "float8", "islands")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", thorough_but(CELLS, NOW.__contains__, FEW), ids=str)
 def test_what_was_sent_and_what_is_still_owed_add_up_to_all_gradients(cell):
     """Over 5 steps, to 1e-5, though each step loses much; the loss scale changes on the way."""

@@ -67,6 +67,7 @@ def gradient_bytes(program, step):
     return sum(c.sent * c.times for c in found if c.axis == "data" and c.kind in kinds)
 
 
+@pytest.mark.thorough
 def test_topk_sends_a_fiftieth_in_one_exchange_a_matrix_and_no_dense_one():
     program, step = compiled("topk", compute="float16")
     float32 = 3 / 4 * 4 * sum(weight.on_device() for weight in program.layout.flat)
@@ -95,6 +96,7 @@ def test_powersgd_sends_two_thin_matrices_as_its_paper_says():
     assert gradient_bytes(program, step) == pytest.approx(wanted, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_leaves_what_is_owed_as_it_was_and_a_new_scale_owes_the_same():
     program, step = compiled("topk", compute="float16")
     state, metrics = go(program, step, program.init(), range(2))
@@ -115,6 +117,7 @@ def test_a_skipped_step_leaves_what_is_owed_as_it_was_and_a_new_scale_owes_the_s
     assert metrics[0]["residual_norm"] < 10 * norm
 
 
+@pytest.mark.thorough
 def test_what_compression_keeps_goes_on_bit_for_bit_after_a_resume(tmp_path):
     program, step = compiled("topk", compute="float16")
     config = configuration(TOPK, directory=tmp_path, compute="float16")

@@ -32,6 +32,7 @@ def as_matrices(name, x):
     return x.reshape(len(x), int(np.prod(x.shape[1 : 1 + rows])), -1)
 
 
+@pytest.mark.thorough
 def test_five_steps_are_those_of_the_algorithm(flat):
     random = np.random.default_rng(3)
     q = {name: x for name, x in by_name(flat, flat.kept.q).items() if x is not None}
@@ -154,6 +155,7 @@ def test_a_rank_that_compresses_nothing_is_refused_with_the_largest_that_does():
     sizes.check_rank(configuration(43, {"data": 1, "tensor": 2}))
 
 
+@pytest.mark.thorough
 def test_q_begins_the_same_with_a_seed_and_otherwise_with_another(flat):
     draw = lambda seed: by_name(flat, flat.zero.feedback.init_q(jax.random.key(seed)))  # noqa: E731
     one, same, other = draw(1), draw(1), draw(2)

@@ -117,6 +117,7 @@ def test_nothing_crosses_islands_whatever_the_layout_and_the_optimizer(mesh, sec
     assert rows[1]["sync_islands"] == mesh["islands"] and rows[1]["sync_drift"] > 0
 
 
+@pytest.mark.thorough
 def test_islands_brought_together_after_every_step_of_sgd_are_plain_data_parallelism():
     sync = {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
     ours, plain = program(FLAT, sync=sync, optimizer=PLAIN_SGD), program(FLAT, optimizer=PLAIN_SGD)
@@ -128,6 +129,7 @@ def test_islands_brought_together_after_every_step_of_sgd_are_plain_data_paralle
     assert [row["loss"].mean() for row in rows] == pytest.approx([float(row["loss"]) for row in expected], abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_islands_weigh_by_the_rows_that_they_learn_from():
     """Islands with 4 and 1, 4 and 0, 2 and 4 rows, the others padding, are plain data parallelism as well."""
     sync = {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
@@ -227,6 +229,7 @@ def broken(state, island: int):
     return state._replace(islands=islands, optimizer=spoiled(state.optimizer, island))
 
 
+@pytest.mark.thorough
 def test_a_broken_island_is_left_out_of_the_mean_and_starts_again_from_the_shared_model(whole):
     state, _ = run(whole, whole.init(), 3)
     state, rows = run(whole, broken(state, 1), 1)
@@ -259,6 +262,7 @@ def test_a_broken_island_is_mended_although_it_stepped_on_while_it_was_sent(stre
     assert all(np.isfinite(x).all() for x in numbers(state))
 
 
+@pytest.mark.thorough
 def test_without_a_single_sound_island_nothing_moves_and_the_run_is_told(whole):
     state, _ = run(whole, whole.init(), 3)
     before = numbers(state.params)

@@ -30,6 +30,7 @@ def test_runs_of_sources_that_the_fit_knows_nothing_of_are_predicted_within_twel
     assert run.predicted() == pytest.approx(run.seconds, rel=0.12)
 
 
+@pytest.mark.thorough
 def test_two_hundred_runs_that_were_never_fitted():
     found = errors([*HELD_OUT, *ELSEWHERE, *foundry.runs()])
     assert len(found) > 200

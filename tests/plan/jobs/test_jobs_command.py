@@ -12,6 +12,7 @@ from meshtrain.plan.jobs import listed
 from meshtrain.plan.jobs.requests import wanted
 
 
+@pytest.mark.thorough
 def test_json_has_where_each_job_lies(written, capsys):
     assert main(["--jobs", written(), "--cluster", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

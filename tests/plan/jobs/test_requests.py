@@ -68,6 +68,7 @@ def test_why_a_job_fits_nowhere(asked, job, reason):
     assert asked(job).reason == reason
 
 
+@pytest.mark.thorough
 def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
     huge = ("model.layers=64", "model.d_model=8192", "mesh.data=2", "mesh.tensor=1", "train.global_batch_size=2")
     request = asked(JobSpec(name="huge", config=str(config), set=huge))
@@ -108,6 +109,7 @@ def test_of_several_numbers_each_has_its_own_layout(asked, config, cluster):
     assert rates == sorted(rates, reverse=True) and request.shapes[0].devices == 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("given", [(), ("parallel.layer_split=[3, 5]", "mesh.pipeline=2", "mesh.data=2")])
 def test_settings_make_the_config_that_was_found(asked, config, given):
     request = asked(JobSpec(name="run", config=str(config), set=given, devices=4))

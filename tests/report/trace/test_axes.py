@@ -61,6 +61,7 @@ def sent(mesh: Mesh, directory: Path) -> Path:
     return traced(directory, mesh, compiled, lambda: compiled(jax.device_put(x, compiled.input_shardings[0][0])))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
 def test_the_axis_of_a_collective_is_that_of_the_devices_that_met_in_it(order, tmp_path):
     mesh = mesh_of(order)
