@@ -321,12 +321,12 @@ def test_the_fullest_moment_is_what_counts(llama_8b):
 
 def test_activations_and_state_are_an_nth_on_n_ranks_of_context(llama_8b):
     kinds = {}
-    for ranks in (2, 16):
+    for ranks in (2, 8):
         mesh, train = {"context": ranks}, {"global_batch_size": 1, "sequence_length": 2**17}
         config = llama_8b(mesh, train, microbatches=1, remat="full", zero_stage=3)
         kinds[ranks] = memory.by_kind(plan(config, named("h100", ranks)).memory)
     for kind in ("activations", "optimizer_state"):
-        assert kinds[16][kind] == pytest.approx(kinds[2][kind] / 8, rel=0.05)
+        assert kinds[8][kind] == pytest.approx(kinds[2][kind] / 4, rel=0.05)
 
 
 def test_keys_and_values_of_the_whole_row_are_held_where_they_are_gathered_and_neither_in_a_ring_nor_by_heads(llama_8b):
