@@ -26,6 +26,7 @@ from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.restoring import read_weights
 from meshtrain.config import Config, check, load, replaced
+from meshtrain.config.imports import take
 from meshtrain.config.key import known
 from meshtrain.config.mesh import MeshConfig
 from meshtrain.errors import ConfigError, short
@@ -168,7 +169,8 @@ def read_config(
     one = MeshConfig().shape
     if is_hf_directory(root):
         return _with_precision(replaced(config_of(root), mesh=one), precision)
-    return _config(StepManifest.read(_choose(root, step, {}, [])), one, precision)
+    directory = _choose(root, step, {}, [])
+    return _config(directory, StepManifest.read(directory), one, precision)
 
 
 def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any) -> Model:
@@ -219,16 +221,20 @@ def _identity(directory: Path) -> tuple[int, int, int] | None:
 
 def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Model:
     manifest = StepManifest.read(directory)
-    program = Program(_config(manifest, mesh.shape, precision), mesh, **how)
+    program = Program(_config(directory, manifest, mesh.shape, precision), mesh, **how)
     restoring.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
     with freed_blocks_returned():
         params = read_weights(GlobalArrays(program), directory, manifest)
     return Model(program, params, manifest.step, directory)
 
 
-def _config(manifest: StepManifest, mesh: Mapping[str, int], precision: str | None = None) -> Config:
-    """Returns the run's config, without keys that this version does not know, on another mesh and with nothing else in `parallel`."""
+def _config(directory: Path, manifest: StepManifest, mesh: Mapping[str, int], precision: str | None) -> Config:
+    """Returns the config of a run's checkpoint, without keys that this version does not know, on another mesh and with nothing else in
+    `parallel`.
+    """
     sections = known(manifest.config, Config)
+    if entries := sections.get("run", {}).get("imports"):
+        sections["run"]["imports"] = take(entries, directory.absolute().parents[1])
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.

@@ -92,7 +92,7 @@ class Program(Shown):
         self.config, self.mesh = config, mesh
         self.rows = PartitionSpec(config.mesh.data_axes, *([CONTEXT] if config.mesh.context > 1 else []))
         self.of_images = FAMILIES[config.model.family].images
-        self.hooks = Hooks(block, attention, loss)
+        self.hooks = Hooks.of(config, block=block, attention=attention, loss=loss)
         self.hooks.check(config)
         offload.check_memory(config, mesh)
         self.layout = Layout(config, mesh, masters)

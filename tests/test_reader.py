@@ -108,9 +108,8 @@ def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
 def test_a_run_whose_batches_no_mesh_here_divides_is_read_all_the_same(directory):
     manifest = StepManifest.read(steps.directories(directory / "checkpoints")[0])
     data = {**manifest.config["data"], "source": "stdlib", "batching": "budget", "rows_multiple": 2}
-    config = reader._config(
-        dataclasses.replace(manifest, config={**manifest.config, "data": data}), mesh_of("data=3").shape
-    )
+    manifest = dataclasses.replace(manifest, config={**manifest.config, "data": data})
+    config = reader._config(directory / "checkpoints" / "1", manifest, mesh_of("data=3").shape, None)
     assert (config.mesh.data, config.train.global_batch_size) == (3, manifest.config["train"]["global_batch_size"])
 
 

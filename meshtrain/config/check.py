@@ -41,6 +41,10 @@ def check(config: Config) -> None:
     )
     if sentence := next(problems, None):
         raise ConfigError(sentence)
+    if config.model.block or config.model.attention or config.train.loss:
+        from meshtrain.config.imports import hooks
+
+        hooks(config)
 
 
 def _steps(config: Config) -> float:

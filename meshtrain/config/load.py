@@ -18,12 +18,13 @@ import yaml
 from meshtrain.config.check import check
 from meshtrain.config.follow import nested, put, resolve, unresolved
 from meshtrain.config.key import Resume, keys
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.files import read_text
 from meshtrain.schedule.table import Table
 
+IMPORTS = "run.imports"
 MAX_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
 MAX_BITS = 2**13  # of a whole number that is written in decimals
 GIVEN = "the given values"
@@ -37,22 +38,29 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
     Raises ConfigError, one sentence, for what is no config.
     """
     values: dict[str, Any] = {}
-    if isinstance(source, Mapping):
-        values = _of_mapping(source)
-    elif source is not None and not isinstance(source, Config):
-        if not isinstance(source, str | os.PathLike):
-            raise ConfigError(f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None.")
-        values = read_given(Config, source, "config", "--config", EXAMPLE)
-    config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
-    model_keys = set(_changed(config.model) if isinstance(source, Config) else values.get("model", {}))
     # A text is a sequence of texts too, its letters.
     listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not listed or not all(isinstance(override, str) for override in overrides):
         legal = "a list of texts, such as ['mesh.data=2']"
         raise ConfigError(f"the overrides are {short(repr(overrides))}; they must be {legal}.")
     for override in overrides:
+        if override.partition("=")[0].strip() == IMPORTS:
+            _take(_override(Config(), override).run.imports, Path.cwd())
+    directory = Path.cwd()
+    if isinstance(source, Mapping):
+        values = _of_mapping(source)
+    elif source is not None and not isinstance(source, Config):
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None.")
+        values = read_given(Config, source, "config", "--config", EXAMPLE)
+        directory = Path(source).parent
+    config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
+    model_keys = set(_changed(config.model) if isinstance(source, Config) else values.get("model", {}))
+    for override in overrides:
         config = _override(config, override)
         model_keys.add(override.partition("=")[0].strip().removeprefix("model."))
+    if config.run.imports:
+        config = put(config, run={"imports": _take(config.run.imports, directory)})
     config = resolve(_with_weights(config, model_keys))
     check(config)
     return config
@@ -119,7 +127,29 @@ def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError) as error:
         reason = problem(error)[1] if isinstance(error, yaml.YAMLError) else TOO_DEEP
         raise ConfigError(f"{GIVEN} are no config: {reason}.") from None
-    return _section(Config, node, "", GIVEN, "config") if node is not None else {}
+    if node is None:
+        return {}
+    _import_first(node, GIVEN, Path.cwd())
+    return _section(Config, node, "", GIVEN, "config")
+
+
+def _import_first(config: yaml.Node, source: str, directory: Path) -> None:
+    """Imports what run.imports names: what is legal elsewhere may be registered there."""
+    node: yaml.Node | None = config
+    for name in IMPORTS.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        node = next((inner for key_node, inner in pairs if key_node.value == name), None)
+    if node is not None:
+        hint, where = typing.get_type_hints(RunConfig)["imports"], f"{_at(source, node)}: {IMPORTS}"
+        _take(value(hint, keys(RunConfig)["imports"], node, where), directory)
+
+
+def _take(entries: tuple[str, ...], directory: Path) -> tuple[str, ...]:
+    if not entries:
+        return ()
+    from meshtrain.config.imports import take
+
+    return take(entries, directory)
 
 
 def to_yaml(config: Config) -> str:
@@ -158,6 +188,8 @@ def read_given(kind: type, path: str | Path, what: str, flag: str, example: str)
         raise ConfigError(f"{source}{f', line {line}' if line else ''} is not valid YAML: {reason}.") from None
     if node is None:
         raise ConfigError(f"{source} is empty; {example}.")
+    if kind is Config:
+        _import_first(node, source, Path(path).parent)
     return _section(kind, node, "", source, what)
 
 

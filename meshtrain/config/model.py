@@ -85,6 +85,8 @@ class ModelConfig:
     )
     vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size; of images the classes", least=2, resume=SIZE)
     dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
+    block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
+    attention: str | None = key(None, "a function in the place of attention, likewise", resume=FREE)
     tied_head: bool = key(
         None, "use the embedding as output head; null: as the family does",
         follows=lambda c: FAMILIES[c.model.family].tied_head, resume=SHAPE

@@ -89,15 +89,13 @@ def chosen(config: Config) -> list[str]:
         schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
         sentences += [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]
     if (context := config.mesh.context) > 1 and followed(config, "parallel.context_strategy"):
-        strategy, tokens = (
-            config.parallel.context_strategy,
-            f"{config.train.sequence_length // context:,} tokens a rank",
-        )
-        short = f"for {tokens} attention is shorter than the messages of a ring"
-        why = (
-            f"model.window {config.model.window} hides most of what a ring passes on" if config.model.window else short
-        )
+        strategy, window = config.parallel.context_strategy, config.model.window
+        tokens = f"{config.train.sequence_length // context:,} tokens a rank"
         if strategy == "ring":
             why = f"its messages travel behind the attention of {tokens}"
+        elif window:
+            why = f"model.window {window} hides most of what a ring passes on"
+        else:
+            why = f"for {tokens} attention is shorter than the messages of a ring"
         sentences.append(f"context: {AUTO} -> {strategy}: {why}")
     return sentences

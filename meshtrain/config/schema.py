@@ -75,6 +75,10 @@ class RunConfig:
         0, "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs",
         least=0, most=MOST_FAKE_DEVICES
     )
+    imports: tuple[str, ...] = key(
+        (), "Python files and modules that register families, optimizers, schedules, sources, or define functions that keys name; a file is "
+        "looked for beside the config and copied into the run directory", resume=FREE
+    )
 
 
 # What remat: names may keep or offload, in the order in which a layer makes it; and what remat: selective keeps of it.
@@ -248,6 +252,7 @@ class TrainConfig:
     )
     label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
+    loss: str | None = key(None, "a function in the place of the built-in loss, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
     loss_chunk: int | Literal["auto"] = key(
         "auto", "tokens whose logits are alive at once; the backward makes them again. auto: all of a microbatch, or 2,048 where they would take "
         "more than 4 GiB a device",

@@ -91,7 +91,8 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
         return value(next(a for a in args if a is not type(None)), key, node, where, words)
     if origin is tuple:
         if not isinstance(node, yaml.SequenceNode):
-            example = "qkv, mlp_out" if args[0] is str else "2, 3"
+            given = node.value if isinstance(node, yaml.ScalarNode) and node.value else "qkv, mlp_out"
+            example = short(given) if args[0] is str else "2, 3"
             raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
         return tuple(value(args[0], key, item, f"{where}[{i}]") for i, item in enumerate(node.value))
     # the legal values by their text, where they are counted out

@@ -16,6 +16,8 @@ import argparse
 from pathlib import Path
 
 from meshtrain.cli import STOPPED, USAGE, Parser
+from meshtrain.config import load
+from meshtrain.config.imports import files
 from meshtrain.launch import GIVEN_UP
 from meshtrain.launch.job import (
     GRACE,
@@ -81,9 +83,9 @@ def trainjob(options: argparse.Namespace) -> str:
 
 
 def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
-    """Returns the ConfigMap with the config's file."""
+    """Returns the ConfigMap with the config's file, and the Python files that it imports."""
     metadata = _metadata(job, options) | {"name": f"{job.name}-config"}
-    data = {Path(CONFIG).name: Path(options.config).read_text()}
+    data = {Path(CONFIG).name: Path(options.config).read_text(), **files(load(options.config, options.set).run.imports)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 

@@ -87,6 +87,15 @@ class Hooks:
     attention: AttentionHook | None = None
     loss: LossHook | None = None
 
+    @staticmethod
+    def of(config: Config, **given: Any) -> "Hooks":
+        """Returns the given functions and, in the place of None, those that the config names."""
+        if not (config.model.block or config.model.attention or config.train.loss):
+            return Hooks(**given)
+        from meshtrain.config.imports import hooks
+
+        return Hooks(**{kind: given[kind] or hook for kind, hook in hooks(config).items()})
+
     def check(self, config: Config) -> None:
         """Raises ConfigError for what cannot be called as the hook is, and for keys that the replaced function would have obeyed."""
         for kind, protocol in (("block", BlockHook), ("attention", AttentionHook), ("loss", LossHook)):

@@ -22,7 +22,7 @@ class RunRecord(RunHook):
 
     def __init__(self, directory: Path, config: Config, start: int, lock: RunLock | None) -> None:
         self.directory, self.start, self._lock = directory, start, lock
-        self._config = to_yaml(config).encode()
+        self._config, self._imports = to_yaml(config).encode(), config.run.imports
         self._metrics: MetricsFile | None = None
         self._said_missing: list[str] = []
         first_decides(self._begin)
@@ -49,6 +49,10 @@ class RunRecord(RunHook):
     def _begin(self) -> None:
         trim_metrics(self.directory / METRICS, self.start)
         write_atomically(self.directory / CONFIG, self._config)
+        if self._imports:
+            from meshtrain.config.imports import keep
+
+            keep(self._imports, self.directory)
         self._metrics = MetricsFile(self.directory / METRICS)
 
     def _missing_files(self) -> list[str]:

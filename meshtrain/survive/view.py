@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from meshtrain.config import Config, short
+from meshtrain.config import Config, imports, short
 from meshtrain.config.follow import differences
 from meshtrain.errors import ConfigError
 from meshtrain.run.rows import parse
@@ -225,7 +225,8 @@ def digests(config: Config) -> dict[str, str]:
     text = hashlib.sha256(config_text(config).encode()).hexdigest()
     # Which meshtrain it is, its source says: a checkout has no version, or that of another installation.
     libraries = {name: version for name, version in versions().items() if name != "meshtrain"}
-    return {"config": text[:16], "code": source_digest()[:16]} | libraries
+    imported = {"run.imports": imports.digest(config.run.imports)[:16]} if config.run.imports else {}
+    return {"config": text[:16], "code": source_digest()[:16]} | imported | libraries
 
 
 def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) -> str:

@@ -1,0 +1,121 @@
+"""Python files and modules that a config names, in which families, optimizers, schedules, sources and hooks are registered or defined.
+
+    run:   {imports: [FILE, team.optimizers]}      imported before anything else of the config is read, in every command
+    train: {loss: "team.optimizers:capped"}        what a file (by its name without .py) or a module defines
+
+A file is told from a module by its `.py`. Of a run it is copied into the directory `imports` beside config.yaml: whoever opens the run later
+takes that copy, so that a file that was edited or moved since does not change what the run is.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from meshtrain.errors import ConfigError, nearest, say, short
+from meshtrain.files import read_text, write_atomically
+
+COPIES = "imports"  # in the run directory
+LARGEST = 2**20  # bytes
+
+
+class _Taken(NamedTuple):
+    module: ModuleType
+    path: Path | None  # of a file
+    text: str
+
+
+_TAKEN: dict[str, _Taken] = {}  # by the name before `:`
+
+
+def take(entries: Sequence[str], directory: Path) -> tuple[str, ...]:
+    """Imports what is not imported yet, and returns the entries with files by their absolute paths.
+
+    A file is looked for where the copies of a run lie in `directory`, that of the config, then from there, from here, and beside the config.
+    ConfigError for what cannot be imported, with the line of the file.
+    """
+    return tuple(_take_file(entry, directory) if entry.endswith(".py") else _take_module(entry) for entry in entries)
+
+
+def _take_module(name: str) -> str:
+    if name not in _TAKEN:
+        _TAKEN[name] = _Taken(_guarded(name, "", lambda: importlib.import_module(name)), None, "")
+    return name
+
+
+def _take_file(entry: str, directory: Path) -> str:
+    given = Path(entry).expanduser()
+    places = directory / COPIES / given.name, directory / given, Path.cwd() / given, directory / given.name
+    path = next((place for place in places if place.is_file()), places[1]).absolute()
+    text, name = read_text(path, "Python file", "run.imports takes Python files", (".py",), LARGEST), path.stem
+    if (taken := _TAKEN.get(name)) is not None:
+        if taken.text != text:
+            there = taken.path or "a module"
+            raise ConfigError(f"run.imports: {short(path)} is not the {name} that was imported from {there}; give it another name, or start anew.")  # fmt: skip
+        return str(path)
+    # Under a name that hides no module of anyone's.
+    spec = importlib.util.spec_from_file_location(f"meshtrain_imports_{name}", path)
+    assert spec is not None and spec.loader is not None, "a .py has a loader"
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[spec.name] = module
+    _guarded(entry, str(path), lambda: loader.exec_module(module))
+    _TAKEN[name] = _Taken(module, path, text)
+    return str(path)
+
+
+def _guarded(entry: str, file: str, run: Callable[[], Any]) -> Any:
+    """Returns what `run` does; what it raises becomes a sentence, with the last line of the file that led there."""
+    try:
+        return run()
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        if isinstance(error, SyntaxError) and error.filename == file:
+            lines.append(error.lineno)
+        where = f", line {lines[-1]}" if lines else ""
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(f"run.imports: {short(entry)}{where}: {type(error).__name__}: {what}.") from error
+
+
+def hooks(config: Any) -> dict[str, Any]:
+    """Returns the functions that a config names, by what they replace; None where it names none. ConfigError for a name of nothing."""
+    keys = ("block", "model.block", config.model.block), ("attention", "model.attention", config.model.attention)
+    return {kind: _named(key, text) for kind, key, text in (*keys, ("loss", "train.loss", config.train.loss))}
+
+
+def _named(key: str, text: str | None) -> Any:
+    if text is None:
+        return None
+    name, colon, attribute = text.partition(":")
+    if not colon or name not in _TAKEN:
+        known = ", ".join(_TAKEN) or "nothing"
+        raise ConfigError(f"{key} is {short(repr(text))}; write MODULE:FUNCTION, of what run.imports names ({known}).")
+    module = _TAKEN[name].module
+    if not callable(found := getattr(module, attribute, None)):
+        functions = [n for n, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        raise ConfigError(f"{key}: {name} has no function {short(attribute)}{nearest(attribute, functions) or '.'}")
+    return found
+
+
+def files(entries: Sequence[str]) -> dict[str, str]:
+    """Returns the text of each imported file by its name."""
+    return {Path(entry).name: _TAKEN[Path(entry).stem].text for entry in entries if entry.endswith(".py")}
+
+
+def keep(entries: Sequence[str], run_directory: Path) -> None:
+    """Copies imported files into a run directory, and says so where the run had others."""
+    for name, text in files(entries).items():
+        copy = run_directory / COPIES / name
+        if copy.exists() and copy.read_bytes() != text.encode():
+            say(f"{name} has changed since this run was last started; it goes on with the new one.")
+        copy.parent.mkdir(exist_ok=True)
+        write_atomically(copy, text.encode())
+
+
+def digest(entries: Sequence[str]) -> str:
+    """Returns a digest of all imported files: what nodes must agree on."""
+    return hashlib.sha256(repr(sorted(files(entries).items())).encode()).hexdigest()

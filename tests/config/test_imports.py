@@ -1,0 +1,198 @@
+"""What a config imports is there in every command, is kept with the run, and is refused in a sentence where it cannot be had."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import meshtrain as mt
+from meshtrain.config import imports, to_yaml
+from meshtrain.families import FAMILIES
+from meshtrain.launch.__main__ import main as launch
+from meshtrain.survive.view import digests
+
+FILE = '''
+"""A family, a block and a loss of our own."""
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from meshtrain.families import FAMILIES
+
+if "toy" not in FAMILIES:
+    FAMILIES.register(replace(FAMILIES["llama"], name="toy", activation="relu"))
+
+
+def parallel_block(block, x, sequence, collectives, dropout):
+    h = collectives.enter(block.attention_norm(x))
+    y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(h, collectives)
+    return x + dropout.at(1).stream(y, collectives.first_position(x.shape[1]))
+
+
+def capped_loss(logits, labels, vocabulary):
+    logits = 30 * jnp.tanh(logits / 30)
+    return vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels)
+'''
+CONFIG = {
+    "run": {"imports": ["mine.py"]},
+    "model": {
+        "family": "toy",
+        "layers": 2,
+        "d_model": 16,
+        "heads": 2,
+        "vocab_size": 264,
+        "block": "mine:parallel_block",
+    },
+    "train": {"steps": 2, "global_batch_size": 8, "sequence_length": 16, "loss": "mine:capped_loss"},
+    "data": {"source": "synthetic"},
+}
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A config and the file beside it; what a process has imported is forgotten at the end."""
+    monkeypatch.setattr(imports, "_TAKEN", {})
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.py").write_text(FILE)
+    path = tmp_path / "configs" / "x.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    yield path
+    if "toy" in FAMILIES:
+        FAMILIES.forget("toy")
+
+
+def test_a_file_beside_the_config_is_imported_before_the_rest_is_read(written):
+    config = mt.load(written)
+    assert (config.model.family, config.run.imports) == ("toy", (str(written.parent / "mine.py"),))
+    assert imports.hooks(config)["loss"].__name__ == "capped_loss"
+    again = mt.load(config, ["train.loss=null"])  # of a config itself, and imported once alone
+    assert again.train.loss is None and imports.hooks(again)["block"] is imports.hooks(config)["block"]
+
+
+def test_an_override_may_name_it_too_from_the_working_directory_and_a_module_by_its_name(written, monkeypatch):
+    monkeypatch.chdir(written.parent)
+    assert mt.load(None, ["run.imports=[mine.py, json]", "model.family=toy"]).run.imports[1] == "json"
+
+
+def test_of_a_run_its_copy_is_taken_wherever_the_file_has_gone(written):
+    resolved = mt.load(written)
+    run = written.parent.parent / "run"
+    (run / imports.COPIES).mkdir(parents=True)
+    for name, text in imports.files(resolved.run.imports).items():
+        (run / imports.COPIES / name).write_text(text)
+    (run / "config.yaml").write_text(to_yaml(resolved))
+    (written.parent / "mine.py").write_text("raise ValueError('not this one')")
+    imports._TAKEN.clear()
+    assert mt.load(run / "config.yaml").run.imports == (str(run / imports.COPIES / "mine.py"),)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("run.imports", "mine.py", r"must be a list, such as \[mine.py\]"),
+        ("run.imports", "[nope.py]", r"there is no Python file .*nope.py"),
+        ("run.imports", "[no.such]", r"run.imports: no.such: ModuleNotFoundError: No module named 'no'"),
+        ("train.loss", "mine:caped_loss", r"train.loss: mine has no function caped_loss; did you mean capped_loss\?"),
+        ("train.loss", "other:loss", r"train.loss is 'other:loss'; write MODULE:FUNCTION, of what run.imports names \(mine\)"),
+        ("model.block", "mine", r"model.block is 'mine'; write MODULE:FUNCTION"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_a_sentence(written, key, value, sentence):
+    with pytest.raises(mt.ConfigError, match=sentence):
+        mt.load(written, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1\n1 / 0\n", r"mine.py, line 2: ZeroDivisionError: division by zero"),
+        ("x = 1\n\ndef (\n", r"mine.py, line 3: SyntaxError: invalid syntax"),
+        ("from meshtrain.families import FAMILIES as F\nF.register(F['gpt2'])\n\nraise KeyError('a')", r"mine.py, line 4: KeyError"),
+    ],
+)  # fmt: skip
+def test_what_a_file_raises_is_told_with_its_line(written, text, sentence):
+    (written.parent / "mine.py").write_text(text)
+    with pytest.raises(mt.ConfigError, match=sentence):
+        mt.load(written)
+
+
+def test_two_files_of_one_name_in_one_process_are_not_taken_for_each_other(written):
+    mt.load(written)
+    (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
+    with pytest.raises(mt.ConfigError, match=r"mine.py is not the mine that was imported from"):
+        mt.load(written)
+
+
+def test_nodes_whose_files_differ_do_not_agree(written):
+    one = digests(mt.load(written))
+    imports._TAKEN.clear()
+    (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
+    other = digests(mt.load(written))
+    assert {name for name in one if one[name] != other[name]} == {"run.imports"}
+
+
+def test_pods_get_the_file_beside_the_config(written, capsys):
+    words = [
+        "jobset",
+        "--nodes",
+        "1",
+        "--image",
+        "image",
+        "--volume",
+        "v",
+        "--mount",
+        "/runs",
+        "--config",
+        str(written),
+    ]
+    assert launch([*words, "--set", "run.directory=/runs/x"]) == 0
+    shipped = next(d for d in yaml.safe_load_all(capsys.readouterr().out) if d["kind"] == "ConfigMap")["data"]
+    assert shipped["mine.py"] == FILE
+    pod = written.parent.parent / "pod"
+    pod.mkdir()
+    for name, text in shipped.items():
+        (pod / name).write_text(text)
+    imports._TAKEN.clear()
+    assert mt.load(pod / "config.yaml").run.imports == (str(pod / "mine.py"),)
+
+
+@pytest.mark.thorough
+def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_reported_and_survives(written):
+    path = f"{Path(__file__).parents[2]}"
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    at = written.parent.parent
+
+    def run(command, *words):
+        done = subprocess.run(
+            [sys.executable, "-m", f"meshtrain.{command}", *words], cwd=at, env=environment, capture_output=True, text=True, timeout=240
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    axes = ["mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2", "parallel.microbatches=2"]
+    given = ["--config", "configs/x.yaml", *(word for axis in axes for word in ("--set", axis))]
+    run("train", *given, "--set", "run.directory=r")
+    (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
+    assert "mine.py has changed since" in run("train", *given, "--set", "run.directory=r", "--set", "train.steps=3")
+    (written.parent / "mine.py").unlink()
+    assert "eval loss" in run("evaluate", "r")
+    assert "loss mine:capped_loss" in run("report", "r")
+    (written.parent / "mine.py").write_text(FILE)
+    run(
+        "survive",
+        *given,
+        "--set",
+        "run.directory=s",
+        "--set",
+        "survive.inject=[kill@1:0]",
+        "--set",
+        "checkpoint.every=1",
+    )
+    losses = {
+        name: [json.loads(line)["loss"] for line in (at / name / "metrics.jsonl").read_text().splitlines()][:2] for name in "rs"
+    }  # fmt: skip
+    assert losses["s"] == losses["r"]
