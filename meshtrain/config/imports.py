@@ -9,7 +9,6 @@ takes that copy, so that a file that was edited or moved since does not change w
 
 import hashlib
 import importlib
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -58,12 +57,11 @@ def _take_file(entry: str, directory: Path) -> str:
             there = taken.path or "a module"
             raise ConfigError(f"run.imports: {short(path)} is not the {name} that was imported from {there}; give it another name, or start anew.")  # fmt: skip
         return str(path)
-    # Under a name that hides no module of anyone's.
-    spec = importlib.util.spec_from_file_location(f"meshtrain_imports_{name}", path)
-    assert spec is not None and spec.loader is not None, "a .py has a loader"
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[spec.name] = module
-    _guarded(entry, str(path), lambda: loader.exec_module(module))
+    # Under a name that hides no module of anyone's; of the text that was read, and without bytecode beside it.
+    module = ModuleType(f"meshtrain_imports_{name}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    _guarded(entry, str(path), lambda: exec(compile(text, str(path), "exec"), vars(module)))
     _TAKEN[name] = _Taken(module, path, text)
     return str(path)
 
