@@ -175,8 +175,8 @@ assert after < 0.9 * before
 
 # %%
 losses = [np.array(f.steps["loss"]) for f in (one, two)]
-print(f"largest relative difference of {len(losses[0])} losses: {np.max(np.abs(losses[1] / losses[0] - 1)):.1e}")
-assert np.allclose(*losses, rtol=1e-4)
+assert np.max(np.abs(losses[1] / losses[0] - 1)) < 1e-5
+print(f"of {len(losses[0])} losses none differs by more than 1 in 100,000")
 
 # %% [markdown]
 # ## Alerts look at no clock
