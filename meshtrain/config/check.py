@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, telemetry
 from meshtrain.config.follow import padded_batch_size, row_shards
@@ -41,10 +42,21 @@ def check(config: Config) -> None:
     )
     if sentence := next(problems, None):
         raise ConfigError(sentence)
-    if config.model.block or config.model.attention or config.train.loss:
-        from meshtrain.config.imports import hooks
+    hooks(config)
 
-        hooks(config)
+
+def hooks(config: Config) -> dict[str, Any]:
+    """Returns the functions that a config names, by what they replace; ConfigError for a name of nothing."""
+    keys = (
+        ("model.block", config.model.block),
+        ("model.attention", config.model.attention),
+        ("train.loss", config.train.loss),
+    )
+    if not any(text for _, text in keys):
+        return {}
+    from meshtrain.config.imports import named
+
+    return {key.partition(".")[2]: named(key, text) for key, text in keys if text is not None}
 
 
 def _steps(config: Config) -> float:

@@ -79,15 +79,8 @@ def _guarded(entry: str, file: str, run: Callable[[], Any]) -> Any:
         raise ConfigError(f"run.imports: {short(entry)}{where}: {type(error).__name__}: {what}.") from error
 
 
-def hooks(config: Any) -> dict[str, Any]:
-    """Returns the functions that a config names, by what they replace; None where it names none. ConfigError for a name of nothing."""
-    keys = ("block", "model.block", config.model.block), ("attention", "model.attention", config.model.attention)
-    return {kind: _named(key, text) for kind, key, text in (*keys, ("loss", "train.loss", config.train.loss))}
-
-
-def _named(key: str, text: str | None) -> Any:
-    if text is None:
-        return None
+def named(key: str, text: str) -> Any:
+    """Returns the function that MODULE:FUNCTION means, the value of a key; ConfigError if there is none."""
     name, colon, attribute = text.partition(":")
     if not colon or name not in _TAKEN:
         known = ", ".join(_TAKEN) or "nothing"

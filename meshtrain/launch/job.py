@@ -54,6 +54,7 @@ class LaunchJob:
     supervisor: tuple[str, ...]  # the command of one node, without --node and --address
     run: str  # the run directory, as the config has it
     restarts: int  # of nodes whose supervisor was killed, in all
+    imports: tuple[str, ...]  # run.imports, which the config needs on the nodes too
 
 
 def add_engine(parser: Parser) -> None:
@@ -93,7 +94,7 @@ def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
     nodes = options.nodes or config.survive.wanted
     job = make(config, options, nodes, options.python, shipped)
     gpus = job.devices if options.gpus_per_node is None else options.gpus_per_node
-    return LaunchJob(options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts)
+    return LaunchJob(options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts, job.imports)
 
 
 def make(config: Config, options: argparse.Namespace, nodes: int, python: str, shipped: str = "") -> LaunchJob:
@@ -116,7 +117,9 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str, s
         words += ["--flags", cluster]
     name = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower()).lstrip("-0123456789")
     name = name[:LONGEST_NAME].rstrip("-") or "meshtrain"
-    return LaunchJob(name, nodes, devices // wanted, tuple(words), config.run.directory, config.survive.restarts)
+    return LaunchJob(
+        name, nodes, devices // wanted, tuple(words), config.run.directory, config.survive.restarts, config.run.imports
+    )
 
 
 def again(job: LaunchJob, words: str = "") -> str:

@@ -16,7 +16,6 @@ import argparse
 from pathlib import Path
 
 from meshtrain.cli import STOPPED, USAGE, Parser
-from meshtrain.config import load
 from meshtrain.config.imports import files
 from meshtrain.launch import GIVEN_UP
 from meshtrain.launch.job import (
@@ -85,7 +84,7 @@ def trainjob(options: argparse.Namespace) -> str:
 def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
     """Returns the ConfigMap with the config's file, and the Python files that it imports."""
     metadata = _metadata(job, options) | {"name": f"{job.name}-config"}
-    data = {Path(CONFIG).name: Path(options.config).read_text(), **files(load(options.config, options.set).run.imports)}
+    data = {Path(CONFIG).name: Path(options.config).read_text(), **files(job.imports)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 

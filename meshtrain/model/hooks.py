@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError
+from meshtrain.config.check import hooks
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
@@ -90,11 +91,7 @@ class Hooks:
     @staticmethod
     def of(config: Config, **given: Any) -> "Hooks":
         """Returns the given functions and, in the place of None, those that the config names."""
-        if not (config.model.block or config.model.attention or config.train.loss):
-            return Hooks(**given)
-        from meshtrain.config.imports import hooks
-
-        return Hooks(**{kind: given[kind] or hook for kind, hook in hooks(config).items()})
+        return Hooks(**hooks(config) | {kind: hook for kind, hook in given.items() if hook is not None})
 
     def check(self, config: Config) -> None:
         """Raises ConfigError for what cannot be called as the hook is, and for keys that the replaced function would have obeyed."""

@@ -11,6 +11,7 @@ import yaml
 
 import meshtrain as mt
 from meshtrain.config import imports, to_yaml
+from meshtrain.config.check import hooks
 from meshtrain.families import FAMILIES
 from meshtrain.launch.__main__ import main as launch
 from meshtrain.survive.view import digests
@@ -68,9 +69,9 @@ def written(tmp_path, monkeypatch):
 def test_a_file_beside_the_config_is_imported_before_the_rest_is_read(written):
     config = mt.load(written)
     assert (config.model.family, config.run.imports) == ("toy", (str(written.parent / "mine.py"),))
-    assert imports.hooks(config)["loss"].__name__ == "capped_loss"
+    assert hooks(config)["loss"].__name__ == "capped_loss"
     again = mt.load(config, ["train.loss=null"])  # of a config itself, and imported once alone
-    assert again.train.loss is None and imports.hooks(again)["block"] is imports.hooks(config)["block"]
+    assert again.train.loss is None and hooks(again)["block"] is hooks(config)["block"]
 
 
 def test_an_override_may_name_it_too_from_the_working_directory_and_a_module_by_its_name(written, monkeypatch):
