@@ -302,7 +302,7 @@ PLAIN = [
     "cells",
     [
         pytest.param(lambda: PLAIN, id="plain"),
-        pytest.param(lambda: covering(CELLS), id="many", marks=pytest.mark.thorough),
+        pytest.param(lambda: covering(CELLS), id="many"),
         pytest.param(lambda: CELLS, id="all", marks=pytest.mark.slow),
     ],
 )

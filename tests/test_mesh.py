@@ -121,7 +121,7 @@ print(jax.device_count(), os.environ.get("PJRT_NPROC"))
     ("sections", "flags", "printed"),
     [
         ({"mesh": {"data": 3}, "train": {"global_batch_size": 3}}, "", "3 12"),  # as many as the mesh needs, 4 threads each
-        pytest.param({"mesh": {"data": 2}, "run": {"fake_devices": 6}}, "", "6 24", marks=pytest.mark.thorough),
+        ({"mesh": {"data": 2}, "run": {"fake_devices": 6}}, "", "6 24"),
         ({"mesh": {"data": 2}, "run": {"fake_devices": 6}}, "--xla_force_host_platform_device_count=5", "5 20"),
     ],
 )  # fmt: skip
@@ -149,7 +149,7 @@ except mt.ConfigError as error:
 @pytest.mark.parametrize(
     ("before", "count", "flags", "printed"),
     [
-        pytest.param("", 6, "", "6 cpu 6", marks=pytest.mark.thorough),
+        ("", 6, "", "6 cpu 6"),
         ("", 6, "--xla_force_host_platform_device_count=7", "7 cpu 6"),
         ("jax.devices()", 6, "", "JAX has started already, with 1 cpu devices"),
         (

@@ -268,7 +268,7 @@ def source():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", [pytest.param("one device", marks=pytest.mark.thorough), INTERLEAVED])
+@pytest.mark.parametrize("layout", ["one device", INTERLEAVED])
 def test_weights_alone_start_a_new_run_with_a_fresh_optimizer(one, tmp_path, layout):
     settings = config(tmp_path, layout, checkpoint={"resume": str(one), "weights_only": True}, run={"seed": 5})
     _, step, said, found = start(settings)
@@ -309,7 +309,7 @@ def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(on
     "layout, size",
     [
         pytest.param(INTERLEAVED, {"layers": 7, "vocab_size": 300}, id="more"),
-        pytest.param("one device", {"layers": 4, "vocab_size": 200}, id="fewer", marks=pytest.mark.thorough),
+        pytest.param("one device", {"layers": 4, "vocab_size": 200}, id="fewer"),
     ],
 )
 def test_asked_for_what_fits_is_taken_and_the_rest_is_as_initialised(one, tmp_path, layout, size):

@@ -35,7 +35,7 @@ def logits(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, sizes",
-    [("qwen3", {"tensor": 2, "pipeline": 2}), pytest.param("gpt2", {"data": 2}, marks=pytest.mark.thorough)],
+    [("qwen3", {"tensor": 2, "pipeline": 2}), ("gpt2", {"data": 2})],
 )
 def test_a_base_with_an_adapter_has_pefts_logits_on_a_mesh(name, sizes):
     model = mt.read_model(GOLDEN / name, mesh=make_mesh(load({"mesh": sizes})), adapter=GOLDEN / f"{name}_lora")

@@ -127,7 +127,7 @@ def test_a_window_has_no_use_both_ways(platform):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("local", [pytest.param(None, marks=pytest.mark.thorough), True, False])
+@pytest.mark.parametrize("local", [None, True, False])
 def test_scores_are_scaled_and_capped_and_the_device_says_whether_the_window_counts(local):
     q, k, v, cotangent = numbers(2 * BLOCK + 5, 4, 2)
     how, window = {"scale": 0.7, "cap": 1.5}, 0 if local is False else 50
@@ -271,17 +271,15 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
     "platform, length, heads, groups, width, dtype, documents, dropout, window",
     [
         pytest.param("gpu", 131, 4, 2, 24, "float32", 3, 0.0, 0, marks=pytest.mark.slow),
-        pytest.param("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3, 0, marks=pytest.mark.thorough),
-        pytest.param("gpu", 64, 6, 2, 16, "float32", 40, 0.3, 0, marks=pytest.mark.thorough),
-        pytest.param("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65, marks=pytest.mark.thorough),
+        ("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3, 0),
+        ("gpu", 64, 6, 2, 16, "float32", 40, 0.3, 0),
+        ("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65),
         pytest.param("tpu", 128, 4, 2, 64, "float32", 3, 0.0, 0, marks=pytest.mark.slow),
         pytest.param("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130, marks=pytest.mark.slow),
         ("gpu", 100, 2, 2, 16, "float32", 0, 0.0, {"window": 40, "cap": 1.5, "scale": 0.7, "local": True}),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"window": 130, "cap": 1.5, "scale": 0.2, "local": False}),
-        pytest.param(
-            "gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}, marks=pytest.mark.thorough
-        ),
-        pytest.param("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}, marks=pytest.mark.thorough),
+        ("gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}),
+        ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}),
     ],
 )
 def test_kernels_of_accelerators_compute_what_blocks_do(

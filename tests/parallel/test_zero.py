@@ -71,9 +71,7 @@ def held_in_step(program: Program) -> dict[str, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_stage_holds_what_the_paper_says(stage, ranks):
     config = configuration((ranks, 1, 1), stage)
@@ -161,9 +159,7 @@ def test_what_is_held_over_the_step_by_default_and_by_choice(stage, hold, microb
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("mesh", "microbatches"), [((8, 1, 1), 1), pytest.param((2, 1, 4), 4, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("mesh", "microbatches"), [((8, 1, 1), 1), ((2, 1, 4), 4)])
 def test_gathered_weights_are_never_kept_for_the_backward_pass(mesh, microbatches):
     """The compiler's temporary memory is less by whole weights and whole gradients, though nothing is recomputed.
 

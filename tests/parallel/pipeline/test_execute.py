@@ -208,7 +208,7 @@ def test_layers_lie_where_the_table_places_them(schedule, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("masked", [False, True])
 def test_evaluation_runs_the_forward_slots_and_gives_the_reference_loss(masked, tmp_path):
     config = configuration(Cell("zb_interleaved", (1, 2, 4), 2, 6, layers="uneven"), tmp_path)
     parameters, loss, _ = expected(one_device(config))
@@ -248,7 +248,7 @@ def used_places(program: Program) -> np.ndarray:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.thorough), "zb_interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_interleaved"])
 def test_entries_held_are_those_that_the_simulator_counts(schedule, tmp_path):
     chunks = legal_chunks(schedule) or 2
     program = program_of(configuration(Cell(schedule, (1, 1, 4), chunks, 8), tmp_path), masked=False)
