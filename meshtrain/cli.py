@@ -12,7 +12,7 @@ import select
 import stat
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -127,6 +127,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False} | settings)
 
+    # Parsers of commands that stand in the place of options, as those of `survive` do.
+    beside: Mapping[str, Callable[[], "Parser"]] = {}
+
+    @property
+    def commands(self) -> Mapping[str, "Parser"]:
+        """The parsers of its commands, if it has any."""
+        choices = (a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        return next(choices, None) or {name: of_command() for name, of_command in self.beside.items()}
+
     def add_config(self, required: bool = True) -> None:
         """Adds --config and --set, as every command that needs a run's config takes them."""
         self.add_argument("--config", required=required, metavar="FILE", help="the YAML file of the run; see configs/")
@@ -169,6 +178,14 @@ class Parser(argparse.ArgumentParser):
         ending = "" if message.endswith((".", "?")) else f"; see {self.prog} --help."
         say(f"{short(message)}{ending}")
         self.exit(USAGE)
+
+
+def train_parser() -> Parser:
+    """Returns the parser of `meshtrain.train`, which imports JAX and needs it earlier."""
+    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a 3-D device mesh.")
+    parser.add_config()
+    parser.add_argument("--print-config", action="store_true", help="print the whole resolved config as YAML and exit")
+    return parser
 
 
 def whole_number(text: str) -> int:

@@ -11,6 +11,10 @@ if __name__ == "__main__":
 
     # So that its supervisor sees it live while it imports.
     _heartbeat.begin()
+    from meshtrain.cli import train_parser as _parser
+
+    # wrong usage and --help do not wait for JAX
+    _parser().parse_args()
 
 import sys
 import time
@@ -25,7 +29,7 @@ import numpy as np
 
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
-from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command
+from meshtrain.cli import DONE, FAILED, STOPPED, command, train_parser
 from meshtrain.compat import meet
 from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
 from meshtrain.data import Loader, SplitBatches, in_epochs, open_data
@@ -56,10 +60,7 @@ PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a 3-D device mesh.")
-    parser.add_config()
-    parser.add_argument("--print-config", action="store_true", help="print the whole resolved config as YAML and exit")
-    options = parser.parse_args(arguments)
+    options = train_parser().parse_args(arguments)
     try:
         config = load(options.config, options.set)
         if options.print_config:

@@ -117,6 +117,24 @@ def test_help_is_still_help(name, capsys):
     assert f"usage: python -m meshtrain.{name}" in capsys.readouterr().out
 
 
+HELPS = """
+import contextlib, io, runpy, sys
+from meshtrain.__main__ import COMMANDS
+for name in COMMANDS:
+    sys.argv = [name, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        runpy.run_module(f"meshtrain.{name}", run_name="__main__", alter_sys=True)
+    print(name, printed.getvalue().startswith("usage: "), *{"jax", "flax", "optax", "orbax"} & sys.modules.keys())
+"""
+
+
+def test_no_help_waits_for_jax():
+    from meshtrain.__main__ import COMMANDS
+
+    done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{name} True" for name in COMMANDS]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [

@@ -24,10 +24,21 @@ Measured (`experiments/bench_checkpoint.py`): a step is blocked for 0.6% to 1.6%
 needs 1.05 to 1.25 of the state's memory. Of 113 faults of `python -m experiments.faults` (`--only checkpoints`) none is met by silence.
 """
 
-from meshtrain.checkpoint.arrays import without_tracebacks
-from meshtrain.checkpoint.checkpointer import Checkpointer
-from meshtrain.checkpoint.saving import CheckpointError
+import importlib
+from typing import TYPE_CHECKING, Any
 
-without_tracebacks()
+if TYPE_CHECKING:
+    from meshtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from meshtrain.checkpoint.saving import CheckpointError as CheckpointError
 
-__all__ = ["CheckpointError", "Checkpointer"]
+# With JAX and Orbax when they are first asked for: the command's --help waits for neither.
+_HOMES = {"CheckpointError": "saving", "Checkpointer": "checkpointer"}
+__all__ = list(_HOMES)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,52 +1,24 @@
 """python -m meshtrain.checkpoint ls | show | verify | diff: what a run has saved, whether it is intact, what differs."""
 
 import argparse
-import math
 import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import numpy as np
-
-from meshtrain import units
-from meshtrain.checkpoint import arrays, digests, steps
-from meshtrain.checkpoint.finding import by_eval_loss, no_best
-from meshtrain.checkpoint.manifest import StepManifest
+from meshtrain.checkpoint import steps
 from meshtrain.cli import USAGE, Parser, command
-from meshtrain.config.follow import differences
-from meshtrain.errors import ConfigError, refusal, say, short
-
-INTACT, DAMAGED = 0, 1  # diff: the same, different
-UNREADABLE = (steps.Damaged, steps.NewerFormat)
+from meshtrain.errors import refusal, say, short
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    one_step = "a run directory (its newest step is taken) or one step"
-    any_steps = "a run directory, its checkpoints/, or one step"
-    for function, text, paths in (
-        (ls, "steps, dates, losses and sizes", {"directory": any_steps}),
-        (show, "one step: losses, config, versions, the tree of arrays", {"directory": one_step}),
-        (verify, "compare every file with its digest; exit code 1 if a step is damaged", {"directory": any_steps}),
-        (diff, "what differs between two checkpoints; exit code 1 if anything does", {"first": one_step, "second": one_step}),
-    ):  # fmt: skip
-        parsed = commands.add_parser(function.__name__, help=text, description=text)
-        parsed.set_defaults(function=function)
-        for path, meaning in paths.items():
-            parsed.add_argument(path, type=Path, help=meaning)
-        if function in (show, verify):
-            text = "this step of a run: its number, newest, or best (the lowest eval loss)"
-            parsed.add_argument("--step", type=_step, metavar="N", help=text)
-        if function is diff:
-            parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
+    # whoever asks for --help does not wait for JAX
+    from meshtrain.checkpoint import command as commands
+
     try:
-        code: int = options.function(options)
+        code: int = getattr(commands, options.command)(options)
         return code
     except OSError as error:
         if not error.filename:
@@ -56,157 +28,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
 
 
-def ls(options: argparse.Namespace) -> int:
-    directories, best = _directories(options.directory), by_eval_loss(options.directory.absolute())[:1]
-    print(f"{'step':>9}  {'saved':<20} {'loss':>10} {'eval loss':>10} {'size':>9}")
-    for directory in directories:
-        try:
-            m, size = StepManifest.read(directory), units.size(digests.total_bytes(directory))
-        except UNREADABLE as problem:
-            if os.path.lexists(directory):
-                print(f"{directory.name:>9}  {problem}")
-            continue
-        saved = m.saved.replace("+00:00", "Z")
-        mark = "  best" if directory in best else ""
-        print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}{mark}")
-    if directories != [options.directory.absolute()]:
-        for path in sorted(set(directories[0].parent.iterdir()) - set(directories)):
-            name = path.name if path.name.isprintable() else ascii(path.name)
-            print(f"{name:>9}  no checkpoint: {_kind(path)}")
-    return INTACT
-
-
-def _kind(path: Path) -> str:
-    """Returns in words what stands among the steps and is none."""
-    aside = "damaged, set aside" if steps.DAMAGED in path.name else "unfinished" if steps.is_left_over(path) else ""
-    try:
-        return "; ".join(filter(None, (aside, f"it is step {StepManifest.read(path).step}, renamed")))
-    except UNREADABLE:
-        return aside or "something else"
-
-
-def show(options: argparse.Namespace) -> int:
-    directory = _named(options)[-1]
-    m = _manifest(directory)
-    print(f"step {m.step} in {short(directory)}")
-    size = units.size(digests.total_bytes(directory))
-    print(f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {size}")
-    digest = f" of text with digest {m.data['digest']}" if "digest" in m.data else ""
-    print(f"data: {m.data['batches']:,} global batches read{digest}; seed {m.rng['seed']}")
-    print("versions: " + ", ".join(f"{name} {version}" for name, version in m.versions.items()))
-    for section, keys in m.config.items():
-        print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in keys.items()))
-    print("arrays:")
-    printed: tuple[str, ...] = ()
-    for name, record in m.leaves.items():
-        *parents, last = name.split(".")
-        for depth, parent in enumerate(parents):
-            if printed[: depth + 1] != tuple(parents[: depth + 1]):
-                print(f"{'  ' * (depth + 1)}{parent}")
-        printed = tuple(parents)
-        size = units.size(math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize)
-        line = f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9}"
-        print(f"{line} {record['shape']!s:<22} {size:>9}{'  frozen' if record.get('frozen') else ''}")
-    return INTACT
-
-
-def verify(options: argparse.Namespace) -> int:
-    damaged = False
-    for directory in _named(options):
-        began = time.perf_counter()
-        try:
-            StepManifest.read(directory)
-            problems, size = digests.problems(directory), digests.total_bytes(directory)
-        except UNREADABLE as problem:
-            problems = [str(problem)]
-        if problems and not os.path.lexists(directory):
-            print(f"{directory.name}: removed meanwhile")
-        elif problems:
-            damaged = True
-            print(f"{directory.name}: DAMAGED: {'; '.join(problems)}")
-        else:
-            seconds = time.perf_counter() - began
-            print(f"{directory.name}: intact, {units.size(size)} at {size / seconds / 1e9:.2f} GB/s")
-    return DAMAGED if damaged else INTACT
-
-
-def diff(options: argparse.Namespace) -> int:
-    first, second = (_directories(path)[-1] for path in (options.first, options.second))
-    a, b = _manifest(first), _manifest(second)
-    lines = list(_differences(a, b))
-    if not options.no_values:
-        for directory in (first, second):
-            if damage := digests.problems(directory):
-                damaged = f"{directory} is damaged: {'; '.join(damage)}"
-                raise ConfigError(f"{damaged}; --no-values compares all but the arrays.")
-        for name in sorted(a.leaves.keys() & b.leaves.keys()):
-            if _type(a, name) == _type(b, name):
-                lines += _compare(name, _array(first, name, a), _array(second, name, b))
-    print("\n".join(lines) if lines else "the same")
-    return DAMAGED if lines else INTACT
-
-
-def _differences(a: StepManifest, b: StepManifest) -> Iterator[str]:
-    """Yields a line on each thing in which two manifests differ."""
-    for what in ("step", "loss", "eval_loss"):
-        if getattr(a, what) != getattr(b, what):
-            yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
-    for name in ("digest", "validation_digest"):
-        if a.data.get(name) != b.data.get(name):
-            yield f"data {name}: {a.data.get(name)} | {b.data.get(name)}"
-    for name, old, new in differences(a.config, b.config):
-        yield f"config {name}: {old} | {new}"
-    for name in sorted(a.versions.keys() | b.versions.keys()):
-        if a.versions.get(name) != b.versions.get(name):
-            yield f"version {name}: {a.versions.get(name)} | {b.versions.get(name)}"
-    for name in sorted(a.leaves.keys() | b.leaves.keys()):
-        if _type(a, name) != _type(b, name):
-            yield f"array {name}: {_type(a, name)} | {_type(b, name)}"
-
-
-def _type(manifest: StepManifest, name: str) -> str:
-    record = manifest.leaves.get(name)
-    return f"{record['dtype']}{record['shape']}" if record else "absent"
-
-
-def _array(directory: Path, name: str, manifest: StepManifest) -> np.ndarray:
-    record, device = manifest.leaves[name], jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"], sharding=device)
-    return np.asarray(arrays.read(directory / steps.place(record), {name: target})[name])
-
-
-def _compare(name: str, a: np.ndarray, b: np.ndarray) -> Iterator[str]:
-    different = (a != b) & ~((a != a) & (b != b))  # NaNs are the same
-    if different.any():
-        largest = np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))
-        by = f"by up to {largest:.3g} (largest {np.max(np.abs(a)):.3g})"
-        yield f"array {name}: {int(different.sum()):,} of {a.size:,} numbers differ, {by}"
-
-
-def _directories(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise ConfigError(f"there is no directory {path}; give a run directory, its checkpoints/, or one step.")
-    directories = steps.directories(path.absolute())
-    if not directories:
-        raise ConfigError(f"there is no checkpoint in {path}; give a run directory, its checkpoints/, or one step.")
-    return directories
-
-
-def _named(options: argparse.Namespace) -> list[Path]:
-    """Returns the one step that --step names, or all; ConfigError if there is none."""
-    directories = _directories(options.directory)
-    if options.step is None:
-        return directories
-    if options.step == "newest":
-        return directories[-1:]
-    if options.step == "best":
-        if best := by_eval_loss(options.directory.absolute())[:1]:
-            return best
-        raise ConfigError(no_best(options.directory, ()))
-    if named := [d for d in directories if d.name == options.step]:
-        return named
-    numbers = ", ".join(d.name for d in directories)
-    raise ConfigError(f"there is no step {options.step} in {options.directory}; it has {numbers}.")
+def parser() -> Parser:
+    parser = Parser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one_step = "a run directory (its newest step is taken) or one step"
+    any_steps = "a run directory, its checkpoints/, or one step"
+    for name, text, paths in (
+        ("ls", "steps, dates, losses and sizes", {"directory": any_steps}),
+        ("show", "one step: losses, config, versions, the tree of arrays", {"directory": one_step}),
+        ("verify", "compare every file with its digest; exit code 1 if a step is damaged", {"directory": any_steps}),
+        ("diff", "what differs between two checkpoints; exit code 1 if anything does", {"first": one_step, "second": one_step}),
+    ):  # fmt: skip
+        parsed = commands.add_parser(name, help=text, description=text)
+        for path, meaning in paths.items():
+            parsed.add_argument(path, type=Path, help=meaning)
+        if name in ("show", "verify"):
+            text = "this step of a run: its number, newest, or best (the lowest eval loss)"
+            parsed.add_argument("--step", type=_step, metavar="N", help=text)
+        if name == "diff":
+            parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
+    return parser
 
 
 def _step(text: str) -> str:
@@ -215,17 +56,6 @@ def _step(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is none; give a number, newest or best")
 
 
-def _manifest(directory: Path) -> StepManifest:
-    try:
-        return StepManifest.read(directory)
-    except UNREADABLE as problem:
-        raise ConfigError(f"{directory} cannot be read: {problem}.") from None
-
-
-def _number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.6f}" if abs(x) < 1000 else f"{x:.4e}"
-
-
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # reading a checkpoint takes no accelerator
+    os.environ["JAX_PLATFORMS"] = "cpu"  # reading a checkpoint takes no accelerator
     sys.exit(main())

@@ -96,3 +96,6 @@ def _report(unraisable: "sys.UnraisableHookArgs") -> None:
     # TensorStore reports each write to the loop that Orbax closed when the first one failed.
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         unraisable_hook(unraisable)
+
+
+without_tracebacks()

@@ -41,7 +41,7 @@ def _stop(*_: object) -> None:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = _parser().parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         chosen.run(chosen)
@@ -73,7 +73,7 @@ def _writing(output: Path) -> Iterator[None]:
         ) from None
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.data", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 

@@ -10,3 +10,5 @@
 - `meshtrain.evaluate.validation`: the loss of a run's evaluations, and accuracy on images, of any checkpoint.
 - `meshtrain.evaluate.harness`: a model as lm-evaluation-harness asks for one, and its tasks. Progress is shown on stderr (`meshtrain.telemetry.progress`).
 """
+
+USUAL = 1024  # tokens of a row of text, where the model takes as many

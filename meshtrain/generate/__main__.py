@@ -14,7 +14,7 @@ from meshtrain.errors import ConfigError, short
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = parser().parse_args(arguments)
     if options.system is not None and not options.chat:
         raise ConfigError("--system is given, but it begins a conversation; give --chat too.")
     if options.chat and options.prompt:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return commands.run_chat(options) if options.chat else commands.run(options)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.generate",
         description="Goes on with texts, or talks. Standard output holds what the model says and nothing else.",
@@ -47,7 +47,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=_seed, metavar="S", help="the same one makes the same choices (0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="the answer ends before it; may be repeated")
     add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (the model's)")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _number(text: str, what: str) -> float:

@@ -18,20 +18,9 @@ SHARED = "config, data and run directory must lie where every node sees them und
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m meshtrain.launch",
-        description="Starts a run on several nodes: a supervisor on each (python -m meshtrain.survive), which goes on through faults.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong config, 3 given up, 75 stopped; only the last is worth starting again.",
-    )
-    commands = parser.add_subparsers(dest="launcher", required=True)
-    parsers = {
-        name: commands.add_parser(name, help=launcher.meaning, description=f"{launcher.meaning}.")
-        for name, launcher in LAUNCHERS.items()
-    }
-    for name, launcher in LAUNCHERS.items():
-        launcher.add(parsers[name])
-    _check_options(parsers, list(sys.argv[1:] if arguments is None else arguments))
-    options = parser.parse_args(arguments)
+    words = parser()
+    _check_options(words.commands, list(sys.argv[1:] if arguments is None else arguments))
+    options = words.parse_args(arguments)
     chosen = LAUNCHERS[options.launcher]
     if chosen.run is not None:
         return chosen.run(options)
@@ -39,6 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(chosen.text(options), end="")
     say(f"{chosen.hint}; {SHARED}.")
     return DONE
+
+
+def parser() -> Parser:
+    parser = Parser(
+        prog="python -m meshtrain.launch",
+        description="Starts a run on several nodes: a supervisor on each (python -m meshtrain.survive), which goes on through faults.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong config, 3 given up, 75 stopped; only the last is worth starting again.",
+    )
+    commands = parser.add_subparsers(dest="launcher", required=True)
+    for name, launcher in LAUNCHERS.items():
+        launcher.add(commands.add_parser(name, help=launcher.meaning, description=f"{launcher.meaning}."))
+    return parser
 
 
 def _check_options(parsers: Mapping[str, Parser], words: Sequence[str]) -> None:

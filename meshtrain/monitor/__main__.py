@@ -36,18 +36,7 @@ NARROW = 100  # letters of a terminal in which sparklines are short
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m meshtrain.monitor",
-        description="Shows runs while they go on: steps, losses, speed, memory, alerts, who lags. Ctrl-C ends it.",
-    )
-    parser.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="a run's directory, which need not be there yet"
-    )
-    parser.add_argument(
-        "--every", metavar="SECONDS", type=whole_number, default=EVERY, help=f"between two looks; default: {EVERY}"
-    )
-    parser.add_argument("--once", action="store_true", help="shows it once, and ends")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     watched = [WatchedRun(run) for run in options.runs]
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     # Ctrl-C is how one leaves it.
@@ -68,6 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
             time.sleep(options.every)
     return DONE
+
+
+def parser() -> Parser:
+    parser = Parser(
+        prog="python -m meshtrain.monitor",
+        description="Shows runs while they go on: steps, losses, speed, memory, alerts, who lags. Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="a run's directory, which need not be there yet"
+    )
+    parser.add_argument(
+        "--every", metavar="SECONDS", type=whole_number, default=EVERY, help=f"between two looks; default: {EVERY}"
+    )
+    parser.add_argument("--once", action="store_true", help="shows it once, and ends")
+    return parser
 
 
 def screen(looks: Sequence[Look], width: int, height: int) -> RenderableType:

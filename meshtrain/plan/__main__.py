@@ -30,10 +30,10 @@ DESCRIPTION = "What each device will hold, send and wait for, before anything ru
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    words = parser()
+    options = words.parse_args(arguments)
     if options.kueue and not options.jobs:
-        parser.error("--kueue DIR is for --jobs FILE: it writes what places those jobs")
+        words.error("--kueue DIR is for --jobs FILE: it writes what places those jobs")
     if options.jobs:
         from meshtrain.plan.jobs import command
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # In a process of its own: measuring is another command, which stands on the planner.
         return subprocess.run([sys.executable, "-m", "meshtrain.probe.measure"]).returncode
     if not options.config:
-        parser.error("--config FILE is needed: the YAML file of the run")
+        words.error("--config FILE is needed: the YAML file of the run")
     config = load(options.config, options.set)
     _check_targets(config, options)
     cluster = _cluster(config, options)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _search(config, cluster, options) if options.search else _plan(config, cluster, options)
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.plan", description=DESCRIPTION)
     parser.add_config(required=False)
     parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file, one of configs/clusters, or an accelerator; default: cpu with run.fake_devices, else h100")  # fmt: skip

@@ -29,7 +29,7 @@ PROGRAMS = tuple(name for name in ALGORITHMS if name != "psum")  # which is what
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     config = _config(options)
     _check(options, config)
     from meshtrain.mesh import join_cluster
@@ -70,7 +70,7 @@ def _output_to_errors() -> Iterator[None]:
         os.close(stdout)
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.probe", description=DESCRIPTION)
     parser.add_config(required=False)
     parser.add_argument("--mesh", metavar="AXIS=N,...", help="the mesh to measure, as in data=4,islands=2,tensor=4; default: a machine's devices are tensor ranks, machines are data ranks")  # fmt: skip

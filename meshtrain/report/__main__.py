@@ -19,19 +19,7 @@ STYLE = {"good": "bold green", "note": "bold", "bad": "bold red"}
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m meshtrain.report",
-        description="What became of a run: healthy or not, how fast against what is possible, and why it is slow; of two runs, what differs.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
-    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="another run's directory, to compare with")
-    parser.add_argument("--html", metavar="FILE", help="writes it all as one page with pictures")
-    parser.add_argument("--json", action="store_true", help="prints one JSON object in place of text")
-    parser.add_argument(
-        "--diagnose", action="store_true", help="tells from a trace where the time went, and what to change"
-    )
-    parser.add_argument("--cluster", metavar="FILE|NAME", help="what it is held against, as plan takes it; default: cpu with run.fake_devices, else h100")  # fmt: skip
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.html:
         check_target(options.html)
     runs = [run for run in (options.run, options.other) if run is not None]
@@ -59,6 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html:
         write_target(options.html, page.page(facts, summaries, compared))
     return DONE
+
+
+def parser() -> Parser:
+    parser = Parser(
+        prog="python -m meshtrain.report",
+        description="What became of a run: healthy or not, how fast against what is possible, and why it is slow; of two runs, what differs.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
+    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="another run's directory, to compare with")
+    parser.add_argument("--html", metavar="FILE", help="writes it all as one page with pictures")
+    parser.add_argument("--json", action="store_true", help="prints one JSON object in place of text")
+    parser.add_argument(
+        "--diagnose", action="store_true", help="tells from a trace where the time went, and what to change"
+    )
+    parser.add_argument("--cluster", metavar="FILE|NAME", help="what it is held against, as plan takes it; default: cpu with run.fake_devices, else h100")  # fmt: skip
+    return parser
 
 
 def _print(words: Text) -> None:

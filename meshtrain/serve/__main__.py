@@ -15,7 +15,7 @@ KEY = "MESHTRAIN_API_KEY"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = parser().parse_args(arguments)
     options.key = _key(options.key_env)
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(options)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> Parser:
     meaning = (
         "A model behind OpenAI's API (completions, chat completions), to check it with the clients that there are."
     )
@@ -52,7 +52,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--notice", type=seconds, default=3.0, metavar="S", help="after SIGTERM, /health says so and requests are still taken (3)")  # fmt: skip
     add("--drain", type=seconds, default=30.0, metavar="S", help="and then what runs may take to finish (30)")
     add("--access-log", action="store_true", help="a line a request on stderr")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _key(variable: str | None) -> str | None:

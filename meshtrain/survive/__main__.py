@@ -1,5 +1,6 @@
 """python -m meshtrain.survive --config FILE: one a node, until the last step is taken. Besides: status RUN, stats RUN, inject KIND@STEP:RANK."""
 
+import argparse
 import json
 import os
 import re
@@ -28,20 +29,13 @@ LOOPBACK = ("127.", "::1", "localhost")
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
-        return COMMANDS[words[0]](words[1:])
-    parser = Parser(
-        prog="python -m meshtrain.survive",
-        description="Supervises a run through faults, one on every node, until its last step is taken.",
-        epilog=f"Besides, python -m meshtrain.survive {'|'.join(COMMANDS)}: each has --help.",
-    )
-    parser.add_config()
-    parser.add_argument("--node", help="this node's name, which no other node of the run has; default: the host's")
-    parser.add_argument("--address", help="how other nodes reach this one; default: the host's name")
-    parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain.plan --flags shows them")  # fmt: skip
+        of_command, run = COMMANDS[words[0]]
+        return run(of_command().parse_args(words[1:]))
+    supervises = parser()
     if words and not words[0].startswith("-"):
         ending = nearest(words[0], COMMANDS) or "; legal are " + ", ".join(COMMANDS) + "."
-        parser.error(f"there is no command {short(words[0])}{ending}")
-    options = parser.parse_args(words)
+        supervises.error(f"there is no command {short(words[0])}{ending}")
+    options = supervises.parse_args(words)
     config = load(options.config, options.set)
     node = socket.gethostname() if options.node is None else options.node
     if not NAME.fullmatch(node):
@@ -59,6 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.survive.most > 1 and not address.startswith(LOOPBACK):
         _warn_if_unreachable()
     return supervisor.run()
+
+
+def parser() -> Parser:
+    parser = Parser(
+        prog="python -m meshtrain.survive",
+        description="Supervises a run through faults, one on every node, until its last step is taken.",
+        epilog=f"Besides, python -m meshtrain.survive {'|'.join(COMMANDS)}: each has --help.",
+    )
+    parser.add_config()
+    parser.add_argument("--node", help="this node's name, which no other node of the run has; default: the host's")
+    parser.add_argument("--address", help="how other nodes reach this one; default: the host's name")
+    parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain.plan --flags shows them")  # fmt: skip
+    parser.beside = {name: of_command for name, (of_command, _) in COMMANDS.items()}
+    return parser
 
 
 def _warn_if_unreachable() -> None:
@@ -95,7 +103,7 @@ def _check(asked: Sequence[FaultRequest], ranks: int, run: str) -> None:
             raise ConfigError(f"{request.name} is for rank {request.rank}, but {run} has {ranks}, counted from 0.")
 
 
-def _inject(arguments: Sequence[str]) -> int:
+def _inject_parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.survive inject", description="Injects a fault into a run that goes on.")
     parser.add_argument(
         "fault", nargs="?", metavar="KIND@STEP:RANK", help="as in kill@40:1: rank 1 is killed once 40 steps are taken"
@@ -104,13 +112,16 @@ def _inject(arguments: Sequence[str]) -> int:
         "run", nargs="?", metavar="RUN", help="the run's directory; default: the one below runs/, if there is one only"
     )
     parser.add_argument("--list", action="store_true", help="the kinds that there are")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _inject(options: argparse.Namespace) -> int:
     if options.list:
         for kind in KINDS.values():
             print(f"{kind.number:2} {kind.name:18} {kind.does}")
         return DONE
     if options.fault is None:
-        parser.error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
+        _inject_parser().error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
     asked = parse(options.fault, "the command")
     runs = [Path(options.run)] if options.run else [path.parent for path in Path("runs").glob(f"*/{SURVIVE}")]
     if len(runs) != 1:
@@ -133,17 +144,21 @@ def _inject(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _status(arguments: Sequence[str]) -> int:
+def _status_parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.survive status",
         description="What a run does now: its nodes, their steps, what happened lately.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
-    print(stats.show_status(parser.parse_args(arguments).run), end="")
+    return parser
+
+
+def _status(options: argparse.Namespace) -> int:
+    print(stats.show_status(options.run), end="")
     return DONE
 
 
-def _stats(arguments: Sequence[str]) -> int:
+def _stats_parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.survive stats",
         description="Where a run's time went, its faults, how reliable its nodes are.",
@@ -151,14 +166,18 @@ def _stats(arguments: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="the same for programs")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="writes a picture of the run's life")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _stats(options: argparse.Namespace) -> int:
     if options.svg:
         write_atomically(options.svg, picture.svg(options.run).encode())
     print(json.dumps(stats.to_json(options.run), indent=2) + "\n" if options.json else stats.show(options.run), end="")
     return DONE
 
 
-COMMANDS = {"status": _status, "stats": _stats, "inject": _inject}
+# What may stand in the place of a run's config.
+COMMANDS = {"status": (_status_parser, _status), "stats": (_stats_parser, _stats), "inject": (_inject_parser, _inject)}
 
 
 if __name__ == "__main__":

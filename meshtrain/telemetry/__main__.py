@@ -20,13 +20,17 @@ HEAD = "# Alert rules for Prometheus, from meshtrain/telemetry/thresholds.py: py
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
+    text, _ = PRINTED[parser().parse_args(arguments).command]
+    print(text(), end="")
+    return DONE
+
+
+def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.telemetry", description="Prints what monitoring of a run stands on.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, meaning) in PRINTED.items():
-        commands.add_parser(name, help=meaning)
-    text, _ = PRINTED[parser.parse_args(arguments).command]
-    print(text(), end="")
-    return DONE
+        commands.add_parser(name, help=meaning, description=meaning)
+    return parser
 
 
 def catalogue() -> str:
