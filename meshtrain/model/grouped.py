@@ -1,0 +1,98 @@
+"""The grouped matrix product: rows times the weight of their expert, in as many FLOPs as one dense product of the rows.
+
+    rows   a a a · | a · · · | c c c c | · · · ·     blocks of equal length, each of one expert, in the experts' order;
+    expert    0         0         2         -        slots that are empty (·) are zero rows; here 3 blocks are in use
+
+Why not `jax.lax.ragged_dot`: on CPUs and GPUs XLA makes a dense product of all experts of it (jax 0.10), so experts times the FLOPs, and on
+GPUs experts times the rows in memory.
+
+The backward is two loops, of the rows' gradient and of the weights', since a zero-bubble schedule puts them in different halves.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal
+
+from meshtrain.compat import vary, varying
+
+GroupedResiduals = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array]
+
+
+def grouped(
+    rows_RK: jax.Array, weight_EKN: jax.Array, expert_of_block: jax.Array, blocks: jax.Array, platform: str = "cpu"
+) -> jax.Array:
+    """Returns [R, N] in the rows' dtype, of sums in float32: each block of rows times the weight of its expert.
+
+    Rows are blocks of equal length, R / B, each of one expert: int32 [B], which does not fall. Only the first `blocks` (int32 scalar) are
+    in use: what the others give is zero, and their rows and cotangents are not read. An empty slot within a block in use must be a zero row.
+    The weight's gradient is summed in float32 in the blocks' order, and zero for an expert without blocks.
+
+    In a `jax.shard_map` all of them may differ between devices, the number of blocks included.
+    """
+    axes = frozenset[str]().union(*map(varying, (rows_RK, weight_EKN, expert_of_block, blocks)))
+    return _grouped(platform, *vary((rows_RK, weight_EKN, expert_of_block, blocks), axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array) -> jax.Array:
+    return by_blocks(rows, weight, experts, blocks)
+
+
+def _forward(
+    platform: str, rows: CustomVJPPrimal, weight: CustomVJPPrimal, experts: CustomVJPPrimal, blocks: CustomVJPPrimal
+) -> tuple[jax.Array, GroupedResiduals]:
+    """Of a frozen weight there is no gradient to come, so the rows are not kept for one."""
+    residual = rows.value if weight.perturbed else None
+    out = _grouped(platform, rows.value, weight.value, experts.value, blocks.value)
+    return out, (residual, weight.value, experts.value, blocks.value)
+
+
+def _backward(
+    platform: str, residuals: GroupedResiduals, g_RN: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None, None]:
+    rows, weight, experts, blocks = residuals
+    to_rows = by_blocks(g_RN, weight, experts, blocks, transposed=True)
+    return to_rows, None if rows is None else weight_gradient(rows, g_RN, experts, blocks, weight), None, None
+
+
+_grouped.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def by_blocks(
+    rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array, transposed: bool = False
+) -> jax.Array:
+    """Returns each block of rows [R, K] times the weight [E, K, N] of its expert; `transposed`, rows [R, N] times its transpose: [R, K]."""
+    length = len(rows) // len(experts)
+    width = weight.shape[1 if transposed else 2]
+    over = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def block(i: jax.Array, out: jax.Array) -> jax.Array:
+        of_expert = lax.dynamic_index_in_dim(weight, experts[i], keepdims=False)
+        product = lax.dot_general(_block(rows, i, length), of_expert, over, preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), i * length, 0)
+
+    return lax.fori_loop(0, blocks, block, vary(jnp.zeros((len(rows), width), rows.dtype), varying(rows)))
+
+
+def weight_gradient(
+    rows: jax.Array, g_RN: jax.Array, experts: jax.Array, blocks: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """Returns, in the shape and dtype of the weight, the sum over an expert's blocks of rowsᵀ times their cotangent; zero where it has none."""
+    length = len(rows) // len(experts)
+
+    def block(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        sums, gradient = carry
+        over_rows = (((0,), (0,)), ((), ()))
+        product = lax.dot_general(_block(rows, i, length), _block(g_RN, i, length), over_rows, preferred_element_type=jnp.float32)  # fmt: skip
+        sums = jnp.where(experts[i] == experts[jnp.maximum(i - 1, 0)], sums, 0) + product
+        return sums, lax.dynamic_update_index_in_dim(gradient, sums.astype(gradient.dtype), experts[i], 0)
+
+    zeros = vary((jnp.zeros(weight.shape[1:], jnp.float32), jnp.zeros(weight.shape, weight.dtype)), varying(rows))
+    return lax.fori_loop(0, blocks, block, zeros)[1]
+
+
+def _block(rows: jax.Array, i: jax.Array, length: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(rows, i * length, length)
