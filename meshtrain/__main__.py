@@ -1,31 +1,14 @@
-"""The list of commands: `meshtrain train` runs the module `meshtrain.train`, and so does Python with `-m meshtrain train`.
+"""One word for all commands: `meshtrain train` runs the module `meshtrain.train`, and so does Python with `-m meshtrain train`."""
 
-A new command is a line here beside its own module.
-"""
-
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 
+from meshtrain.commands import COMMANDS, MODULES, listed
 from meshtrain.errors import nearest, say, short
 from meshtrain.run import early
-
-COMMANDS = {
-    "train": "trains a run, or the rest of one, by a config",
-    "plan": "predicts memory, seconds and the best mesh of a config before a device is needed",
-    "data": "prepares text and images; shows and verifies what is prepared",
-    "checkpoint": "lists, shows, verifies and compares checkpoints",
-    "launch": "starts a run on several machines, or writes what a cluster's scheduler starts",
-    "survive": "trains under supervisors, so that a run outlives its faults; status, stats, inject",
-    "monitor": "shows runs in the terminal while they go on",
-    "report": "reports on runs as text, page or JSON, and diagnoses what makes them slow",
-    "telemetry": "prints the catalogue of metrics, a dashboard for Grafana, alert rules for Prometheus",
-    "probe": "measures links and devices of a cluster and writes its YAML for the planner",
-    "adopt": "brings weights and configs from and to Hugging Face, LLaMA-Factory and DeepSpeed",
-    "generate": "continues prompts and holds conversations with a trained model",
-    "serve": "serves a model by OpenAI's API",
-    "evaluate": "evaluates a model on validation data, text, images or lm-evaluation-harness tasks",
-}
+from meshtrain.run.versions import versions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,13 +16,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     early.hear()
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
     if name in ("", "-h", "--help"):
-        print("usage: meshtrain COMMAND ...; see meshtrain COMMAND --help\n")
-        print("\n".join(f"  {command:<11} {meaning}" for command, meaning in COMMANDS.items()))
+        print(listed())
         return 0
     if name == "--version":
-        from meshtrain.run.versions import versions
-
-        print(f"meshtrain {versions()['meshtrain']}")
+        print(version())
         return 0
     if name not in COMMANDS:
         ending = nearest(name, COMMANDS) or f"; legal are {', '.join(COMMANDS)}."
@@ -47,8 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     sys.argv = [f"meshtrain.{name}", *rest[:-1]]
     # Ends by the command's own exit code.
-    runpy.run_module(f"meshtrain.{name}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"meshtrain.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
     return 0
+
+
+def version() -> str:
+    """Returns the versions of the package and of JAX, and the devices that JAX has here."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of which nothing is wanted but their names
+    import jax
+
+    known = versions()
+    try:
+        devices = jax.devices()
+        there = f"{len(devices)} x {devices[0].device_kind}"
+    except RuntimeError as error:
+        there = f"no devices: {str(error).splitlines()[0]}"
+    return f"meshtrain {known['meshtrain']}, JAX {known['jax']}, Python {known['python']}, {there}"
 
 
 if __name__ == "__main__":

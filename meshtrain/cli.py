@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from meshtrain.config.key import LARGEST
+from meshtrain.config.key import LARGEST, keys
 from meshtrain.errors import ConfigError, nearest, refusal, say, short
 from meshtrain.files import write_atomically
 from meshtrain.run import early
@@ -121,11 +121,22 @@ def _reader_is_gone() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+class Help(argparse.HelpFormatter):
+    """Says the default of each option that has one, in one way."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        stated = not action.help or "(default: " in action.help
+        if stated or action.default in (None, False, argparse.SUPPRESS) or action.default == []:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that takes no abbreviations, and says what is wrong in one sentence with the nearest right spelling."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"allow_abbrev": False} | settings)
+        usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": Help}
+        super().__init__(**usual | settings)
 
     # Parsers of commands that stand in the place of options, as those of `survive` do.
     beside: Mapping[str, Callable[[], "Parser"]] = {}
@@ -146,26 +157,48 @@ class Parser(argparse.ArgumentParser):
         """Adds a model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`)."""
         add = self.add_argument
         add("path", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
-        add("--mesh", metavar="data=A,tensor=B", help="over which devices (the fewest that it fits)")
-        add("--precision", metavar="DTYPE", help="what it computes in: float32, bfloat16, float16 (the model's)")
+        add("--mesh", metavar="data=A,tensor=B", help="over which devices (default: the fewest that it fits)")
+        add(
+            "--precision",
+            metavar="DTYPE",
+            help="what it computes in: float32, bfloat16, float16 (default: the model's)",
+        )
         add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
         add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         self._check(words[: words.index("--")] if "--" in words else words)
-        return super().parse_known_args(words, namespace)
+        parsed, beyond = super().parse_known_args(words, namespace)
+        if beyond and (setting := self._setting(*beyond[:1])):
+            self.error(f"{short(beyond[0])} is no argument{setting}")
+        return parsed, beyond
+
+    def _setting(self, word: str, value: str = "", *_: str) -> str:
+        """Returns the end of a sentence on a key of the config that was given without --set; nothing if the word is near none."""
+        from meshtrain.config.schema import Config
+
+        name, equals, given = word.lstrip("-").replace("-", "_").partition("=")
+        value = given if equals else "VALUE" if value.startswith("-") or not value else value
+        paths = keys(Config) if "--set" in self._option_string_actions else {}
+        if "." not in name:
+            paths = {path: key for path, key in paths.items() if path.endswith(f".{name}")}
+            name = next(iter(paths)) if len(paths) == 1 else ""  # several sections may have it
+        return nearest(name, paths, lambda path: f"--set {path}={short(value)}")
 
     def _check(self, words: Sequence[str]) -> None:
         """Refuses what argparse has no sentence for: unknown options and commands, by their nearest, and empty words."""
         options = [name for action in self._actions for name in action.option_strings]
         commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
-        for word in words:
+        for i, word in enumerate(words):
             name = word.partition("=")[0]
             if not word or (name in options and word == f"{name}="):
                 self.error(f"an argument is empty; give {name or 'it'} a value, or leave it out")
             if name.startswith("-") and name not in options and not re.fullmatch(r"-|-[0-9.]+", word):
-                self.error(f"there is no option {name}{nearest(name, options) or '.'}")
+                near = nearest(
+                    name.lstrip("-"), [option.lstrip("-") for option in options if option[:2] == "--"], "--{}".format
+                )
+                self.error(f"there is no option {name}{self._setting(*words[i:]) or near or '.'}")
             if commands is not None and not name.startswith("-"):
                 if word not in commands:
                     ending = nearest(word, commands) or f"; legal are {', '.join(commands)}."

@@ -48,7 +48,7 @@ def say(sentence: object) -> None:
 
 def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = str) -> str:
     """Returns the end of a sentence on the legal word nearest to a wrong one, as it is `shown`; nothing if none is near."""
-    near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.6)
     return f"; did you mean {shown(near[0])}?" if near else ""
 
 

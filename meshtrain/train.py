@@ -16,6 +16,7 @@ if __name__ == "__main__":
     # wrong usage and --help do not wait for JAX
     _parser().parse_args()
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from meshtrain.data import Loader, SplitBatches, in_epochs, open_data
 from meshtrain.data.batches import digests
 from meshtrain.errors import say
 from meshtrain.evaluate.evaluation import Evaluation
+from meshtrain.families import FAMILIES
 from meshtrain.inputs import a_config, inputs
 from meshtrain.mesh import join_cluster, own_rows, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
@@ -172,6 +174,7 @@ def _run(
         if stopped:
             where = f"after step {last}; its checkpoint is written" if last > start else "before the first step"
             report.write(f"stopped on request {where}, run again to go on.")
+        report.write(_commands(config, directory))
         heartbeat.phase("end")
         return STOPPED if stopped else DONE
 
@@ -322,6 +325,13 @@ def _closing(evaluation: Evaluation, step: int, last: Mapping[str, float]) -> li
         size, seconds, blocking = (last[f"checkpoint_{name}"] for name in ("bytes", "seconds", "blocked_seconds"))
         lines.insert(0, f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking")
     return lines
+
+
+def _commands(config: Config, directory: Path) -> str:
+    """Returns where a run is, and the commands that look at it."""
+    run = shlex.quote(str(directory))
+    use = f"evaluate {run}" if FAMILIES[config.model.family].images else f"generate {run} --prompt TEXT"
+    return "\n  meshtrain ".join([f"the run is in {run}", f"report {run}", f"checkpoint ls {run}", use])
 
 
 callable_as(__name__, train)

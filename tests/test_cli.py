@@ -1,10 +1,12 @@
 """Wrong usage of any command is one sentence with the nearest right spelling and exit code 2; so ends whatever else goes wrong."""
 
+import argparse
 import errno
 import importlib
 import io
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from meshtrain import cli
+from meshtrain.commands import COMMANDS as ALL
+from meshtrain.commands import parser_of
 from meshtrain.config import ConfigError
 
 COMMANDS = {
@@ -38,12 +42,17 @@ WRONG = {
         ("--config=", "an argument is empty; give --config a value"),
         ("--config run.yaml --set", "argument --set: expected one argument"),
         ("--config run.yaml --print-config=yes", "argument --print-config: ignored explicit argument 'yes'"),
-        ("--config run.yaml mesh.data=2", "unrecognized arguments: mesh.data=2"),
+        ("--config run.yaml mesh.data=2", "mesh.data=2 is no argument; did you mean --set mesh.data=2?"),
+        ("--config run.yaml --mesh.tensor 2", "there is no option --mesh.tensor; did you mean --set mesh.tensor=2?"),
+        ("--config run.yaml --mesh.tensr=2", "there is no option --mesh.tensr; did you mean --set mesh.tensor=2?"),
+        ("--config run.yaml --learning-rate 3e-4", "there is no option --learning-rate; did you mean --set optimizer.learning_rate=3e-4?"),
+        ("--config run.yaml --every 3", "there is no option --every.\n"),
         ("--config run.yaml --" + "x" * 5000, "xxx…xxx"),
     ],
     "plan": [
         ("", "--config FILE is needed"),
         ("--config run.yaml --flag", "there is no option --flag; did you mean --flags?"),
+        ("--version", "there is no option --version.\n"),
         ("--config run.yaml --gant -", "there is no option --gant; did you mean --gantt?"),
         ("--config run.yaml --search --devices -3", "argument --devices: '-3' is not a whole number of at least 1"),
         ("--config run.yaml --search --devices " + "9" * 5000, "'999"),
@@ -119,7 +128,7 @@ def test_help_is_still_help(name, capsys):
 
 HELPS = """
 import contextlib, io, runpy, sys
-from meshtrain.__main__ import COMMANDS
+from meshtrain.commands import COMMANDS
 for name in COMMANDS:
     sys.argv = [name, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
@@ -129,10 +138,8 @@ for name in COMMANDS:
 
 
 def test_no_help_waits_for_jax():
-    from meshtrain.__main__ import COMMANDS
-
     done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"{name} True" for name in COMMANDS]
+    assert done.stdout.splitlines() == [f"{name} True" for name in ALL]
 
 
 @pytest.mark.parametrize(
@@ -267,17 +274,68 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
 
 
 def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, monkeypatch):
-    from meshtrain.__main__ import COMMANDS, main
+    from meshtrain.__main__ import main
 
-    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {"train"}
-    assert there == COMMANDS.keys()
+    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {"train", "completion"}
+    assert there == ALL.keys()
     monkeypatch.setattr("meshtrain.run.early.hear", lambda: None)
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {name:<11} {meaning}\n" in printed for name, meaning in COMMANDS.items())
-    assert main(["--version"]) == 0 and capsys.readouterr().out.startswith("meshtrain ")
+    assert all(f"  {name:<11} {meaning}\n" in f"{printed}\n" for name, meaning in ALL.items())
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"meshtrain \S+, JAX \d\S+, Python \d\S+, \d+ x \w+\n", capsys.readouterr().out)
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == "meshtrain: there is no command trian; did you mean train?\n"
+
+
+def _and_its_own(parser):
+    yield parser
+    for own in parser.commands.values():
+        yield from _and_its_own(own)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_help_says_defaults_in_one_way(name):
+    for parser in _and_its_own(parser_of(name)):
+        said = " ".join(parser.format_help().split())
+        assert said.startswith("usage: python -m meshtrain") and not re.search("; default|default[^s]{2}is", said)
+        for action in parser._actions:
+            if action.help and action.default not in (None, False, [], argparse.SUPPRESS):
+                shown = " ".join(parser.formatter_class("")._expand_help(action).split())
+                assert shown.count("(default: ") == 1, shown
+
+
+def test_a_shell_completes_commands_options_and_keys(tmp_path):
+    pytest.importorskip("shtab")
+    from meshtrain.completion import completion
+
+    asks = """
+compopt() { :; }
+ask() { COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_meshtrain; echo "${COMPREPLY[*]}"; }
+ask meshtrain tr; ask meshtrain train --co; ask meshtrain train --set mesh.te; ask meshtrain survive st
+"""
+    (tmp_path / "asks").write_text(completion("bash") + asks)
+    done = subprocess.run(["bash", "asks"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["train", "--config", "mesh.tensor=", "status stats"]
+    assert "'mesh.tensor'" in completion("zsh") or " mesh.tensor " in completion("zsh")
+
+
+def test_the_reference_of_commands_has_every_command_with_its_own():
+    from meshtrain.completion import markdown
+
+    text = markdown()
+    assert all(f"### meshtrain {name}\n" in text for name in ALL)
+    assert "usage: meshtrain survive inject" in text and "usage: meshtrain launch slurm" in text
+    assert "python -m meshtrain" not in text
+
+
+def test_a_probe_that_is_asked_nothing_says_what_it_would_do(capsys, monkeypatch):
+    from meshtrain.probe import __main__ as probe
+    from meshtrain.probe.figures import PARTS
+
+    assert probe.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {part} " in said for part in PARTS) and "minutes" in said and "--output cluster.yaml" in said
 
 
 @pytest.mark.thorough

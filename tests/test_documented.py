@@ -66,6 +66,7 @@ FORMS = {
     ],
     "python -m meshtrain.generate RUN [--prompt TEXT | --chat]": [],
     "python -m meshtrain.telemetry catalogue|dashboard|rules": [],
+    "python -m meshtrain.completion bash|zsh": [],  # needs shtab; tests/test_cli.py has it complete
     "python -m meshtrain.adopt inspect | import | export | merge | config": [],
 }
 TYPED = list(

@@ -53,7 +53,7 @@ def parser() -> Parser:
     parsers["export"].add_argument("--adapter", action="store_true", help="LoRA's adapters alone, as PEFT has them")
     adapter = "adapters of PEFT, for weights without"
     parsers["merge"].add_argument("--adapter", type=Path, metavar="PEFT_DIR", help=adapter)
-    dtype = "of the weights (as they came, each; of a run that has trained, what it computes in)"
+    dtype = "of the weights (default: as they came, each; of a run that has trained, what it computes in)"
     tokenizer = "where the tokenizer's files are, if not where the weights came from"
     for name in ("export", "merge"):
         newest = "of a run: a number, best (by eval loss) or newest"
@@ -61,7 +61,7 @@ def parser() -> Parser:
         parsers[name].add_argument("--dtype", choices=DTYPES, help=dtype)
         parsers[name].add_argument("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
     parsers["config"].add_argument("files", type=Path, nargs="+", metavar="FILE", help="what they are read from")
-    devices = "devices it is for, which theirs do not say (1)"
+    devices = "devices it is for, which theirs do not say (default: 1)"
     steps = "steps of the run, where a warm-up is given as a share of them"
     parsers["config"].add_argument("--devices", type=whole_number, metavar="N", help=devices)
     parsers["config"].add_argument("--steps", type=whole_number, metavar="N", help=steps)

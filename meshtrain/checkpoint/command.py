@@ -1,11 +1,14 @@
 """Looks at checkpoints: what `python -m meshtrain.checkpoint` does once its words are read."""
 
 import argparse
+import dataclasses
+import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,21 +26,31 @@ UNREADABLE = (steps.Damaged, steps.NewerFormat)
 
 def ls(options: argparse.Namespace) -> int:
     directories, best = _directories(options.directory), by_eval_loss(options.directory.absolute())[:1]
-    print(f"{'step':>9}  {'saved':<20} {'loss':>10} {'eval loss':>10} {'size':>9}")
+    entries: list[dict[str, Any]] = []
     for directory in directories:
         try:
-            m, size = StepManifest.read(directory), units.size(digests.total_bytes(directory))
+            m, size = StepManifest.read(directory), digests.total_bytes(directory)
         except UNREADABLE as problem:
             if os.path.lexists(directory):
-                print(f"{directory.name:>9}  {problem}")
+                entries.append({"name": directory.name, "problem": str(problem)})
             continue
-        saved = m.saved.replace("+00:00", "Z")
-        mark = "  best" if directory in best else ""
-        print(f"{m.step:>9}  {saved:<20} {_number(m.loss):>10} {_number(m.eval_loss):>10} {size:>9}{mark}")
+        figures = {"step": m.step, "saved": m.saved, "loss": m.loss, "eval_loss": m.eval_loss}
+        entries.append({"name": directory.name} | figures | {"bytes": size, "best": directory in best})
     if directories != [options.directory.absolute()]:
         for path in sorted(set(directories[0].parent.iterdir()) - set(directories)):
-            name = path.name if path.name.isprintable() else ascii(path.name)
-            print(f"{name:>9}  no checkpoint: {_kind(path)}")
+            entries.append({"name": path.name, "problem": f"no checkpoint: {_kind(path)}"})
+    if options.json:
+        print(json.dumps(entries, indent=2))
+        return INTACT
+    print(f"{'step':>9}  {'saved':<20} {'loss':>10} {'eval loss':>10} {'size':>9}")
+    for entry in entries:
+        name = entry["name"] if entry["name"].isprintable() else ascii(entry["name"])
+        if "problem" in entry:
+            print(f"{name:>9}  {entry['problem']}")
+            continue
+        saved, mark = entry["saved"].replace("+00:00", "Z"), "  best" if entry["best"] else ""
+        loss, eval_loss = _number(entry["loss"]), _number(entry["eval_loss"])
+        print(f"{entry['step']:>9}  {saved:<20} {loss:>10} {eval_loss:>10} {units.size(entry['bytes']):>9}{mark}")
     return INTACT
 
 
@@ -53,6 +66,9 @@ def _kind(path: Path) -> str:
 def show(options: argparse.Namespace) -> int:
     directory = _named(options)[-1]
     m = _manifest(directory)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(m) | {"bytes": digests.total_bytes(directory)}, indent=2))
+        return INTACT
     print(f"step {m.step} in {short(directory)}")
     size = units.size(digests.total_bytes(directory))
     print(f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {size}")
@@ -76,23 +92,29 @@ def show(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    damaged = False
+    entries: list[dict[str, Any]] = []
     for directory in _named(options):
         began = time.perf_counter()
         try:
             StepManifest.read(directory)
             problems, size = digests.problems(directory), digests.total_bytes(directory)
         except UNREADABLE as problem:
-            problems = [str(problem)]
-        if problems and not os.path.lexists(directory):
-            print(f"{directory.name}: removed meanwhile")
+            problems, size = [str(problem)], 0
+        seconds = time.perf_counter() - began
+        removed = bool(problems) and not os.path.lexists(directory)
+        if not removed:
+            entries.append({"name": directory.name, "intact": not problems, "problems": problems, "bytes": size})
+        if removed:
+            line = "removed meanwhile"
         elif problems:
-            damaged = True
-            print(f"{directory.name}: DAMAGED: {'; '.join(problems)}")
+            line = f"DAMAGED: {'; '.join(problems)}"
         else:
-            seconds = time.perf_counter() - began
-            print(f"{directory.name}: intact, {units.size(size)} at {size / seconds / 1e9:.2f} GB/s")
-    return DAMAGED if damaged else INTACT
+            line = f"intact, {units.size(size)} at {size / seconds / 1e9:.2f} GB/s"
+        if not options.json:
+            print(f"{directory.name}: {line}")
+    if options.json:
+        print(json.dumps(entries, indent=2))
+    return INTACT if all(entry["intact"] for entry in entries) else DAMAGED
 
 
 def diff(options: argparse.Namespace) -> int:

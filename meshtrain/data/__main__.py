@@ -79,26 +79,22 @@ def parser() -> Parser:
 
     prepares = commands.add_parser("prepare", help="text or conversations to token shards")
     _add_input(prepares)
-    prepares.add_argument(
-        "--format", choices=get_args(Contents), default="text", help="as data.format (default: %(default)s)"
-    )
+    prepares.add_argument("--format", choices=get_args(Contents), default="text", help="as data.format")
     _add_tokenizer(prepares)
     prepares.add_argument("--output", required=True, type=_directory, help="directory of the shards")
     workers = os.cpu_count() or 1
     prepares.add_argument("--workers", type=whole_number, default=workers, help="processes (default: all cores)")
-    share = "share of the documents held out (default: %(default)s)"
+    share = "share of the documents held out"
     prepares.add_argument("--validation", type=_share, default=PrepareOptions.validation, help=share)
-    bad = "documents that are empty, damaged, not UTF-8, without text (default: %(default)s)"
+    bad = "documents that are empty, damaged, not UTF-8, without text"
     prepares.add_argument("--bad", choices=("skip", "refuse"), default=PrepareOptions.bad, help=bad)
     prepares.set_defaults(run=_prepare)
 
     shows = commands.add_parser("show", help="an example of conversations, what is learned of it in colour")
     shows.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files or folders of conversations")
-    shows.add_argument(
-        "--format", choices=("chat", "pairs"), default="chat", help="as data.format (default: %(default)s)"
-    )
+    shows.add_argument("--format", choices=("chat", "pairs"), default="chat", help="as data.format")
     _add_tokenizer(shows)
-    shows.add_argument("--number", type=whole_number, default=1, help="which example, from 1 (default: %(default)s)")
+    shows.add_argument("--number", type=whole_number, default=1, help="which example, from 1")
     length = "as train.sequence_length: how much of the example a row takes"
     shows.add_argument("--length", type=whole_number, help=length)
     shows.set_defaults(run=_show)
@@ -118,12 +114,12 @@ def parser() -> Parser:
 def _add_input(parser: argparse.ArgumentParser) -> None:
     kinds = "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet"
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
-    field = "field of a JSON Lines record, or column of Parquet, that holds the text (default: %(default)s)"
+    field = "field of a JSON Lines record, or column of Parquet, that holds the text"
     parser.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    kinds = "byte, or the path of a tokenizer.json (default: %(default)s)"
+    kinds = "byte, or the path of a tokenizer.json"
     parser.add_argument("--tokenizer", default=PrepareOptions.tokenizer, help=kinds)
     parser.add_argument("--template", help="of conversations: a chat template, instead of the one beside the tokenizer")
 

@@ -44,20 +44,20 @@ def parser() -> Parser:
     )
     source.add_argument("--images", metavar="PATH", help="a folder or arrays of images: accuracy of a model of them")
     of_text = parser.add_argument_group("text")
-    field = "field of a JSON Lines record, or column of Parquet, that holds the text (default: %(default)s)"
+    field = "field of a JSON Lines record, or column of Parquet, that holds the text"
     of_text.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
-    apart = "tokens from one row of a document to the next (half the length)"
+    apart = "tokens from one row of a document to the next (default: half the length)"
     of_text.add_argument("--stride", type=whole_number, metavar="N", help=apart)
     of_tasks = parser.add_argument_group("tasks")
     of_tasks.add_argument("--include-path", type=Path, metavar="DIR", help="where tasks of your own are, YAML files")
-    of_tasks.add_argument("--shots", type=_from_0, metavar="N", help="examples before each question (the task's own)")
-    of_tasks.add_argument("--limit", type=whole_number, metavar="N", help="questions of each task (all)")
-    of_tasks.add_argument("--chat", action="store_true", default=None, help="ask by the model's own chat template")
-    places = f"tokens of a row (what the model was made for; of text at most {USUAL})"
-    parser.add_argument("--length", type=whole_number, metavar="N", help=places)
-    parser.add_argument(
-        "--batch", type=whole_number, default=8, metavar="N", help="rows at once (default: %(default)s)"
+    of_tasks.add_argument(
+        "--shots", type=_from_0, metavar="N", help="examples before each question (default: the task's own)"
     )
+    of_tasks.add_argument("--limit", type=whole_number, metavar="N", help="questions of each task (default: all)")
+    of_tasks.add_argument("--chat", action="store_true", default=None, help="ask by the model's own chat template")
+    places = f"tokens of a row (default: what the model was made for; of text at most {USUAL})"
+    parser.add_argument("--length", type=whole_number, metavar="N", help=places)
+    parser.add_argument("--batch", type=whole_number, default=8, metavar="N", help="rows at once")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     return parser
 

@@ -37,16 +37,16 @@ def parser() -> Parser:
     )
     parser.add_model()
     add = parser.add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="the text to go on with (standard input); may be repeated: they run together")  # fmt: skip
+    add("--prompt", action="append", default=[], metavar="TEXT", help="the text to go on with, may be repeated: they run together (default: standard input)")  # fmt: skip
     add("--chat", action="store_true", help="a conversation by the model's own chat template, a line of standard input a message")  # fmt: skip
     add("--system", metavar="TEXT", help="of a conversation: what it begins with")
-    add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most (256)")
-    add("--temperature", type=_temperature, metavar="T", help="0: always the likeliest (generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
+    add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most")
+    add("--temperature", type=_temperature, metavar="T", help="0: always the likeliest (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
     add("--top-k", type=whole_number, metavar="K", help="among so many of the likeliest")
     add("--top-p", type=_share, metavar="P", help="among the fewest whose probabilities sum to this")
-    add("--seed", type=_seed, metavar="S", help="the same one makes the same choices (0)")
+    add("--seed", type=_seed, metavar="S", help="the same one makes the same choices (default: 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="the answer ends before it; may be repeated")
-    add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (the model's)")
+    add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (default: the model's)")
     return parser
 
 

@@ -61,26 +61,28 @@ def add_engine(parser: Parser) -> None:
     """The options of all engines."""
     parser.add_config()
     add_flags(parser)
-    parser.add_argument("--nodes", type=whole_number, help="nodes to ask for; default: survive.wanted")
-    parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="default: what the mesh needs; 0: none")
-    parser.add_argument("--cpus-per-node", type=whole_number, metavar="N", help="CPU cores; default: left to the engine")  # fmt: skip
-    parser.add_argument("--name", type=_name, help="of the job; default: the run directory's")
-    parser.add_argument("--python", default="python", help="the interpreter on the nodes; default: python")
+    parser.add_argument("--nodes", type=whole_number, help="nodes to ask for (default: survive.wanted)")
+    parser.add_argument(
+        "--gpus-per-node", type=_count, metavar="N", help="GPUs of a node; 0: none (default: what the mesh needs)"
+    )
+    parser.add_argument("--cpus-per-node", type=whole_number, metavar="N", help="CPU cores (default: left to the engine)")  # fmt: skip
+    parser.add_argument("--name", type=_name, help="of the job (default: the run directory's)")
+    parser.add_argument("--python", default="python", help="the interpreter on the nodes")
 
 
 def add_flags(parser: Parser) -> None:
     """The options of all launchers that say which flags of XLA and NCCL the nodes get (`meshtrain.launch.flags`)."""
-    parser.add_argument("--cluster", metavar="FILE|NAME", help="what the nodes are, for the flags that they get; default: as for meshtrain.plan")  # fmt: skip
+    parser.add_argument("--cluster", metavar="FILE|NAME", help="what the nodes are, for the flags that they get (default: as for meshtrain.plan)")  # fmt: skip
     parser.add_argument("--no-flags", action="store_true", help="leave XLA_FLAGS and NCCL's variables as they are; meshtrain.plan --flags shows them")  # fmt: skip
 
 
 def add_requeues(parser: Parser) -> None:
-    meaning = f"times that a stopped run (exit code 75) is started again, at most; default: {REQUEUES}"
+    meaning = "times that a stopped run (exit code 75) is started again, at most"
     parser.add_argument("--requeues", type=_count, default=REQUEUES, metavar="N", help=meaning)
 
 
 def add_mount(parser: Parser) -> None:
-    meaning = "where it is; paths of the config begin there; default: /work"
+    meaning = "where it is; paths of the config begin there"
     parser.add_argument("--mount", default="/work", type=absolute, help=meaning)
 
 

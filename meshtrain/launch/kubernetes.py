@@ -46,8 +46,8 @@ def add(parser: Parser) -> None:
     parser.add_argument("--namespace", type=word)
     parser.add_argument("--volume", required=True, type=word, metavar="CLAIM", help="a claim that all pods may write to (ReadWriteMany)")  # fmt: skip
     add_mount(parser)
-    parser.add_argument("--memory-per-node", type=_quantity, metavar="SIZE", help=f"asked for, and not exceeded, as in 512Gi; default: {MEMORY}Gi a device asked for, no limit")  # fmt: skip
-    parser.add_argument("--shared-memory", type=_quantity, default="16Gi", metavar="SIZE", help="of /dev/shm, a part of a node's memory; default: 16Gi")  # fmt: skip
+    parser.add_argument("--memory-per-node", type=_quantity, metavar="SIZE", help=f"asked for, and not exceeded, as in 512Gi (default: {MEMORY}Gi a device asked for, no limit)")  # fmt: skip
+    parser.add_argument("--shared-memory", type=_quantity, default="16Gi", metavar="SIZE", help="of /dev/shm, a part of a node's memory")  # fmt: skip
 
 
 def jobset(options: argparse.Namespace) -> str:

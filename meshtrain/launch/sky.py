@@ -23,7 +23,7 @@ address=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
 def add(parser: Parser) -> None:
     add_engine(parser)
     parser.add_argument("--accelerator", type=word, help="as SkyPilot calls it, such as H100; needed unless --gpus-per-node is 0")  # fmt: skip
-    parser.add_argument("--image", help="a container image that has meshtrain; default: the checkout in which sky is called is installed")  # fmt: skip
+    parser.add_argument("--image", help="a container image that has meshtrain (default: the checkout in which sky is called is installed)")  # fmt: skip
     parser.add_argument("--volume", required=True, type=word, help="a SkyPilot volume that all nodes share")
     add_mount(parser)
     parser.add_argument("--spot", action="store_true", help="take machines that may be taken away")

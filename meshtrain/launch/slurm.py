@@ -90,7 +90,7 @@ def add(parser: Parser) -> None:
     for name, of in (("partition", word), ("account", word), ("qos", word), ("constraint", _constraint)):
         parser.add_argument(f"--{name}", type=of)
     parser.add_argument("--mail-user", type=text_of("[^\\s@]+@[^\\s@]+", "is no mail address"), metavar="ADDRESS", help="hears of the job's end, and of each requeue")  # fmt: skip
-    parser.add_argument("--directory", type=absolute, help="where paths of the config begin; default: where sbatch is called")  # fmt: skip
+    parser.add_argument("--directory", type=absolute, help="where paths of the config begin (default: where sbatch is called)")  # fmt: skip
     parser.add_argument("--template", metavar="FILE", help="your site's script: its #SBATCH lines win over ours, its commands (module load, a virtual environment) come before srun")  # fmt: skip
     add_requeues(parser)
 

@@ -35,8 +35,8 @@ def add(parser: Parser) -> None:
     hosts.add_argument("--hostfile", metavar="FILE", help="one host a line; # begins a comment")
     parser.add_config()
     add_flags(parser)
-    parser.add_argument("--directory", type=absolute, help="where to start on the hosts; default: this directory")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter on the hosts; default: this one")
+    parser.add_argument("--directory", type=absolute, help="where to start on the hosts (default: this directory)")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter on the hosts")
     parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")
 
 

@@ -67,9 +67,7 @@ def parser() -> Parser:
     parser.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="a run's directory, which need not be there yet"
     )
-    parser.add_argument(
-        "--every", metavar="SECONDS", type=whole_number, default=EVERY, help=f"between two looks; default: {EVERY}"
-    )
+    parser.add_argument("--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks")
     parser.add_argument("--once", action="store_true", help="shows it once, and ends")
     return parser
 

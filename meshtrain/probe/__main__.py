@@ -23,12 +23,29 @@ from meshtrain.probe.figures import PARTS, Probe
 DESCRIPTION = (
     "What the links and devices really give, and which of them is slow; start it on every node as a run is started."
 )
+WOULD = """\
+probe measures, on all devices that JAX finds here (or on all nodes, if it is started on each as a run is):
+
+  barrier      how long it takes all to meet, and who comes late
+  collectives  what each kind gives along each axis of the mesh, over sizes of message
+  pairs        latency and bandwidth between devices, two at a time
+  products     how fast each device multiplies matrices, alone and all at once
+
+It takes some seconds on accelerators and one to two minutes on fake CPU devices, in which each device is kept busy and should do nothing else.
+Begin with one of
+
+  meshtrain probe --output cluster.yaml    all of it, and a file for plan --cluster and mesh.cluster
+  meshtrain probe --only products          one part, in seconds
+  meshtrain probe --json                   all of it, for programs"""
 SIZES = (*AXES, "islands")  # of a mesh
 PROGRAMS = tuple(name for name in ALGORITHMS if name != "psum")  # which is what XLA does
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
+    if not (sys.argv[1:] if arguments is None else arguments):
+        print(WOULD)
+        return DONE
     options = parser().parse_args(arguments)
     config = _config(options)
     _check(options, config)
@@ -73,10 +90,10 @@ def _output_to_errors() -> Iterator[None]:
 def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.probe", description=DESCRIPTION)
     parser.add_config(required=False)
-    parser.add_argument("--mesh", metavar="AXIS=N,...", help="the mesh to measure, as in data=4,islands=2,tensor=4; default: a machine's devices are tensor ranks, machines are data ranks")  # fmt: skip
+    parser.add_argument("--mesh", metavar="AXIS=N,...", help="the mesh to measure, as in data=4,islands=2,tensor=4 (default: a machine's devices are tensor ranks, machines are data ranks)")  # fmt: skip
     parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file or an accelerator that the figures are held against")  # fmt: skip
     parser.add_argument("--every-pair", action="store_true", help="measures every pair of devices, of more than 16 too, as a device_order needs: minutes")  # fmt: skip
-    parser.add_argument("--only", choices=PARTS, help="one part of it; default: all")
+    parser.add_argument("--only", choices=PARTS, help="one part of it (default: all)")
     parser.add_argument("--algorithms", metavar="NAME,...|all", help=f"programs of messages to measure beside what XLA does: {', '.join(PROGRAMS)}")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
     parser.add_argument("--output", metavar="FILE", help="writes a cluster file for python -m meshtrain.plan --cluster")

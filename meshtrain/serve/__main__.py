@@ -40,17 +40,17 @@ def parser() -> Parser:
     parser.add_model()
     add, seconds = parser.add_argument, _up_to(1e9, float, "number of seconds")
     port = _up_to(65535, int, "port; ports are 0 to 65535")
-    add("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1: this machine alone)")
-    add("--port", type=port, default=8000, help="0: any that is free (8000)")
-    add("--name", help="what clients call the model (that of its run)")
-    add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once (8)")
-    add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (the model's)")
-    add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429 (64)")  # fmt: skip
-    add("--key-env", metavar="NAME", help=f"the environment variable that holds the key ({KEY})")
-    add("--request-timeout", type=seconds, default=600.0, metavar="S", help="that a request may take, waiting included (600)")  # fmt: skip
-    add("--stuck-after", type=seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so (60)")  # fmt: skip
-    add("--notice", type=seconds, default=3.0, metavar="S", help="after SIGTERM, /health says so and requests are still taken (3)")  # fmt: skip
-    add("--drain", type=seconds, default=30.0, metavar="S", help="and then what runs may take to finish (30)")
+    add("--host", default="127.0.0.1", help="the address it listens on; 127.0.0.1: this machine alone")
+    add("--port", type=port, default=8000, help="0: any that is free")
+    add("--name", help="what clients call the model (default: that of its run)")
+    add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once")
+    add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (default: the model's)")
+    add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429")  # fmt: skip
+    add("--key-env", metavar="NAME", help=f"the environment variable that holds the key (default: {KEY})")
+    add("--request-timeout", type=seconds, default=600.0, metavar="S", help="that a request may take, waiting included")  # fmt: skip
+    add("--stuck-after", type=seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so")  # fmt: skip
+    add("--notice", type=seconds, default=3.0, metavar="S", help="after SIGTERM, /health says so and requests are still taken")  # fmt: skip
+    add("--drain", type=seconds, default=30.0, metavar="S", help="and then what runs may take to finish")
     add("--access-log", action="store_true", help="a line a request on stderr")
     return parser
 

@@ -62,8 +62,8 @@ def parser() -> Parser:
         epilog=f"Besides, python -m meshtrain.survive {'|'.join(COMMANDS)}: each has --help.",
     )
     parser.add_config()
-    parser.add_argument("--node", help="this node's name, which no other node of the run has; default: the host's")
-    parser.add_argument("--address", help="how other nodes reach this one; default: the host's name")
+    parser.add_argument("--node", help="this node's name, which no other node of the run has (default: the host's)")
+    parser.add_argument("--address", help="how other nodes reach this one (default: the host's name)")
     parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain.plan --flags shows them")  # fmt: skip
     parser.beside = {name: of_command for name, (of_command, _) in COMMANDS.items()}
     return parser
@@ -109,13 +109,18 @@ def _inject_parser() -> Parser:
         "fault", nargs="?", metavar="KIND@STEP:RANK", help="as in kill@40:1: rank 1 is killed once 40 steps are taken"
     )
     parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="the run's directory; default: the one below runs/, if there is one only"
+        "run", nargs="?", metavar="RUN", help="the run's directory (default: the one below runs/, if there is one only)"
     )
     parser.add_argument("--list", action="store_true", help="the kinds that there are")
+    parser.add_argument("--json", action="store_true", help="with --list, the same for programs")
     return parser
 
 
 def _inject(options: argparse.Namespace) -> int:
+    if options.list and options.json:
+        kinds = [{"number": kind.number, "name": kind.name, "does": kind.does} for kind in KINDS.values()]
+        print(json.dumps(kinds, indent=2))
+        return DONE
     if options.list:
         for kind in KINDS.values():
             print(f"{kind.number:2} {kind.name:18} {kind.does}")

@@ -6,6 +6,7 @@ Each is printed; copies of the last two stand in configs/monitoring/.
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import yaml
 
@@ -20,8 +21,9 @@ HEAD = "# Alert rules for Prometheus, from meshtrain/telemetry/thresholds.py: py
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    text, _ = PRINTED[parser().parse_args(arguments).command]
-    print(text(), end="")
+    options = parser().parse_args(arguments)
+    text, _ = PRINTED[options.command]
+    print(catalogue_json() if getattr(options, "json", False) else text(), end="")
     return DONE
 
 
@@ -29,7 +31,9 @@ def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.telemetry", description="Prints what monitoring of a run stands on.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, meaning) in PRINTED.items():
-        commands.add_parser(name, help=meaning, description=meaning)
+        printed = commands.add_parser(name, help=meaning, description=meaning)
+        if name == "catalogue":
+            printed.add_argument("--json", action="store_true", help="the same for programs")
     return parser
 
 
@@ -43,6 +47,12 @@ def catalogue() -> str:
         for t in THRESHOLDS
     ]
     return f"{columns(metrics)}\n\n{columns(alerts)}\n"
+
+
+def catalogue_json() -> str:
+    metrics = [asdict(metric) | {"sample": metric.sample} for metric in METRICS]
+    alerts = [{name: value for name, value in vars(t).items() if not callable(value)} for t in THRESHOLDS]
+    return json.dumps({"metrics": metrics, "alerts": alerts}, indent=2) + "\n"
 
 
 def dashboard_text() -> str:

@@ -57,6 +57,20 @@ def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
     for word, named in (("best", "2"), ("newest", "3"), ("1", "1")):
         code, (line,), _ = call(capsys, "verify", run, "--step", word)
         assert code == 0 and line.startswith(f"{named}: intact")
+    listed, shown, (first, *_) = (
+        json.loads("".join(call(capsys, word, run, "--json")[1])) for word in ("ls", "show", "verify")
+    )
+    assert [(entry["step"], entry["best"], entry["eval_loss"]) for entry in listed] == [
+        (1, False, 0.5),
+        (2, True, 0.25),
+        (3, False, 0.75),
+    ]
+    assert (
+        shown["step"] == 3
+        and "blocks.mlp.gate" in " ".join(shown["leaves"])
+        and listed[2]["bytes"] == shown["bytes"] > 0
+    )
+    assert (first["name"], first["intact"], first["problems"]) == ("1", True, [])
     assert call(capsys, "show", run, "--step", "4")[2] == f"meshtrain: there is no step 4 in {run}; it has 1, 2, 3.\n"
 
 
@@ -78,6 +92,11 @@ def test_verify_tells_intact_from_damaged(run, damaged, capsys):
 
 
 @pytest.mark.thorough
+def test_verify_for_programs_names_what_is_damaged_and_ends_with_1(damaged, capsys):
+    code, lines, _ = call(capsys, "verify", damaged, "--json")
+    assert code == 1 and [entry["intact"] for entry in json.loads("".join(lines))] == [True, True, False]
+
+
 def test_diff_names_what_differs_and_only_that(run, capsys):
     steps_of = run / "checkpoints"
     assert call(capsys, "diff", steps_of / "1", steps_of / "1") == (0, ["the same"], "")

@@ -32,7 +32,12 @@ def train(directory, count, every, layout=ONE, **sections):
 def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, capsys):
     run = train(tmp_path, 9, 2, log={"every": 4}, checkpoint={"every": 2, "keep": 9})
     logged = sum(row.get("checkpoint_bytes", 0) for row in rows(run))
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("last save: "))
+    printed = capsys.readouterr().out.splitlines()
+    said = next(line for line in printed if line.startswith("last save: "))
+    looks = [
+        f"  meshtrain {words}" for words in (f"report {run}", f"checkpoint ls {run}", f"generate {run} --prompt TEXT")
+    ]
+    assert printed[-4:] == [f"the run is in {run}", *looks]
     saved = [digests.total_bytes(run / "checkpoints" / str(step)) for step in (2, 4, 6, 8, 9)]
     assert [row["step"] for row in rows(run)] == [4, 8, 9]
     unlogged = [k for k in range(1, 4) if logged == sum(saved[:-k])]  # a save may end after the next row is written

@@ -1,5 +1,6 @@
 """python -m meshtrain.survive and its words, as people mistype them: one sentence, exit code 2, nothing is made."""
 
+import json
 import os
 import socket
 import subprocess
@@ -188,6 +189,8 @@ def test_a_fault_is_asked_for_once_more_under_a_name_of_its_own(run, capsys):
     capsys.readouterr()
     assert main(["inject", "--list"]) == 0
     assert capsys.readouterr().out.count("\n") == len(KINDS) == 32
+    assert main(["inject", "--list", "--json"]) == 0
+    assert [kind["name"] for kind in json.loads(capsys.readouterr().out)] == list(KINDS)
 
 
 def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):

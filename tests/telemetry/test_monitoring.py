@@ -51,6 +51,11 @@ def test_the_catalogue_names_every_metric_and_every_alert(capsys):
     assert main(["catalogue"]) == 0
     words = capsys.readouterr().out.split()
     assert {*(metric.sample for metric in METRICS), *(threshold.rule for threshold in THRESHOLDS)} <= set(words)
+    assert main(["catalogue", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert [metric["name"] for metric in content["metrics"]] == list(BY_NAME) and len(content["alerts"]) == len(
+        THRESHOLDS
+    )
 
 
 def test_each_threshold_has_a_rule_with_its_limit():
