@@ -6,14 +6,14 @@
     W:  residuals, stash     ──► weight gradients             nothing is computed twice
 
 It works on the traced program of a layer, so it knows nothing of the model: I is what the input gradient depends on, W is the rest.
-A loop in it is taken whole.
+A loop or a kernel in it is taken whole.
 """
 
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from meshtrain.compat import bind, scopes_of
 
@@ -96,7 +96,7 @@ class _Parts:
         others = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)}
         # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than what it is made of.
         known = _outs(_made_by(jaxpr, needed))
-        needed |= {v for v in others if not any(e.primitive.name == "dot_general" for e in _made_by(jaxpr, {v}, known))}
+        needed |= {v for v in others if not any(map(_multiplies, _made_by(jaxpr, {v}, known)))}
         self.in_first = _made_by(jaxpr, needed)
         self.in_second = _made_by(jaxpr, others, _outs(self.in_first))
         others |= {v for eqn in self.in_second for v in _variables(eqn.invars)}
@@ -128,6 +128,12 @@ def _made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> l
             equations.append(eqn)
             wanted |= _variables(eqn.invars) - known
     return equations[::-1]
+
+
+def _multiplies(eqn: JaxprEqn) -> bool:
+    """Whether it is a matrix product, or a loop or kernel that holds one."""
+    inner = jaxprs_in_params(eqn.params)
+    return eqn.primitive.name == "dot_general" or any(_multiplies(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
 def _outs(eqns: Sequence[JaxprEqn]) -> set[Var]:

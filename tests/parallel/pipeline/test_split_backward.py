@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from meshtrain.compat import vary
 from meshtrain.config import load
 from meshtrain.mesh import AXES, make_mesh
+from meshtrain.model.grouped import grouped
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
 from meshtrain.parallel.pipeline.stage import Slot, Stage, empty
 from meshtrain.step import Program
@@ -138,6 +139,38 @@ def test_a_loop_is_taken_whole():
     right_gx, right = run(x, cotangent)
     np.testing.assert_allclose(gx, right_gx)
     np.testing.assert_allclose(gradient, right)
+
+
+def test_a_weight_gradient_that_is_a_loop_of_products_is_left_for_w():
+    """As those of experts are. A loop without products is run at once, like any other gradient that takes none."""
+    random = np.random.default_rng(0)
+    up, down, rows, cotangent = (
+        jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((2, 7, 11), (2, 11, 7), (12, 7), (12, 7))
+    )
+
+    def run(rows: jax.Array, blocks: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+        def layer(weights: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
+            up, down, scale = weights
+            hidden = jax.nn.silu(grouped(rows, up, jnp.array([0, 1, 1]), blocks))
+            hidden = hidden * lax.fori_loop(0, 2, lambda _, s: s * s, scale)
+            return grouped(hidden, down, jnp.array([0, 1, 1]), blocks)
+
+        _, vjp = jax.vjp(layer, (up, down, jnp.float32(1.5)), rows)
+        gradients, to_rows = vjp(cotangent)
+        return to_rows, gradients
+
+    given = rows, jnp.int32(3), cotangent
+    halves = split_backward(run, (False, False, True), *given)
+    (to_rows,), stash = halves.first(*given)
+    gradients = halves.second(stash, *given[:2], None)
+    right_to_rows, right = run(*given)
+    for ours, theirs in zip((to_rows, *gradients), (right_to_rows, *right), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    first = jax.make_jaxpr(halves.first)(*given).jaxpr
+    second = jax.make_jaxpr(lambda stash, *kept: halves.second(stash, *kept, None))(stash, *given[:2]).jaxpr
+    assert [eqn.primitive.name for eqn in second.eqns if eqn.primitive.name in ("while", "scan")] == ["while"] * 2
+    assert total(products(first)) == 3  # the first product once more, and the input gradients of both
+    assert total(products(second)) == 2
 
 
 # --- the model's own layers, inside the executor
