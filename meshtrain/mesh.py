@@ -35,9 +35,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.compat import joined_processes
 from meshtrain.config import Config, ConfigError, MeshConfig, short
+from meshtrain.config.mesh import ALL_AXES
 from meshtrain.config.mesh import AXES as AXES
 from meshtrain.config.mesh import CONTEXT as CONTEXT
 from meshtrain.config.mesh import DATA as DATA
+from meshtrain.config.mesh import EXPERT as EXPERT
 from meshtrain.config.mesh import ISLAND as ISLAND
 from meshtrain.config.mesh import PIPELINE as PIPELINE
 from meshtrain.config.mesh import TENSOR as TENSOR
@@ -45,8 +47,6 @@ from meshtrain.config.schema import MOST_FAKE_DEVICES
 from meshtrain.errors import refusal
 from meshtrain.xla import ask_for_pool, step_options
 
-_WITH_CONTEXT = (DATA, CONTEXT, TENSOR, PIPELINE)
-LEGAL_AXES = (AXES, (ISLAND, *AXES), _WITH_CONTEXT, (ISLAND, *_WITH_CONTEXT))
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
 SHUTDOWN_TIMEOUT = 30
 THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
@@ -235,8 +235,8 @@ def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Devi
 
 
 def check_axes(mesh: Mesh) -> None:
-    """Raises ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without those of islands and context."""
-    if mesh.axis_names not in LEGAL_AXES:
+    """Raises ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without those of islands, experts and context."""
+    if not set(AXES) <= set(mesh.axis_names) or mesh.axis_names != tuple(a for a in ALL_AXES if a in mesh.axis_names):
         raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
 
 

@@ -76,6 +76,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         legal = listed_divisors(model.heads)
         yield f"mesh.tensor {tensor} does not divide model.heads {model.heads}; legal are {legal}."
     yield from context_problems(config)
+    yield from _expert_problems(config)
     if config.parallel.sequence_parallel and length % tensor:
         legal, patches = listed_divisors(math.gcd(length, model.heads)), length - 1
         if family.images and model.pool == "class" and not patches % tensor:
@@ -83,6 +84,23 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield (
             f"mesh.tensor {tensor} does not divide train.sequence_length {length}, as parallel.sequence_parallel needs; "
             f"legal for mesh.tensor are {legal}."
+        )
+
+
+def _expert_problems(config: Config) -> Iterator[str]:
+    experts, expert = config.model.moe.experts, config.mesh.expert
+    if not experts:
+        if expert > 1:
+            yield f"mesh.expert is {expert}, but the model has no experts; give model.moe.experts, or leave it out."
+        if config.parallel.experts.capacity is not None:
+            yield "parallel.experts.capacity is given, but the model has no experts; give model.moe.experts, or leave it out."
+        return
+    if experts % expert:
+        yield f"mesh.expert {expert} does not divide model.moe.experts {experts}; legal are {listed_divisors(experts)}."
+    if expert > 1 and (compression := config.parallel.reduce.compression) != "none":
+        yield (
+            f"parallel.reduce.compression is {compression}, but with mesh.expert {expert} gradients of experts are summed over other ranks "
+            "than those of the other weights, and a residual of each would be kept; leave one of them out."
         )
 
 
@@ -261,7 +279,7 @@ def _remat_problems(config: Config) -> Iterator[str]:
 def _tuning_problems(config: Config) -> Iterator[str]:
     lora, train, data = config.lora, config.train, config.data
     is_dpo = train.objective == "dpo"
-    have = [name for name in model.PROJECTIONS if name != "gate" or FAMILIES[config.model.family].gated]
+    have = model.projections(config.model)
     for target in lora.targets:
         if target not in have:
             ending = nearest(target.removesuffix("_proj"), have) or "."

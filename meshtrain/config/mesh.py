@@ -6,6 +6,8 @@ Data is cut into islands of equal size; `MeshConfig.shape` has the axes of the m
                             island 1   data 0, 1        those across are slow
     data 2, context 2:      data 0     context 0, 1     each data rank's rows are cut along the sequence over
                             data 1     context 0, 1     its context ranks (see `parallel.context`)
+    data 4, expert 2:       data 0     expert 0, 1      the ranks of expert have rows of their own, and share the experts of a layer
+                            data 1     expert 0, 1      between them (see `parallel.experts`)
 """
 
 import math
@@ -16,8 +18,8 @@ from meshtrain.config.key import key
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 
 DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
-ISLAND, CONTEXT = "island", "context"
-ALL_AXES = (ISLAND, DATA, CONTEXT, TENSOR, PIPELINE)
+ISLAND, EXPERT, CONTEXT = "island", "expert", "context"
+ALL_AXES = (ISLAND, DATA, EXPERT, CONTEXT, TENSOR, PIPELINE)
 ORDER = (ISLAND, PIPELINE, DATA, TENSOR)  # outermost first
 
 
@@ -35,9 +37,12 @@ class MeshConfig:
         1, "context-parallel ranks: the tokens of a row are split over this axis, and ZeRO shards state over it too; the row must divide by twice as many",
         least=1
     )
+    expert: int = key(
+        1, "data ranks that share the experts of a layer between them, a part of data: the rows that choose an expert travel to its rank", least=1
+    )
     order: tuple[str, ...] = key(
         ORDER, f"axes in the order in which devices are numbered, the outermost first: neighbours talk over the last one; legal are {', '.join(ORDER)}; "
-        "context may stand among them, else it is next to tensor, outside of it"
+        "context may stand among them, else it is next to tensor, outside of it; and expert, else inside data"
     )
     cluster: str | None = key(
         None, "a cluster file with a device_order, as the probe writes it where links join other devices than JAX numbers as neighbours: the mesh takes them so"
@@ -46,8 +51,8 @@ class MeshConfig:
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "MeshConfig":
         """Makes the section from the axes of a mesh and their sizes, as `shape` has them."""
-        islands = sizes.get(ISLAND, 1)
-        return cls(sizes[DATA] * islands, sizes[TENSOR], sizes[PIPELINE], islands, sizes.get(CONTEXT, 1))
+        islands, expert = sizes.get(ISLAND, 1), sizes.get(EXPERT, 1)
+        return cls(sizes[DATA] * islands * expert, sizes[TENSOR], sizes[PIPELINE], islands, sizes.get(CONTEXT, 1), expert)
 
     @property
     def devices(self) -> int:
@@ -60,9 +65,10 @@ class MeshConfig:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The axes of the mesh and their sizes: islands and context only where there are several."""
-        optional = {axis: size for axis, size in ((ISLAND, self.islands), (CONTEXT, self.context)) if size > 1}
-        sizes = {DATA: self.data // self.islands, TENSOR: self.tensor, PIPELINE: self.pipeline} | optional
+        """The axes of the mesh and their sizes: islands, expert and context only where there are several."""
+        among = ((ISLAND, self.islands), (EXPERT, self.expert), (CONTEXT, self.context))
+        optional = {axis: size for axis, size in among if size > 1}
+        sizes = {DATA: self.data // self.islands // self.expert, TENSOR: self.tensor, PIPELINE: self.pipeline} | optional
         return {axis: sizes[axis] for axis in ALL_AXES if axis in sizes}
 
     @property
@@ -72,12 +78,11 @@ class MeshConfig:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes over which the rows of a batch are split, major first."""
-        return (ISLAND, DATA) if self.islands > 1 else (DATA,)
+        return tuple(axis for axis in (ISLAND, DATA, EXPERT) if axis in self.shape)
 
     def token_axes(self, across: bool = True) -> tuple[str, ...]:
         """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an island alone."""
-        rows = self.data_axes if across else (DATA,)
-        return (*rows, CONTEXT) if self.context > 1 else rows
+        return tuple(axis for axis in (*self.data_axes, CONTEXT) if axis in self.shape and (across or axis != ISLAND))
 
     def ways(self, axis: str) -> int:
         """Devices along an axis, 1 for one that the mesh lacks."""
@@ -90,19 +95,23 @@ class MeshConfig:
 
     @property
     def every_axis_in_order(self) -> tuple[str, ...]:
-        """`order`, with context."""
-        at = self.order.index(TENSOR)
-        return self.order if CONTEXT in self.order else (*self.order[:at], CONTEXT, *self.order[at:])
+        """`order`, with expert and context."""
+        order = list(self.order)
+        for axis, outside in ((CONTEXT, order.index(TENSOR)), (EXPERT, order.index(DATA) + 1)):
+            if axis not in order:
+                order.insert(outside, axis)
+        return tuple(order)
 
     def __str__(self) -> str:
         """Returns `data 2 x tensor 2 x pipeline 2`, as every message says it."""
-        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes if axis != ISLAND)
+        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes if axis not in (ISLAND, EXPERT))
+        words += f", expert {self.expert}" if self.expert > 1 else ""
         return f"{words}, {self.islands} islands" if self.islands > 1 else words
 # fmt: on
 
 
 def problems(mesh: MeshConfig) -> Iterator[str]:
-    """Yields a sentence on islands that data cannot be cut into, and on an order that is none of the axes."""
+    """Yields a sentence on islands and expert ranks that data cannot be cut into, and on an order that is none of the axes."""
     if mesh.data % mesh.islands:
         legal = listed_divisors(mesh.data)
         yield f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {legal}."
@@ -110,7 +119,11 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
     for axis in mesh.order:
         if axis not in ALL_AXES:
             yield f"mesh.order has {short(repr(axis))}; {must_be}{nearest(axis, ORDER) or '.'}"
-    if sorted(mesh.order) not in (sorted(ORDER), sorted(ALL_AXES)):
+    if mesh.data // mesh.islands % mesh.expert:
+        ranks = mesh.data // mesh.islands
+        of_island = f"the {ranks} data ranks of an island" if mesh.islands > 1 else f"mesh.data {ranks}"
+        yield f"mesh.expert {mesh.expert} does not divide {of_island}; legal are {listed_divisors(ranks)}."
+    if len(set(mesh.order)) < len(mesh.order) or not set(ORDER) <= set(mesh.order) <= set(ALL_AXES):
         yield f"mesh.order is [{', '.join(mesh.order)}]; {must_be}, each once."
 
 

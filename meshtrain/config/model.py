@@ -1,11 +1,11 @@
 """What is trained: the sections `model` and `lora`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshtrain.config.key import Resume, key
-from meshtrain.errors import ConfigError, listed_divisors
+from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
 from meshtrain.families import FAMILIES
 
@@ -41,9 +41,15 @@ def positions_of(model: "ModelConfig") -> int:
     return patches_of(model)[0] + (model.pool == "class")
 
 
+def _d_ff(config: Any) -> int:
+    model = config.model
+    return model.moe.shared_experts * model.expert_width if model.moe.experts else FAMILIES[model.family].d_ff(model.d_model)
+
+
 def problems(model: "ModelConfig") -> Iterator[str]:
     """Yields a sentence on keys of a resolved section that contradict each other."""
     family, positions = FAMILIES[model.family], positions_of(model)
+    yield from _expert_problems(model)
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
         yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
@@ -61,8 +67,75 @@ def problems(model: "ModelConfig") -> Iterator[str]:
         yield f"model.max_positions is {model.max_positions}, {but}; leave it out, and it follows."
 
 
+def projections(model: "ModelConfig") -> list[str]:
+    """Returns the projections of a layer that may have adapters: of experts those that every token is computed by."""
+    lacks = {"gate"} if not FAMILIES[model.family].gated else set() if model.d_ff else {"gate", "up", "down"}
+    return [name for name in PROJECTIONS if name not in lacks]
+
+
+def _expert_problems(model: "ModelConfig") -> Iterator[str]:
+    moe, family = model.moe, FAMILIES[model.family]
+    if moe.balance not in BALANCE:
+        why = (
+            ": a loss over a batch changes with its microbatches and the mesh; sequence is over each sequence, bias by the load of a whole step"
+            if moe.balance == "batch"
+            else nearest(moe.balance, BALANCE) or "."
+        )
+        yield f"model.moe.balance is {short(repr(moe.balance))}; it must be one of {', '.join(BALANCE)}{why}"
+    if not moe.experts:
+        if not model.d_ff:
+            yield "model.d_ff is 0; without model.moe.experts it must be at least 1."
+        return
+    if not family.gated or family.biases:
+        gated = ", ".join(name for name, other in FAMILIES.items() if other.gated and not other.biases)
+        yield f"model.moe.experts is {moe.experts}, but the MLP of {family.name} is not gated, or has biases; legal are {gated}."
+    if moe.top_k > moe.experts:
+        yield f"model.moe.top_k is {moe.top_k}, but there are {moe.experts} experts; legal are at most so many."
+    if model.d_ff != moe.shared_experts * model.expert_width:
+        yield f"model.d_ff is {model.d_ff}, but an expert's width is model.moe.d_ff; leave model.d_ff out."
+    if moe.groups and (
+        len(moe.groups) != 2 or moe.experts % moe.groups[0] or moe.groups[1] > moe.groups[0]
+        or moe.experts // moe.groups[0] < 2 or moe.experts // moe.groups[0] * moe.groups[1] < moe.top_k
+    ):  # fmt: skip
+        yield (
+            f"model.moe.groups is {short(list(moe.groups))}; it must be two numbers, groups that divide the {moe.experts} experts into two or "
+            f"more each, and how many of them a token chooses from, which must hold its top_k {moe.top_k} experts."
+        )
+    if moe.groups and moe.router != "sigmoid":
+        yield f"model.moe.groups is given, but model.moe.router is {moe.router}; groups are chosen by scores of sigmoid."
+
+
+# Losses and rules that keep the experts' loads even and are the same on every mesh.
+BALANCE = ("none", "sequence", "bias")
+
+
 # A key keeps together what it says.
 # fmt: off
+@dataclass(frozen=True)
+class MoeConfig:
+    experts: int = key(0, "experts of a layer, in the place of its MLP (Shazeer et al. 2017); 0: a dense MLP", least=0, most=65536, resume=SHAPE)
+    top_k: int = key(2, "experts that a token is computed by", least=1, most=1024, resume=SHAPE)
+    d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE)
+    shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE)
+    router: Literal["softmax", "sigmoid", "softmax_top_k"] = key(
+        "softmax", "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each logit; softmax_top_k: the "
+        "logits, and a softmax over those chosen", resume=SHAPE
+    )
+    normalize: bool = key(True, "softmax, sigmoid: the weights of a token's experts are divided by their sum", resume=SHAPE)
+    route_scale: float = key(1.0, "weights are multiplied by this", above=0.0, resume=SHAPE)
+    groups: tuple[int, ...] = key(
+        (), "[groups, chosen]: a token chooses among the experts of so many groups, those with the highest sums of their two best scores "
+        "(DeepSeek-V3, section 2.1.2); empty: among all", least=1, resume=SHAPE
+    )
+    z_loss: float = key(0.0, "weight of the mean of log(sum of exp of the router's logits)^2 (Zoph et al. 2022, section 3.1)", least=0.0)
+    balance: str = key(
+        "none", "what keeps loads even: none; sequence: a loss over each sequence; bias: each expert's score gets a bias that goes up "
+        "by bias_rate a step while its load is below the mean, else down (Wang et al. 2024). Both are the same on every mesh"
+    )
+    balance_weight: float = key(1e-4, "balance sequence: the loss's weight (DeepSeek-V3, section 4.2)", least=0.0)
+    bias_rate: float = key(1e-3, "balance bias: the change of a step", above=0.0)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     family: str = key(
@@ -80,9 +153,10 @@ class ModelConfig:
     )
     head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
     d_ff: int = key(
-        None, "hidden width of the MLP; null: as wide as the family has it for d_model",
-        least=1, follows=lambda c: FAMILIES[c.model.family].d_ff(c.model.d_model), resume=SHAPE
+        None, "hidden width of the MLP; null: as wide as the family has it for d_model, or that of the shared experts",
+        least=0, follows=_d_ff, resume=SHAPE
     )
+    moe: MoeConfig = field(default_factory=MoeConfig)
     vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size; of images the classes", least=2, resume=SIZE)
     dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
     block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
@@ -172,6 +246,11 @@ class ModelConfig:
     weights: str | None = key(
         None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", resume=FREE
     )
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of one expert."""
+        return self.moe.d_ff or FAMILIES[self.family].d_ff(self.d_model)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,14 @@ def _context_strategy(config: "Config") -> str:
     return "ring" if hides and not model.window else "all_gather"
 
 
+def _dispatch(config: "Config") -> str:
+    """With room for every row that may come, all-to-all sends at least what all-gather does."""
+    expert, capacity = config.mesh.expert, config.parallel.experts.capacity
+    if expert == 1:
+        return AUTO
+    return "all_gather" if capacity is None or expert - 1 <= capacity * config.model.moe.top_k else "all_to_all"
+
+
 def _schedule(config: "Config") -> str:
     """On one stage, which runs no schedule, auto stays. One chunk where more would be chosen comes from a schedule that was named."""
     chunks = config.parallel.virtual_stages
@@ -84,6 +92,18 @@ class RunConfig:
 # What remat: names may keep or offload, in the order in which a layer makes it; and what remat: selective keeps of it.
 ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
 SELECTIVE = ("qkv", "attention", "attention_out", "mlp_in", "mlp_out")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    dispatch: Literal["auto", "all_gather", "all_to_all"] = key(
+        "auto", "how rows come to their experts' ranks, and back. all_gather: all rows to all ranks, and a reduce-scatter; all_to_all: each to where "
+        "it is computed; auto: which sends less, all_gather where capacity is null",
+        follows=_dispatch, counts=lambda c: c.mesh.expert > 1
+    )
+    capacity: float | None = key(
+        None, "rows that a rank has room for, over those of an even load: others are dropped, and counted; null: room for all", above=0.0
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +157,7 @@ class ParallelConfig:
         "spread",
         "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage"
     )
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig, patches_of
+from meshtrain.config.model import LoraConfig, ModelConfig, patches_of, projections
 from meshtrain.families import FAMILIES
 
 BLOCKS = "blocks."
+COUNTED = 2  # what a router counts besides the tokens of each expert: rows dropped, and the sum of its entropies
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Weight:
     layers: int = 0  # that are stacked; 0: it stands outside the blocks
     adapter: bool = False  # of LoRA
     bound: float = 0.0  # of its uniform initialisation, in the place of a normal one
+    float32: bool = False  # it computes in float32, whatever the others do: a router's
+    counts: bool = False  # its gradient is no gradient but what a router counted (`model.experts`)
 
     @property
     def stacked(self) -> bool:
@@ -55,7 +58,7 @@ def adapted(model: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
     """Returns the projections that have adapters, of a resolved config."""
     if not lora.rank:
         return ()
-    have = [name for name in PROJECTIONS if name != "gate" or FAMILIES[model.family].gated]
+    have = projections(model)
     return tuple(name for name in have if not lora.targets or name in lora.targets)
 
 
@@ -113,8 +116,8 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     one = 0.0 if model.norm_plus_one else 1.0
     table: list[Weight] = []
 
-    def add(name: str, dims: tuple[tuple[str, int], ...], std: float = 0.0, fill: float = 0.0) -> None:
-        table.append(Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0))
+    def add(name: str, dims: tuple[tuple[str, int], ...], std: float = 0.0, fill: float = 0.0, **kind: bool) -> None:
+        table.append(Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0, **kind))
 
     def norm(name: str) -> None:
         add(f"{name}.scale", (embed,), fill=one)
@@ -146,10 +149,18 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         norm("blocks.attention_post_norm")
 
     norm("blocks.mlp_norm")
-    if family.gated:
+    if model.moe.experts:
+        experts, width = ("experts", model.moe.experts), ("mlp", model.expert_width)
+        add("blocks.experts.router", (embed, ("routes", model.moe.experts)), std, float32=True)
+        add("blocks.experts.load", (("routes", model.moe.experts + COUNTED),), float32=True, counts=True)
+        add("blocks.experts.gate", (experts, embed, width), std)
+        add("blocks.experts.up", (experts, embed, width), std)
+        add("blocks.experts.down", (experts, width, embed), into_stream)
+    if family.gated and model.d_ff:
         add("blocks.mlp.gate", (embed, mlp), std)
-    add("blocks.mlp.up", (embed, mlp), std)
-    add("blocks.mlp.down", (mlp, embed), into_stream)
+    if model.d_ff:
+        add("blocks.mlp.up", (embed, mlp), std)
+        add("blocks.mlp.down", (mlp, embed), into_stream)
     if family.biases:
         add("blocks.mlp.up_bias", (mlp,))
         add("blocks.mlp.down_bias", (embed,))

@@ -49,9 +49,8 @@ def accumulate(
 
 def _nothing(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
     """The sums before the first microbatch, whose loss and what else is measured are like `totals`."""
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, forward.zero.sums), weights.differentiated)
     totals = jax.tree.map(lambda x: vary(jnp.zeros(()), varying(x)), totals)
-    return LossAndGradients(totals, vary(zeros, forward.config.mesh.axes))
+    return LossAndGradients(totals, forward.zero.no_gradients(weights.differentiated))
 
 
 def accumulate_overlapped(

@@ -113,6 +113,10 @@ class Layout(Shown):
         """The tree with None in the place of what is frozen."""
         return self.map(lambda weight, x: x if weight.trained else None, tree)
 
+    def only_updated(self, tree: Tree) -> Tree:
+        """The tree with None in the place of what no optimizer updates: what is frozen, and what is counted."""
+        return self.map(lambda weight, x: x if weight.trained and not weight.counts else None, tree)
+
     def with_frozen(self, trained: Tree, whole: Tree) -> Tree:
         """The tree `trained`, with the frozen weights of `whole`."""
         return self.map(lambda weight, new, old: new if weight.trained else old, trained, whole)
@@ -129,7 +133,8 @@ class Layout(Shown):
 
     def dtype(self, weight: Placed) -> jnp.dtype:
         """Of what a state holds of a weight: a float32 master, or of a frozen one what is computed with."""
-        return jnp.dtype(jnp.float32 if weight.trained and self.has_masters else self.config.precision.compute)
+        full = weight.float32 or (weight.trained and self.has_masters)
+        return jnp.dtype(jnp.float32 if full else self.config.precision.compute)
 
     @cached_property
     def masters(self) -> Tree:

@@ -7,6 +7,7 @@
     mlp        tensor                                        to a multiple
     vocab      pipeline x tensor, or tensor (vocab: edge)    to a multiple
     patch      as vocab                                      to a multiple
+    experts    expert                                        never: expert divides them
     others     nothing
 
 ZeRO then splits one dimension more over data (the ranks of an island): the largest that data divides, else a whole one, padded. No JAX: `layout` makes arrays
@@ -20,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshtrain.config.follow import round_up
-from meshtrain.config.mesh import PIPELINE, TENSOR, MeshConfig
+from meshtrain.config.mesh import EXPERT, PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, nearest, short
@@ -47,6 +48,8 @@ class Placed:
     zero_degree: int = 1  # the devices along them
     decayed: bool = True
     trained: bool = True  # else frozen: no gradient, no optimizer state, no float32 master
+    float32: bool = False  # see `model.weights.Weight`; so `counts`
+    counts: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -104,6 +107,7 @@ def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[
         "mlp": (TENSOR,),
         "vocab": vocabulary,
         "patch": vocabulary,
+        "experts": (EXPERT,),
     }
 
 
@@ -117,7 +121,7 @@ def place(
     whole = [places if axis == "layers" else round_up(n, w) for axis, n, w in sizes]
     padded, zero_dim, zero_axes = list(whole), None, unused(mesh.token_axes(across=False), split)
     degree = _devices(mesh, zero_axes)
-    if zero and degree > 1:
+    if zero and degree > 1 and not weight.counts:
         local = {d: whole[d] // ways[d] for d in range(weight.stacked, len(whole))}
         exact = [d for d in local if local[d] % degree == 0]
         # Padding inside a tensor rank's share would tear it apart.
@@ -128,7 +132,8 @@ def place(
             zero_dim = min(free, key=lambda d: round_up(local[d], degree) / local[d])
             padded[zero_dim] = round_up(local[zero_dim], degree)
     return Placed(
-        weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, zero_axes, degree, weight.decayed, trained
+        weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, zero_axes, degree, weight.decayed, trained,
+        weight.float32, weight.counts,
     )  # fmt: skip
 
 
@@ -259,7 +264,7 @@ def notes(config: Config) -> list[str]:
             notes.append(
                 f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: {padded / used - 1:.1%} more."
             )
-        if weight.zero_dim is None and data > 1 and weight.trained:
+        if weight.zero_dim is None and weight.zero_degree > 1 and config.parallel.zero_stage and weight.trained and not weight.counts:
             notes.append(
                 f"{weight.name} {weight.shape} cannot be sharded over data {data}: "
                 f"{4 * used:,} bytes stay on every data rank, for the master and for each optimizer moment."

@@ -93,7 +93,8 @@ class Zero:
 
     def gather_params(self, masters: Tree) -> Weights:
         """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes with."""
-        shards = vary(jax.tree.map(lambda x: x.astype(self.compute), masters), self.axes)
+        computed = self.layout.map(lambda weight, x: x if weight.float32 else x.astype(self.compute), masters)
+        shards = vary(computed, self.axes)
         resident = shards if self.gathers_at_use else self.layout.map(gather, shards)
         read_too = self.scatters_at_use and not self.gathers_at_use
         constant = self.layout.map(lambda weight, x: x if read_too or not weight.trained else None, resident)
@@ -105,6 +106,14 @@ class Zero:
         Their gradient flows to `differentiated`: as it is, or summed and scattered over data.
         """
         return jax.tree.map(self._at_use, self.layout.weights[part], *weights, is_leaf=is_placed)
+
+    def no_gradients(self, weights: Tree) -> Tree:
+        """Zeros to sum gradients of a tree of weights in."""
+
+        def zeros(weight: Placed, w: jax.Array | None) -> jax.Array | None:
+            return None if w is None else jnp.zeros(w.shape, jnp.float32 if weight.float32 else self.sums)
+
+        return vary(self.layout.map(zeros, weights), self.axes)
 
     def reduce_grads(self, gradients: Tree, feedback: "FeedbackState | None", scale: jax.Array) -> ReducedGradients:
         """Inside shard_map: accumulated partial gradients, times `scale`, to float32 shards, summed over every axis that the weight lacks.

@@ -156,8 +156,8 @@ class Execution:
             totals = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, here), x)
             loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
             stash, w_residuals = stage.stash_shapes(self.table.split)
-            sums = lambda w: vary(jnp.zeros(w.shape, stage.model.zero.sums), stage.model.zero.axes)  # noqa: E731
-            blocks, edge = jax.tree.map(sums, stage.blocks.differentiated), jax.tree.map(sums, stage.edge)
+            edge = stage.model.zero.no_gradients({**stage.edge, "blocks": stage.blocks.differentiated})
+            blocks = edge.pop("blocks")
         return Carry(
             forward_received=empty((depths.f_inbox,), x),
             backward_received=empty((depths.b_inbox,), x),

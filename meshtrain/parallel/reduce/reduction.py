@@ -72,7 +72,7 @@ class Reduction:
         if weight.zero_dim is None:
             between = self.islands and self.exchange is not None and self.exchange.crosses(weight)
             axes = (ISLAND, *weight.zero_axes) if self.islands and not between else weight.zero_axes
-            return Reduced(self._all_reduce(g.astype(self.dtype), axes), g)
+            return Reduced(self._all_reduce(g if weight.float32 else g.astype(self.dtype), axes), g)
         if self.exchange is not None and (reduced := self.exchange.reduce_scatter(weight, g)) is not None:
             return reduced
         dim, full = zero_dimension(weight, g), padded(weight, g).astype(self.dtype)
