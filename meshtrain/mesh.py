@@ -234,9 +234,14 @@ def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Devi
     return sorted(devices, key=lambda device: order[names[device]])
 
 
+def are_axes(names: tuple[str, ...]) -> bool:
+    """Returns whether a mesh of ours has these axes: all it cannot do without, in their order."""
+    return set(AXES) <= set(names) and names == tuple(axis for axis in ALL_AXES if axis in names)
+
+
 def check_axes(mesh: Mesh) -> None:
-    """Raises ConfigError for a mesh whose axes are not data, tensor and pipeline, with or without those of islands, experts and context."""
-    if not set(AXES) <= set(mesh.axis_names) or mesh.axis_names != tuple(a for a in ALL_AXES if a in mesh.axis_names):
+    """Raises ConfigError for a mesh whose axes are not ours, see `are_axes`."""
+    if not are_axes(mesh.axis_names):
         raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
 
 

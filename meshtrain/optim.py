@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
 from meshtrain.mesh import PIPELINE
+from meshtrain.model.weights import COUNTED
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.layout import Layout, is_placed, shard_spec
 from meshtrain.parallel.placement import Placed, part
@@ -53,16 +54,56 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
     """
     o, rate = config.optimizer, learning_rate(config)
     kind = OPTIMIZERS[o.name]
-    mask = jax.tree.map(lambda weight: o.decay_norms or weight.decayed, layout.trained, is_leaf=is_placed)
+    mask = jax.tree.map(lambda weight: o.decay_norms or weight.decayed, layout.updated, is_leaf=is_placed)
 
     def make(weights: Tree) -> optax.GradientTransformation:
         return kind.make(o, rate, mask, weights)
 
-    optimizer = per_matrix(make, layout) if kind.by_matrix else make(layout.trained)
+    optimizer = per_matrix(make, layout) if kind.by_matrix else make(layout.updated)
     if not kind.decays:
         # Theirs differ in what the rate multiplies: here it is w -= rate * weight_decay * w for all, as in AdamW.
         optimizer = optax.chain(optimizer, _decay(rate, o.weight_decay, mask))
-    return optax.chain(optax.clip_by_global_norm(o.grad_clip), optimizer) if o.grad_clip else optimizer
+    if o.grad_clip:
+        optimizer = optax.chain(optax.clip_by_global_norm(o.grad_clip), optimizer)
+    return _beside_loads(optimizer, config, layout) if config.model.moe.experts else optimizer
+
+
+def _beside_loads(
+    optimizer: optax.GradientTransformation, config: Config, layout: Layout
+) -> optax.GradientTransformation:
+    """The optimizer of all but the experts' loads, whose gradients are counts: with `balance: bias` an expert's bias goes up where its load
+    is below the mean, and down where it is above (Wang et al. 2024, algorithm 1)."""
+    moe = config.model.moe
+
+    def of_load(counts: jax.Array) -> jax.Array:
+        if moe.balance != "bias":
+            return jnp.zeros_like(counts)
+        tokens = counts[..., : moe.experts]
+        step = moe.bias_rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+        return jnp.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, COUNTED)])
+
+    def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, state = optimizer.update(layout.only_updated(gradients), state, layout.only_updated(params))
+        of = lambda weight, u, g: of_load(g) if weight.trained and weight.counts else u  # noqa: E731
+        return layout.map(of, updates, gradients), state
+
+    return optax.GradientTransformation(lambda params: optimizer.init(layout.only_updated(params)), update)
+
+
+def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
+    """Returns numbers for the row of metrics from the counts of a model's routers; none without experts.
+
+    `expert_load`: an expert's most tokens over the mean, in the worst layer. `router_entropy`: in nats, the mean over tokens and layers.
+    `dropped_rows`: rows that a capacity had no room for, of all layers.
+    """
+    experts = config.model.moe.experts
+    counts = gradients["blocks"]["experts"]["load"] if experts else None
+    if counts is None:
+        return {}
+    tokens, (dropped, entropy) = counts[:, :experts], jnp.moveaxis(counts[:, experts:].sum(0), -1, 0)
+    total = jnp.maximum(tokens.sum(), 1)
+    worst = jnp.max(tokens.max(-1) / jnp.maximum(tokens.mean(-1), 1e-9))
+    return {"expert_load": worst, "router_entropy": entropy * config.model.moe.top_k / total, "dropped_rows": dropped}
 
 
 def _decay(rate: optax.Schedule, weight_decay: float, mask: Tree) -> optax.GradientTransformation:
@@ -95,14 +136,14 @@ def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Lay
         return divided(mapped(cut, tree))
 
     def mapped(function: Callable[[Placed, jax.Array], jax.Array], tree: Tree) -> Tree:
-        return layout.map(lambda weight, x: function(weight, x) if weight.trained else None, tree)
+        return layout.map(lambda weight, x: function(weight, x) if weight.updated else None, tree)
 
     def over_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
         """Of each layer for itself; as it is where no layer has anything that is trained."""
         return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
 
-    on_layer, on_edge = map(make, divided(layout.trained))
-    layers_train = bool(jax.tree.leaves(layout.trained["blocks"], is_leaf=is_placed))
+    on_layer, on_edge = map(make, divided(layout.updated))
+    layers_train = bool(jax.tree.leaves(layout.updated["blocks"], is_leaf=is_placed))
 
     def axes(blocks: Tree) -> Tree:
         """0 for what each layer has, None for what all share (counts)."""

@@ -113,8 +113,10 @@ def _muon(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.Gradien
         """A layer's weight as a matrix: (input dimensions, output dimensions); None: Adam is used."""
         if not _orthogonalised(weight):
             return None
-        inputs = tuple(range(len(weight.axes) - 2)) if weight.axes[-1] == "embed" else (0,)
-        return optax.contrib.MuonDimensionNumbers(inputs, tuple(range(len(inputs), len(weight.axes) - 1)))
+        # of experts each is a matrix of its own
+        dims = [d for d, axis in enumerate(weight.axes[1:]) if axis != "experts"]
+        inputs = dims[:-1] if weight.axes[-1] == "embed" else dims[:1]
+        return optax.contrib.MuonDimensionNumbers(tuple(inputs), tuple(dims[len(inputs) :]))
 
     numbers = jax.tree.map(dimensions, weights, is_leaf=lambda x: hasattr(x, "axes"))
     return optax.contrib.muon(

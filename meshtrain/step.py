@@ -27,7 +27,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.inputs import FLOATS, LABELS, PAIRS, PATCHES, TOKENS, WEIGHTS, a_batch, a_config, inputs, row_shape
 from meshtrain.mesh import CONTEXT, compiler_options, make_mesh, of_own_rows, own_rows, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
-from meshtrain.optim import learning_rate, make_optimizer, state_shardings, updates_made
+from meshtrain.optim import learning_rate, load_metrics, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import offload
 from meshtrain.parallel.forward import Batch
 from meshtrain.parallel.layout import Layout
@@ -254,7 +254,7 @@ class Program(Shown):
     def update(self, state: State, gradients: Gradients) -> tuple[State, dict[str, jax.Array]]:
         """The state after a step, and its metrics; `state.optimizer` is on the devices."""
         grads = unscaled(gradients.shards, state.scale)
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(self.layout.only_updated(grads))
         before = self.layout.only_trained(state.params), state.optimizer, state.reduce
         updates, optimizer = self.optimizer.update(grads, before[1], before[0])
         after = optax.apply_updates(before[0], updates), optimizer, gradients.feedback
@@ -267,7 +267,8 @@ class Program(Shown):
             after, scale = taken_if(finite, after, before), next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
         params = self.layout.with_frozen(after[0], state.params)
-        return State(state.step + 1, params, after[1], scale, after[2]), metrics | statistics | gradients.measured
+        metrics |= statistics | gradients.measured | load_metrics(self.config, self.layout, gradients.shards)
+        return State(state.step + 1, params, after[1], scale, after[2]), metrics
 
     def on_device(self, optimizer: Tree) -> Tree:
         """The optimizer state where it is computed with: inside jit, from the host if it lies there."""

@@ -65,7 +65,7 @@ def followed(config: Config, path: str) -> bool:
         return False
 
 
-def value_of(config: Config, path: str) -> Any:
+def value_of(config: Any, path: str) -> Any:
     return operator.attrgetter(path)(config)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from meshtrain.config.check import check
-from meshtrain.config.follow import nested, put, resolve, unresolved
+from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import Resume, keys
 from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
@@ -55,7 +55,7 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
         values = read_given(Config, source, "config", "--config", EXAMPLE)
         directory = Path(source).parent
     config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
-    model_keys = set(_changed(config.model) if isinstance(source, Config) else values.get("model", {}))
+    model_keys = set(_changed(config.model) if isinstance(source, Config) else _by_path(values.get("model", {})))
     for override in overrides:
         config = _override(config, override)
         model_keys.add(override.partition("=")[0].strip().removeprefix("model."))
@@ -83,7 +83,16 @@ class _Dumper(yaml.SafeDumper):
 
 def _changed(section: Any) -> Iterator[str]:
     """Yields the keys of a section that are not at their defaults."""
-    return (name for name, key in keys(type(section)).items() if getattr(section, name) != key.default)
+    return (path for path, key in keys(type(section)).items() if value_of(section, path) != key.default)
+
+
+def _by_path(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Returns {"moe": {"top_k": 2}} as {"moe.top_k": 2}."""
+    by_path: dict[str, Any] = {}
+    for name, inner in values.items():
+        path = before + name
+        by_path |= _by_path(inner, f"{path}.") if isinstance(inner, Mapping) else {path: inner}
+    return by_path
 
 
 def _with_weights(config: Config, model_keys: Set[str]) -> Config:
@@ -102,14 +111,15 @@ def _with_weights(config: Config, model_keys: Set[str]) -> Config:
     except ConfigError as error:
         raise ConfigError(f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}") from None
     # what no weight depends on may be otherwise
-    free = {name for name, key in keys(type(config.model)).items() if key.resume is Resume.REPORTED}
-    theirs = {name: value for name, value in theirs.items() if name not in model_keys & free}
-    for name in model_keys & theirs.keys():
-        ours = getattr(config.model, name)
-        if ours != theirs[name]:
-            has = f"but the model in {short(weights)} has {theirs[name]}"
-            raise ConfigError(f"model.{name} is {ours}, {has}; leave the key out.")
-    return put(config, model=theirs)
+    free = {path for path, key in keys(type(config.model)).items() if key.resume is Resume.REPORTED}
+    for path, wanted in _by_path(theirs).items():
+        if path in model_keys & free:
+            continue
+        if path in model_keys and (ours := value_of(config.model, path)) != wanted:
+            has = f"but the model in {short(weights)} has {wanted}"
+            raise ConfigError(f"model.{path} is {ours}, {has}; leave the key out.")
+        config = put(config, model=nested(path, wanted))
+    return config
 
 
 def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,11 @@ def positions_of(model: "ModelConfig") -> int:
 
 def _d_ff(config: Any) -> int:
     model = config.model
-    return model.moe.shared_experts * model.expert_width if model.moe.experts else FAMILIES[model.family].d_ff(model.d_model)
+    return (
+        model.moe.shared_experts * model.expert_width
+        if model.moe.experts
+        else FAMILIES[model.family].d_ff(model.d_model)
+    )
 
 
 def problems(model: "ModelConfig") -> Iterator[str]:

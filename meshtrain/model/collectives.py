@@ -83,6 +83,14 @@ class Collectives:
         """Sum over the parts of each row."""
         return x
 
+    def dispatch(self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """What the chosen ones of all `experts` make of rows [N, D], by `model.experts.Experts.compute`, and the pairs that were dropped."""
+        return compute(rows, chosen, weights, chosen.size)
+
+    def once(self, x: jax.Array) -> jax.Array:
+        """What all tensor ranks have alike, on one of them, and zeros on the others: for gradients, which are summed over the ranks."""
+        return x
+
     def vocabulary_sum(self, x: jax.Array) -> jax.Array:
         """Sum over all shares of the vocabulary."""
         return x

@@ -188,8 +188,13 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer block; with post-norms too each branch is normed once more before it is added."""
+    """Pre-norm transformer block; with post-norms too each branch is normed once more before it is added.
 
+    With experts, `mlp` is what every token is computed by beside those it chooses, if there is any.
+    """
+
+    mlp: MLP | None = None
+    experts: Any = None  # a model.experts.Experts
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
 
@@ -197,7 +202,12 @@ class Block(nnx.Module):
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
         self.attention = Attention("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
-        self.mlp = MLP("blocks.mlp", config, rngs, lora)
+        if config.d_ff:
+            self.mlp = MLP("blocks.mlp", config, rngs, lora)
+        if config.moe.experts:
+            from meshtrain.model.experts import Experts
+
+            self.experts = Experts("blocks.experts", config, rngs)
         if config.post_norms:
             self.attention_post_norm = Norm("blocks.attention_post_norm", config, rngs)
             self.mlp_post_norm = Norm("blocks.mlp_post_norm", config, rngs)
@@ -208,7 +218,10 @@ class Block(nnx.Module):
         if self.attention_post_norm is not None:
             a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
-        m = self.mlp(collectives.enter(self.mlp_norm(x_BTD)), collectives)
+        h = collectives.enter(self.mlp_norm(x_BTD))
+        m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
+        if self.experts is not None:
+            m = m + self.experts(h, sequence, collectives)
         if self.mlp_post_norm is not None:
             m = self.mlp_post_norm(m, collectives.share_stream)
         return x_BTD + dropout.at(2).stream(m, first)

@@ -94,6 +94,6 @@ def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collective
         first = collectives.first_head(x_ND.shape[1]) if name in ("out", "down") else 0
         return dropout.at(PROJECTIONS.index(name)).rows_of(x_ND, first, collectives.positions)
 
-    for module in (block.attention, block.mlp):
+    for module in filter(None, (block.attention, block.mlp)):
         module.lora_scale = module.lora_scale if on else 0.0
         module.lora_drop = drop if dropout.rate else None

@@ -91,6 +91,16 @@ rotate.defvjp(
 
 
 @dataclasses.dataclass(frozen=True)
+class Routing:
+    """What a router of experts must know of the tokens that are here, besides their activations."""
+
+    # which are computed by experts; None: all
+    routed_BT: jax.Array | None = None
+    # of the gradient of each row's auxiliary losses; None: there is none
+    seeds_B: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Sequence:
     """What a block must know of the sequences besides their activations."""
 
@@ -100,6 +110,8 @@ class Sequence:
     segments_BT: jax.Array | None = None
     # whether this layer sees the window alone; None where all layers see the same
     local: jax.Array | bool | None = None
+    # for experts; None: all tokens are computed by them
+    routing: Routing | None = None
 
 
 def sequences(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +16,14 @@ from meshtrain.config import Config
 from meshtrain.config.follow import loss_chunk, skips_idle_work
 from meshtrain.config.model import positions_of
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, inputs
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, WEIGHTS, inputs
 from meshtrain.mesh import PIPELINE
 from meshtrain.model.decoder import Decoder, add_rows
 from meshtrain.model.dropout import ADAPTER_SITE, Dropout
 from meshtrain.model.hooks import ModelParts
 from meshtrain.model.loss import Mixed, dpo
 from meshtrain.model.products import use_adapters
-from meshtrain.model.rope import sequences
+from meshtrain.model.rope import Routing, sequences
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
@@ -32,6 +33,7 @@ Tree = Any
 # tokens, labels, rows and where needed positions, segments, weights, pairs, reference: [.., b, T] ([.., b] for rows);
 # or of images what `meshtrain.inputs` lists
 Batch = dict[str, jax.Array]
+SEED = "seed"  # of the gradient of a loss that counts once, of a batch: for losses that layers make themselves
 # a loss summed over what it is of, and sums of what else is measured
 Totals = tuple[jax.Array, dict[str, jax.Array]]
 
@@ -115,12 +117,13 @@ class Forward:
     def _embedding(self, weights: Weights) -> Any:
         return nnx.merge(self.embedding_graph, self.zero.gather_at_use("embedding", weights))
 
-    def layer(self, batch: Batch, key: jax.Array | None) -> Callable[..., jax.Array]:
+    def layer(self, batch: Batch, key: jax.Array | None, active: jax.Array | None = None) -> Callable[..., jax.Array]:
         """Returns the function (differentiated weights of a layer, x, constant weights, index) -> x.
 
-        Where stages have fewer layers than others, index -1 changes nothing.
+        Where stages have fewer layers than others, index -1 changes nothing. Where not `active`, what x holds is of no microbatch.
         """
         sequence = sequences(self.config.model, self._positions(batch), batch.get("segments"))
+        routing = self._routing(batch, active)
         dropout = self._dropout(key, batch)
         of_adapters = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
@@ -128,7 +131,8 @@ class Forward:
             block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", Weights(differentiated, constant)))
             use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
             block.attention.attend = self.parts.attention
-            y = self.parts.block(block, x, sequence(index), self.collectives, dropout.at(index))
+            of_layer = sequence(index) if routing is None else replace(sequence(index), routing=routing(index))
+            y = self.parts.block(block, x, of_layer, self.collectives, dropout.at(index))
             self.parts.check_block(x, y)
             return vary(y, varying(x))
 
@@ -207,6 +211,26 @@ class Forward:
 
     def _positions(self, batch: Batch) -> jax.Array:
         return batch["positions"] if "positions" in batch else self.collectives.positions(self.length(batch))
+
+    def _routing(self, batch: Batch, active: jax.Array | None) -> Callable[[jax.Array], Routing] | None:
+        """The function (a layer's index) -> which tokens its experts compute; None without experts. Not padding: what is of no document, or
+        behind all that counts in its row; nor what an idle stage or a place without a layer computes with."""
+        if not self.config.model.moe.experts:
+            return None
+        count = jnp.ones(batch[TOKENS].shape)
+        if WEIGHTS in batch:
+            count = batch[WEIGHTS]
+        total = self.collectives.row_sum(count.sum(-1))
+        if "segments" in batch:
+            routed = batch["segments"] > 0
+        elif self.config.mesh.context > 1:
+            routed = jnp.broadcast_to(total[:, None] > 0, count.shape)
+        else:
+            routed = jnp.cumsum((count > 0)[:, ::-1], axis=1)[:, ::-1] > 0
+        if active is not None:
+            routed = routed & active
+        seeds = batch[SEED] * total if SEED in batch else None
+        return lambda index: Routing(routed & (index >= 0), seeds)
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])

@@ -94,9 +94,9 @@ class Layout(Shown):
         return jax.tree.leaves(self.weights, is_leaf=is_placed)
 
     @cached_property
-    def trained(self) -> Tree:
-        """The tree of Placed of what is trained, None where a weight is frozen."""
-        return self.map(lambda weight: weight if weight.trained else None)
+    def updated(self) -> Tree:
+        """The tree of Placed of what the optimizer changes, None elsewhere."""
+        return self.map(lambda weight: weight if weight.updated else None)
 
     @cached_property
     def even(self) -> bool:
@@ -114,8 +114,8 @@ class Layout(Shown):
         return self.map(lambda weight, x: x if weight.trained else None, tree)
 
     def only_updated(self, tree: Tree) -> Tree:
-        """The tree with None in the place of what no optimizer updates: what is frozen, and what is counted."""
-        return self.map(lambda weight, x: x if weight.trained and not weight.counts else None, tree)
+        """The tree with None in the place of what the optimizer does not change: what is frozen, and experts' loads."""
+        return self.map(lambda weight, x: x if weight.updated else None, tree)
 
     def with_frozen(self, trained: Tree, whole: Tree) -> Tree:
         """The tree `trained`, with the frozen weights of `whole`."""

@@ -14,7 +14,7 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
-from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.zero import Weights
 
 
@@ -36,7 +36,7 @@ def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array,
         here = lax.axis_index(PIPELINE) == place
 
         def run(x: jax.Array, chunk: int = chunk) -> jax.Array:
-            return stage.run(x, first, jnp.int32(chunk))
+            return stage.run(x, Slot(jnp.array(True), first, jnp.int32(chunk), first))
 
         y = lax.cond(here, run, lambda x: x, x) if forward.skips and layout.table else run(x)
         x = vary(_only(here, y), forward.stream_axes)

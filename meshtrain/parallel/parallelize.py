@@ -25,7 +25,7 @@ from meshtrain.inputs import LABELS, inputs
 from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.loss import counted
 from meshtrain.parallel import accumulate
-from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, weighted
+from meshtrain.parallel.forward import SEED, Batch, Forward, LabelLosses, LossAndGradients, weighted
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.reduce.reduction import Statistics
 from meshtrain.parallel.tensor import MeshCollectives
@@ -94,6 +94,8 @@ class LocalStep:
         if self.config.model.dropout or self.config.lora.dropout:
             key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
         divisor = _divisor(count)
+        if self.config.model.moe.experts:
+            batches = {**batches, SEED: jnp.broadcast_to(scale / divisor, len(inputs(batches)))}
         totals, gradients = self.loss_and_gradients(weights, batches, key, scale / divisor)
         loss, measured = jax.tree.map(lambda total: self._sum(total) / divisor, totals)
         with jax.named_scope(xla.ZERO):

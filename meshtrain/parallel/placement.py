@@ -52,6 +52,11 @@ class Placed:
     counts: bool = False
 
     @property
+    def updated(self) -> bool:
+        """Whether the optimizer changes it."""
+        return self.trained and not self.counts
+
+    @property
     def stacked(self) -> bool:
         """Whether the first axis counts layers."""
         return self.axes[0] == "layers"
@@ -107,7 +112,7 @@ def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[
         "mlp": (TENSOR,),
         "vocab": vocabulary,
         "patch": vocabulary,
-        "experts": (EXPERT,),
+        "experts": (EXPERT,) if mesh.expert > 1 else (),
     }
 
 
@@ -264,7 +269,13 @@ def notes(config: Config) -> list[str]:
             notes.append(
                 f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: {padded / used - 1:.1%} more."
             )
-        if weight.zero_dim is None and weight.zero_degree > 1 and config.parallel.zero_stage and weight.trained and not weight.counts:
+        if (
+            weight.zero_dim is None
+            and weight.zero_degree > 1
+            and config.parallel.zero_stage
+            and weight.trained
+            and not weight.counts
+        ):
             notes.append(
                 f"{weight.name} {weight.shape} cannot be sharded over data {data}: "
                 f"{4 * used:,} bytes stay on every data rank, for the master and for each optimizer moment."

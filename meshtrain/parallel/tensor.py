@@ -31,6 +31,7 @@ class MeshCollectives(VocabularyShards):
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
         self.context, strategy = config.mesh.context, config.parallel.context_strategy
         self.by_heads, self.rings = strategy == "ulysses", strategy == "ring"
+        self.experts, self.expert_ranks = config.parallel.experts, config.mesh.expert
         vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
         super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
@@ -91,6 +92,14 @@ class MeshCollectives(VocabularyShards):
         from meshtrain.parallel.context import by_heads
 
         return by_heads(attend, q, k, v, segments, self, dropout)
+
+    def dispatch(self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        from meshtrain.parallel.experts import dispatched
+
+        return dispatched(self.experts, self.expert_ranks, compute, experts, rows, chosen, weights)
+
+    def once(self, x: jax.Array) -> jax.Array:
+        return jax.numpy.where(lax.axis_index(TENSOR) == 0, x, 0) if self.ranks > 1 else x
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, CONTEXT) if self.context > 1 else x

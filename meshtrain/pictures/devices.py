@@ -26,11 +26,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from meshtrain.config.mesh import CONTEXT, DATA, ISLAND, PIPELINE, TENSOR
+from meshtrain.config.mesh import CONTEXT, DATA, EXPERT, ISLAND, PIPELINE, TENSOR
 from meshtrain.draw.picture import Picture, block, chip, code, columns, faint, table
 from meshtrain.draw.svg import AXES, INK, image, stage_hue, svg
 from meshtrain.errors import ConfigError, short
-from meshtrain.mesh import LEGAL_AXES, check_axes, part_bytes
+from meshtrain.mesh import are_axes, check_axes, part_bytes
 from meshtrain.parallel.layout import Layout
 from meshtrain.units import count, size
 
@@ -84,17 +84,19 @@ def colours(mesh: Mesh) -> dict[int, str]:
 
 def _places(mesh: Mesh) -> np.ndarray:
     """The devices by island, data and context, tensor and pipeline: a mesh without islands is one of them."""
-    ranks = mesh.shape[DATA] * mesh.shape.get(CONTEXT, 1)
+    ranks = mesh.shape[DATA] * mesh.shape.get(EXPERT, 1) * mesh.shape.get(CONTEXT, 1)
     return mesh.devices.reshape(-1, ranks, *mesh.devices.shape[-2:])
 
 
 def _row(mesh: Mesh, rank: int, strategy: str) -> str:
-    """Names a row of devices: what rank of data and of context it is, and which chunks that has (`parallel.context`)."""
-    if (context := mesh.shape.get(CONTEXT, 1)) == 1:
-        return f"{DATA} {rank}"
+    """Names a row of devices: what rank of data, of expert and of context it is, and which chunks that has (`parallel.context`)."""
+    context, experts = mesh.shape.get(CONTEXT, 1), mesh.shape.get(EXPERT, 1)
     data, part = divmod(rank, context)
+    name = f"{DATA} {data}" if experts == 1 else f"{DATA} {data // experts}, {EXPERT} {data % experts}"
+    if context == 1:
+        return name
     chunks = {"": "", "ulysses": f": chunk {part}"}.get(strategy, f": chunks {part}, {2 * context - 1 - part}")
-    return f"{DATA} {data}, {CONTEXT} {part}{chunks}"
+    return f"{name}, {CONTEXT} {part}{chunks}"
 
 
 def _rows(mesh: Mesh, names: list[str]) -> list[list[str]]:
@@ -210,7 +212,7 @@ def drawing(leaf: Any, scale: float = 1.0) -> str:
     top = 14 if panel is not None else 1
     high = _HEIGHT * scale if down is not None else 18 * scale
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    colour = colours(mesh) if isinstance(mesh, Mesh) and mesh.axis_names in LEGAL_AXES else {}
+    colour = colours(mesh) if isinstance(mesh, Mesh) and are_axes(mesh.axis_names) else {}
     body = []
     for number, (low, end) in enumerate(panels):
         x = number * (wide + gap)

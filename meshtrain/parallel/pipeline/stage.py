@@ -100,10 +100,10 @@ class Stage:
 
     # --- the layers of a chunk; `at` counts them in the stacked weights, `i` in the chunk
 
-    def run(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
+    def run(self, x: jax.Array, slot: Slot) -> jax.Array:
         """The chunk's output, with nothing saved."""
-        layer = self._layer(microbatch)
-        first, indices = self._indices(chunk)
+        layer = self._layer(slot)
+        first, indices = self._indices(slot.chunk)
 
         def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
             weights, index = self._weights(first + i)
@@ -113,11 +113,11 @@ class Stage:
 
     def forward_only(self, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """`forward` that keeps nothing."""
-        return self.run(x, slot.microbatch, slot.chunk), stash
+        return self.run(x, slot), stash
 
     def forward(self, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """The chunk's output, and the stash with what its backward needs at the slot's place."""
-        layer = self._layer(slot.microbatch)
+        layer = self._layer(slot)
         first, indices = self._indices(slot.chunk)
 
         def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
@@ -129,7 +129,7 @@ class Stage:
 
     def backward(self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """The input gradient, and `gradients` with the weights' gradient added where the slot is active."""
-        layer = self._layer(slot.microbatch)
+        layer = self._layer(slot)
         first, indices = self._indices(slot.chunk)
 
         def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
@@ -146,7 +146,7 @@ class Stage:
         """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those in `gradients`
         (None: to nothing). A bucket of layers is sent while the one before it is gone through.
         """
-        layer = self._layer(slot.microbatch)
+        layer = self._layer(slot)
 
         def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
             x, saved = read(stash, slot.place, at)
@@ -173,7 +173,7 @@ class Stage:
         self, stash: Tree, cotangent: jax.Array, w_residuals: Tree, place: jax.Array, slot: Slot
     ) -> tuple[jax.Array, Tree]:
         """I: the input gradient, and `w_residuals` with what the weight gradient needs of it at `place`."""
-        layer = self._layer(slot.microbatch)
+        layer = self._layer(slot)
         first, indices = self._indices(slot.chunk)
 
         def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
@@ -187,7 +187,7 @@ class Stage:
 
     def weight_gradient(self, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:
         """W: `gradients` with the weights' gradient added, from what I left at `place` of `w_residuals`."""
-        layer, tree = self._layer(slot.microbatch), jax.tree.structure(self.blocks.differentiated)
+        layer, tree = self._layer(slot), jax.tree.structure(self.blocks.differentiated)
         first, indices = self._indices(slot.chunk)
 
         def weight_layer(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
@@ -203,7 +203,7 @@ class Stage:
         zero, x = jnp.zeros((), jnp.int32), self.zeros()
 
         def first_layer(x: jax.Array) -> tuple[Tree, Tree]:
-            layer = self._layer(zero)
+            layer = self._layer(Slot(jnp.array(True), zero, zero, zero))
             saved = self._trace(layer, zero, x).residuals()
             return (x, saved), self._halves(layer, zero, x, saved).first(x, saved, x)[1] if split else []
 
@@ -219,8 +219,8 @@ class Stage:
         index = jnp.maximum(microbatch, 0)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches)
 
-    def _layer(self, microbatch: jax.Array) -> Callable:
-        return self.model.layer(self._batch(microbatch), self.key)
+    def _layer(self, slot: Slot) -> Callable:
+        return self.model.layer(self._batch(slot.microbatch), self.key, slot.active)
 
     def _weights(self, at: jax.Array) -> tuple[Weights, jax.Array]:
         """The weights of a layer, and its index in the model."""

@@ -1,0 +1,270 @@
+"""Mixture of experts (Shazeer et al. 2017): a router chooses `top_k` experts for each token, which are gated MLPs.
+
+    tokens ─► router ─► chosen, weights ─┐
+       │                                 ▼
+       └──────────────► dispatch ─► slots by expert ─► gate, up ─► hidden x weight ─► down ─► sum over top_k
+
+    slots     0 0 0 · │ 1 1 · · │ 1 1 1 1 │ 3 · · ·        blocks of equal length, each of one expert; ·: a row of zeros
+
+Routers compute in float32 everywhere, or tokens would choose other experts on other meshes. Tokens that are padding, and those of an idle
+slot of a pipeline, choose none. What a router counts leaves as the gradient of a weight, `load`, so that microbatches, stages and data
+ranks are summed as they are for gradients; with `balance: bias` the same weight is what is added to the scores (Wang et al. 2024).
+
+Suffixes besides those of `layers`: N tokens, K chosen experts of each, E experts, S slots.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.compat import vary, varying
+from meshtrain.config import ModelConfig
+from meshtrain.config.model import MoeConfig
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.grouped import grouped
+from meshtrain.model.layers import hidden, make_parameters
+from meshtrain.model.rope import Routing, Sequence
+from meshtrain.model.weights import COUNTED
+
+LARGEST_BLOCK = 128
+
+
+class RouterChoice(NamedTuple):
+    """What a router says of tokens."""
+
+    chosen: jax.Array  # int32 [N, K]; the number of experts: none
+    weights: jax.Array  # float32 [N, K]
+    probabilities: jax.Array  # float32 [N, E], of all experts
+
+
+def route(moe: MoeConfig, logits_NE: jax.Array, bias_E: jax.Array, routed_N: jax.Array | None) -> RouterChoice:
+    """Chooses the experts of each token from the router's float32 logits."""
+    probabilities = jax.nn.softmax(logits_NE)
+    scores = {"softmax": lambda: probabilities, "sigmoid": lambda: jax.nn.sigmoid(logits_NE)}.get(
+        moe.router, lambda: logits_NE
+    )()
+    if moe.router == "sigmoid":
+        probabilities = scores / scores.sum(-1, keepdims=True)
+    biased = lax.stop_gradient(scores) + (bias_E if moe.balance == "bias" else 0)
+    chosen = lax.top_k(_in_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
+    one_hot = jax.nn.one_hot(chosen, moe.experts)
+    weights = jnp.einsum("nke,ne->nk", one_hot, scores, precision="highest")
+    if moe.router == "softmax_top_k":
+        weights = jax.nn.softmax(weights)
+    elif moe.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    if routed_N is not None:
+        chosen = jnp.where(routed_N[:, None], chosen, moe.experts)
+    return RouterChoice(chosen, moe.route_scale * weights, probabilities)
+
+
+def _in_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
+    """Scores that are -inf but in each token's best groups, those with the highest sums of their two best scores (DeepSeek-V3, 2.1.2)."""
+    groups, taken = moe.groups
+    by_group = scores_NE.reshape(len(scores_NE), groups, -1)
+    best = lax.top_k(lax.top_k(by_group, 2)[0].sum(-1), taken)[1]
+    is_best = jax.nn.one_hot(best, groups).sum(1) > 0
+    return jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(scores_NE.shape)
+
+
+# --- what leaves a layer besides its output
+
+
+@jax.custom_vjp
+def recorded(y: jax.Array, load: jax.Array, counts: jax.Array) -> jax.Array:
+    """y; the gradient of `load` is `counts`, whatever y's is."""
+    return y
+
+
+recorded.defvjp(
+    lambda y, load, counts: (y, (load, counts)),
+    lambda kept, g: (g, vary(kept[1].astype(kept[0].dtype), varying(kept[0])), None),
+)
+
+
+@jax.custom_vjp
+def with_loss(x: jax.Array, losses_B: jax.Array, seeds_B: jax.Array) -> jax.Array:
+    """x; the gradient of each of the losses is its seed, as if they had been added to the loss."""
+    return x
+
+
+with_loss.defvjp(
+    lambda x, losses, seeds: (x, (losses, seeds)),
+    lambda kept, g: (g, vary(kept[1], varying(kept[0])), None),
+)
+
+
+def auxiliary_losses(
+    moe: MoeConfig, logits: jax.Array, routes: RouterChoice, routed_BT: jax.Array, collectives: Collectives
+) -> jax.Array:
+    """The router's own losses of each row, float32 [B]: means over its tokens, so that a batch's is a mean over rows on every mesh."""
+    rows = len(routed_BT)
+    mask = routed_BT.astype(jnp.float32)
+    tokens_B = jnp.maximum(collectives.row_sum(mask.sum(1)), 1)
+
+    def mean(values: jax.Array) -> jax.Array:
+        """Over the routed tokens of each row: [N, ...] to [B, ...]."""
+        of_rows = values.reshape(*mask.shape, *values.shape[1:])
+        total = jnp.einsum("bt,bt...->b...", mask, of_rows, precision="highest")
+        return collectives.row_sum(total) / tokens_B.reshape(rows, *(1,) * (total.ndim - 1))
+
+    losses = jnp.zeros(rows)
+    if moe.z_loss:
+        losses = losses + moe.z_loss * mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    if moe.balance == "sequence":
+        shares = mean(jax.nn.one_hot(routes.chosen, moe.experts).sum(1)) * (moe.experts / moe.top_k)
+        losses = losses + moe.balance_weight * (lax.stop_gradient(shares) * mean(routes.probabilities)).sum(-1)
+    return losses
+
+
+# --- rows to slots and back
+
+
+class ExpertSlots(NamedTuple):
+    """Where the rows of each expert lie."""
+
+    places: jax.Array  # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
+    pairs: jax.Array  # int32 [S]: the pair in each slot; the number of pairs: none
+    expert_of_block: jax.Array  # int32 [S / block]
+    blocks: jax.Array  # int32: how many are in use
+    dropped: jax.Array  # int32: pairs for which there was no room
+
+
+def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
+    """Assigns slots to the pairs whose expert is one of `experts`, in their order, to at most `room` of them."""
+    chosen, pairs = chosen_NK.reshape(-1), chosen_NK.size
+    dropped = jnp.zeros((), jnp.int32)
+    if room < pairs:
+        here = chosen < experts
+        fits = jnp.cumsum(here) <= room
+        chosen, dropped = jnp.where(fits, chosen, experts), jnp.sum(here & ~fits)
+    block = min(LARGEST_BLOCK, max(8, 1 << (room // experts).bit_length() - 1))
+    count = -(-(room + experts * (block - 1)) // block)
+    within, sizes = ranks_within(chosen, experts)
+    ends = jnp.cumsum(-(-sizes // block))
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends]) * block
+    places = jnp.where(chosen < experts, starts[chosen] + within, count * block)
+    expert_of_block = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
+    inverse = inverse_of(places, count * block)
+    return ExpertSlots(
+        places.reshape(chosen_NK.shape), inverse, expert_of_block.astype(jnp.int32), ends[-1].astype(jnp.int32), dropped
+    )
+
+
+def ranks_within(group_M: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
+    """How many before it are of the same group, of each; and the groups' sizes. The number of groups means none."""
+    order = jnp.argsort(group_M, stable=True)
+    sizes = jnp.bincount(group_M, length=groups + 1)
+    first = jnp.cumsum(sizes) - sizes
+    sorted_group = group_M[order]
+    in_order = jnp.arange(len(group_M)) - first[sorted_group]
+    return jnp.zeros_like(group_M).at[order].set(in_order.astype(group_M.dtype), unique_indices=True), sizes[:groups]
+
+
+def inverse_of(places_M: jax.Array, slots: int) -> jax.Array:
+    """What lies in each slot; the length of `places` where nothing does."""
+    empty = vary(jnp.full(slots, len(places_M), jnp.int32), varying(places_M))
+    return empty.at[places_M].set(jnp.arange(len(places_M), dtype=jnp.int32), mode="drop", unique_indices=True)
+
+
+@jax.custom_vjp
+def spread(x: jax.Array, source_S: jax.Array, places_NK: jax.Array) -> jax.Array:
+    """x [N, ...] to its slots [S, ...], zeros where `source` is N. Its transpose gathers too: no sum is scattered."""
+    return _taken(x, source_S)
+
+
+def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def _summed(slots: jax.Array, places_NK: jax.Array) -> jax.Array:
+    """The sum over K of the slots at `places`, in their order."""
+    total = sum(_taken(slots, places_NK[:, k]).astype(jnp.float32) for k in range(places_NK.shape[1]))
+    return jnp.asarray(total).astype(slots.dtype)
+
+
+spread.defvjp(
+    lambda x, source, places: (_taken(x, source), places),
+    lambda places, g: (_summed(g, places), None, None),
+)
+
+
+@jax.custom_vjp
+def collected(slots: jax.Array, source_S: jax.Array, places_NK: jax.Array) -> jax.Array:
+    """The transpose of `spread`: slots [S, ...] to the sum over what each of N has there."""
+    return _summed(slots, places_NK)
+
+
+collected.defvjp(
+    lambda slots, source, places: (_summed(slots, places), source),
+    lambda source, g: (_taken(g, source), None, None),
+)
+
+
+# --- the module
+
+
+class Experts(nnx.Module):
+    """`top_k` of a layer's experts for each token: this rank's experts, of each its columns of d_ff."""
+
+    router: nnx.Param
+    load: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+
+    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.moe, self.activation = config.moe, config.activation
+        make_parameters(self, name, config, rngs)
+
+    def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives) -> jax.Array:
+        """The experts' output, [B, T, D] (T / tensor of it with sequence parallelism)."""
+        moe, routing = self.moe, sequence.routing or Routing()
+        routed = jnp.ones(x_BTD.shape[:2], bool) if routing.routed_BT is None else routing.routed_BT
+        rows, load = x_BTD.reshape(-1, x_BTD.shape[-1]), self.load[...]
+        logits = jnp.matmul(rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest")
+        routes = route(moe, logits, lax.stop_gradient(load[: moe.experts]), routed.reshape(-1))
+        if routing.seeds_B is not None and (moe.z_loss or moe.balance == "sequence"):
+            losses = auxiliary_losses(moe, logits, routes, routed, collectives)
+            rows = with_loss(rows, losses, collectives.once(routing.seeds_B))
+        compute = partial(self.compute, collectives.platform)
+        y, dropped = collectives.dispatch(compute, moe.experts, rows, routes.chosen, routes.weights)
+        y = recorded(y, load, collectives.once(counted(routes, dropped)))
+        return checkpoint_name(collectives.leave(y.reshape(x_BTD.shape)), "mlp_out")
+
+    def compute(
+        self, platform: str, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array, room: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The experts that are here, of rows [N, D] that have chosen them by their number here, times the weights and summed over K; and the
+        number of pairs that were dropped beyond `room`."""
+        slots = slots_of(chosen_NK, len(self.gate[...]), room)
+        block_of = slots.expert_of_block, slots.blocks
+        source = slots.pairs // chosen_NK.shape[1]
+        x = checkpoint_name(spread(rows_ND, source, slots.places), "dispatched")
+        branches = (grouped(x, w[...], *block_of, platform) for w in (self.gate, self.up))
+        h = hidden(self.activation, True)(*(checkpoint_name(b, "mlp_in") for b in branches))
+        # before the last product, so that its output is not kept for the weights' gradient
+        weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
+        h = checkpoint_name((h * weights).astype(h.dtype), "mlp_hidden")
+        return collected(grouped(h, self.down[...], *block_of, platform), source, slots.places), slots.dropped
+
+
+def counted(routes: RouterChoice, dropped: jax.Array) -> jax.Array:
+    """What `load` gets as its gradient, float32 [E + 2]: tokens of each expert, pairs dropped, the sum of the tokens' entropies."""
+    experts = routes.probabilities.shape[1]
+    tokens = jnp.bincount(routes.chosen.reshape(-1), length=experts + 1)[:experts]
+    p = routes.probabilities
+    entropies = -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)
+    entropy = jnp.sum(jnp.where(routes.chosen[:, 0] < experts, entropies, 0))
+    counts = jnp.concatenate([tokens.astype(jnp.float32), jnp.stack([dropped.astype(jnp.float32), entropy])])
+    assert len(counts) == experts + COUNTED
+    return lax.stop_gradient(counts)
+
+
+Compute = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
