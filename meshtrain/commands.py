@@ -37,11 +37,12 @@ GROUPS = {
         "telemetry": "prints the catalogue of metrics, a dashboard for Grafana, alert rules for Prometheus",
     },
     "help": {
+        "config": "says what each key of a config means; a JSON schema, with which editors complete",
         "completion": "prints what completes commands, options and keys in bash or zsh",
     },
 }  # fmt: skip
 COMMANDS = {name: meaning for group in GROUPS.values() for name, meaning in group.items()}
-MODULES: dict[str, str] = {}  # of a command whose module has another name
+MODULES = {"config": "keys"}  # of a command whose module has another name
 
 
 def parser_of(name: str) -> cli.Parser:

@@ -4,6 +4,7 @@ Both are made from the commands' own parsers.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,8 +78,8 @@ def _add(commands: argparse._SubParsersAction, name: str, meaning: str, of: cli.
 
 
 def markdown() -> str:
-    """Returns the reference of all commands as Markdown: of each its usage, arguments and options, as --help says them."""
-    lines = ["# Commands", ""]
+    """Returns the reference of all commands as Markdown, under headings of the second and third level: of each its usage, arguments and options, as --help says them."""
+    lines: list[str] = []
     for group, commands in GROUPS.items():
         lines += [f"## {group.capitalize()}", ""]
         for name, meaning in commands.items():
@@ -91,8 +92,8 @@ def markdown() -> str:
 def _with_own(parser: cli.Parser) -> Iterator[str]:
     """Yields the help of a parser and of those of its own commands, in the words of `meshtrain COMMAND`, 100 columns wide."""
     parser.formatter_class = lambda prog: cli.Help(prog, width=100)  # type: ignore[assignment, return-value]
-    parser.prog = parser.prog.replace("python -m meshtrain.", "meshtrain ")
-    yield parser.format_help().replace("python -m meshtrain.", "meshtrain ").rstrip()
+    parser.prog = re.sub("^python -m meshtrain[. ]", "meshtrain ", parser.prog)
+    yield re.sub("python -m meshtrain[. ]", "meshtrain ", parser.format_help()).rstrip()
     for own in parser.commands.values():
         yield from _with_own(own)
 

@@ -128,11 +128,11 @@ def test_help_is_still_help(name, capsys):
 
 HELPS = """
 import contextlib, io, runpy, sys
-from meshtrain.commands import COMMANDS
+from meshtrain.commands import COMMANDS, MODULES
 for name in COMMANDS:
     sys.argv = [name, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        runpy.run_module(f"meshtrain.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"meshtrain.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
     print(name, printed.getvalue().startswith("usage: "), *{"jax", "flax", "optax", "orbax"} & sys.modules.keys())
 """
 
@@ -276,7 +276,7 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
 def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, monkeypatch):
     from meshtrain.__main__ import main
 
-    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {"train", "completion"}
+    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {"train", "completion", "config"}
     assert there == ALL.keys()
     monkeypatch.setattr("meshtrain.run.early.hear", lambda: None)
     assert main([]) == 0

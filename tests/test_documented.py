@@ -66,6 +66,7 @@ FORMS = {
     ],
     "python -m meshtrain.generate RUN [--prompt TEXT | --chat]": [],
     "python -m meshtrain.telemetry catalogue|dashboard|rules": [],
+    "python -m meshtrain.keys [KEY]": ["python -m meshtrain.keys mesh.data"],
     "python -m meshtrain.completion bash|zsh": [],  # needs shtab; tests/test_cli.py has it complete
     "python -m meshtrain.adopt inspect | import | export | merge | config": [],
 }
@@ -100,6 +101,7 @@ QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in comman
 # What each prints, by the first that it contains.
 SAYS = {
     "--help": r"usage: python -m meshtrain",
+    "meshtrain.keys": r"(?m)^  takes     a whole number, at least 1$",
     "--print-config": r"(?m)^model:\n  family: llama\n",
     "meshtrain.launch local": r"n0: step 2/2  loss",
     "meshtrain.launch slurm": r"(?m)^#SBATCH --nodes=2$",

@@ -17,10 +17,10 @@ class Resume(Enum):
     REPORTED = "it goes on, and says so"
     REFUSED = "it is refused, unless checkpoint.allow names the key"
     ADAPTERS = "it is refused; weights alone are taken from where there are no adapters yet"
-    CONTENT = "as what is refused; the digest of the data follows from the key"
-    TOKENS = "likewise; and weights alone are refused too, which mean nothing for other tokens"
+    CONTENT = "it is refused, unless checkpoint.allow names the key; the digest of the data follows from it"
+    TOKENS = "it is refused, unless checkpoint.allow names the key; and with the weights alone too, which mean nothing for other tokens"
     SHAPE = "it is refused, with the weights alone too: what they are, and what the model computes with them"
-    SIZE = "likewise; but the weights alone are taken as far as they fit, if checkpoint.allow names the key"
+    SIZE = "it is refused; but the weights alone are taken as far as they fit, if checkpoint.allow names the key"
 
 
 @dataclass(frozen=True)

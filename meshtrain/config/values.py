@@ -98,11 +98,7 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
     # the legal values by their text, where they are counted out
     listed = args if origin is Literal else key.one_of or ()
     choices = {str(choice): choice for choice in listed}
-    if hint in LARGEST:
-        legal = f"{NAMES[hint]}, {_range(hint, key)}"
-    else:
-        legal = f"one of {', '.join(choices)}" if choices else NAMES[hint]
-    legal = " or ".join((*words, legal))
+    legal = " or ".join((*words, takes(hint, key, _range(hint, key) if hint in LARGEST else "")))
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{where} is {shape(node)}; it must be {legal}.")
     text = str(node.value)
@@ -122,6 +118,23 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
             return text.lower() in TRUE
         raise ConfigError(f"{wrong}.")
     return _text(node, where, wrong) if hint is str else _number(hint, key, text, where, wrong)
+
+
+def takes(hint: Any, key: Key, bounds: str | None = None) -> str:
+    """Returns in words what a `hint` takes within the bounds of its `key`, those that are its own unless `bounds` are given."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if a is type(None) else takes(a, key, bounds) for a in args)
+    if origin is tuple:
+        return f"a list, of which each is {takes(args[0], key, bounds)}"
+    if choices := [str(choice) for choice in (args if origin is Literal else key.one_of or ())]:
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    if bounds is None and hint in LARGEST:
+        bounds = _range(hint, key).removesuffix(
+            f"at most {LARGEST[hint]:g}" if hint is float else f"at most {LARGEST[hint]}"
+        )
+        bounds = bounds.removesuffix(" and ")
+    return f"{NAMES[hint]}, {bounds}" if bounds else NAMES[hint]
 
 
 def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
