@@ -3,10 +3,11 @@
     README.md, CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, experiments/README.md    as pages, with links that lead to pages
     the lines of the config's keys, the parsers of the commands                      tables in place of <!-- generated: ... -->
     docstrings                                                                       the API reference in api/, by pdoc
+
+A fact stays where it is; what is made here has no source of its own.
 """
 
 import argparse
-import importlib
 import sys
 import tempfile
 import types
@@ -24,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for experiments
 
 from experiments import api_reference  # noqa: E402
-from meshtrain.__main__ import COMMANDS  # noqa: E402
-from meshtrain.cli import Parser, train_parser  # noqa: E402
+from meshtrain.cli import Parser  # noqa: E402
+from meshtrain.commands import GROUPS, parser_of  # noqa: E402
 from meshtrain.config import Config  # noqa: E402
 from meshtrain.config.key import LARGEST, Key  # noqa: E402
 from meshtrain.config.values import as_text  # noqa: E402
@@ -147,8 +148,8 @@ def _takes(hint: Any, key: Key) -> str:
 
 def command_tables() -> Iterator[str]:
     """Yields a section for each command, with its usage and options."""
-    for name, meaning in COMMANDS.items():
-        parser = train_parser() if name == "train" else importlib.import_module(f"meshtrain.{name}.__main__").parser()
+    for name, meaning in (entry for group in GROUPS.values() for entry in group.items()):
+        parser = parser_of(name)
         yield f"## {name}\n\n`meshtrain {name}` {_cell(meaning)}.\n"
         yield from _options(parser)
         for word, below in parser.commands.items():
@@ -161,13 +162,12 @@ def command_tables() -> Iterator[str]:
 def _options(parser: Parser) -> Iterator[str]:
     rows = []
     for action in parser._actions:
-        if action.help in (None, argparse.SUPPRESS) or isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
-            if not isinstance(action, argparse._StoreAction | argparse._StoreTrueAction):
-                continue
-        name = ", ".join(action.option_strings)
-        value = action.metavar or ("" if action.nargs == 0 else f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest)
-        word = " ".join(part for part in (name, value if isinstance(value, str) else " ".join(value)) if part)
-        rows.append(f"| `{word.replace('|', chr(92) + '|')}` | {_cell((action.help or '') % vars(action))} |")
+        if not isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            named = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest
+            value = "" if action.nargs == 0 else str(action.metavar or named)
+            words = " ".join(filter(None, [", ".join(action.option_strings), value]))
+            meaning = _cell((action.help or "") % vars(action))
+            rows.append(f"| `{words.replace('|', chr(92) + '|')}` | {meaning} |")
     if rows:
         yield "| argument | meaning |\n| --- | --- |"
         yield from rows

@@ -44,9 +44,9 @@ def shared_programs():
 
 @pytest.fixture(scope="session", autouse=True)
 def a_directory_and_a_home_of_its_own(tmp_path_factory):
-    """Tests run in a directory that holds the checkout's configs and README alone, and in an empty home."""
+    """Tests run in a directory that holds the checkout's configs and guides alone, and in an empty home."""
     directory = tmp_path_factory.mktemp("checkout")
-    for name in ("configs", "experiments", "README.md"):
+    for name in ("configs", "experiments", "docs", "README.md"):
         (directory / name).symlink_to(ROOT / name)
     os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
     os.chdir(directory)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import pytest
 import yaml
-from documented import README, ROOT, commands, docstrings, fenced, paths
+from documented import GUIDE, GUIDES, MODULES, ROOT, commands, docstrings, fenced, paths
 from training_processes import CONTEXT
 
 from meshtrain.config import Config, load
@@ -37,11 +37,28 @@ NOT_HERE = {
     "pip install -e .[serve]": "likewise",
     "pip install -e .[vision]": "likewise",
     "pip install -e .[dev]": "likewise",
+    "pip install -e .[docs]": "likewise",
+    "pip install -c constraints.txt -e .": "likewise",
+    "mkdocs build --strict": "tests/test_site.py builds the pages, and follows every link",
     "python -m experiments.api_reference site/": "tests/test_reference.py builds it, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
     "python -m pytest": "this is it",
     "python -m experiments.survive kinds": "takes an hour",
     "python -m experiments.watch.slowdowns": "takes an hour",
+    "python -m experiments.watch.slowdowns --repeats 5": "likewise",
+    "python -m experiments.survive soak": "likewise",
+    "python -m experiments.watch.cost": "takes minutes, on a quiet machine",
+    "python -m experiments.faults --all": "likewise",
+    "python -m experiments.generate.decode": "likewise",
+    "python -m experiments.communicate.bytes": "likewise",
+    "python -m experiments.communicate.quality": "likewise",
+    "python -m experiments.communicate.crossing": "likewise",
+    "python experiments/bench_layouts.py": "likewise",
+    "python experiments/bench_pipeline.py": "likewise",
+    "python experiments/bench_checkpoint.py": "likewise",
+    "python experiments/bench_data.py": "likewise",
+    "python -m pytest tests/test_equivalence.py": "is part of the tests",
+    "python -m pytest -m engines -n 0 tests/launch": "is a stage of CI",
     "python -m experiments.adopt.parity": "needs torch and transformers; tests/adopt has what they computed",
     "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; tests/evaluate/test_harness.py has tasks of its own",
     "python -m meshtrain.evaluate.harness": "needs lm-eval",
@@ -52,8 +69,14 @@ NOT_HERE = {
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
     "python -m experiments.plan": "takes a minute; tests/plan/test_published.py holds what it prints",
     "python -m experiments.plan --compile": "takes 15 minutes; tests/plan/test_compiled.py compiles some of them",
+    "python -m experiments.plan --compile h100": "likewise",
     "python -m experiments.serving.balance": "tests/serve/test_balancers.py runs it, where haproxy and nginx are",
     "python -m meshtrain.generate HF_DIR --chat": "reads what is typed; tests/generate/test_generate_command.py has it",
+    "python -m meshtrain.adopt export RUN PEFT_OUT --adapter": "the run has no adapters; tests/adopt has runs that do",
+    "python -m meshtrain.adopt merge RUN HF_OUT": "likewise",
+    "python -m meshtrain.survive inject kill@40:1 RUN": "needs a run that goes on; tests/survive/test_inject.py has some",
+    "python -m meshtrain.probe --mesh data=8,islands=2 --algorithms all --html probe.html": "takes minutes; tests/probe/test_measure.py measures algorithms",
+    "srun meshtrain train --config FILE": "tests/launch/test_slurm_cluster.py has srun do so, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
 }
 # A synopsis stands for several commands.
@@ -70,9 +93,6 @@ FORMS = {
     "python -m meshtrain.completion bash|zsh": [],  # needs shtab; tests/test_cli.py has it complete
     "python -m meshtrain.adopt inspect | import | export | merge | config": [],
 }
-TYPED = list(
-    dict.fromkeys(form for command in COMMANDS if command not in NOT_HERE for form in FORMS.get(command, [command]))
-)
 HF_DIR = str(ROOT / "tests" / "adopt" / "golden" / "llama3")
 PLACEHOLDERS = {
     "FILE": "mine.yaml",
@@ -83,6 +103,15 @@ PLACEHOLDERS = {
     "IMPORTED": "imported",
     "THEIRS": "theirs.yaml",
 }
+# What is the same with the placeholders filled in is typed once.
+TYPED = list(
+    {
+        " ".join(PLACEHOLDERS.get(word, word) for word in form.split()): form
+        for command in COMMANDS
+        if command not in NOT_HERE
+        for form in FORMS.get(command, [command])
+    }.values()
+)
 PLACEHOLDER = re.compile(r"[A-Z]{2,}(\.\.\.)?")
 FILE = {
     "run": {"directory": "runs/mine", "fake_devices": 8},
@@ -97,11 +126,14 @@ TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-s
 SUPERVISED = "python -m meshtrain.survive --config mine.yaml"
 SHORT_RUN = ["--set", "train.steps=2", "--set", "train.sequence_length=32"]
 SHORTER = {"meshtrain.train": SHORT_RUN, "meshtrain.launch": SHORT_RUN, "meshtrain.survive": SHORT_RUN}
+# Commands whose first word is a command too: named alone it is looked at.
+OF_MANY = ("meshtrain.adopt", "meshtrain.checkpoint", "meshtrain.data", "meshtrain.launch")
 QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in command)
 # What each prints, by the first that it contains.
 SAYS = {
     "--help": r"usage: python -m meshtrain",
     "meshtrain.keys": r"(?m)^  takes     a whole number, at least 1$",
+    "--search": r"legal layouts on 8 devices, (?s:.*)\n 1 +\d",
     "--print-config": r"(?m)^model:\n  family: llama\n",
     "meshtrain.launch local": r"n0: step 2/2  loss",
     "meshtrain.launch slurm": r"(?m)^#SBATCH --nodes=2$",
@@ -170,7 +202,8 @@ def _type(words: list[str], directory: Path, printed: Path, variables: dict[str,
 
 def run(words: list[str], directory: Path) -> None:
     """Types a command in a directory, with nothing changed but SHORTER; what it must print and write is there."""
-    more = SHORTER.get(words[2], []) if "--config" in words else [] if len(words) > 3 else ["--help"]
+    named = len(words) == 3 or (len(words) == 4 and words[2] in OF_MANY)
+    more = SHORTER.get(words[2], []) if "--config" in words else ["--help"] if named else []
     printed = typed([*words[2:], *more], directory)
     line = " ".join([*words, *more])
     expected = next(said for word, said in SAYS.items() if word in line)
@@ -234,16 +267,14 @@ def test_what_is_not_typed_here_is_documented():
     assert NOT_HERE.keys() | FORMS.keys() <= COMMANDS.keys()
 
 
-BLOCKS = fenced(README)
+BLOCKS = fenced(GUIDE)
 # tests/test_library.py runs the one of the library.
-PYTHON = [
-    block for kind, block in BLOCKS if kind == "python" and f"## As a library\n\n```python\n{block}" not in README
-]
+PYTHON = [block for kind, block in BLOCKS if kind == "python" and f"## As a library\n\n```python\n{block}" not in GUIDE]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.splitlines()[-1])
-def test_the_readmes_python_runs_and_shows_its_last_line(block, directory):
+def test_the_guides_python_runs_and_shows_its_last_line(block, directory):
     last = ast.parse(block).body[-1]
     assert isinstance(last, ast.Expr), "the last line of a cell is what it shows"
     script = [sys.executable, "-c", f"{block}\nprint({ast.unparse(last)})"]
@@ -254,18 +285,37 @@ def test_the_readmes_python_runs_and_shows_its_last_line(block, directory):
     assert len(ended.stdout.splitlines()) > 3
 
 
-def test_the_readmes_blocks_are_of_kinds_that_are_run_or_shown():
-    assert {kind for kind, _ in BLOCKS} == {"", "bash", "python", "sh", "yaml"}
+def test_the_guides_blocks_are_of_kinds_that_are_run_or_shown():
+    assert {kind for kind, _ in BLOCKS} == {"", "bash", "py", "python", "sh", "text", "yaml"}
 
 
-@pytest.mark.parametrize("block", [block for kind, block in BLOCKS if kind == "yaml"])
-def test_the_readmes_configs_are_configs(block):
+# That of the file in docs/extending.md is trained by the test after it.
+@pytest.mark.parametrize("block", [block for kind, block in BLOCKS if kind == "yaml" and "imports:" not in block])
+def test_the_guides_configs_are_configs(block):
     config = load(yaml.safe_load(block.replace("Llama-3.1-8B", HF_DIR)))
     if "lora:" in block:
         assert config.model.layers == 3 and config.lora.rank == 16 and config.data.batching == "packed"
     if "islands:" in block:
         assert config.mesh.islands > 1 and config.mesh.shards > 1
     assert len(PYTHON) == sum(kind == "python" for kind, _ in BLOCKS) - 1
+
+
+@pytest.mark.thorough
+def test_the_guides_file_of_parts_is_trained_by_its_config(directory):
+    blocks = dict(fenced(GUIDES["docs/extending.md"]))
+    (directory / "mine.py").write_text(blocks["py"])
+    (directory / "c.yaml").write_text(blocks["yaml"])
+    printed = typed(["meshtrain.train", "--config", "c.yaml", "--set", "train.steps=2"], directory)
+    assert re.search(r"relu_llama with .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2  loss", printed), printed
+    assert (directory / "runs/mine/imports/mine.py").read_text() == blocks["py"]
+
+
+def test_messages_of_the_troubleshooting_page_are_said():
+    sources = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in MODULES)
+    messages = [block for kind, block in fenced(GUIDES["docs/troubleshooting.md"]) if kind == "text"]
+    fragments = [part.strip() for block in messages for line in block.splitlines() for part in line.split("…")]
+    assert len(fragments) > 20
+    assert [fragment for fragment in fragments if fragment not in sources] == []
 
 
 def test_every_path_that_is_named_is_there():

@@ -1,4 +1,4 @@
-"""What the README says one touches to add something: each added here from outside the package, trained on 2 x 2 x 2 and planned."""
+"""What docs/extending.md says one touches to add something: each added here from outside the package, trained on 2 x 2 x 2 and planned."""
 
 from dataclasses import replace
 from functools import cache

@@ -241,8 +241,10 @@ def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_
 
 
 @pytest.mark.thorough
-def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
-    (example,) = re.findall(r"## As a library\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_guides_example_runs(tmp_path, monkeypatch, capsys):
+    (example,) = re.findall(
+        r"## As a library\n\n```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
+    )
     assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text(yaml.safe_dump(TINY))

@@ -5,13 +5,11 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 from documented import MODULES, ROOT, docstrings
+from html_links import broken
 
 import meshtrain as mt
 
@@ -83,35 +81,11 @@ def pages(tmp_path_factory):
     return {path.resolve(): path.read_text() for path in directory.rglob("*.html")}
 
 
-class Page(HTMLParser):
-    """The attributes of a page by name; what a script builds while one searches, and code that is shown, are none."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: dict[str, list[str]] = defaultdict(list)
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            self.found[name].append(value or "")
-
-
 @pytest.mark.thorough
 def test_every_module_has_a_page_and_every_link_leads_somewhere(pages):
     shown = {match[1] for page in pages.values() if (match := re.search(r"<title>(meshtrain\S*) API", page))}
     public = (path for path in map(relative, MODULES) if not path.endswith("__main__.py"))
     assert shown == {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in public}
 
-    read = {path: Page(page) for path, page in pages.items()}
-    anchors = {path: set(page.found["id"]) for path, page in read.items()}
-    broken, links = [], 0
-    for path, page in read.items():
-        for link in [*page.found["href"], *page.found["src"]]:
-            if link.startswith(("data:", "https://pdoc.dev")):
-                continue
-            links += 1
-            file, _, anchor = unquote(link).partition("#")
-            target = (path.parent / file).resolve() if file else path
-            if target not in pages or (anchor and anchor not in anchors[target]):
-                broken.append((path.name, link))
-    assert not broken and links > 10 * len(pages)
+    lost, followed = broken(pages, "data:", "https://pdoc.dev")
+    assert not lost and followed > 10 * len(pages)

@@ -1,4 +1,4 @@
-"""What the documentation tells people to type and to open: README.md, the configs' comments, docstrings of the package."""
+"""What the documentation tells people to type and to open: README.md, the pages in docs/, the configs' comments, docstrings of the package."""
 
 import ast
 import re
@@ -8,11 +8,17 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+# What users read, by its path: the README and the guides.
+GUIDES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+GUIDE = "\n".join(GUIDES.values())
+YOURS = ("mine.py",)  # what a reader writes
 MODULES = sorted((ROOT / "meshtrain").rglob("*.py"))
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 # What is typed: to the end of the code, else to where the sentence around it goes on.
-IN_CODE = re.compile(r"`((?:python(?: -m)?|pip|srun) \w[^`]*)`")
+IN_CODE = re.compile(r"`((?:(?:python(?: -m)?|pip|srun) \w|meshtrain [a-z-])[^`]*)`")
 IN_TEXT = re.compile(r"(?<!`)(python -m (?:meshtrain|experiments)\S*?(?: .*?)?)(?=: |:?$|\)| {2})", re.MULTILINE)
 PATH = re.compile(r"(?<![\w./-])(?:meshtrain|tests|configs|experiments)/[\w./-]*[\w/]")
 NEIGHBOUR = re.compile(r"(?<![\w./-])\w+\.py\b")
@@ -46,12 +52,12 @@ def _documented(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.Funct
 def commands() -> dict[str, list[str]]:
     """Each command once, in the order of the documentation, with its words: without comments, quotes and line breaks."""
     typed = []
-    for language, block in fenced(README):
+    for language, block in fenced(GUIDE):
         if language == "bash":
             typed += block.replace("\\\n", " ").splitlines()
     # Of the others no syntax tree is made.
     typing = [path for path in MODULES if re.search(r"`pip |`srun |python -m", path.read_text())]
-    texts = [FENCED.sub("", README), *(text for path in typing for _, text in _docstrings(path))]
+    texts = [FENCED.sub("", GUIDE), *(text for path in typing for _, text in _docstrings(path))]
     texts += [path.read_text().replace("#", " ") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
     for text in texts:
         typed += [*IN_CODE.findall(text), *IN_TEXT.findall(IN_CODE.sub("", text))]
@@ -60,19 +66,27 @@ def commands() -> dict[str, list[str]]:
         words = shlex.split(line, comments=True)
         while words:
             end = words.index("&&") if "&&" in words else len(words)
-            found[" ".join(words[:end])] = words[:end]
+            command = _by_module(words[:end])
+            found[" ".join(command)] = command
             words = words[end + 1 :]
     return found
 
 
+def _by_module(words: list[str]) -> list[str]:
+    """Returns a command by its module, as Python takes it: `meshtrain train` and `python -m meshtrain.train` are the same."""
+    of_meshtrain = words[0] == "meshtrain" and len(words) > 1 and not words[1].startswith("-")
+    return ["python", "-m", f"meshtrain.{words[1]}", *words[2:]] if of_meshtrain else words
+
+
 def paths() -> Iterator[tuple[str, Path]]:
-    """Every path that the README and the docstrings name, with where it is named."""
-    for line in README.splitlines():
+    """Every path that the guides and the docstrings name, with where it is named."""
+    for page, line in ((page, line) for page, text in GUIDES.items() for line in text.splitlines()):
         folder = ROOT
         for match in re.finditer(f"{PATH.pattern}|{NEIGHBOUR.pattern}", line):
             # The first of a row is whole, those after it lie beside it.
             whole = "/" in match[0]
-            yield "README.md", (ROOT if whole else folder) / match[0]
+            if match[0] not in YOURS:
+                yield page, (ROOT if whole else folder) / match[0]
             folder = (ROOT / match[0]).parent if whole else folder
     for path, _, text in docstrings():
         where = path.relative_to(ROOT).as_posix()

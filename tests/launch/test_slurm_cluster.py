@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from documented import README, ROOT, fenced
+from documented import GUIDE, ROOT, fenced
 from slurm_cluster import SlurmCluster, missing, until
 from small_runs import losses, overrides, step
 
@@ -70,8 +70,8 @@ def submitted(cluster, tmp_path, capsys):
         cluster.command("scancel", run.number, check=False)
 
 
-def test_the_readmes_walk_ends_with_a_trained_model(cluster, tmp_path, scenario):
-    (walk,) = [block for language, block in fenced(README) if language == "sh" and "sbatch" in block]
+def test_the_guides_walk_ends_with_a_trained_model(cluster, tmp_path, scenario):
+    (walk,) = [block for language, block in fenced(GUIDE) if language == "sh" and "sbatch" in block]
     installs, *lines = walk.splitlines()
     assert installs.endswith("pip install -e '.[cuda12]'")
     began = time.monotonic()
@@ -80,13 +80,13 @@ def test_the_readmes_walk_ends_with_a_trained_model(cluster, tmp_path, scenario)
     (tmp_path / "env" / "bin").mkdir(parents=True)
     (tmp_path / "env" / "bin" / "activate").write_text("echo activated")
     before = f"cd {tmp_path}\nset -e\n"
-    output = cluster.command("bash", "-c", before + typed.replace("python -m meshtrain.survive status", "echo"))
+    output = cluster.command("bash", "-c", before + typed.replace("meshtrain survive status", "echo"))
     job = cluster.ended(re.search(r"Submitted batch job (\d+)", output)[1])
     (written,) = tmp_path.glob("quickstart-*.out")
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), written.read_text()
     assert len(losses(tmp_path / "runs" / "quickstart")) == SHORT
     assert written.read_text().startswith("activated\n")
-    scenario("the README's walk, without pip", began, "COMPLETED, 0")
+    scenario("the guide's walk, without pip", began, "COMPLETED, 0")
 
 
 def test_a_cancelled_job_stops_with_a_checkpoint_and_stays_away(submitted, cluster, scenario):

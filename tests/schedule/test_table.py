@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from documented import README
+from documented import GUIDE
 
 from meshtrain.config import ConfigError
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
@@ -39,7 +39,7 @@ def test_virtual_is_the_inverse_of_stage_and_chunk(placement):
 
 
 def test_the_format_is_shown_to_people_as_it_is():
-    assert f"```\n{ONE_F_ONE_B}```\n" in README
+    assert f"```\n{ONE_F_ONE_B}```\n" in GUIDE
     assert inspect.cleandoc(ONE_F_ONE_B) in inspect.cleandoc(Table.to_csv.__doc__).replace("\n    ", "\n")
 
 
