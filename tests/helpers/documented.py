@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from meshtrain.commands import MODULES as MODULES_OF
+
 ROOT = Path(__file__).parents[2]
 # What users read, by its path: the README and the guides.
 GUIDES = {
@@ -75,7 +77,7 @@ def commands() -> dict[str, list[str]]:
 def _by_module(words: list[str]) -> list[str]:
     """Returns a command by its module, as Python takes it: `meshtrain train` and `python -m meshtrain.train` are the same."""
     of_meshtrain = words[0] == "meshtrain" and len(words) > 1 and not words[1].startswith("-")
-    return ["python", "-m", f"meshtrain.{words[1]}", *words[2:]] if of_meshtrain else words
+    return ["python", "-m", f"meshtrain.{MODULES_OF.get(words[1], words[1])}", *words[2:]] if of_meshtrain else words
 
 
 def paths() -> Iterator[tuple[str, Path]]:
