@@ -1,6 +1,6 @@
 """How true the planner is, as tables.
 
-python -m experiments.plan                   seconds: fit on published runs, left-out runs, runs never seen
+python -m experiments.plan                   seconds of published runs, and bytes (`sources`: whole sources left out of the fit)
 python -m experiments.plan --search          a search over every layout of 16,384 devices, timed
 python -m experiments.plan --compile h100    bytes: memory and traffic beside XLA's, for configs from 125M to 70B
                                             parameters (no GPU needed; about 15 minutes on 2 cores)
@@ -22,8 +22,7 @@ from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.plan import named
 from meshtrain.plan.search import search
 
-from . import calibrate, foundry, kempner, memory
-from .published import CHOICES, ELSEWHERE, FITTED, HELD_OUT, Run
+from . import memory, sources
 
 MODELS = {
     "gpt 125M": {"family": "gpt2", "layers": 12, "d_model": 768, "heads": 12, "vocab_size": 50257},
@@ -145,56 +144,6 @@ def config_of(row: tuple) -> dict:
     return found
 
 
-def times(console: Console) -> None:
-    """Published runs: fitted, left out, never fitted; then by source, and what is off as a rule."""
-    left_out = [left for name in ("Ampere", "Hopper") for left in calibrate.leave_one_out(calibrate.family(name))]
-    left_off = {left.run: left.error for left in left_out}
-    for family in ("Ampere", "Hopper"):
-        efficiency = calibrate.rounded(calibrate.fit(calibrate.family(family)))
-        table = _table(f"{family}: {efficiency}", ("run", ""), ("reported", "seconds a step", "predicted", "off by", "left out: off by"))  # fmt: skip
-        for run in [*calibrate.family(family), *calibrate.family(family, [*HELD_OUT, *ELSEWHERE])]:
-            left = f"{left_off[run]:+.1%}" if run in left_off else "never fitted"
-            table.add_row(run.source, run.name, run.reported, f"{run.seconds:.3f}", f"{run.predicted():.3f}", f"{_error(run):+.1%}", left)  # fmt: skip
-        console.print(table)
-    unseen = [*HELD_OUT, *ELSEWHERE, *kempner.RUNS, *foundry.runs()]
-    table = _table("by source", ("source", "device", ""), ("rows", "chosen", "median", "p90", "worst", "in the middle"))
-    for kind, runs in (("fitted", FITTED), ("never fitted", unseen)):
-        for source, device in dict.fromkeys((run.source, run.accelerator) for run in runs):
-            found = [_error(run) for run in runs if (run.source, run.accelerator) == (source, device)]
-            table.add_row(source, device, kind, str(len(found)), str(len(CHOICES[source])), *_spread(found))
-    fitted = f"{2 * len(calibrate.NAMES)} fitted"
-    table.add_row("all", "", "left out", str(len(left_out)), fitted, *_spread(list(left_off.values())))
-    chosen = str(sum(map(len, CHOICES.values())))
-    table.add_row("all", "", "never fitted", str(len(unseen)), chosen, *_spread([_error(run) for run in unseen]))
-    console.print(table)
-    for source, choices in CHOICES.items():
-        if choices:
-            console.print(f"chosen for {source}: {'; '.join(choices)}")
-    trends(console)
-    gigabytes(console)
-
-
-TRENDS = {
-    "tokens a sequence": lambda run: run.config.train.sequence_length,
-    "d_model": lambda run: run.config.model.d_model,
-    "devices": lambda run: run.config.mesh.devices,
-}
-
-
-def trends(console: Console) -> None:
-    """What is off as a rule: the median signed error of llm-foundry's rows by length, model and devices."""
-    devices = ("a100-40", "a100-80", "h100")
-    for title, of in TRENDS.items():
-        table = _table("", (title,), devices)
-        for value in sorted({of(run) for run in foundry.runs()}):
-            cells = []
-            for device in devices:
-                found = [_error(run) for run in foundry.runs() if of(run) == value and run.accelerator == device]
-                cells.append(f"{statistics.median(found):+.1%} of {len(found)}" if found else "")
-            table.add_row(str(value), *cells)
-        console.print(table)
-
-
 def gigabytes(console: Console) -> None:
     """Published memory of other frameworks, by how they hold what they train."""
     table = _table(
@@ -206,7 +155,7 @@ def gigabytes(console: Console) -> None:
     for row, error in zip(memory.ROWS, errors, strict=True):
         table.add_row(row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}")
     console.print(table)
-    median, percentile, worst, _ = _spread(errors)
+    median, percentile, worst, _ = sources.spread(errors)
     console.print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
 
 
@@ -216,17 +165,6 @@ def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
         for name in names:
             table.add_column(name, justify=side)
     return table
-
-
-def _error(run: Run) -> float:
-    return run.predicted() / run.seconds - 1
-
-
-def _spread(errors: list[float]) -> list[str]:
-    """Median, ninetieth percentile and worst of the sizes; the median with its sign."""
-    sizes = sorted(map(abs, errors))
-    percentile = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-    return [f"{statistics.median(sizes):.1%}", f"{percentile:.1%}", f"{sizes[-1]:.1%}", f"{statistics.median(errors):+.1%}"]  # fmt: skip
 
 
 def searched(console: Console) -> None:
@@ -322,7 +260,8 @@ def main() -> None:
     elif options.search:
         searched(console)
     else:
-        times(console)
+        sources.tables(sources.shipped(), console)
+        gigabytes(console)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from meshtrain.config import load
 from meshtrain.plan.compute import FrameworkProfile
 
 from .kernels import TRITON_AMPERE, TRITON_HOPPER
-from .published import PYTORCH_LOSS, Run
+from .published import BY_KERNEL, PYTORCH_LOSS, Run
 
 # d_model, layers, heads
 SHAPES = {
@@ -53,7 +53,7 @@ def _run(row: dict[str, str]) -> Run:
     profile = FrameworkProfile(
         execution="asynchronous",
         overlap_data=True,
-        fused=False,
+        **BY_KERNEL,
         loss_passes=PYTORCH_LOSS,
         kernel=KERNELS[row["accelerator"]],
         gradient_bytes=2 if pure else 4,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from meshtrain.config import load
 
-from .published import COMPILED, PYTORCH_LOSS, Run
+from .published import BY_KERNEL, COMPILED, PYTORCH_LOSS, Run
 
 MODELS = {
     "8B": {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256},
@@ -63,7 +63,7 @@ def _run(model: str, data: int, tensor: int, sequences: int, microbatches: int, 
     )  # fmt: skip
     train = config.train
     name = f"{model}, data {data}" + (f" x tensor {tensor}" if tensor > 1 else "")
-    profile = PRACTICE if (model, tensor) != ("13B", 1) else replace(PRACTICE, fused=False)
+    profile = PRACTICE if (model, tensor) != ("13B", 1) else replace(PRACTICE, **BY_KERNEL)
     seconds = train.global_batch_size * train.sequence_length / speed
     return Run("KempnerForge", name, config, "h200", profile, seconds, f"{speed:,} tokens/s", gib=gib, per_node=4)
 

@@ -17,6 +17,7 @@ Where their figures stand, and what these leave open:
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.cluster.cluster import named
@@ -31,6 +32,10 @@ from .kernels import FLASH_2_AMPERE, FLASH_2_HOPPER
 MEGATRON_LOSS = 13
 # To float32, log_softmax (which reads twice), its backward (which reads two), to 16 bits.
 PYTORCH_LOSS = 9
+# PyTorch's RMSNorm in bytes of a 16-bit element: to float32 (6), square (8), mean (4), times its root (8), to 16 bits (6), times the scale (4).
+NORM = 36.0
+BY_KERNEL: dict[str, Any] = {"norm_bytes": NORM, "fused_rotation": False, "fused_gate": False}
+FUSED: dict[str, Any] = {"norm_bytes": 4.0, "fused_rotation": True, "fused_gate": True}
 # FSDP2 copies a layer's weights out of the buffer of each of two gathers, and its gradient into a buffer in float32.
 FSDP_2_COPIES = 2 * (2 + 2) + (2 + 4)
 # In 2021 gradients were added up in float16, later by the product that makes them (gradient accumulation fusion). Without a fused
@@ -44,9 +49,9 @@ MEGATRON_2024 = FrameworkProfile(
     execution="asynchronous", loss_passes=MEGATRON_LOSS, sum_bytes=0, overlap_data=True, overlap_tensor=True
 )
 EAGER = FrameworkProfile(
-    execution="asynchronous", overlap_data=True, fused=False, loss_passes=PYTORCH_LOSS, copy_bytes=FSDP_2_COPIES, kernel=FLASH_2_HOPPER, recomputes=(0.5, 0.0, 1.0),
+    execution="asynchronous", overlap_data=True, **BY_KERNEL, loss_passes=PYTORCH_LOSS, copy_bytes=FSDP_2_COPIES, kernel=FLASH_2_HOPPER, recomputes=(0.5, 0.0, 1.0),
 )  # fmt: skip
-COMPILED = replace(EAGER, fused=True, loss_passes=3)
+COMPILED = replace(EAGER, **FUSED, loss_passes=3)
 EAGER_A100 = replace(EAGER, kernel=FLASH_2_AMPERE)
 # By what torchtitan recomputes. PyTorch stops recomputing a block once its backward has all it reads: before the last product,
 # which is a quarter of those of a Llama's block.

@@ -66,8 +66,22 @@ class Cluster:
         most=3600.0,
         unit="seconds",
     )
+    save_seconds_per_host: float = key(
+        0.002,
+        "the stop's growth: each host calls at one barrier; MegaScale (Jiang et al. 2024, section 4.4): several seconds on 1,536",
+        least=0.0,
+        most=60.0,
+        unit="seconds a host",
+    )
     storage_bandwidth: float = key(
         1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one node"
+    )
+    storage_bandwidth_total: float = key(
+        200.0,
+        "GB/s that the store takes from all nodes at once, however many; a large store of its own kind: Llama 3's takes 2,000 (section 3.3.1)",
+        least=0.001,
+        most=1e6,
+        unit="GB/s of the store",
     )
     host_bandwidth: float = key(
         20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one device"

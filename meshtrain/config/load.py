@@ -66,6 +66,14 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
     return config
 
 
+def given_devices(source: str | Path, overrides: Sequence[str] = ()) -> int:
+    """Returns the devices of a config file's mesh as it is given, whether it is legal or not."""
+    config = filled(Config(), read_given(Config, source, "config", "--config", EXAMPLE))
+    for override in overrides:
+        config = _override(config, override)
+    return config.mesh.devices
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes paths as their text and NumPy numbers as numbers too."""
 

@@ -14,6 +14,7 @@ from meshtrain import units
 from meshtrain.cli import Parser, check_target, command, whole_number, write_target
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError, chosen, load, notes, short, to_yaml
+from meshtrain.config.load import given_devices
 from meshtrain.errors import say
 from meshtrain.launch import flags
 from meshtrain.parallel import placement
@@ -24,6 +25,11 @@ from meshtrain.plan.search import search
 from meshtrain.schedule import draw
 from meshtrain.sources import SOURCES
 
+# A layout that is legal for every model and batch.
+ONE_DEVICE = (
+    "mesh.data=1", "mesh.tensor=1", "mesh.pipeline=1", "mesh.context=1", "mesh.islands=1", "parallel.microbatches=1", "parallel.schedule=auto",
+    "parallel.virtual_stages=1", "parallel.layer_split=null", "parallel.sequence_parallel=false", "parallel.context_strategy=auto",
+)  # fmt: skip
 DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
 
 
@@ -45,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return subprocess.run([sys.executable, "-m", "meshtrain.probe.measure"]).returncode
     if not options.config:
         words.error("--config FILE is needed: the YAML file of the run")
-    config = load(options.config, options.set)
+    config = _load(options)
     _check_targets(config, options)
     cluster = _cluster(config, options)
     if options.flags:
@@ -76,6 +82,21 @@ def parser() -> Parser:
     parser.add_argument("--flags", action="store_true", help="prints the flags of XLA and NCCL that launch sets for the config on the cluster, and why")  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
     return parser
+
+
+def _load(options: argparse.Namespace) -> Config:
+    """The config; of a search also one whose own layout is not legal, since the search replaces it: then on one device."""
+    try:
+        return load(options.config, options.set)
+    except ConfigError as error:
+        if not options.search:
+            raise
+        try:
+            config = load(options.config, [*options.set, *ONE_DEVICE])
+        except ConfigError:
+            raise error from None  # another key is wrong
+    options.devices = options.devices or given_devices(options.config, options.set)
+    return config
 
 
 def _check_targets(config: Config, options: argparse.Namespace) -> None:

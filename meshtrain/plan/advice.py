@@ -12,7 +12,7 @@ from meshtrain.errors import short
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import memory, pipeline, shapes
-from meshtrain.plan.choices import contexts, schedules
+from meshtrain.plan.choices import contexts, ends_empty, schedules, with_empty_ends
 from meshtrain.plan.estimate import Plan, estimate
 from meshtrain.plan.seconds import microbatch_costs
 from meshtrain.schedule.generators import legal_chunks
@@ -58,7 +58,12 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
         if len(fitting) >= count:
             break
         frontier = following
-    return sorted(fitting.values(), key=lambda c: (set(_by_key(c.settings)) != _SCHEDULE, c.seconds))[:count]
+    return sorted(fitting.values(), key=lambda c: (not _schedule_alone(c), c.seconds))[:count]
+
+
+def _schedule_alone(change: Change) -> bool:
+    keys = set(_by_key(change.settings))
+    return "parallel.schedule" in keys and keys <= {f"parallel.{key}" for key in _SCHEDULE}
 
 
 def changes(planned: Plan) -> list[Change]:
@@ -134,7 +139,7 @@ def _by_key(settings: tuple[str, ...]) -> dict[str, str]:
     return {setting.partition("=")[0]: setting for setting in settings}
 
 
-_SCHEDULE = {"parallel.schedule", "parallel.virtual_stages"}
+_SCHEDULE = ("schedule", "virtual_stages", "layer_split")
 
 
 def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...], Config] | None:
@@ -142,8 +147,12 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
     if config.mesh.pipeline == 1:
         return None
     ranked = []
-    for schedule, chunks in schedules(config.model.layers, config.mesh.pipeline):
-        other = put(config, parallel={"schedule": schedule, "virtual_stages": chunks})
+    layers, pipelined = config.model.layers, config.mesh.pipeline
+    for schedule, chunks in [*schedules(layers, pipelined), *with_empty_ends(layers, pipelined)]:
+        keys = {"schedule": schedule, "virtual_stages": chunks}
+        if (split := ends_empty(layers, chunks * pipelined)) is not None:
+            keys["layer_split"] = split
+        other = put(config, parallel=keys)
         try:
             check(other)
         except ConfigError:
@@ -156,8 +165,8 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
     fastest = min(ranked, key=lambda r: r[:3], default=(config,))[-1]
     if fastest == config:
         return None
-    parallel = fastest.parallel
-    return (f"parallel.schedule={parallel.schedule}", f"parallel.virtual_stages={parallel.virtual_stages}"), fastest
+    changed = [*_SCHEDULE[:2], *_SCHEDULE[2:] * (fastest.parallel.layer_split != config.parallel.layer_split)]
+    return tuple(f"parallel.{key}={as_text(getattr(fastest.parallel, key))}" for key in changed), fastest
 
 
 def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], Config]]:
@@ -176,7 +185,7 @@ def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, .
         if parallel.zero_stage >= 2 and parallel.zero_hold:
             yield change("parallel", zero_hold=False)
     unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
-    for remat in ("dots", "full"):
+    for remat in ("selective", "dots", "full"):
         if parallel.remat != remat:
             yield change("parallel", remat=remat, **unnamed)
     for name in parallel.remat_keep:

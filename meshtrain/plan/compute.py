@@ -45,6 +45,9 @@ CUDNN = Kernel()
 # Bytes an element of the output in a step over context: operands picked, read and written; the kernel's output read, and merged with the
 # float32 one in two halves.
 MERGED = 14
+# Passes over q and k of a rotation in PyTorch's own kernels: times the cosine (2), halves swapped (4), times the sine (2), the sum (3); over
+# the MLP's width of a gate: silu (2), product (3).
+ROTATION, GATE = 11, 5
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,21 @@ class FrameworkProfile:
 
     execution: str = "lockstep"  # or asynchronous: one program per stage
     kernel: Kernel | None = CUDNN  # none: attention writes its scores to memory
-    fused: bool = True  # a compiler fuses norms, activations and residual sums into few passes
-    loss_passes: int = 3  # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
+    norm_bytes: float = 4.0  # that a norm reads and writes of a 16-bit element: one kernel reads it and writes it
+    fused_rotation: bool = True  # the rotation of q and k is one kernel
+    fused_gate: bool = True  # so is the MLP's gate
+    loss_passes: float = (
+        3  # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
+    )
+    whole_logits: bool = False  # tensor ranks gather the logits, and each takes the loss of the whole vocabulary
     overlap_data: bool = False  # gradient reduction and weight gathers run beside compute
     overlap_tensor: bool = False  # collectives of tensor parallelism run beside the products they belong to
+    input_sums: int = (
+        2  # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
+    )
+    regathers: bool = (
+        True  # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
+    )
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
     scatter_messages: bool = False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
     gradient_bytes: int = 4  # of one element, as summed over data
@@ -128,7 +142,8 @@ def layer(
     n, size, of_kernel = sequences * length // context, shapes.itemsize(dtype), of_kernel or length
     d, k, f = model.d_model, model.head_dim, -(-model.d_ff // tensor)
     heads, groups = model.heads // tensor, local_kv_heads(model.kv_heads, tensor)
-    gated = FAMILIES[model.family].gated
+    family = FAMILIES[model.family]
+    gated = family.gated
 
     def products(*dots: tuple[int, int, int]) -> Seconds:
         return Seconds(matmul=sum(product(accelerator, dtype, *shape) for shape in dots))
@@ -138,21 +153,22 @@ def layer(
         return Seconds(memory=moved / accelerator.memory_rate)
 
     # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k, the MLP's own.
-    # Without a compiler an RMSNorm, a rotation and a gate are many kernels; LayerNorm and GELU are one each anywhere.
-    eager = gated and not profile.fused
-    stream = d / (tensor if sequence_parallel else 1) * (2.2 if eager else 1.0)
-    inner = 2 if eager else 1
+    # Kernel by kernel an RMSNorm, a rotation and a gate are many passes; LayerNorm and GELU are one kernel anywhere. Without sequence
+    # parallelism every tensor rank has the whole stream.
+    stream = d / (tensor if sequence_parallel else 1)
+    norm = stream * (2.0 if family.centred_norms else profile.norm_bytes / 2)
+    rotation = 2 if profile.fused_rotation or not family.rotary else ROTATION
+    activation = (3 if profile.fused_gate else GATE) if gated else 2
     scores = n * heads * shapes.seen(model, length)
     merged = MERGED * n * heads * k * context / accelerator.memory_rate if of_kernel < length else 0.0
     return Layer(
-        norms=passes((8 if model.post_norms else 4) * stream),
-        qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(2 * (heads + groups) * k * inner),
-        attention=attention(accelerator, dtype, k, of_kernel, scores, profile, FAMILIES[model.family].causal)
-        + Seconds(memory=merged),
+        norms=passes((4 if model.post_norms else 2) * norm),
+        qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(rotation * (heads + groups) * k),
+        attention=attention(accelerator, dtype, k, of_kernel, scores, profile, family.causal) + Seconds(memory=merged),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
-        mlp_hidden=passes((3 if gated else 2) * f * inner),
+        mlp_hidden=passes(activation * f),
         mlp_out=products((n, f, d)) + passes(3 * stream),
     )
 
@@ -252,8 +268,9 @@ def head(
 ) -> Seconds:  # fmt: skip
     """Final norm, logits, cross-entropy and their backward, the vocabulary shared by `degree` devices."""
     rows, labels = -(-model.vocab_size // degree), shapes.labels(model, tokens)
+    seen = model.vocab_size if profile.whole_logits else rows
     matmul = (2 + trained) * product(accelerator, dtype, labels, model.d_model, rows)
-    moved = 4.0 * labels * rows * profile.loss_passes
+    moved = 4.0 * labels * seen * profile.loss_passes
     moved += 8 * shapes.itemsize(dtype) * shapes.read(model, tokens) * model.d_model
     return Seconds(matmul, 0.0, moved / accelerator.memory_rate)
 

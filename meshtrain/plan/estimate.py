@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from meshtrain.cluster.accelerators import lender
+from meshtrain.cluster.accelerators import evidence, lender
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import skips_idle_work
@@ -20,6 +20,7 @@ from meshtrain.plan.seconds import (
     data_seconds,
     hidden_seconds,
     microbatch_costs,
+    straggling,
 )
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulate import Timeline
@@ -29,7 +30,7 @@ PART_NAMES = {
     "matmul": "matrix products", "attention": "attention", "memory": "norms, activations, sums", "recompute": "computed again",
     "head": "output head and loss", "tensor": "tensor collectives", "context": "context collectives", "pipeline": "pipeline collectives", "data": "data collectives",
     "host": "copies to the host", "bubble": "pipeline bubble", "optimizer": "optimizer", "checkpoint": "checkpoints",
-    "reference": "reference forward (dpo)",
+    "reference": "reference forward (dpo)", "stragglers": "waits for the slowest host",
 }  # fmt: skip
 
 
@@ -97,6 +98,10 @@ class Plan(Shown):
             "cluster": self.cluster.name,
             "accelerator": self.cluster.accelerator.name,
             "efficiencies_borrowed_from": lender(self.cluster.accelerator),
+            "share_of_peak": {
+                "products": self.cluster.accelerator.efficiency.matmul,
+                "evidence": evidence(self.cluster.accelerator),
+            },
             "per_device_bytes": {**{k: int(v) for k, v in held.items()}, "total": int(self.bytes)},
             "memory_items": {item.name: int(item.nbytes) for item in self.memory},
             "usable_bytes": int(self.cluster.accelerator.usable_bytes),
@@ -152,6 +157,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
         seconds, clocks = timeline.makespan, timeline.table.clocks
         peak, bubble = int(timeline.peak_in_flight.max()), timeline.bubble_fraction
     time = _step_time(config, cluster, costs, seconds, profile)
+    time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.total)
     time = replace(time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total))
     iterations = pipeline.iterations(config, skips), pipeline.reference_iterations(config, skips)
     return Plan(

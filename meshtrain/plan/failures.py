@@ -5,6 +5,8 @@ Failures of devices are taken to be independent and memoryless, at a constant ra
     work τ        copy C   work τ        copy C   ...        training stands still for the copies
                            write W ┤              write W ┤   what a copy holds counts once it is written
 
+The loss is flat around the best interval, and a store is shared: advised is the longest interval that gives up at most `GIVEN_UP` of the time.
+
 A checkpoint begins when the one before is written, so that a round takes L = max(τ, W) + C. What a failure finds half written is lost
 with what has been done since: L/2 + min(τ, W) on average, to first order.
 """
@@ -16,6 +18,9 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.plan import memory
 from meshtrain.plan.estimate import Plan
 from meshtrain.plan.seconds import save_seconds
+
+GIVEN_UP = 0.005  # of all time, below the best interval's share
+DAY = 86400.0
 
 
 def mean_time_between(rate: float, devices: int) -> float:
@@ -43,6 +48,15 @@ def best_interval(copy: float, write: float, between: float) -> float:
     W + C however little is done in it, and `goodput` grows with τ up to M.
     """
     return max(daly(copy, between), min(write, between))
+
+
+def advised_interval(copy: float, write: float, restart: float, between: float) -> float:
+    """The longest interval, to a twentieth, that leaves `GIVEN_UP` less for training than the best, or more."""
+    interval = best_interval(copy, write, between)
+    least = goodput(interval, copy, restart, between, write) - GIVEN_UP
+    while math.isfinite(between) and goodput(interval * 1.05, copy, restart, between, write) >= least > 0:
+        interval *= 1.05
+    return interval
 
 
 def goodput(interval: float, copy: float, restart: float, between: float, write: float = 0.0) -> float:
@@ -86,9 +100,10 @@ class FailureCosts:
     copy: float  # for which a checkpoint stops training
     write: float  # from then on, until it counts
     interval: float  # best
-    interval_steps: int
-    lost: float  # by a failure at the best interval, restart not counted
-    goodput: float  # at the best interval
+    interval_steps: int  # advised
+    bytes_a_day: float  # that are then written
+    lost: float  # by a failure at the advised interval, restart not counted
+    goodput: float  # at the advised interval
     configured_goodput: float | None  # at checkpoint.every; none when that is 0
     spares: int  # further nodes with which the job is 99% sure to have its devices for a day without repairs
 
@@ -97,11 +112,13 @@ def faults(plan: Plan) -> FailureCosts:
     """Failures of a plan on its cluster."""
     cluster, devices = plan.cluster, plan.devices
     between, restart = mean_time_between(cluster.failures_per_device_hour, devices), cluster.restart_seconds
-    copy, write = save_seconds(cluster, memory.saved(plan.memory))
+    saved = memory.saved(plan.memory)
+    copy, write = save_seconds(cluster, devices, saved)
     interval = best_interval(copy, write, between)
     step, steps = plan.seconds - plan.time.checkpoint, 0
     if math.isfinite(between):
-        steps = max(1, round(interval / step), math.ceil(min(write, between) / step))
+        advised = advised_interval(copy, write, restart, between)
+        steps = max(1, round(advised / step), math.ceil(min(write, between) / step))
     every = plan.config.checkpoint.every
     return FailureCosts(
         between=between,
@@ -109,6 +126,7 @@ def faults(plan: Plan) -> FailureCosts:
         write=write,
         interval=interval,
         interval_steps=steps,
+        bytes_a_day=saved * devices * DAY / (max(steps * step, write) + copy) if steps else 0.0,
         lost=lost(steps * step, copy, between, write) if steps else 0.0,
         goodput=goodput(steps * step, copy, restart, between, write) if steps else 1.0,
         configured_goodput=goodput(every * step, copy, restart, between, write) if every else None,

@@ -20,7 +20,7 @@ from meshtrain.schedule.draw import gantt_svg
 KIND_COLOURS = {"parameters": FIRST, "gradients": THIRD, "optimizer_state": SECOND, "activations": "#a2559c"}
 PART_COLOURS = {
     "matmul": "#3b6fb6", "attention": "#5b8fd0", "memory": "#8fb3de", "head": "#2f5590", "recompute": "#a2559c",
-    "tensor": "#c2843a", "context": "#d9b382", "pipeline": "#d6a05c", "data": "#a86a22", "host": "#e6c79a", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98", "reference": "#7d6bb0",
+    "tensor": "#c2843a", "context": "#d9b382", "pipeline": "#d6a05c", "data": "#a86a22", "host": "#e6c79a", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98", "reference": "#7d6bb0", "stragglers": "#999081",
 }  # fmt: skip
 ROW = 34
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshtrain.cluster.accelerators import lender
+from meshtrain.cluster.accelerators import evidence
 from meshtrain.cluster.algorithms import best
 from meshtrain.config import Config
 from meshtrain.model.weights import trained_text
@@ -39,8 +39,10 @@ def headline(plan: Plan) -> str:
             f"pipeline {plan.config.parallel.schedule}, {plan.clocks} clocks, at most {plan.peak_in_flight} microbatches in flight, "
             f"{plan.bubble_fraction:.1%} of the time idle"
         )
-    if borrowed := lender(device):
-        lines.append(f"seconds are a guess: {device.name} has its efficiencies borrowed from {borrowed}")
+    peak = device.flops(config.precision.compute) / 1e12
+    lines.append(
+        f"rates   products reach up to {device.efficiency.matmul:.3g} of {peak:,.4g} TFLOP/s: {evidence(device)}"
+    )
     lines.append(f"faults  {faults_text(faults(plan))}")
     if plan.cost:
         lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps")
@@ -152,7 +154,7 @@ def faults_text(costs: FailureCosts) -> str:
         return "none expected"
     return (
         f"one in {duration(costs.between)} loses {duration(costs.lost)} and a restart; a checkpoint every {costs.interval_steps:,} steps, copied "
-        f"in {duration(costs.copy)} and written in {duration(costs.write)}, leaves {costs.goodput:.1%} of the time for training; "
+        f"in {duration(costs.copy)} and written in {duration(costs.write)} ({size(costs.bytes_a_day)} a day), leaves {costs.goodput:.1%} of the time for training; "
         f"{costs.spares} spare nodes last a day with 99%"
     )
 
@@ -166,6 +168,7 @@ def as_json(plan: Plan) -> dict:
             "checkpoint_every_steps": costs.interval_steps,
             "checkpoint_copy_seconds": costs.copy,
             "checkpoint_write_seconds": costs.write,
+            "checkpoint_bytes_a_day": int(costs.bytes_a_day),
             "seconds_lost_by_a_failure": costs.lost,
             "goodput": costs.goodput,
             "goodput_as_configured": costs.configured_goodput,

@@ -9,6 +9,7 @@ data_seconds, hidden_seconds, checkpoint_seconds: outside the microbatches
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 
 from meshtrain.cluster.accelerators import Accelerator
@@ -23,7 +24,19 @@ from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.context import context_seconds
-from meshtrain.plan.traffic import BOTH, edge_transfers, layer_transfers
+from meshtrain.plan.traffic import (
+    BOTH,
+    GATHERED_FOR_WEIGHTS,
+    INPUTS_SUMMED,
+    OUTPUTS_SCATTERED_AGAIN,
+    OUTPUTS_SUMMED_AGAIN,
+    edge_transfers,
+    layer_transfers,
+)
+
+# Of a host's step, over its mean: the median of nine published series of the same work a GPU on 16 to 2,304 (`experiments/plan/dgxc.py`), which
+# lose 0 to 5% beyond what grows with collectives.
+SCATTER = 0.006
 
 
 @dataclass(frozen=True)
@@ -164,13 +177,27 @@ def _tensor_sends(
     """(forward, backward) seconds that one layer's collectives over tensor delay the device. On accelerators our program computes
     gradients of weights, which nothing waits for, beside some of the backward's."""
     group, device = cluster.axis("tensor", config.mesh), cluster.accelerator
-    exposed = device.efficiency.exposed if profile.overlap_tensor else 1.0
+    exposed = device.efficiency.exposed_tensor if profile.overlap_tensor else 1.0
     hides = profile.compiled and device.platform != "cpu"
     seconds = {"forward": 0.0, "backward": 0.0, "hideable": 0.0}
     for moment, t in layer_transfers(config):
-        spent = t.count * best(t.kind, group, t.nbytes).seconds * exposed / stages(config).longest
+        count = t.count / stages(config).longest
+        if not profile.compiled:
+            count = _as_practised(config, t.what, count, profile)
+        spent = count * best(t.kind, group, t.nbytes).seconds * exposed
         seconds["hideable" if t.hides and hides else moment] += spent
     return seconds["forward"], seconds["backward"] + max(0.0, seconds["hideable"] - weight_grad)
+
+
+def _as_practised(config: Config, what: str, count: float, profile: FrameworkProfile) -> float:
+    """How often another framework sends what our program sends `count` times a layer."""
+    if what == INPUTS_SUMMED:
+        return profile.input_sums
+    if what == GATHERED_FOR_WEIGHTS and not profile.regathers:
+        return 0.0
+    # What computes a layer again as a whole sums both its outputs again, though no backward reads the second.
+    whole = profile.recomputes is not None and profile.recomputes[0] == 1
+    return 2.0 if whole and what in (OUTPUTS_SUMMED_AGAIN, OUTPUTS_SCATTERED_AGAIN) else count
 
 
 def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
@@ -206,6 +233,9 @@ def edge_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFA
         sends[t.axis] += spent
         if moment in ("embedding", "head"):
             forward += spent
+    if profile.whole_logits:
+        nbytes = shapes.labels(model, shapes.tokens(config)) * model.vocab_size * shapes.itemsize(dtype)
+        sends["tensor"] += best(ALL_GATHER, cluster.axis("tensor", config.mesh), nbytes).seconds
     return EdgeCost(
         head=head,
         head_sends=sends["tensor"],
@@ -229,7 +259,8 @@ def message_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = D
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `pipeline`, `data`, `host` and `bubble`."""
+    """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `pipeline`, `data`, `host`, `bubble` and
+    `stragglers`."""
 
     matmul: float
     attention: float
@@ -245,6 +276,7 @@ class StepTime:
     optimizer: float
     checkpoint: float
     reference: float
+    stragglers: float = 0.0
 
     @property
     def total(self) -> float:
@@ -259,10 +291,16 @@ class StepTime:
         groups = {
             "compute": self.matmul + self.attention + self.recompute + self.head + self.reference,
             "memory": self.memory + self.optimizer + self.checkpoint,
-            "communication": self.tensor + self.context + self.pipeline + self.data + self.host,
+            "communication": self.tensor + self.context + self.pipeline + self.data + self.host + self.stragglers,
             "bubble": self.bubble,
         }
         return max(groups, key=lambda name: groups[name])
+
+
+def straggling(cluster: Cluster, devices: int) -> float:
+    """The share of a step that all hosts wait for the slowest: of n whose times scatter as a normal distribution with deviation `SCATTER`
+    the largest lies sqrt(2 ln n) deviations above the mean (Cramér 1946, section 28.6)."""
+    return SCATTER * math.sqrt(2 * math.log(math.ceil(devices / cluster.devices_per_node)))
 
 
 def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> float:
@@ -351,10 +389,14 @@ def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
     return config.parallel.microbatches * stages(config).on_device * hidden
 
 
-def save_seconds(cluster: Cluster, nbytes: float) -> tuple[float, float]:
-    """Seconds of a checkpoint of `nbytes` a device: the stop of training, for the copy to the host, and the write beside it."""
-    write = nbytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
-    return cluster.save_seconds + nbytes / (cluster.host_bandwidth * 1e9), write
+def save_seconds(cluster: Cluster, devices: int, nbytes: float) -> tuple[float, float]:
+    """Seconds of a checkpoint of `nbytes` a device: the stop of training, for all hosts to agree and the copy to the host, and the write
+    beside it, by the slower of a node's way to the store and the store."""
+    hosts = math.ceil(devices / cluster.devices_per_node)
+    node = nbytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
+    store = nbytes * devices / (cluster.storage_bandwidth_total * 1e9)
+    stop = cluster.save_seconds + cluster.save_seconds_per_host * hosts
+    return stop + nbytes / (cluster.host_bandwidth * 1e9), max(node, store)
 
 
 def checkpoint_seconds(config: Config, cluster: Cluster, nbytes: float, step: float) -> float:
@@ -363,5 +405,5 @@ def checkpoint_seconds(config: Config, cluster: Cluster, nbytes: float, step: fl
     every = config.checkpoint.every
     if not every:
         return 0.0
-    copy, write = save_seconds(cluster, nbytes)
+    copy, write = save_seconds(cluster, config.mesh.devices, nbytes)
     return (copy + max(0.0, write - every * step)) / every

@@ -28,6 +28,9 @@ from meshtrain.plan import shapes
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.gradient_traffic import Iterations, Transfer, gradient_transfers, sync_transfers
 
+# What other frameworks send more or less often than our program (`seconds`).
+GATHERED_FOR_WEIGHTS, INPUTS_SUMMED = "layer inputs gathered again for weights", "input cotangents summed"
+OUTPUTS_SCATTERED_AGAIN, OUTPUTS_SUMMED_AGAIN = "layer outputs scattered again", "layer outputs summed again"
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
 
 
@@ -92,16 +95,16 @@ def layer_transfers(config: Config) -> list[Moment]:
         return [
             over("forward", ALL_GATHER, "layer inputs gathered", 2),
             over("forward", REDUCE_SCATTER, "layer outputs scattered", 2),
-            over("backward", ALL_GATHER, "layer inputs gathered again for weights", late, hides=True),
+            over("backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True),
             over("backward", ALL_GATHER, "layer inputs gathered again for products", 2 - late),
-            over("backward", REDUCE_SCATTER, "layer outputs scattered again", again),
+            over("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
             over("backward", ALL_GATHER, "output cotangents gathered", 2),
             over("backward", REDUCE_SCATTER, "input cotangents scattered", 2, hides=True),
         ]
     return [
         over("forward", ALL_REDUCE, "layer outputs summed", 2),
-        over("backward", ALL_REDUCE, "layer outputs summed again", again),
-        over("backward", ALL_REDUCE, "input cotangents summed", 2, hides=True),
+        over("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
+        over("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
         *[over(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales) for moment in shared],
     ]
 

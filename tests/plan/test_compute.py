@@ -49,10 +49,17 @@ def layer(family, profile):
     return compute.layer(config(family=family).model, H100, "bfloat16", 2, 256, 1, False, profile)
 
 
-def test_without_a_compiler_a_llama_s_norms_rotations_and_gates_are_many_kernels_and_gpt_2_s_one_each():
-    eager = dataclasses.replace(DEFAULT_PROFILE, fused=False)
-    assert layer("llama", eager).forward.memory > 1.8 * layer("llama", DEFAULT_PROFILE).forward.memory
-    assert layer("gpt2", eager).forward.memory == layer("gpt2", DEFAULT_PROFILE).forward.memory
+@pytest.mark.parametrize(
+    ("practice", "part", "more"),
+    [({"norm_bytes": 36.0}, "norms", 9), ({"fused_gate": False}, "mlp_hidden", 5 / 3), ({"fused_rotation": False}, "qkv", 11 / 2)],
+)  # fmt: skip
+def test_a_llama_s_norms_rotations_and_gates_are_each_many_kernels_without_a_compiler_and_gpt_2_s_one(practice, part, more):  # fmt: skip
+    eager = dataclasses.replace(DEFAULT_PROFILE, **practice)
+    for family, ratio in (("llama", more), ("gpt2", 1)):
+        fused, unfused = layer(family, DEFAULT_PROFILE), layer(family, eager)
+        assert getattr(unfused, part).memory == pytest.approx(ratio * getattr(fused, part).memory)
+        others = {name: value for name, value in vars(unfused).items() if name not in (part, "forward")}
+        assert others == {name: getattr(fused, name) for name in others}
 
 
 def test_attention_without_a_kernel_reads_and_writes_its_scores():
@@ -70,10 +77,10 @@ def test_recomputing_attention_alone_recomputes_its_passes_over_scores_too():
 
 
 def test_passes_over_the_logits_are_counted():
-    def head(passes):
-        model = config().model
-        return compute.head(
-            model, H100, "bfloat16", 512, 1, dataclasses.replace(DEFAULT_PROFILE, loss_passes=passes)
-        ).memory
+    def head(passes, **practice):
+        profile = dataclasses.replace(DEFAULT_PROFILE, loss_passes=passes, **practice)
+        return compute.head(config().model, H100, "bfloat16", 512, 4, profile).memory
 
-    assert (head(13) - head(3)) * RATE == pytest.approx(10 * 4 * 512 * 1024)
+    assert (head(13) - head(3)) * RATE == pytest.approx(10 * 4 * 512 * 1024 / 4)
+    # A tensor rank that takes the loss of the whole vocabulary passes over all of it.
+    assert (head(3, whole_logits=True) - head(3)) * RATE == pytest.approx(3 * 4 * 512 * 1024 * 3 / 4)

