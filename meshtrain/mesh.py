@@ -297,28 +297,27 @@ def kind_of(device: jax.Device) -> str:
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
-def own_rows(sharding: NamedSharding, rows: int) -> slice:
-    """Returns the rows of a global batch of `rows` from the first to the last that this process's devices hold: all that it must read.
+def own_part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Returns what of a global batch of `shape` this process's devices hold, from the first to the last along each split dimension: all that it must read.
 
-    `sharding`: of the batch's arrays, whose first dimension are rows. They hold all of them but where a process ends one stage and begins the next, and the data ranks between are elsewhere.
+    `sharding`: of the batch's arrays, whose first dimension are rows. They hold all of it but where a process ends one stage and begins the next, and the data ranks between are elsewhere.
     """
-    # A row for each, as long as it must be to be cut.
-    of_rows = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
-    parts = of_rows.addressable_devices_indices_map((rows,)).values()
-    bounds = [part[0].indices(rows)[:2] for part in parts if part is not None]
-    return slice(min(low for low, _ in bounds), max(high for _, high in bounds))
+    split = shape[: len(sharding.spec)]
+    parts = [part for part in sharding.addressable_devices_indices_map(split).values() if part is not None]
+    bounds = [[part[at].indices(size)[:2] for part in parts] for at, size in enumerate(split)]
+    return tuple(slice(min(low for low, _ in b), max(high for _, high in b)) for b in bounds)
 
 
-def of_own_rows(sharding: NamedSharding, own: np.ndarray, rows: int) -> jax.Array:
-    """Returns the global array of `rows` rows of which this process gives its own (see `own_rows`).
+def of_own_part(sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the global array of `shape` of which this process gives its own (see `own_part`).
 
     JAX's `make_array_from_process_local_data` does not take rows that lie between those that the devices hold.
     """
-    first = own_rows(sharding, rows).start
+    first = [part.start for part in own_part(sharding, shape)]
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        begin, end, _ = index[0].indices(rows)
-        return own[(slice(begin - first, end - first), *index[1:])]
+        bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+        return own[tuple(slice(a - at, b - at) for (a, b), at in zip(bounds, [*first, *[0] * len(shape)], strict=False))]
 
-    return jax.make_array_from_callback((rows, *own.shape[1:]), sharding, part)
+    return jax.make_array_from_callback(shape, sharding, part)

@@ -5,8 +5,9 @@
 From then on `model.family: mine` is legal; schedules, optimizers and sources of data are registered likewise.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol, TypeVar
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 
 class Named(Protocol):
@@ -41,3 +42,8 @@ class Registry(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def late(function: str) -> Callable[..., Any]:
+    """Returns `module:function`, imported when it is first called: for what stands above the config that asks for it by a name."""
+    return lambda *arguments: pkgutil.resolve_name(function)(*arguments)

@@ -7,12 +7,11 @@
 A kind from outside: `SOURCES.register(SourceKind("mine", documents=function))` before the config is loaded.
 """
 
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.registry import Registry
+from meshtrain.registry import Registry, late
 
 MIXTURE = "mixture"  # data.source where data.mixture names the sources
 
@@ -48,17 +47,12 @@ def has_images(source: str) -> bool:
     return source not in SOURCES or SOURCES[source].images is not None
 
 
-def _late(function: str) -> Callable[..., Any]:
-    """`module:function`, imported when it is first called: what opens a source stands above the config, which asks for its kind."""
-    return lambda *arguments: pkgutil.resolve_name(function)(*arguments)
-
-
 SOURCES = Registry(
-    SourceKind("stdlib", documents=_late("meshtrain.data.cache:open_stdlib"), of_python=True),
+    SourceKind("stdlib", documents=late("meshtrain.data.cache:open_stdlib"), of_python=True),
     SourceKind(
         "synthetic",
-        rows=_late("meshtrain.data.token_rows:SyntheticRows"),
-        images=_late("meshtrain.data.images.image_sources:synthetic_images"),
+        rows=late("meshtrain.data.token_rows:SyntheticRows"),
+        images=late("meshtrain.data.images.image_sources:synthetic_images"),
     ),
-    SourceKind("digits", images=_late("meshtrain.data.images.image_sources:open_digits")),
+    SourceKind("digits", images=late("meshtrain.data.images.image_sources:open_digits")),
 )

@@ -25,7 +25,7 @@ from meshtrain.config.check import check_length
 from meshtrain.config.follow import padded_batch_size
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import FLOATS, LABELS, PAIRS, PATCHES, TOKENS, WEIGHTS, a_batch, a_config, inputs, row_shape
-from meshtrain.mesh import CONTEXT, compiler_options, make_mesh, of_own_rows, own_rows, part_bytes, platform
+from meshtrain.mesh import CONTEXT, compiler_options, make_mesh, of_own_part, own_part, part_bytes, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import learning_rate, load_metrics, make_optimizer, state_shardings, updates_made
 from meshtrain.parallel import offload
@@ -189,20 +189,27 @@ class Program(Shown):
         return {name: array(name) for name in example}
 
     def place(self, batch: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
-        """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own rows (`mesh.own_rows`).
+        """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own part (see `part`).
 
         ConfigError for arrays that make no batch, and for rows that the data ranks cannot share.
         """
-        arrays, data = a_batch(batch, self.config), self.config.mesh.data
-        ranks, rows = own_rows(self.batch_sharding, data), len(inputs(arrays))
-        each, left = divmod(rows, ranks.stop - ranks.start)
-        if left:
-            raise ConfigError(
-                f"a batch of {rows} rows cannot be shared by data {ranks.stop - ranks.start}; give a multiple."
-            )
-        order = self.column_order(inputs(arrays).shape[1])
-        arrays = arrays if order is None else {name: x[:, order] for name, x in arrays.items()}
-        return {name: of_own_rows(self.batch_sharding, x, each * data) for name, x in arrays.items()}
+        arrays, mesh = a_batch(batch, self.config), self.config.mesh
+        ranks, *parts = (own.stop - own.start for own in own_part(self.batch_sharding, (mesh.data, mesh.context)))
+        rows, length = inputs(arrays).shape[:2]
+        if rows % ranks:
+            raise ConfigError(f"a batch of {rows} rows cannot be shared by data {ranks}; give a multiple.")
+        shape = rows // ranks * mesh.data, *(length * mesh.context // own for own in parts)
+        if (order := self.column_order(shape[-1])) is not None:
+            own = order[own_part(self.batch_sharding, shape)[1]]
+            arrays = {name: x[:, np.argsort(np.argsort(own))] for name, x in arrays.items()}
+        return {name: of_own_part(self.batch_sharding, x, shape + x.shape[len(shape) :]) for name, x in arrays.items()}
+
+    def part(self, shape: tuple[int, ...]) -> tuple[slice, np.ndarray | None]:
+        """Returns the rows of a global batch [rows, T] that this process gives, and the places of a row, in their order; None: all."""
+        rows, *columns = own_part(self.batch_sharding, shape)
+        order = self.column_order(shape[1])
+        own = None if order is None else np.sort(order[columns[0]])
+        return rows, None if own is None or len(own) == shape[1] else own
 
     def column_order(self, length: int) -> np.ndarray | None:
         """The position of each place of a row on the devices, where context splits rows; ConfigError for a length that it cannot split."""

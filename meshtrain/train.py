@@ -39,7 +39,7 @@ from meshtrain.errors import say
 from meshtrain.evaluate.evaluation import Evaluation
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import a_config, inputs
-from meshtrain.mesh import join_cluster, own_rows, platform
+from meshtrain.mesh import join_cluster, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.model.weights import trained_text
 from meshtrain.modules import callable_as
@@ -157,8 +157,7 @@ def _run(
             supervision.read(batch)
             return program.place(batch)
 
-        rows = lambda count: own_rows(program.batch_sharding, count)  # noqa: E731
-        loader = Loader(data, start, rows=rows, put=place, depth=config.data.prefetch)
+        loader = Loader(data, start, program.part, place, config.data.prefetch)
         closing.callback(loader.close)
         loop = Loop(program, data, loader, evaluation, checkpointer, supervision, measures, report.write, hooks)
         last = loop.run(state, start, stop)

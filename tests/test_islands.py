@@ -18,7 +18,7 @@ import meshtrain as mt
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, load, replaced
 from meshtrain.hlo import CompiledCollectives, Module, collectives, replica_groups
-from meshtrain.mesh import make_mesh, of_own_rows, own_rows, part_bytes
+from meshtrain.mesh import make_mesh, of_own_part, own_part, part_bytes
 from meshtrain.plan import named, plan, traffic
 from meshtrain.run.processes import SickDevice
 from meshtrain.step import Program, State
@@ -150,9 +150,9 @@ def test_each_island_holds_its_own_rows_of_a_batch():
     program = Program(configuration((4, 2, 1), 2))
     rows = {d.id: part[0] for d, part in program.batch_sharding.devices_indices_map((8,)).items()}
     assert [rows[device].indices(8)[:2] for device in range(8)] == [(2 * (d // 2), 2 * (d // 2) + 2) for d in range(8)]
-    assert own_rows(program.batch_sharding, 8) == slice(0, 8)
+    assert own_part(program.batch_sharding, (8, 4)) == (slice(0, 8),)
     batch = np.arange(32).reshape(8, 4)
-    placed = of_own_rows(program.batch_sharding, batch, 8)
+    placed = of_own_part(program.batch_sharding, batch, batch.shape)
     assert np.array_equal(placed, batch) and placed.sharding == program.batch_sharding
 
 

@@ -1,9 +1,6 @@
 """A batch that the mesh does not divide is filled up with rows that weigh nothing: all else is as on one device without them."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,10 @@ import numpy as np
 import pytest
 from counted import before_or_after_the_clocks
 from data_configs import config as text_config
-from free_port import free_port
 from short_runs import canonical_numbers, first_moment, start
+from train_in_processes import train_in_processes
 
-from meshtrain.config import Config, load, replaced, to_yaml
+from meshtrain.config import Config, load, replaced
 from meshtrain.config.follow import microbatch_rows, padded_batch_size
 from meshtrain.data import open_data
 from meshtrain.hlo import collectives
@@ -178,24 +175,7 @@ def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path
         train={"uneven_batch": "pad"},
         run={"directory": str(tmp_path / "run"), "fake_devices": 2},
     )
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    environment = os.environ | {
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
-        "JAX_NUM_PROCESSES": "3",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    command = [sys.executable, "-m", "meshtrain.train", "--config", str(tmp_path / "config.yaml")]
-    processes = [
-        subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0, 0], errors
+    train_in_processes(config, 3, tmp_path / "config.yaml")
     seen = _rows(tmp_path / "run")
     alone = one_device(7, eval={"every": STEPS, "batches": 1}, run={"directory": str(tmp_path / "alone")})
     assert train(alone) == 0

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from meshtrain.config import reduce
 from meshtrain.config.follow import followed, padded_batch_size
-from meshtrain.config.schema import AUTO, Config
+from meshtrain.config.schema import AUTO, Config, planned_strategy
 from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import Durations, simulate
@@ -88,14 +88,6 @@ def chosen(config: Config) -> list[str]:
     if config.mesh.pipeline > 1 and followed(config, "parallel.schedule"):
         schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
         sentences += [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]
-    if (context := config.mesh.context) > 1 and followed(config, "parallel.context_strategy"):
-        strategy, window = config.parallel.context_strategy, config.model.window
-        tokens = f"{config.train.sequence_length // context:,} tokens a rank"
-        if strategy == "ring":
-            why = f"its messages travel behind the attention of {tokens}"
-        elif window:
-            why = f"model.window {window} hides most of what a ring passes on"
-        else:
-            why = f"for {tokens} attention is shorter than the messages of a ring"
-        sentences.append(f"context: {AUTO} -> {strategy}: {why}")
+    if config.mesh.context > 1 and followed(config, "parallel.context_strategy"):
+        sentences.append("context: {} -> {}: {}".format(AUTO, *planned_strategy(config)))
     return sentences

@@ -14,6 +14,7 @@ from meshtrain.config.reduce import ReduceConfig, SyncConfig
 from meshtrain.config.telemetry import TelemetryConfig
 from meshtrain.families import FAMILIES
 from meshtrain.optimizers import OPTIMIZERS
+from meshtrain.registry import late
 from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, legal_chunks
 from meshtrain.shown import Shown
 
@@ -40,17 +41,8 @@ def _virtual_stages(config: "Config") -> int:
     return legal_chunks(schedule) or 1
 
 
-# Tokens of a context rank, times query heads to a key/value head, from which a step of attention takes longer than the message of a
-# ring: 2 bytes x 600 TFLOP/s over 300 GB/s.
-HIDDEN = 4000
-
-
-def _context_strategy(config: "Config") -> str:
-    model, context = config.model, config.mesh.context
-    if context == 1:
-        return AUTO
-    hides = config.train.sequence_length // context * model.heads >= HIDDEN * model.kv_heads
-    return "ring" if hides and not model.window else "all_gather"
+# (config) -> (what parallel.context_strategy: auto stands for, why)
+planned_strategy = late("meshtrain.plan.choices:context_strategy")
 
 
 def _dispatch(config: "Config") -> str:
@@ -121,9 +113,8 @@ class ParallelConfig:
     context_strategy: Literal["auto", "all_gather", "ring", "ulysses"] = key(
         "auto",
         "attention across mesh.context. ring: keys and values go round behind compute; all_gather: they are gathered, which takes windows too; "
-        "ulysses: tokens are swapped for heads, which must divide; auto: ring where its "
-        "messages are shorter than the attention they hide behind, else, and with a window, all_gather",
-        follows=_context_strategy, counts=lambda c: c.mesh.context > 1
+        "ulysses: tokens are swapped for heads, which must divide; auto: the one of them with which a layer takes least by the plan",
+        follows=lambda c: planned_strategy(c)[0] if c.mesh.context > 1 else AUTO, counts=lambda c: c.mesh.context > 1
     )
     remat: Literal["none", "selective", "full", "dots", "names"] = key(
         "none",

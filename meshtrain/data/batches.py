@@ -18,6 +18,7 @@ from meshtrain.config import Config, replaced
 from meshtrain.config.follow import round_up
 from meshtrain.config.key import keys
 from meshtrain.data.loader import Batch
+from meshtrain.data.token_rows import read_part
 from meshtrain.errors import ConfigError
 from meshtrain.inputs import LABELS, pad_rows
 
@@ -64,7 +65,7 @@ class GlobalBatches(Protocol):
 
     def batch_shape(self, k: int) -> tuple[int, int]: ...
 
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch: ...
+    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ class BatchesOfRows:
     def batch_shape(self, k: int) -> tuple[int, int]:
         return self.shapes[0]
 
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
         begin, end, step = rows.indices(self.size)
         count = len(range(begin, end, step))
         many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1
         portions = self._located(k // many, many, begin, end, step)[k % many]
-        parts = [portion.rows.read(portion.places) for portion in portions]
+        parts = [read_part(portion.rows, portion.places, columns) for portion in portions]
         if len(portions[0].at) == count:
             return parts[0]
         batch = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in parts[0].items()}
@@ -153,13 +154,13 @@ class SplitBatches:
     def __repr__(self) -> str:
         return self.describe()
 
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
-        """These rows of global batch k. A pure function of (seed, k), so that the whole state of the data is k."""
+    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
+        """These rows of global batch k, or these places of each, ascending. A pure function of (seed, k): the whole state of the data is k."""
         (real, _), (total, _) = self.batches.batch_shape(k), self.batch_shape(k)
         if real == total:
-            return self.batches.batch(k, rows)
+            return self.batches.batch(k, rows, columns)
         begin, end, step = rows.indices(total)
-        batch = self.batches.batch(k, slice(min(begin, real), min(end, real), step))
+        batch = self.batches.batch(k, slice(min(begin, real), min(end, real), step), columns)
         # All processes must yield the same arrays, those that hold no padding too.
         return pad_rows(batch, len(range(begin, end, step)) - len(batch[LABELS]))
 

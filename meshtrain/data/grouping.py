@@ -18,7 +18,7 @@ from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, keys_of, permute
 from meshtrain.data.pieces import DocumentPieces
 from meshtrain.data.shards import Corpus
-from meshtrain.data.token_rows import in_rows
+from meshtrain.data.token_rows import Stretches, in_rows, read_part
 
 CHOICES = 512  # row lengths to choose from
 AHEAD = 256  # batches whose places in the order are found at a time
@@ -120,7 +120,7 @@ class Grouped:
         group, _ = self._place(k)
         return self.groups[group].rows, self.groups[group].length
 
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
         number, index = self._place(k)
         group, epoch = self.groups[number], k // self.batches_per_epoch
         positions = index * group.rows + np.arange(group.rows)[rows]
@@ -129,6 +129,9 @@ class Grouped:
         numbers = group.begin + permute(np.where(real, positions, 0), size, key)
         lengths, first = self.pieces.lengths(numbers) * real, self.pieces.first[numbers].astype(np.int64)
         places = in_rows(group.length, np.ones_like(lengths), first, lengths)
+        return read_part(self, places, columns)
+
+    def read(self, places: Stretches) -> Batch:
         return {"weights": places.weights(), **places.read(self.corpus)}
 
     def _place(self, k: int) -> tuple[int, int]:

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 
 Batch = dict[str, np.ndarray]
-Rows = slice | Callable[[int], slice]
+Part = tuple[slice, np.ndarray | None]  # rows, and places of a row (None: all)
 
 
 class Batches(Protocol):
     """A global order of batches: `batch(k, rows)` is a pure function of k."""
 
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch: ...
+    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch: ...
 
     def batch_shape(self, k: int) -> tuple[int, ...]: ...
 
@@ -30,7 +30,7 @@ class Batches(Protocol):
 class Loader:
     """Iterator of (k, put(batch k)) for k = start, start + 1, ...: `depth` batches lie ready, and one is in the making.
 
-    rows: this process's rows of each batch, or a function from the number of rows in a batch to them (where that number varies).
+    part: from the shape of a batch to this process's part of it.
     put: host arrays to what the step takes, e.g. onto the devices; it runs on the thread.
     waited: seconds that `next` has waited for data so far.
     """
@@ -39,12 +39,12 @@ class Loader:
         self,
         batches: Batches,
         start: int = 0,
-        rows: Rows = slice(None),
+        part: Callable[[tuple[int, ...]], Part] = lambda shape: (slice(None), None),
         put: Callable[[Batch], Any] = lambda batch: batch,
         depth: int = 2,
     ) -> None:
         self.waited = 0.0
-        self._batches, self._rows, self._put = batches, rows, put
+        self._batches, self._part, self._put = batches, part, put
         self._ready: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(start,), name="meshtrain-data", daemon=True)
@@ -77,8 +77,8 @@ class Loader:
     def _fill(self, k: int) -> None:
         while not self._closed.is_set():
             try:
-                rows = self._rows(self._batches.batch_shape(k)[0]) if callable(self._rows) else self._rows
-                self._ready.put((k, self._put(self._batches.batch(k, rows)), None))
+                part = self._part(self._batches.batch_shape(k))
+                self._ready.put((k, self._put(self._batches.batch(k, *part)), None))
             # Handed to the reader, who raises it.
             except BaseException as error:
                 self._ready.put((k, None, error))

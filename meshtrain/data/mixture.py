@@ -117,6 +117,6 @@ class MixedGroups:
         source, index = self._place(k)
         return source.batch_shape(index)
 
-    def batch(self, k: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
         source, index = self._place(k)
-        return source.batch(index, rows)
+        return source.batch(index, rows, columns)

@@ -20,6 +20,7 @@ conversation, whose answers weigh 1 and -1; `pairs` says which pair of the row a
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class Stretches:
     lengths: np.ndarray
     segments: np.ndarray
     edges: np.ndarray
+    skipped: np.ndarray | int = 0  # labels of each stretch that lie before the first
 
     def __getitem__(self, rows: slice) -> "Stretches":
         """These rows, of which there is no step."""
@@ -45,6 +47,20 @@ class Stretches:
         edges = self.edges[begin : end + 1]
         which = slice(edges[0], edges[-1])
         return Stretches(self.length, self.first[which], self.lengths[which], self.segments[which], edges - edges[0])
+
+    def at(self, columns: np.ndarray) -> "Stretches":
+        """What stands in these places of each row, ascending: rows of as many labels, of which those of a stretch may be several stretches."""
+        runs = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
+        row, begins = np.divmod(np.cumsum(self.lengths) - self.lengths, self.length)
+        low = np.maximum(begins, np.array([[run[0]] for run in runs]))
+        high = np.minimum(begins + self.lengths, np.array([[run[-1] + 1] for run in runs]))
+        run, which = np.nonzero(high > low)
+        order = np.lexsort((which, run, row[which]))
+        run, which = run[order], which[order]
+        skipped = low[run, which] - begins[which]
+        first = np.where(self.first[which] == PADDING, PADDING, self.first[which] + skipped)
+        edges = np.searchsorted(row[which], np.arange(len(self.edges)))
+        return Stretches(len(columns), first, (high - low)[run, which], self.segments[which], edges, skipped)
 
     def read(self, corpus: Corpus) -> Batch:
         """tokens, labels: int32 [rows, length]; of conversations also weights, of pairs also segments, positions and pairs."""
@@ -77,7 +93,7 @@ class Stretches:
         """The number of its stretch in the row, and its place in the stretch, of each label; 0 in the padding: int32 [rows, length]."""
         segments = np.repeat(self.segments.astype(np.int32), self.lengths)
         positions = np.arange(len(segments), dtype=np.int32)
-        positions -= np.repeat((np.cumsum(self.lengths) - self.lengths).astype(np.int32), self.lengths)
+        positions -= np.repeat((np.cumsum(self.lengths) - self.lengths - self.skipped).astype(np.int32), self.lengths)
         positions *= segments > 0
         return self._rows(segments), self._rows(positions)
 
@@ -95,6 +111,15 @@ def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndar
     nonempty = columns[1] > 0
     starts, sizes, segments = columns[:, nonempty]
     return Stretches(length, starts, sizes, segments, np.concatenate([[0], np.cumsum(nonempty)[padding]]))
+
+
+def read_part(rows: Any, places: Any, columns: np.ndarray | None) -> Batch:
+    """Returns what `rows` has at `places`, of each row these columns (None: all). No more is read of stretches, but of pairs, whose second
+    halves begin where their tokens say."""
+    if columns is not None and isinstance(places, Stretches) and rows.corpus.contents != "pairs":
+        return rows.read(places.at(columns))
+    batch = rows.read(places)
+    return batch if columns is None else {name: x[:, columns] for name, x in batch.items()}
 
 
 def within(counts: np.ndarray) -> np.ndarray:

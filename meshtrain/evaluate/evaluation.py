@@ -18,7 +18,6 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data import SplitBatches
-from meshtrain.mesh import own_rows
 from meshtrain.model.loss import counted
 from meshtrain.run.best import Best, best_in
 from meshtrain.run.processes import first_decides
@@ -64,8 +63,7 @@ class Evaluation:
             return jax.block_until_ready(result) if synchronous else result
 
         indices = data.one_pass(self.config.eval.batches)
-        rows = (own_rows(program.batch_sharding, data.batch_shape(k)[0]) for k in indices)
-        batches = (program.place(data.batch(k, of)) for k, of in zip(indices, rows, strict=True))
+        batches = (program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices)
         means, _ = averages(batches, measured)
         return dict(zip(("eval_loss", "eval_accuracy"), means, strict=False))
 

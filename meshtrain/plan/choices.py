@@ -1,25 +1,28 @@
 """What a search may choose from: meshes, microbatches, schedules, and what is computed again."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.cluster.cluster import Cluster
+from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config
-from meshtrain.config.check import context_problems
-from meshtrain.config.follow import put
+from meshtrain.config.check import check, context_problems
+from meshtrain.config.follow import put, resolve
 from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
-from meshtrain.errors import divisors
+from meshtrain.errors import ConfigError, divisors
 from meshtrain.plan import activations
 from meshtrain.plan.seconds import layer_cost
 from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
+from meshtrain.units import duration
 
 # What remat is looked at saves at least so much of all activations, against the one that saves less.
 STEP = 0.12
 # A rank of context has so many tokens of a row at least: with fewer its messages are longer than its attention (Megatron-LM's rule too).
 # Rows that would be cut in two of just so many are left whole.
 LEAST = 4096
+STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
 def meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
@@ -42,20 +45,37 @@ def contexts(config: Config, devices: int) -> list[int]:
     return [n for n in sorted({*powers, own}) if devices % n == 0 and length % (2 * n if n > 1 else 1) == 0]
 
 
+def context_strategy(config: Config) -> tuple[str, str]:
+    """What parallel.context_strategy: auto stands for, and why: of what is legal, the one whose layer takes least where the config runs."""
+    legal, cluster = {}, named(usual_cluster(config), config.mesh.devices)
+    # An attention hook takes what it is given for the whole row.
+    for name in ("ulysses",) if config.model.attention else STRATEGIES:
+        with contextlib.suppress(ConfigError):
+            check(chosen := resolve(put(config, parallel={"context_strategy": name})))
+            legal[name] = _layer_seconds(chosen, cluster)
+    if not legal:
+        return "all_gather", "it takes what others do too"  # and what is wrong is said of it
+    best, *others = sorted(legal, key=lambda name: legal[name])
+    why = f"a layer takes {duration(legal[best])} by the plan for {cluster.name}"
+    why += "".join(f", {duration(legal[name])} with {name}" for name in others)
+    refused = " and ".join(name for name in STRATEGIES if name not in legal)
+    return best, f"{why}; {refused} cannot be here" if refused else why
+
+
+def _layer_seconds(config: Config, cluster: Cluster) -> float:
+    layer = layer_cost(config, cluster)
+    return layer.forward.total + layer.backward.total + layer.context_sends
+
+
 def ways(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     """`remats` of a config, each with the strategy of context, of those that are legal, whose layer takes least; none where none is."""
-
-    def seconds(chosen: Config) -> float:
-        layer = layer_cost(chosen, cluster)
-        return layer.forward.total + layer.backward.total + layer.context_sends
-
     if config.mesh.context == 1:
         return [{"context_strategy": AUTO} | keys for keys in remats(config, cluster)]
-    every = [put(config, parallel={"context_strategy": name}) for name in ("ring", "all_gather", "ulysses")]
+    every = [put(config, parallel={"context_strategy": name}) for name in STRATEGIES]
     legal = [chosen for chosen in every if not any(context_problems(chosen))]
     found = []
     for keys in remats(legal[0], cluster) if legal else []:
-        best = min((put(chosen, parallel=keys) for chosen in legal), key=seconds)
+        best = min((put(chosen, parallel=keys) for chosen in legal), key=lambda chosen: _layer_seconds(chosen, cluster))
         found.append({"context_strategy": best.parallel.context_strategy} | keys)
     return found
 

@@ -208,7 +208,7 @@ def _switches() -> int:
 
 
 class BatchLog:
-    """rank-R.batches.jsonl: of every step that is begun, the checksums of the rows that this process read, and where they lie in the batch.
+    """rank-R.batches.jsonl: of every step that is begun, the checksums of what this process read of its rows, and where these lie in the batch.
 
     Padding with weight 0 is left out: how much of it fills a batch up depends on the mesh.
     """

@@ -17,7 +17,7 @@ from meshtrain.compat import keep_compiled
 from meshtrain.config import Config
 from meshtrain.errors import say, short
 from meshtrain.inputs import inputs
-from meshtrain.mesh import own_rows, platform
+from meshtrain.mesh import platform
 from meshtrain.run.hooks import Batch, RunHook
 from meshtrain.run.processes import SickDevice, end_at_once, kind_of
 from meshtrain.survive.heartbeat import CODES, Heartbeat, begun
@@ -114,7 +114,7 @@ class Supervision(RunHook):
 
     def before_step(self, step: int, compiled: jax.stages.Compiled, state: Tree, batch: Batch) -> tuple[Tree, Batch]:
         if self._batches is not None:
-            self._batches.write(step, own_rows(self._program.batch_sharding, inputs(batch).shape[0]).start)
+            self._batches.write(step, self._program.part(inputs(batch).shape)[0].start)
         if self.supervised is not None and compiled is not self._compiled and jax.process_index() == 0:
             self._compiled = compiled
             # A large program's text takes seconds to read.

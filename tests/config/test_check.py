@@ -1,5 +1,7 @@
 """Legal combinations pass, whatever else they cost; what costs something is noted. (What is refused: tests/test_config.py.)"""
 
+import re
+
 import pytest
 import yaml
 
@@ -183,19 +185,21 @@ def test_an_open_schedule_is_chosen_once_and_said(layers, parallel, runs, says):
 
 
 def test_an_open_strategy_of_context_is_chosen_once_and_said():
-    long, window, short = (
-        configuration(
-            mesh={"context": 2}, model={"heads": 4, "kv_heads": 2, **model}, train={"sequence_length": length}
-        )
-        for length, model in ((4096, {}), (4096, {"window": 64}), (512, {}))
-    )
-    assert [c.parallel.context_strategy for c in (long, window, short)] == ["ring", "all_gather", "all_gather"]
-    assert chosen(long) == ["context: auto -> ring: its messages travel behind the attention of 2,048 tokens a rank"]
-    assert chosen(window) == ["context: auto -> all_gather: model.window 64 hides most of what a ring passes on"]
-    (why,) = chosen(short)
-    assert why == "context: auto -> all_gather: for 256 tokens a rank attention is shorter than the messages of a ring"
-    assert chosen(replaced(long, parallel={"context_strategy": "ulysses"})) == chosen(configuration()) == []
-    assert load(yaml.safe_load(to_yaml(long))) == long
+    def sized(model=(), parallel=(), **mesh):
+        model = {"d_model": 64, "heads": 4, "kv_heads": 2, **dict(model)}
+        mesh, train = {"context": 2} | mesh, {"sequence_length": 4096}
+        return configuration(mesh=mesh, model=model, train=train, parallel=dict(parallel))
+
+    heads, window = sized({"window": 64}), sized({"window": 64}, tensor=4)
+    assert [c.parallel.context_strategy for c in (heads, window)] == ["ulysses", "all_gather"]
+    (why,) = chosen(heads)
+    assert re.fullmatch(r"context: auto -> ulysses: a layer takes .* by the plan for .*, .* with all_gather; ring cannot be here", why)  # fmt: skip
+    (why,) = chosen(window)
+    assert why.endswith("; ring and ulysses cannot be here")
+    named = replaced(window, parallel={"context_strategy": "all_gather"}), replaced(window, mesh={"tensor": 1})
+    assert [c.parallel.context_strategy for c in named] == ["all_gather", "ulysses"]
+    assert chosen(replaced(heads, parallel={"context_strategy": "all_gather"})) == chosen(configuration()) == []
+    assert load(yaml.safe_load(to_yaml(heads))) == heads
 
 
 def test_an_open_schedule_follows_the_mesh_and_a_named_one_does_not():

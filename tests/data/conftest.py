@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshtrain.data.shards import _Descriptor
+
 WORDS = ("the", "of", "mesh", "shard", "token", "pipeline", "stage", "tensor", "data", "gradient", "moment\n")
 
 
@@ -16,6 +18,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(directory))
         yield directory
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all reads from shards since it was cleared."""
+    sizes: list[int] = []
+    read = _Descriptor.read
+    monkeypatch.setattr(_Descriptor, "read", lambda file, size, at: sizes.append(size) or read(file, size, at))
+    return sizes
 
 
 def write_documents(folder: Path, count: int, mean: float, seed: int) -> None:

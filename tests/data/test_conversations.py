@@ -174,6 +174,21 @@ def test_the_sides_of_a_pair_stand_side_by_side(folder: Path) -> None:
     assert sorted(found) == sorted(chosen + rejected) and found[::2][0][0].endswith(".")
 
 
+@pytest.mark.parametrize(("file", "data"), [("chats.jsonl", {}), ("pairs.jsonl", {"format": "pairs"}), ("pairs.jsonl", {"format": "pairs", "batching": "grouped", "lengths": 1})])  # fmt: skip
+def test_places_of_rows_of_conversations_are_those_of_the_whole(
+    folder: Path, file: str, data: dict, bytes_read: list[int]
+) -> None:
+    train, _ = open_data(config(folder, file, length=48, data={**data, "last": "pad"}))
+    places = np.r_[6:12, 30:36]
+    whole = train.batch(0)
+    all_of_it, _ = sum(bytes_read), bytes_read.clear()
+    part = train.batch(0, columns=places)
+    assert part.keys() == whole.keys() and all(np.array_equal(part[name], whole[name][:, places]) for name in whole)
+    assert (
+        sum(bytes_read) < 0.5 * all_of_it or "format" in data
+    )  # where a pair's second half begins is read with the first
+
+
 def test_a_pair_that_is_longer_than_a_row_is_left_out(folder: Path) -> None:
     train, _ = open_data(config(folder, "pairs.jsonl", length=24, data={"format": "pairs", "last": "pad"}))
     lengths = [len(f"u{'U' * (n + 1)}.aC{n}.") + len(f"u{'U' * (n + 1)}.aR{n}R{n}.") - 1 for n in range(COUNT)]

@@ -58,12 +58,30 @@ def test_the_rows_of_all_ranks_together_are_the_global_batch(setting: Config, ra
         assert equal({name: np.concatenate([part[name] for part in parts]) for name in batch}, batch)
 
 
+def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting: Config, bytes_read: list[int]) -> None:
+    ranks, train, read = 4, open_data(setting)[0], []
+    for k in range(8):
+        batch, (rows, length) = train.batch(k), train.batch_shape(k)
+        chunks = np.array_split(np.arange(length), 2 * ranks)
+        for rank in range(ranks):
+            places = np.append(chunks[rank], chunks[2 * ranks - 1 - rank])
+            bytes_read.clear()
+            part = train.batch(k, slice(1, rows), places)
+            assert equal(part, {name: x[1:, places] for name, x in batch.items()})
+            counted = batch.get("weights", np.ones((rows, length)))[1:, places].sum()
+            # An id has two bytes; of each stretch the token before the first label is read besides.
+            read.append((sum(bytes_read), 2 * (counted + len(bytes_read))))
+    assert all(seen == right > 0 for seen, right in read) and not train.batch(0, slice(0), places)["labels"].size
+
+
 def test_a_run_stopped_at_five_random_steps_goes_on_with_the_same_batches_on_another_mesh(setting: Config) -> None:
     expected = whole(open_data(setting)[0])
     stops = sorted(np.random.default_rng(5).choice(np.arange(1, STEPS), 5, replace=False).tolist())
     for begin, end, ranks in zip([0, *stops], [*stops, STEPS], (1, 8, 2, 4, 1, 8), strict=True):
         train = open_data(setting)[0]  # a new run: all that it knows of the last is `begin`
-        loaders = [Loader(train, begin, lambda rows, r=rank, n=ranks: share(r, n, rows)) for rank in range(ranks)]  # type: ignore[misc]
+        loaders = [
+            Loader(train, begin, lambda shape, r=rank, n=ranks: (share(r, n, shape[0]), None)) for rank in range(ranks)
+        ]  # type: ignore[misc]
         for k in range(begin, end):
             parts = [next(loader) for loader in loaders]
             assert {number for number, _ in parts} == {k}
@@ -79,7 +97,7 @@ from meshtrain.config import load
 from meshtrain.data import Loader, open_data
 path, out, rank, ranks, steps = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 train, _ = open_data(load(path))
-loader = Loader(train, 0, lambda rows: slice(rank * rows // ranks, (rank + 1) * rows // ranks))
+loader = Loader(train, 0, lambda shape: (slice(rank * shape[0] // ranks, (rank + 1) * shape[0] // ranks), None))
 found = {}
 for _ in range(steps):
     k, batch = next(loader)

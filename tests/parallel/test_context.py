@@ -1,5 +1,6 @@
 """Attention across context ranks is that of one device, balanced, and travels while devices compute."""
 
+import json
 import re
 from functools import partial
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from covering import thorough_but
 from jax.sharding import Mesh, PartitionSpec
+from train_in_processes import train_in_processes
 
-from meshtrain.config import ConfigError, load
+from meshtrain.config import ConfigError, load, replaced
 from meshtrain.mesh import CONTEXT
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
@@ -113,7 +115,7 @@ def config(mesh, length=32, model=None, **parallel):
 @pytest.mark.parametrize(
     ("given", "parallel", "sentence"),
     [
-        (({"context": 4}, 20), {}, r"a row of a multiple of 8 tokens, but it has 20"),
+        (({"context": 4}, 20), {"context_strategy": "ring"}, r"a row of a multiple of 8 tokens, but it has 20"),
         (({"context": 3}, 21), {"context_strategy": "ulysses"}, r"legal are 1, 2, 4, or the strategies all_gather and ring"),
         (({"context": 2}, 32, {"window": 8}), {"context_strategy": "ring"}, r"legal are all_gather and ulysses"),
         (({"context": 2, "tensor": 4}, 20, {"kv_heads": 4}), {"sequence_parallel": True}, r"the 10 tokens"),
@@ -122,14 +124,6 @@ def config(mesh, length=32, model=None, **parallel):
 def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(given, parallel, sentence):
     with pytest.raises(ConfigError, match=sentence):
         config(*given, **parallel)
-
-
-def test_auto_rings_where_attention_is_longer_than_a_message_and_no_window_hides_most_of_what_would_go_round():
-    long, short = 4096, 2048  # of 2 ranks with 2 heads to each key
-    assert config({"context": 2}, long).parallel.context_strategy == "ring"
-    assert config({"context": 2}, short).parallel.context_strategy == "all_gather"
-    assert config({"context": 2}, long, {"window": 8}).parallel.context_strategy == "all_gather"
-    assert config({"data": 2}, long).parallel.context_strategy == "auto"
 
 
 @pytest.mark.thorough
@@ -164,13 +158,49 @@ def test_logits_come_in_the_order_of_the_tokens():
 
 
 def test_each_device_is_given_its_own_tokens_of_its_own_rows():
-    program = Program(config({"data": 2, "context": 2}))
+    program = Program(config({"data": 2, "context": 2}, context_strategy="ring"))
     tokens = np.arange(4 * 32, dtype=np.int32).reshape(4, 32) % 31
     placed = program.place({"tokens": tokens, "labels": tokens})["tokens"]
     parts = {shard.device.id: np.asarray(shard.data) for shard in placed.addressable_shards}
     early, late = np.arange(0, 8), np.arange(24, 32)
     assert np.array_equal(parts[0], tokens[:2, np.r_[early, late]])
     assert np.array_equal(parts[3], tokens[2:, 8:24])
+
+
+COUNT_READS = """
+import atexit, os, pathlib
+from meshtrain.data.shards import _Descriptor
+read, sizes, out = _Descriptor.read, [], os.environ.get("COUNT_READS")
+_Descriptor.read = lambda file, size, at: sizes.append(size) or read(file, size, at)
+atexit.register(lambda: out and pathlib.Path(f"{out}-{os.environ['JAX_PROCESS_ID']}").write_text(str(sum(sizes))))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_each_of_two_processes_reads_its_half_of_each_row_and_both_train_as_one_does(strategy, tmp_path, monkeypatch):
+    (tmp_path / "count_reads.py").write_text(COUNT_READS)
+    (tmp_path / "text.txt").write_text("".join(map(str, range(9999))))
+    rows, read = {}, {}
+    mesh = {"context": 4, "data": 2, "order": ["context", "island", "pipeline", "data", "tensor"]}
+    for name, processes in (("one", 1), ("two", 2)):
+        training = replaced(
+            config(mesh, 64, {"vocab_size": 257}, context_strategy=strategy),
+            run={"directory": str(tmp_path / name), "imports": (str(tmp_path / "count_reads.py"),)},
+            data={"source": str(tmp_path / "text.txt"), "validation_source": str(tmp_path / "text.txt")},
+            train={"steps": 3},
+            eval={"every": 3, "batches": 2},
+        )
+        monkeypatch.setenv("COUNT_READS", str(tmp_path / name))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        train_in_processes(training, processes, tmp_path / f"{name}.yaml")
+        rows[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        read[name] = [int((tmp_path / f"{name}-{rank}").read_text()) for rank in range(processes)]
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([row[key] for row in rows["two"]], [row[key] for row in rows["one"]], rtol=1e-5)
+    assert rows["two"][-1]["eval_loss"] == pytest.approx(rows["one"][-1]["eval_loss"], rel=1e-5)
+    # A token before each of the chunks that follow one another, of 16 tokens, is read with them.
+    assert all(0.5 < each / read["one"][0] < 0.55 for each in read["two"]), read
 
 
 @pytest.mark.thorough

@@ -235,10 +235,13 @@ def test_attention_is_shared_evenly_by_the_ranks_of_context(llama_8b):
     assert eight.matmul == pytest.approx(one.matmul / 8, rel=0.05)
 
 
-def test_auto_takes_the_strategy_that_the_plan_finds_cheaper_where_it_makes_a_difference(llama_8b):
-    for length, strategy in ((2**17, "ring"), (2**11, "all_gather")):
-        auto = in_context(llama_8b, length, "auto")
-        others = [in_context(llama_8b, length, other).seconds for other in ("ring", "all_gather")]
-        assert auto.config.parallel.context_strategy == strategy and auto.seconds == pytest.approx(
-            min(others), rel=0.01
-        )
+@pytest.mark.parametrize(("length", "ranks", "tensor"), [(2**17, 8, 1), (2**11, 8, 1), (2**17, 8, 8), (2**11, 8, 8)])
+def test_auto_takes_the_strategy_of_context_that_the_plan_finds_cheapest(llama_8b, length, ranks, tensor):
+    def step(strategy):
+        train = {"global_batch_size": 1, "sequence_length": length}
+        mesh, parallel = {"context": ranks, "tensor": tensor}, {"microbatches": 1, "context_strategy": strategy}
+        return plan(llama_8b(mesh, train, **parallel), named("h100", ranks * tensor))
+
+    auto, by = step("auto"), {s: step(s) for s in ("ring", "all_gather", *["ulysses"] * (tensor == 1))}
+    assert auto.config.parallel.context_strategy == min(by, key=lambda s: by[s].seconds)
+    assert auto.seconds == min(p.seconds for p in by.values()) < max(p.seconds for p in by.values())

@@ -79,7 +79,6 @@ def main(directory: Path) -> None:
     import jax
 
     from meshtrain.data import open_data
-    from meshtrain.mesh import own_rows
     from meshtrain.step import Program
     from meshtrain.telemetry.trace import Tracer
 
@@ -88,8 +87,7 @@ def main(directory: Path) -> None:
     data, _ = open_data(config)
     state = program.init()
     # The same batch each time: another may have another length, and is another program then.
-    rows = own_rows(program.batch_sharding, data.batch_shape(0)[0])
-    batch = program.place(data.batch(0, rows))
+    batch = program.place(data.batch(0, *program.part(data.batch_shape(0))))
     began = time.perf_counter()
     compiled = program.train_step.lower(state, batch).compile()
     print(f"compiled in {time.perf_counter() - began:.1f} s", flush=True)
