@@ -318,6 +318,8 @@ def of_own_part(sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-        return own[tuple(slice(a - at, b - at) for (a, b), at in zip(bounds, [*first, *[0] * len(shape)], strict=False))]
+        return own[
+            tuple(slice(a - at, b - at) for (a, b), at in zip(bounds, [*first, *[0] * len(shape)], strict=False))
+        ]
 
     return jax.make_array_from_callback(shape, sharding, part)

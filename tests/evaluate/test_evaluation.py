@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch, capsys):
 def of_batches(batches, shape):
     """Held-out data of these batches, which would come round again."""
     source = SimpleNamespace(
-        batch=lambda k, rows: batches[k % len(batches)],
+        batch=lambda k, rows, columns: batches[k % len(batches)],
         batch_shape=lambda k: shape,
         batches_per_epoch=len(batches),
         batches_once=len(batches),
