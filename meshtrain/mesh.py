@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from meshtrain.compat import joined_processes
 from meshtrain.config import Config, ConfigError, MeshConfig, short
