@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "2x2x2-zero1": ((2, 2, 2), {"sequence_parallel": True, "microbatches": 4, "schedule": "1f1b"}),
     "2x2x2-zero3-zb": ((2, 2, 2), {"zero_stage": 3, "microbatches": 4, "schedule": "zb_h1", "remat": "selective"}),
     "2x1x4-edge-gpipe": ((2, 1, 4), {"vocab": "edge", "zero_stage": 0, "microbatches": 2, "schedule": "gpipe"}),
+    "2x1x1-context4": ((2, 1, 1), {"context_strategy": "ring", "zero_stage": 3}),
     "4x2x1-zero2": ((4, 2, 1), {"zero_stage": 2, "zero_hold": False, "microbatches": 2, "remat": "full"}),
 }
 NOW = ("2x2x1-zero1",)
@@ -121,12 +122,17 @@ def expected() -> tuple[Any, list[float], Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__, []))
+@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, NOW.__contains__, ["2x1x1-context4"]))
 def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
     mesh, parallel = LAYOUTS[layout]
     parameters, losses, gradient = expected()
     train = {"loss_chunk": 7 if "microbatches" in parallel and "zero_stage" not in parallel else "auto"}
-    sections = {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": {"microbatches": 1, **parallel}, "train": train}
+    context = 4 if "context_strategy" in parallel else 1
+    sections = {
+        "mesh": {"context": context, **dict(zip(AXES, mesh, strict=True))},
+        "parallel": {"microbatches": 1, **parallel},
+        "train": train,
+    }
     program = Program(replaced(one_device(), **sections))
     state, batch = start(program, parameters), program.place(rows_of(ROWS))
     evaluated = float(program.eval_step(state.params, batch))

@@ -64,6 +64,7 @@ MESHES: dict[str, dict[str, int]] = {
     "d2c2t2": {"data": 2, "context": 2, "tensor": 2},
     "i2c2": {**ISLANDS, "context": 2},
 }
+ALL_AT_ONCE = {"i2c2t2": {**ISLANDS, "context": 2, "tensor": 2}}  # of the cells that are named below alone
 SMALL = {"layers": 5, "d_model": 24, "heads": 4, "d_ff": 34, "vocab_size": 61}
 MODELS: dict[str, dict[str, Any]] = {
     "kv1": {**SMALL, "family": "llama", "kv_heads": 1},  # k and v are whole on all tensor ranks
@@ -119,7 +120,7 @@ def configuration(cell: Features, **sections: dict[str, Any]) -> Config:
     values: dict[str, dict[str, Any]] = {
         "model": {**MODELS[cell.model], "dropout": cell.dropout},
         "data": {"source": "synthetic" if cell.model == "vit" else "stdlib"},
-        "mesh": MESHES[cell.mesh],
+        "mesh": (MESHES | ALL_AT_ONCE)[cell.mesh],
         "parallel": {
             **{name: value for name, value in parallel.items() if value is not None},
             "reduce": reduce, "sync": SYNCS[cell.sync] if cell.sync else {}, "microbatches": 2, "offload_optimizer": cell.offload,
@@ -225,7 +226,7 @@ def assert_happened(cell: Features, rows: list[dict[str, float]]) -> None:
 @cache
 def losses_on_islands(cell: Features) -> list[float]:
     """Of the same features where each island is one device, which holds all of the state."""
-    islands = MESHES[cell.mesh].get("islands", 1)
+    islands = (MESHES | ALL_AT_ONCE)[cell.mesh].get("islands", 1)
     small = cell._replace(zero=None, schedule=None, remat="none", sequence_parallel=None, offload=False, strategy=None)
     program = Program(config := configuration(small, mesh={"data": islands, "islands": islands}), make_mesh(config))
     return [row["loss"] for row in take(program, cell, program.init(), range(STEPS))[1]]
@@ -257,9 +258,17 @@ HOLE = Features(
 )
 
 
+HOLES = {
+    "tensor": HOLE,
+    "context-and-tensor": HOLE._replace(mesh="i2c2t2", zero=1, strategy="ring", batch="uneven", dropout=0.1),
+    "adapters": HOLE._replace(mesh="i2c2t2", zero=3, strategy="ring", trained="lora", batch="pairs", gradients=None, over=None, offload=True, compute="float16"),
+}  # fmt: skip
+
+
 @pytest.mark.thorough
-def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole(tmp_path):
-    assert_features_hold(HOLE, tmp_path)
+@pytest.mark.parametrize("hole", HOLES)
+def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole(hole, tmp_path):
+    assert_features_hold(HOLES[hole], tmp_path)
 
 
 # What a run keeps from one step to the next, or sends. Each of these meets all there is; the others meet each other in test_equivalence.py.

@@ -82,10 +82,10 @@ def operations(text: str, name: str) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(float32_losses):
-    config = configuration(
-        (2, 2, 2), precision={"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1}
-    )
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2, "pipeline": 2}, {"context": 4, "data": 2}])
+def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(mesh, float32_losses):
+    precision = {"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1}
+    config = configuration((1, 1, 1), mesh=mesh, precision=precision)
     program = Program(config, make_mesh(config))
     state = start(program, canonical_numbers(program.layout))
     names = ("tokens", "labels", "weights")
@@ -94,8 +94,8 @@ def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(f
     for step, (tokens, labels) in enumerate(token_batches(config, STEPS), start=1):
         weights = np.ones(tokens.shape, np.float32)
         if step == 5:
-            weights[0, 3] = np.inf  # one token, on one data rank and one microbatch
-        batch = jax.device_put(dict(zip(names, (tokens, labels, weights), strict=True)), program.batch_sharding)
+            weights[0, 3] = np.inf  # one token, on one data or context rank and in one microbatch
+        batch = program.place(dict(zip(names, (tokens, labels, weights), strict=True)))
         before = jax.tree.map(np.asarray, (state.params, state.optimizer))
         state, metrics = compiled(state, batch)
         after = (state.params, state.optimizer)

@@ -63,6 +63,7 @@ def expected(rows: int, compute: str) -> tuple[list[float], list[np.ndarray], fl
         # the last rank has empty rows alone
         (10, 16, {"data": 4}, {"microbatches": 2, "zero_stage": 2}, "float32"),
         pytest.param(10, 12, {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3}, "float32", marks=pytest.mark.slow),
+        (7, 8, {"data": 2, "context": 4}, {"microbatches": 2, "zero_stage": 3, "context_strategy": "ring"}, "float32"),
         (7, 12, {"data": 2, "pipeline": 2, "tensor": 2}, {"microbatches": 3, "schedule": "zb_h1", "sequence_parallel": True}, "float32"),
         pytest.param(10, 12, {"data": 3}, {"microbatches": 4, "remat": "full"}, "float16", marks=pytest.mark.slow),
     ],

@@ -74,7 +74,7 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread
     held_out = of_batches(batches, (8, length))
     asked = SimpleNamespace(
         config=config(eval={"every": 1, "batches": 4}),
-        batch_sharding=built.batch_sharding,
+        part=built.part,
         place=built.place,
         eval_step=built.eval_step,
         of_images=False,
@@ -96,7 +96,7 @@ def test_of_preferences_it_is_the_mean_over_all_pairs(tmp_path):
     held_out = of_batches(batches, (1, 6))
     asked = SimpleNamespace(
         config=config(eval={"every": 1, "batches": 3}),
-        batch_sharding=program().batch_sharding,
+        part=lambda shape: (slice(None), None),
         place=lambda batch: batch,
         eval_step=lambda params, batch: batch["loss"],
         of_images=False,
