@@ -149,7 +149,12 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self, required: bool = True) -> None:
         """Adds --config and --set, as every command that needs a run's config takes them."""
-        self.add_argument("--config", required=required, metavar="FILE", help="the YAML file of the run; see configs/")
+        self.add_argument(
+            "--config",
+            required=required,
+            metavar="FILE|NAME",
+            help="the YAML file of the run, or one that comes along, such as quickstart",
+        )
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
 

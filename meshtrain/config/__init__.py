@@ -13,6 +13,7 @@ has changed. Everything else reads that line. A mistake is one sentence: where, 
 - `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type, and a value as text.
 - `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed; the rows of a batch.
 - `meshtrain.config.check`: which keys contradict each other. `meshtrain.config.notes`: what is legal but costs something; what was `chosen`.
+- `meshtrain.config.places`: configs that come along by name, and what paths in a file count from.
 - `meshtrain.config.imports`: Python files and modules that a config names, and the functions in them that keys name.
 - `meshtrain.config.inject`: the faults that `survive.inject` names.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, telemetry
 from meshtrain.config.follow import padded_batch_size, row_shards
+from meshtrain.config.places import BOTH
 from meshtrain.config.schema import ACTIVATIONS, AUTO, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
@@ -175,9 +176,9 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
     is_table = schedule.endswith(".csv")
     if is_table and not os.path.isfile(os.path.expanduser(schedule)):
         path = Path(os.path.expanduser(schedule))
-        start = "" if path.is_absolute() else f"from the working directory {short(os.getcwd())} "
+        where = "" if path.is_absolute() else f", {BOTH} {short(os.getcwd())}"
         yield (
-            f"parallel.schedule names the table {short(schedule)}, but {start}there is no such file"
+            f"parallel.schedule names the table {short(schedule)}, but there is no such file{where}"
             f"{nearest_file(path, ('.csv',)) or '.'}"
         )
     if not is_table and schedule not in SCHEDULES and schedule != AUTO:

@@ -35,6 +35,8 @@ class Key:
     above: float | None = None
     # What a number counts, for the sentence that refuses one: in seconds (3 µs are 3e-06).
     unit: str = ""
+    # It may name a file: see `meshtrain.config.places`.
+    path: bool = False
     # The legal texts, looked at when a value is read: more of them may be registered from outside.
     one_of: Mapping[str, Any] | None = None
     # Where the default stands, the value follows from the config; ConfigError if it does not.

@@ -18,6 +18,7 @@ import yaml
 from meshtrain.config.check import check
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import Resume, keys
+from meshtrain.config.places import config_file, placed
 from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
 from meshtrain.errors import ConfigError, nearest, short
@@ -32,7 +33,7 @@ EXAMPLE = "it needs at least one section, such as 'mesh: {data: 2}'"
 
 
 def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()) -> Config:
-    """Returns the checked, resolved config of a YAML file, of nested dicts, of another config or (None) of the defaults, with a list of
+    """Returns the checked, resolved config of a YAML file or of one that comes along by its name, of nested dicts, of another config or (None) of the defaults, with a list of
     `key.path=value` overrides in their order. What follows from other keys follows from the overridden ones.
 
     Raises ConfigError, one sentence, for what is no config.
@@ -52,8 +53,9 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
     elif source is not None and not isinstance(source, Config):
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None.")
-        values = read_given(Config, source, "config", "--config", EXAMPLE)
-        directory = Path(source).parent
+        file = config_file(source)
+        directory = Path(file).parent
+        values = placed(read_given(Config, file, "config", "--config", EXAMPLE), keys(Config), directory)
     config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
     model_keys = set(_changed(config.model) if isinstance(source, Config) else _by_path(values.get("model", {})))
     for override in overrides:

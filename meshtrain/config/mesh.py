@@ -45,7 +45,7 @@ class MeshConfig:
         "context may stand among them, else it is next to tensor, outside of it; and expert, else inside data"
     )
     cluster: str | None = key(
-        None, "a cluster file with a device_order, as the probe writes it where links join other devices than JAX numbers as neighbours: the mesh takes them so"
+        None, "a cluster file with a device_order, as the probe writes it where links join other devices than JAX numbers as neighbours: the mesh takes them so", path=True
     )
 
     @classmethod

@@ -248,7 +248,7 @@ class ModelConfig:
         "class", "images: what the head reads: class, a learned token before the patches; mean, the mean of the patches", resume=SHAPE, counts=_of_images
     )
     weights: str | None = key(
-        None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", resume=FREE
+        None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", path=True, resume=FREE
     )
 
     @property

@@ -137,9 +137,9 @@ class ParallelConfig:
     )
     schedule: str = key(
         AUTO,
-        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table, from the working directory; auto: interleaved, and "
+        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto: interleaved, and "
         "1f1b where a stage has one chunk",
-        follows=_schedule, counts=lambda c: c.mesh.pipeline > 1
+        path=True, follows=_schedule, counts=lambda c: c.mesh.pipeline > 1
     )
     layer_split: tuple[int, ...] | None = key(
         None, "layers of each virtual stage in model order; null: as even as can be", least=0
@@ -190,11 +190,11 @@ class DataConfig:
         "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or synthetic "
         "(random tokens, for benchmarks); of images a folder with a folder for each class, arrays (.npz, or a folder of .npy), digits "
         "(scikit-learn's, 8 x 8), or synthetic",
-        resume=CONTENT
+        path=True, resume=CONTENT
     )
-    tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", resume=TOKENS)
+    tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", path=True, resume=TOKENS)
     mixture: tuple[str, ...] = key(
-        (), "source: mixture draws from these sources (each stdlib, text or prepared shards)", resume=CONTENT
+        (), "source: mixture draws from these sources (each stdlib, text or prepared shards)", path=True, resume=CONTENT
     )
     weights: tuple[float, ...] = key(
         (), "share of each source of the mixture, in sequences (batching grouped and budget: in batches); "
@@ -224,7 +224,7 @@ class DataConfig:
         None, "share of the documents held out for evaluation, of conversations one at least; null: 0.01 (stdlib: 0.05), or what prepared shards were made with",
         least=0.0, most=0.5, resume=CONTENT
     )
-    validation_source: str | None = key(None, "held-out text of its own, instead of a share of the source")
+    validation_source: str | None = key(None, "held-out text of its own, instead of a share of the source", path=True)
     text_field: str = key("text", "the field of a JSON Lines record that holds its text", resume=CONTENT)
     bad_documents: Literal["skip", "refuse"] = key(
         "skip",
@@ -244,7 +244,7 @@ class DataConfig:
     )
     template: str | None = key(
         None, "format chat, pairs: a chat template (Jinja), or the tokenizer_config.json that holds one; null: the one beside data.tokenizer",
-        resume=CONTENT
+        path=True, resume=CONTENT
     )
     images: ImagesConfig = field(default_factory=ImagesConfig)
 
@@ -312,7 +312,7 @@ class CheckpointConfig:
         "auto",
         "auto: go on from the newest intact checkpoint of the run directory; never; or the path of another run or of one "
         "checkpoint, under its step's number or a name that is none: where this one starts as long as it has no checkpoint of its own",
-        resume=FREE
+        path=True, resume=FREE
     )
     weights_only: bool = key(
         False, "resume: PATH takes the weights alone; step, optimizer state and data position start anew", resume=FREE

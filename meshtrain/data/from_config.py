@@ -11,6 +11,7 @@ import numpy as np
 from meshtrain.config import Config
 from meshtrain.config.follow import row_multiple
 from meshtrain.config.images import IMAGES
+from meshtrain.config.places import BOTH
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.batches import EpochRows, GlobalBatches, RowBatches, SplitBatches, few
 from meshtrain.data.manifest import SPLITS, is_preparation
@@ -118,7 +119,7 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     words = [*filter(has_text, SOURCES), MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
     raise ConfigError(
-        f"{key} is '{short(name)}', but there is no such file or directory; it must be a file or directory of text, prepared shards "
+        f"{key} is '{short(name)}', but there is no such file or directory, {BOTH}; it must be a file or directory of text, prepared shards "
         f"or {' or '.join(words)}" + (nearest(name, words) or ".")
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshtrain.cli import STOPPED, USAGE, Parser
 from meshtrain.config.imports import files
+from meshtrain.config.places import config_file
 from meshtrain.launch import GIVEN_UP
 from meshtrain.launch.job import (
     GRACE,
@@ -84,7 +85,7 @@ def trainjob(options: argparse.Namespace) -> str:
 def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
     """Returns the ConfigMap with the config's file, and the Python files that it imports."""
     metadata = _metadata(job, options) | {"name": f"{job.name}-config"}
-    data = {Path(CONFIG).name: Path(options.config).read_text(), **files(job.imports)}
+    data = {Path(CONFIG).name: Path(config_file(options.config)).read_text(), **files(job.imports)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 

@@ -142,10 +142,22 @@ def test_a_table_for_one_stage_is_noted_as_of_no_use(tmp_path):
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        ("pars.csv", "from the working directory {here} there is no such file; did you mean pairs.csv?"),
-        ("sub/pars.csv", "from the working directory {here} there is no such file; did you mean sub/pears.csv?"),
-        ("no/pairs.csv", "from the working directory {here} there is no such file."),
-        (f"{'a' * 300}/a.csv", "from the working directory {here} there is no such file."),
+        (
+            "pars.csv",
+            "there is no such file, neither beside the config that names it nor in the working directory {here}; did you mean pairs.csv?",
+        ),
+        (
+            "sub/pars.csv",
+            "there is no such file, neither beside the config that names it nor in the working directory {here}; did you mean sub/pears.csv?",
+        ),
+        (
+            "no/pairs.csv",
+            "there is no such file, neither beside the config that names it nor in the working directory {here}.",
+        ),
+        (
+            f"{'a' * 300}/a.csv",
+            "there is no such file, neither beside the config that names it nor in the working directory {here}.",
+        ),
         ("{here}/pars.csv", "there is no such file; did you mean {here}/pairs.csv?"),
     ],
 )

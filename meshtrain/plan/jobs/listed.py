@@ -18,6 +18,7 @@ from typing import Literal
 
 from meshtrain.config.key import key
 from meshtrain.config.load import read_section
+from meshtrain.config.places import from_file
 from meshtrain.errors import ConfigError, short
 
 EXAMPLE = "it needs at least 'jobs: [{name: one, devices: 8}]'"
@@ -33,7 +34,7 @@ class JobSpec:
     name: str = key("", "what the report and Kubernetes call it")
     config: str = key(
         "",
-        "the YAML file of its run, from the working directory or beside this list; without one only its devices are known",
+        "the YAML file of its run, from this list's folder or the working directory, or the name of one that comes along; without one only its devices are known",
     )
     set: tuple[str, ...] = key((), "overrides of the config, as in mesh.data=2")
     devices: int = key(
@@ -81,8 +82,8 @@ def read(path: str | Path) -> Jobs:
     """The checked jobs of a YAML file; ConfigError (one sentence) otherwise."""
     jobs: Jobs = read_section(Jobs, path, "list of jobs", "--jobs", EXAMPLE)
     source = short(path)
-    beside = Path(path).expanduser().parent
-    jobs = replace(jobs, jobs=tuple(_from_there(job, beside) for job in jobs.jobs))
+    folder = Path(path).expanduser().parent
+    jobs = replace(jobs, jobs=tuple(replace(job, config=from_file(job.config, folder)) for job in jobs.jobs))
     if not 0 < len(jobs.jobs) <= MOST_JOBS:
         raise ConfigError(f"{source}: there are {len(jobs.jobs)} jobs; at least 1 and at most {MOST_JOBS} are legal.")
     names: set[str] = set()
@@ -102,12 +103,6 @@ def read(path: str | Path) -> Jobs:
                 f"{source}: job {job.name} has no hours, which goal: latency needs of a job without a config."
             )
     return jobs
-
-
-def _from_there(job: JobSpec, beside: Path) -> JobSpec:
-    """The job with its config where it is: beside the list, where there is none in the working directory."""
-    path = beside / Path(job.config).expanduser()
-    return replace(job, config=str(path)) if job.config and not Path(job.config).exists() and path.exists() else job
 
 
 def _check(job: JobSpec, where: str) -> None:

@@ -1,0 +1,58 @@
+"""Where files of a config lie: configs that come along by name, and paths that a file names.
+
+A relative path in a file counts from that file's folder where something of that name lies there, else from the working directory. One that
+is given with --set counts from the working directory.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config.key import Key
+from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.sources import MIXTURE, SOURCES
+
+CONFIGS = Path(__file__).parents[1] / "configs"  # in a checkout a link to those of the repository
+WORDS = ("", "auto", "never", "byte", MIXTURE)  # that keys of paths take besides
+BOTH = "neither beside the config that names it nor in the working directory"
+
+
+def config_file(source: str | os.PathLike[str]) -> str | Path:
+    """Returns the path of a config: itself, or of the one that comes along under a plain name such as quickstart.
+
+    ConfigError for a plain name of none.
+    """
+    if not isinstance(source, str):
+        return Path(source)
+    if not source.replace("_", "").replace("-", "").isalnum() or os.path.lexists(source):
+        return source
+    names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    if source in names:
+        return CONFIGS / f"{source}.yaml"
+    ending = nearest(source, names) or "."
+    raise ConfigError(f"there is no config {short(source)}; give a YAML file, or one of {', '.join(names)}{ending}")
+
+
+def from_file(path: str, folder: Path) -> str:
+    """Returns a path that a file in `folder` names as it counts from the working directory."""
+    beside = folder / path
+    if path in WORDS or path in SOURCES or path.startswith(("~", "/")) or not os.path.lexists(beside):
+        return path
+    # as it is written, where both are the same
+    return path if os.path.exists(path) and os.path.realpath(path) == os.path.realpath(beside) else str(beside)
+
+
+def placed(values: Mapping[str, Any], rules: Mapping[str, Key], folder: Path, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of a config's file with the paths in it as they count from the working directory. `rules`: keys by path."""
+    entries: dict[str, Any] = {}
+    for name, value in values.items():
+        key = rules.get(f"{prefix}{name}")
+        if isinstance(value, Mapping):
+            value = placed(value, rules, folder, f"{prefix}{name}.")
+        elif key and key.path and isinstance(value, str):
+            value = from_file(value, folder)
+        elif key and key.path and isinstance(value, tuple):
+            value = tuple(from_file(one, folder) for one in value)
+        entries[name] = value
+    return entries
