@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from short_runs import canonical_numbers, start, token_batches, train
 
-from meshtrain.config import Config, ConfigError, PrecisionConfig, load
+from meshtrain.config import Config, ConfigError, PrecisionConfig, load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.precision import LossScale, NumbersCheck, initial_scale, next_scale
 from meshtrain.step import Program
@@ -85,7 +85,7 @@ def operations(text: str, name: str) -> list[str]:
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2, "pipeline": 2}, {"context": 4, "data": 2}])
 def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(mesh, float32_losses):
     precision = {"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1}
-    config = configuration((1, 1, 1), mesh=mesh, precision=precision)
+    config = replaced(configuration((1, 1, 1), precision=precision), mesh=mesh)
     program = Program(config, make_mesh(config))
     state = start(program, canonical_numbers(program.layout))
     names = ("tokens", "labels", "weights")
