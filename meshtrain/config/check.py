@@ -244,6 +244,9 @@ def _data_problems(config: Config) -> Iterator[str]:
             but = f"but {data.source} tokens form no documents"
             yield f"data.batching is {data.batching}, {but}; set it to window."
     by_length = data.batching in ("grouped", "budget")
+    if by_length and config.mesh.context > 1:
+        of = f"data.batching {data.batching} makes rows of any multiple of data.length_multiple"
+        yield from (f"{of}: {sentence}" for sentence in _length_problems(config, data.length_multiple))
     if by_length and config.parallel.sequence_parallel and data.length_multiple % tensor:
         yield (
             f"mesh.tensor {tensor} does not divide data.length_multiple {data.length_multiple}, as parallel.sequence_parallel "

@@ -107,9 +107,10 @@ def test_zigzag_gives_each_rank_an_early_and_a_late_chunk_and_all_the_same_work(
 MODEL = {"family": "llama", "layers": 2, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 16, "vocab_size": 31}
 
 
-def config(mesh, length=32, model=None, **parallel):
-    train = {"global_batch_size": 4, "sequence_length": length}
-    return load({"model": MODEL | (model or {}), "mesh": mesh, "train": train, "parallel": parallel})
+def config(mesh, length=32, model=None, data=None, **parallel):
+    train = {"global_batch_size": 4} | ({"sequence_length": length} if length else {})
+    sections = {"model": MODEL | (model or {}), "mesh": mesh, "train": train, "parallel": parallel}
+    return load(sections | ({"data": data} if data else {}))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,8 @@ def config(mesh, length=32, model=None, **parallel):
         (({"context": 3}, 21), {"context_strategy": "ulysses"}, r"legal are 1, 2, 4, or the strategies all_gather and ring"),
         (({"context": 2}, 32, {"window": 8}), {"context_strategy": "ring"}, r"legal are all_gather and ulysses"),
         (({"context": 2, "tensor": 4}, 20, {"kv_heads": 4}), {"sequence_parallel": True}, r"the 10 tokens"),
+        (({"context": 2}, None, {"family": "vit"}, {"source": "synthetic"}), {}, r"reads images, whose patches are few; leave it out"),
+        (({"context": 4}, 32, {}, {"batching": "grouped", "length_multiple": 12}), {"context_strategy": "ring"}, r"grouped makes rows of any multiple of .*: mesh.context 4.*, but it has 12"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(given, parallel, sentence):
@@ -150,9 +153,13 @@ def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(mesh, p
 
 
 @pytest.mark.thorough
-def test_logits_come_in_the_order_of_the_tokens():
+@pytest.mark.parametrize("scaling", ["llama3", "yarn"])
+def test_logits_come_in_the_order_of_the_tokens_whose_positions_scaled_rotations_take(scaling):
     tokens = np.random.default_rng(0).integers(0, 31, (4, 32), np.int32)
-    one, split = (Program(config(mesh)) for mesh in ({"data": 1}, {"data": 2, "context": 4}))
+    model = {"rope_scaling": scaling, "rope_factor": 4.0, "rope_original": 16}
+    one, split = (
+        Program(config(mesh, model=model, context_strategy="ring")) for mesh in ({"data": 1}, {"data": 2, "context": 4})
+    )
     seen = [np.asarray(program.logits(program.init().params, tokens)) for program in (one, split)]
     np.testing.assert_allclose(seen[1], seen[0], atol=2e-5)
 
