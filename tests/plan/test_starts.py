@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import meshtrain as mt
@@ -49,3 +50,13 @@ def test_its_memory_is_that_of_xlas_gpu_program(name):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     found = json.loads(done.stdout)
     assert found["per_device_bytes"]["total"] == pytest.approx(found["compiled"]["total_bytes"], rel=0.03)
+
+
+def test_what_the_long_quickstart_asks_stands_at_the_beginning_of_the_row():
+    config = load("configs/quickstart_long.yaml")
+    batch, (keys, values) = mt.open_data(config)[0].batch(3), (64, 8)
+    tables = [dict(divmod(item - values - keys, values) for item in row[:keys].tolist()) for row in batch["tokens"]]
+    asked = np.argwhere(batch["weights"])
+    assert len(asked) == 4 * (config.train.sequence_length - keys) / 2 and {len(table) for table in tables} == {keys}
+    for row, at in asked:
+        assert tables[row][batch["tokens"][row, at] - values] == batch["labels"][row, at]
