@@ -6,10 +6,12 @@
 Why not `jax.lax.ragged_dot`: on CPUs and GPUs XLA makes a dense product of all experts of it (jax 0.10), so experts times the FLOPs, and on
 GPUs experts times the rows in memory.
 
-The backward is two loops, of the rows' gradient and of the weights', since a zero-bubble schedule puts them in different halves.
+The backward is two loops or kernels, of the rows' gradient and of the weights', since a zero-bubble schedule puts them in different halves.
 """
 
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +32,22 @@ def grouped(
     in use: what the others give is zero, and their rows and cotangents are not read. An empty slot within a block in use must be a zero row.
     The weight's gradient is summed in float32 in the blocks' order, and zero for an expert without blocks.
 
-    In a `jax.shard_map` all of them may differ between devices, the number of blocks included.
+    In a `jax.shard_map` all of them may differ between devices, the number of blocks included. On a `platform` (of `Collectives`) cpu or tpu
+    it is a loop over the blocks in use; on gpu kernels, where the length of a block, K and N are multiples of 16, else the loop.
     """
     axes = frozenset[str]().union(*map(varying, (rows_RK, weight_EKN, expert_of_block, blocks)))
     return _grouped(platform, *vary((rows_RK, weight_EKN, expert_of_block, blocks), axes))
 
 
+def _implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
+    """The module whose `by_blocks` and `weight_gradient` are run; that of the kernels takes Pallas, which is slow to import."""
+    in_tiles = all(size % 16 == 0 for size in (len(rows) // len(experts), *weight.shape[1:]))
+    return import_module("meshtrain.model.grouped_kernels" if platform == "gpu" and in_tiles else __name__)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array) -> jax.Array:
-    return by_blocks(rows, weight, experts, blocks)
+    return _implementation(platform, rows, weight, experts).by_blocks(rows, weight, experts, blocks)
 
 
 def _forward(
@@ -54,8 +63,9 @@ def _backward(
     platform: str, residuals: GroupedResiduals, g_RN: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
     rows, weight, experts, blocks = residuals
-    to_rows = by_blocks(g_RN, weight, experts, blocks, transposed=True)
-    return to_rows, None if rows is None else weight_gradient(rows, g_RN, experts, blocks, weight), None, None
+    run = _implementation(platform, g_RN, weight, experts)
+    to_rows = run.by_blocks(g_RN, weight, experts, blocks, transposed=True)
+    return to_rows, None if rows is None else run.weight_gradient(rows, g_RN, experts, blocks, weight), None, None
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)

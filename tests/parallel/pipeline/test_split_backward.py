@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.extend.core import Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
@@ -141,19 +142,22 @@ def test_a_loop_is_taken_whole():
     np.testing.assert_allclose(gradient, right)
 
 
-def test_a_weight_gradient_that_is_a_loop_of_products_is_left_for_w():
+@pytest.mark.parametrize("platform, product", [("cpu", "while"), ("gpu", "pallas_call")])
+def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(monkeypatch, platform, product):
     """As those of experts are. A loop without products is run at once, like any other gradient that takes none."""
+    call = pallas.pallas_call
+    monkeypatch.setattr(pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True}))
     random = np.random.default_rng(0)
     up, down, rows, cotangent = (
-        jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((2, 7, 11), (2, 11, 7), (12, 7), (12, 7))
+        jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((2, 16, 32), (2, 32, 16), (48, 16), (48, 16))
     )
 
     def run(rows: jax.Array, blocks: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Any]:
         def layer(weights: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
             up, down, scale = weights
-            hidden = jax.nn.silu(grouped(rows, up, jnp.array([0, 1, 1]), blocks))
+            hidden = jax.nn.silu(grouped(rows, up, jnp.array([0, 1, 1]), blocks, platform))
             hidden = hidden * lax.fori_loop(0, 2, lambda _, s: s * s, scale)
-            return grouped(hidden, down, jnp.array([0, 1, 1]), blocks)
+            return grouped(hidden, down, jnp.array([0, 1, 1]), blocks, platform)
 
         _, vjp = jax.vjp(layer, (up, down, jnp.float32(1.5)), rows)
         gradients, to_rows = vjp(cotangent)
@@ -168,7 +172,8 @@ def test_a_weight_gradient_that_is_a_loop_of_products_is_left_for_w():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     first = jax.make_jaxpr(halves.first)(*given).jaxpr
     second = jax.make_jaxpr(lambda stash, *kept: halves.second(stash, *kept, None))(stash, *given[:2]).jaxpr
-    assert [eqn.primitive.name for eqn in second.eqns if eqn.primitive.name in ("while", "scan")] == ["while"] * 2
+    names = [eqn.primitive.name for eqn in second.eqns]
+    assert [name for name in names if name in ("while", "scan", "pallas_call")] == [product] * 2
     assert total(products(first)) == 3  # the first product once more, and the input gradients of both
     assert total(products(second)) == 2
 

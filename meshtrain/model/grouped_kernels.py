@@ -1,0 +1,114 @@
+"""Grouped products as kernels on GPUs, in Pallas for Triton: what `grouped.by_blocks` and `grouped.weight_gradient` loop over, side by side.
+
+    by_blocks          a program is a tile of the result: of a block's rows and of the columns of its expert, whose number it reads
+    weight_gradient    a program is a tile of an expert's weight; it goes through the rows of that expert's blocks, first to last
+
+Nothing of the size of experts x rows meets memory, nor is anything summed by atomics: results are the same every time.
+
+Why not JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, 0.10): it is for Hopper alone and for a GPU with 132 multiprocessors,
+unrolls a search through all experts in each program, leaves rows that are not in use unwritten, and its kernel for the weight's gradient
+asks for a GPU while it is compiled.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from meshtrain.compat import struct_like
+
+# Bytes of a side of a result's tile, and of the steps that are summed over: with more, accumulators leave the registers.
+SIDE, STEP = 256, 128
+
+
+# jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
+@partial(jax.jit, static_argnames="transposed")
+def by_blocks(
+    rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array, transposed: bool = False
+) -> jax.Array:
+    """Returns what `grouped.by_blocks` does."""
+    over, width = weight.shape[1:][::-1] if transposed else weight.shape[1:]
+    height = _tile(SIDE, rows, len(rows) // len(experts))
+    columns = _tile(SIDE, rows, width)
+    of_columns = (len(weight), columns, over) if transposed else (len(weight), over, columns)
+    return _call(
+        partial(_product_kernel, transposed, len(rows) // len(experts) // height, _tile(STEP, rows, over)),
+        (width // columns, len(rows) // height),
+        [
+            pl.BlockSpec((height, over), lambda j, i: (i, 0)),
+            pl.BlockSpec(of_columns, lambda j, i: (0, j, 0) if transposed else (0, 0, j)),
+            pl.BlockSpec(experts.shape, lambda j, i: (0,)),
+            pl.BlockSpec((1,), lambda j, i: (0,)),
+        ],
+        pl.BlockSpec((height, columns), lambda j, i: (i, j)),
+        struct_like((len(rows), width), rows.dtype, rows),
+    )(rows, weight, experts, blocks[None])
+
+
+@jax.jit
+def weight_gradient(
+    rows: jax.Array, g_RN: jax.Array, experts: jax.Array, blocks: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """Returns what `grouped.weight_gradient` does."""
+    in_use = jnp.where(jnp.arange(len(experts)) < blocks, experts, len(weight))
+    # first row of each expert, and behind the last one's
+    firsts = jnp.searchsorted(in_use, jnp.arange(len(weight) + 1), method="compare_all").astype(jnp.int32)
+    step, (height, width) = _tile(STEP, rows, len(rows) // len(experts)), weight.shape[1:]
+    tall, wide = _tile(SIDE, rows, height), _tile(SIDE, rows, width)
+    return _call(
+        partial(_weight_kernel, step),
+        (width // wide, height // tall, len(weight)),
+        [
+            pl.BlockSpec((len(rows), tall), lambda j, i, e: (0, i)),
+            pl.BlockSpec((len(rows), wide), lambda j, i, e: (0, j)),
+            pl.BlockSpec(firsts.shape, lambda j, i, e: (0,)),
+        ],
+        pl.BlockSpec((None, tall, wide), lambda j, i, e: (e, i, j)),
+        struct_like(weight.shape, weight.dtype, rows),
+    )(rows, g_RN, firsts * (len(rows) // len(experts) // step))
+
+
+def _product_kernel(transposed, tiles, step, rows, weight, experts, blocks, out) -> None:  # type: ignore[no-untyped-def]
+    block = jax.lax.div(pl.program_id(1), jnp.int32(tiles))
+    expert = experts[block]
+
+    def add(k, sums):  # type: ignore[no-untyped-def]
+        at = pl.ds(k * step, step)
+        of_expert = weight[expert, :, at] if transposed else weight[expert, at, :]
+        return sums + triton.dot(rows[:, at], of_expert, trans_b=transposed)
+
+    # of a block that is not in use there is nothing to add: zeros are written
+    steps = jnp.where(block < blocks[0], jnp.int32(rows.shape[1] // step), 0)
+    out[...] = jax.lax.fori_loop(0, steps, add, jnp.zeros(out.shape, jnp.float32)).astype(out.dtype)
+
+
+def _weight_kernel(step, rows, cotangents, firsts, out) -> None:  # type: ignore[no-untyped-def]
+    expert = pl.program_id(2)
+
+    def add(i, sums):  # type: ignore[no-untyped-def]
+        at = pl.ds(i * step, step)
+        return sums + triton.dot(rows[at, :], cotangents[at, :], trans_a=True)
+
+    sums = jax.lax.fori_loop(firsts[expert], firsts[expert + 1], add, jnp.zeros(out.shape, jnp.float32))
+    out[...] = sums.astype(out.dtype)
+
+
+def _tile(limit: int, rows: jax.Array, size: int) -> int:
+    """The largest power of two that divides `size` and in the dtype of the rows has no more than `limit` bytes."""
+    return math.gcd(size, limit // rows.dtype.itemsize)
+
+
+def _call(kernel: partial, grid: tuple[int, ...], in_specs: list, out_spec: pl.BlockSpec, out_shape: Any) -> Any:
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_spec,
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+        name=kernel.func.__name__.strip("_"),
+    )
