@@ -157,6 +157,8 @@ def gigabytes(console: Console) -> None:
     console.print(table)
     median, percentile, worst, _ = sources.spread(errors)
     console.print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
+    right, layouts = memory.called_right()
+    console.print(f"layouts that ran or ran out of memory: {right} of {layouts} called right, {right / layouts:.1%}")
 
 
 def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:

@@ -4,6 +4,9 @@ formulas were made with the rows in sight.
     torchtitan   benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6, all rows without context parallelism whose layout is given (of
                  the interleaved schedule neither chunks nor microbatches are): GiB that the allocator reserved. Float8 moves them by 0.2 GiB
                  (tables 1 and 3), so that its rows stand for bfloat16. Pipelines have as many microbatches as stages, the default then.
+    Aleph Alpha  see `aleph_alpha`: 578 layouts that ran or ran out of memory (`called_right`). Weights and gradients are in 16 bits, whole; what
+                 autograd keeps of a layer is counted operation by operation in the team's own library (Aleph-Alpha/scaling), logits are
+                 gathered. Chosen on these rows: that the allocator loses 15% of activations.
     KempnerForge see `kempner`: GiB that tensors took at most. Its weights and moments are in bfloat16, and where there are several
                  microbatches these add to a gradient in float32 that is not sharded (175b_360gpu, "the path to 47.7%").
 
@@ -11,13 +14,15 @@ Both are PyTorch's FSDP2, with sequence parallelism where there is tensor parall
 loss, whose logits are all there at once, or in the backward of a layer.
 """
 
+import math
 from dataclasses import dataclass
 
+from meshtrain.cluster.accelerators import ACCELERATORS
 from meshtrain.config import Config, load
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, shapes
 
-from . import kempner
+from . import aleph_alpha, kempner
 
 GIB = 2**30
 
@@ -125,3 +130,36 @@ ROWS = (
     _row("torchtitan", "405B, 8 x 8 x 8, 1F1B, 32,768 tokens", _405B, (8, 8, 8), 1, 8, 32768, PIPELINE, 75.3),
     *(Row(run.source, run.name, run.config, KEMPNER, run.gib) for run in kempner.RUNS if run.gib),
 )
+
+# GiB that CUDA's context and NCCL's buffers take of a device; what the allocator asks for of activations; bytes of a logit at the loss: in 16 bits
+# and float32, its log-softmax, and the cotangents of both in float32.
+OUTSIDE, LOST, LOGIT = 3.0, 1.15, 18
+
+
+def held(row: dict[str, str]) -> float:
+    """GiB that the fullest stage of one of Aleph Alpha's layouts asks for."""
+    config = aleph_alpha.config(row)
+    model, mesh, sizes = config.model, config.mesh, shapes.resident(config)
+    layers, width = math.ceil(model.layers / mesh.pipeline), model.d_model
+    split = mesh.tensor if config.parallel.sequence_parallel else 1
+    # Both norms' inputs, and their outputs, which are gathered; norms kernel by kernel keep as much again. Then q, k and v with rotated
+    # copies of two, attention's output, and four of the MLP's width.
+    norms = 4 * width / split + 4 * width + (4 * width / split if row["kernel"] == "flash2" else 0)
+    everything = norms + (12 * width + 8 * model.d_ff) / mesh.tensor
+    kept = 2 * width / split if config.parallel.remat == "full" else everything
+    tokens = LOST * shapes.tokens(config)
+    state = (4 + 12 / mesh.data) * (
+        sizes.block.full * layers + (sizes.outer if mesh.pipeline == 1 else sizes.tokens).full
+    )
+    # The first stage holds a microbatch for each stage, the last the logits of one.
+    depth = min(mesh.pipeline, config.parallel.microbatches)
+    first = depth * layers * kept + (everything if kept < everything else 0)
+    last = layers * kept + LOGIT / LOST * model.vocab_size
+    return (state + tokens * max(first, last)) / GIB
+
+
+def called_right() -> tuple[int, int]:
+    """(right, all) of Aleph Alpha's layouts that ran or ran out of memory."""
+    usable = ACCELERATORS["a100-80"].memory - OUTSIDE
+    rows = aleph_alpha.rows()
+    return sum((held(row) <= usable) == (row["seconds"] != "oom") for row in rows), len(rows)

@@ -42,6 +42,25 @@ def test_where_logits_do_not_fit_a_loss_by_chunks_is_advised(llama_8b):
     assert ("train.loss_chunk=2048",) not in dict(advice._neighbours(chunked.config, whole.cluster))
 
 
+def test_to_compute_attention_s_surroundings_again_is_advised_before_all_of_a_layer(llama_8b):
+    over = plan(llama_8b({"data": 1, "tensor": 8}, {"global_batch_size": 8, "sequence_length": 8192}, microbatches=2, sequence_parallel=True), named("a100-40", 8))  # fmt: skip
+    steps = dict(advice._neighbours(over.config, over.cluster))
+    selective, full = (plan(steps[(f"parallel.remat={remat}",)], over.cluster) for remat in ("selective", "full"))
+    assert not over.fits and over.bytes > selective.bytes > full.bytes
+    assert selective.seconds < 1.05 * over.seconds < full.seconds
+
+
+def test_chunks_that_do_not_divide_the_layers_are_offered_with_a_split_that_leaves_the_ends_empty(llama_8b):
+    """30 layers over 4 stages: interleaved as it stands has one chunk; with embedding and head as layers of their own it has eight."""
+    uneven = replaced(llama_8b(schedule="interleaved", sequence_parallel=True), model={"layers": 30})  # fmt: skip
+    planned = plan(replaced(uneven, parallel={"virtual_stages": 1}), named("h200", 16))
+    best = advice.best_schedule(planned)
+    split = next(setting for setting in best.settings if setting.startswith("parallel.layer_split="))
+    assert split == "parallel.layer_split=[0" + ",1" * 30 + ",0]" and best.seconds < 0.9 * planned.seconds
+    found = plan(load(planned.config, list(best.settings)), planned.cluster)
+    assert (found.bytes, found.seconds) == (best.nbytes, best.seconds)
+
+
 def test_the_best_schedule_is_the_first_advice(llama_8b):
     """1F1B does not fit here; of the schedules that do, none is faster than what is advised first."""
     mesh = {"data": 8, "tensor": 2, "pipeline": 4}

@@ -72,6 +72,18 @@ def test_borrowed_efficiencies_are_said(config, capsys):
         assert f"products reach up to {share['products']:.3g} of" in said and share["evidence"] in said
 
 
+def test_a_search_replaces_a_mesh_that_is_not_legal_and_refuses_what_it_does_not_replace(config, tmp_path, capsys):
+    keys = "mesh.data=1", "mesh.tensor=8", "mesh.pipeline=1", "model.heads=2", "model.kv_heads=2"
+    sets = [word for key in keys for word in ("--set", key)]
+    illegal = ["--config", config, *sets, "--write", tmp_path / "best.yaml"]
+    assert main([str(a) for a in illegal]) == 2 and "mesh.tensor 8 does not divide" in capsys.readouterr().err
+    found = planned(capsys, *illegal, "--search", "--json")
+    assert found["devices"] == 8 and found["best"]
+    assert all(best["settings"]["mesh.tensor"] <= 2 for best in found["best"])
+    wrong = [*illegal, "--search", "--set", "optimizer.name=adamx"]
+    assert main([str(a) for a in wrong]) == 2 and "optimizer.name" in capsys.readouterr().err
+
+
 def test_set_and_cluster_change_the_plan(config, capsys):
     on_cpu = planned(capsys, "--config", config, "--json")
     on_gpu = planned(capsys, "--config", config, "--json", "--cluster", "h100", "--set", "mesh.pipeline=1")
