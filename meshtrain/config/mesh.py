@@ -11,6 +11,7 @@ Data is cut into islands of equal size; `MeshConfig.shape` has the axes of the m
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -53,6 +54,24 @@ class MeshConfig:
         """Makes the section from the axes of a mesh and their sizes, as `shape` has them."""
         islands, expert = sizes.get(ISLAND, 1), sizes.get(EXPERT, 1)
         return cls(sizes[DATA] * islands * expert, sizes[TENSOR], sizes[PIPELINE], islands, sizes.get(CONTEXT, 1), expert)
+
+    @classmethod
+    def read(cls, text: str, axes: tuple[str, ...] = (*AXES, "islands"), why: str = ".") -> "MeshConfig":
+        """Reads data=2,tensor=4 of these axes: what is not named is 1. ConfigError, with `why` others are not legal, for another text."""
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, number = (word.strip() for word in part.partition("="))
+            if name not in axes:
+                legal = nearest(name, axes) or f"; legal are {', '.join(axes)}{why}"
+                raise ConfigError(f"--mesh {short(text)}: there is no axis {short(repr(name))}{legal}")
+            if name in sizes:
+                raise ConfigError(f"--mesh {short(text)}: {name} is given twice.")
+            if not re.fullmatch("[1-9][0-9]{0,6}", number):
+                raise ConfigError(f"--mesh: {name} is {short(repr(number))}; it must be a whole number of at least 1.")
+            sizes[name] = int(number)
+        mesh = cls(**sizes)  # type: ignore[arg-type]
+        check(mesh)
+        return mesh
 
     @property
     def devices(self) -> int:

@@ -27,7 +27,7 @@ import jax
 
 from meshtrain.adopt import extra_files
 from meshtrain.config import Config, MeshConfig, check, replaced
-from meshtrain.config.mesh import AXES, DATA, TENSOR
+from meshtrain.config.mesh import DATA, TENSOR
 from meshtrain.config.schema import PrecisionConfig
 from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -109,20 +109,7 @@ def _placed_on(config: Config, mesh: MeshConfig) -> Config:
 
 def parse_mesh(asked: str) -> MeshConfig:
     """Returns the mesh of a text as "data=2,tensor=2"."""
-    sizes: dict[str, int] = {}
-    for part in asked.split(","):
-        axis, _, size = (word.strip() for word in part.partition("="))
-        if axis not in (DATA, TENSOR):
-            ending = nearest(axis, (DATA, TENSOR)) or "; legal are data and tensor, as data=2,tensor=2."
-            if axis in AXES:
-                ending = "; a model generates on data x tensor, without stages."
-            raise ConfigError(f"the mesh has an axis {short(repr(axis))}{ending}")
-        if axis in sizes:
-            raise ConfigError(f"the mesh has {axis} twice; give it once.")
-        if not size.isascii() or not size.isdecimal() or not 1 <= int(size[:7]) <= 10**5:
-            raise ConfigError(f"mesh {axis} is {short(repr(size))}; it must be a whole number from 1 on, as {axis}=2.")
-        sizes[axis] = int(size)
-    return MeshConfig(sizes.get(DATA, 1), sizes.get(TENSOR, 1))
+    return MeshConfig.read(asked, (DATA, TENSOR), ": a model generates without stages.")
 
 
 GENERATION = "generation_config.json"

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -14,8 +13,6 @@ from meshtrain.allreduce import ALGORITHMS
 from meshtrain.cli import DONE, Parser, check_target, command, write_target
 from meshtrain.cluster.cluster import Cluster, named
 from meshtrain.config import Config, ConfigError, MeshConfig, load, short
-from meshtrain.config.mesh import AXES
-from meshtrain.config.mesh import check as mesh_check
 from meshtrain.errors import nearest, say
 from meshtrain.probe import describe, judge, page, report
 from meshtrain.probe.figures import PARTS, Probe
@@ -37,7 +34,6 @@ Begin with one of
   meshtrain probe --output cluster.yaml    all of it, and a file for plan --cluster and mesh.cluster
   meshtrain probe --only products          one part, in seconds
   meshtrain probe --json                   all of it, for programs"""
-SIZES = (*AXES, "islands")  # of a mesh
 PROGRAMS = tuple(name for name in ALGORITHMS if name != "psum")  # which is what XLA does
 
 
@@ -112,7 +108,7 @@ def _config(options: argparse.Namespace) -> Config | None:
         raise ConfigError("--set overrides a key of --config FILE, which is missing; --mesh gives a mesh without one.")
     if options.config:
         return load(options.config, options.set)
-    return replace(Config(), mesh=parse_mesh(options.mesh)) if options.mesh else None
+    return replace(Config(), mesh=MeshConfig.read(options.mesh)) if options.mesh else None
 
 
 def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
@@ -124,24 +120,6 @@ def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
             legal = nearest(name, PROGRAMS) or f"; legal are {', '.join(PROGRAMS)}, or all."
             raise ConfigError(f"--algorithms has {short(repr(name))}{legal}")
     return names
-
-
-def parse_mesh(text: str) -> MeshConfig:
-    """Reads data=2,tensor=4, and islands that data consists of: what is not named is 1. ConfigError otherwise."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, number = part.partition("=")
-        if axis not in SIZES:
-            legal = nearest(axis, SIZES) or f"; legal are {', '.join(SIZES)}."
-            raise ConfigError(f"--mesh {short(text)}: there is no axis {short(repr(axis))}{legal}")
-        if axis in sizes:
-            raise ConfigError(f"--mesh {short(text)}: {axis} is given twice.")
-        if not re.fullmatch("[1-9][0-9]{0,6}", number):
-            raise ConfigError(f"--mesh {short(text)}: {axis} is {short(repr(number))}; it must be a whole number of at least 1.")  # fmt: skip
-        sizes[axis] = int(number)
-    mesh = MeshConfig(**sizes)  # type: ignore[arg-type]
-    mesh_check(mesh)
-    return mesh
 
 
 def _check(options: argparse.Namespace, config: Config | None) -> None:

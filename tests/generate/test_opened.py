@@ -211,12 +211,12 @@ def test_a_mesh_that_is_asked_for_is_taken():
         ("data=3", "data=3 does not divide 8 slots; legal are 1, 2, 4, 8"),
         ("pipeline=2", "without stages"),
         ("tenser=2", "did you mean tensor"),
-        ("tensor=2,tensor=2", "has tensor twice"),
-        ("tensor", "mesh tensor is ''; it must be a whole number"),
-        ("tensor=0", "mesh tensor is '0'"),
-        ("tensor=²", "mesh tensor is '²'"),
+        ("tensor=2,tensor=2", "tensor is given twice"),
+        ("tensor", "tensor is ''; it must be a whole number"),
+        ("tensor=0", "tensor is '0'"),
+        ("tensor=²", "tensor is '²'"),
         ("tensor=" + 5000 * "9", "it must be a whole number"),
-        ("", "has an axis ''; legal are data and tensor"),
+        ("", "there is no axis ''; legal are data, tensor: a model generates without stages."),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_with_what_can(asked, said):

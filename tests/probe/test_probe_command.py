@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
     [("data=2,pipeline=4", MeshConfig(data=2, pipeline=4)), ("islands=2,data=6", MeshConfig(data=6, islands=2))],
 )
 def test_a_mesh_is_given_by_its_axes(text, mesh):
-    assert command.parse_mesh(text) == mesh
+    assert MeshConfig.read(text) == mesh
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_mesh_is_given_by_its_axes(text, mesh):
 )
 def test_another_mesh_is_one_sentence(text, said):
     with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-        command.parse_mesh(text)
+        MeshConfig.read(text)
 
 
 @pytest.mark.parametrize(
