@@ -122,6 +122,8 @@ FILE = {
 }
 THEIRS = {"model_name_or_path": HF_DIR, "stage": "sft", "finetuning_type": "lora", "dataset": "chats", "lora_rank": 8}
 TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json"
+PREPARE = "python -m meshtrain.data prepare --input my_text/ --tokenizer byte --output shards/"
+MADE_BY = {"tokenizer.json": TOKENIZER, "data.source=shards/": PREPARE}  # what commands name that others make
 # A run that is as documented, but short; the others are quick.
 SUPERVISED = "python -m meshtrain.survive --config mine.yaml"
 SHORT_RUN = ["--set", "train.steps=2", "--set", "train.sequence_length=32"]
@@ -248,8 +250,9 @@ def test_what_is_documented_can_be_typed(command, directory, ran):
     words = [PLACEHOLDERS.get(word, word) for word in COMMANDS.get(command, command.split())]
     assert words[0] == "python", "what is typed here is Python; give a reason in NOT_HERE"
     assert not (unknown := list(filter(PLACEHOLDER.fullmatch, words))), f"no such thing is made here: {unknown}"
-    if "tokenizer.json" in words:
-        run(TOKENIZER.split(), directory)
+    for made, by in MADE_BY.items():
+        if any(word.endswith(made) for word in words) and words != by.split():
+            run(by.split(), directory)
     once = SUPERVISED if words[2] == "meshtrain.survive" and len(words) > 4 else QUICKSTART
     if once in (" ".join(words), command):
         ran(once)
