@@ -99,7 +99,7 @@ def write(
     for i, panel in enumerate(panels):
         body.append(f'<g transform="translate({i % columns * WIDE},{i // columns * TALL})">{"".join(panel)}</g>')
     body.append(f'<g transform="translate(0,{rows * TALL})">{"".join(under)}</g>')
-    path.write_text(svg(columns * WIDE, rows * TALL + below, body) + "\n")
+    path.write_text(svg(columns * WIDE, rows * TALL + below, body, path.stem.replace("_", " ")) + "\n")
 
 
 def _title(text: str) -> str:

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from meshtrain.draw.svg import AXES, GREY
+from meshtrain.draw.svg import AXES, FAINT, GREY
 
+_PALER = "opacity:.75"  # than text, whatever a notebook's theme has for that
 _CELL = "text-align:left;padding:2px 10px 2px 0;vertical-align:middle;background:none;white-space:nowrap"
 
 
@@ -34,7 +35,7 @@ def title(text: str) -> str:
 
 
 def faint(text: str) -> str:
-    return f'<span style="color:{GREY}">{escape(text)}</span>'
+    return f'<span style="{_PALER}">{escape(text)}</span>'
 
 
 def code(text: str) -> str:
@@ -49,7 +50,7 @@ def scrolled(drawing: str) -> str:
 def chip(axis: str, text: str = "") -> str:
     """Returns a mesh axis in its colour; of several, as in data+tensor, each."""
     return " ".join(
-        f'<span style="background:{AXES.get(name, GREY)};color:#fff;border-radius:3px;padding:0 5px">{escape(text or name)}</span>'
+        f'<span style="background:{AXES.get(name, FAINT)};color:#fff;border-radius:3px;padding:0 5px">{escape(text or name)}</span>'
         for name in axis.split("+")
     )
 
@@ -62,7 +63,7 @@ def bar(share: float, colour: str = GREY, width: int = 120) -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns rows of HTML cells under plain heads."""
-    head = "".join(f'<th style="{_CELL};color:{GREY};font-weight:normal">{escape(h)}</th>' for h in heads)
+    head = "".join(f'<th style="{_CELL};{_PALER};font-weight:normal">{escape(h)}</th>' for h in heads)
     body = "".join("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>" for row in rows)
     return scrolled(f'<table style="border-collapse:collapse;margin:0;font:inherit"><tr>{head}</tr>{body}</table>')
 

@@ -1,23 +1,31 @@
-"""Shows runs while they go on, in the terminal, until Ctrl-C or the last step of the last: python -m meshtrain.monitor RUN
+"""Shows runs while they go on, in the terminal, until q, Ctrl-C or the last step of the last: python -m meshtrain.monitor RUN
 
 A run is a block of a few lines; where there is no room for these, and where there is no terminal, a line each.
 """
 
 import contextlib
+import os
+import select
 import sys
+import termios
 import time
-from collections.abc import Iterator, Sequence
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import wrap
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from meshtrain import units
 from meshtrain.cli import DONE, Parser, command, whole_number
-from meshtrain.monitor.watched import Look, WatchedRun
+from meshtrain.monitor.watched import RECENT, Look, WatchedRun
 from meshtrain.report.text import sparkline
+from meshtrain.survive.history import date
+from meshtrain.survive.reliability import Failure
 from meshtrain.units import duration
 
 EVERY = 2  # seconds between two looks
@@ -31,7 +39,8 @@ STYLE = {
     "not begun": "dim",
 }
 MOST_LINES = 3  # of a sentence
-NARROW = 100  # letters of a terminal in which sparklines are short
+MOST_FAULTS = 4  # the newest
+LEAST = 8  # letters of a sparkline or a bar
 
 
 @command
@@ -43,26 +52,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         if options.once:
             width = console.width if console.is_terminal else WIDE
-            console.print(screen([run.look() for run in watched], width, sys.maxsize))
+            console.print(Group(head(width), screen([run.look() for run in watched], width, sys.maxsize)))
             return DONE
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
+        ends_in = stack.enter_context(_keys()) if live else _sleep
         while True:
             looks = [run.look() for run in watched]
             if live is None:
                 print("\n".join(map(line, looks)), flush=True)
             else:
                 # The last line stays free for the cursor.
-                live.update(screen(looks, console.width, console.height - 1), refresh=True)
-            if all(look.over for look in looks):
+                shown = screen(looks, console.width, console.height - 2)
+                live.update(Group(head(console.width, options.every), shown), refresh=True)
+            if all(look.over for look in looks) or ends_in(options.every):
                 break
-            time.sleep(options.every)
     return DONE
 
 
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.monitor",
-        description="Shows runs while they go on: steps, losses, speed, memory, alerts, who lags. Ctrl-C ends it.",
+        description="Shows runs while they go on: steps, losses, speed, memory, alerts, faults, who lags. q or Ctrl-C ends it.",
     )
     parser.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="a run's directory, which need not be there yet"
@@ -70,6 +80,37 @@ def parser() -> Parser:
     parser.add_argument("--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks")
     parser.add_argument("--once", action="store_true", help="shows it once, and ends")
     return parser
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Gives a function that waits so many seconds, or until a key is pressed, and returns whether that was q."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+
+    def pressed(seconds: float) -> bool:
+        return bool(select.select([sys.stdin], [], [], seconds)[0]) and os.read(sys.stdin.fileno(), 1) in b"qQ"
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def head(width: int, every: float | None = None) -> Text:
+    """Returns the line above all runs: the clock, the keys, and of what the figures are."""
+    keys = "" if every is None else f"  every {every:g} s  q ends, any key looks now"
+    words, about = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{keys}", f"of the last {RECENT} rows"
+    room = width - len(words) - len(about)
+    return Text(words + (" " * room + about if room > 1 else ""), "dim", no_wrap=True, overflow="ellipsis")
 
 
 def screen(looks: Sequence[Look], width: int, height: int) -> RenderableType:
@@ -117,14 +158,14 @@ def _block(look: Look, width: int) -> Iterator[Text]:
         (look.name, "bold"), "  ", (summary.state, STYLE[summary.state]), f"  step {summary.step:,}{of}  "
     )
     left = f"  {duration(look.left)} left" if look.left is not None else ""
-    room = min(width - head.cell_len - len(left) - 5, 40)
-    if summary.steps and room >= 8:
+    room = width - head.cell_len - len(left) - 5
+    if summary.steps and room >= LEAST:
         done = min(summary.step / summary.steps, 1.0)
         full = round(room * done)
         head.append("━" * full, "green" if summary.state == "done" else "blue")
         head.append("━" * (room - full), "bright_black").append(f" {done:.0%}")
     yield head.append(left)
-    is_alive, short = summary.state in ("going on", "stalled"), 20 if width < NARROW else 40
+    is_alive = summary.state in ("going on", "stalled")
     losses, evals = look.columns.known("loss"), look.columns.known("eval_loss")
     if losses.size:
         words = f"  eval {evals[-1]:.4f}" if evals.size else ""
@@ -132,18 +173,40 @@ def _block(look: Look, width: int) -> Iterator[Text]:
             words += f"  lowest {summary.eval_least:.4f}, step {summary.eval_least_step:,}"
         if summary.accuracy is not None:
             words += f"  accuracy {summary.accuracy:.1%}"
-        yield Text.assemble("  loss ", (f"{losses[-1]:.4f} ", "bold"), (sparkline(losses, short), "blue"), words)
+        value = f"{losses[-1]:.4f} "
+        drawn = _drawn(losses, width - len(f"  loss {value}{words}"))
+        yield Text.assemble("  loss ", (value, "bold"), (drawn, "blue"), words)
     if summary.patience_left and is_alive:
         yield Text(f"  ends after {summary.patience_left} more without a lower eval loss", "dim")
     if figures := list(_figures(look)):
-        figures.insert(1, sparkline(look.columns.known("tokens_per_second"), short // 2))
-        yield Text("  " + "  ".join(figures))
+        drawn = _drawn(look.columns.known("tokens_per_second"), width - len("  ".join(["", *figures, ""])))
+        yield Text("  " + "  ".join(filter(None, [figures[0], drawn, *figures[1:]])))
     if look.phases and is_alive:
         yield Text(f"  phases: {look.phases}", "dim")
+    if look.life:
+        yield Text(f"  {look.life}", "dim")
+    for fault in look.faults[-MOST_FAULTS:]:
+        yield from _wrapped(_fault(fault), width, "  fault ", "yellow")
+    if (more := len(look.faults) - MOST_FAULTS) > 0:
+        yield Text(f"  and {more} before these", "yellow")
     bad = [reason.sentence for reason in summary.reasons if reason.level == "bad"]
     for sentence in dict.fromkeys([*look.alerts, *look.lagging, *bad]):
-        for words in wrap(sentence, width, initial_indent="  ! ", subsequent_indent="    ", max_lines=MOST_LINES):
-            yield Text(words, "red")
+        yield from _wrapped(sentence, width, "  ! ", "red")
+
+
+def _wrapped(sentence: str, width: int, begin: str, style: str) -> Iterator[Text]:
+    indent = " " * len(begin)
+    lines = wrap(sentence, width, initial_indent=begin, subsequent_indent=indent, max_lines=MOST_LINES)
+    yield from (Text(words, style) for words in lines)
+
+
+def _drawn(values: np.ndarray, room: int) -> str:
+    return sparkline(values, room) if room >= LEAST else ""
+
+
+def _fault(fault: Failure) -> str:
+    who = ", ".join(fault.blamed) or "nobody"
+    return f"{date(fault.time):%m-%d %H:%M:%S}  generation {fault.generation}  {fault.kind} of {who}: {fault.reason}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 `lagging` says which process the others wait for, or has not been heard of, from the newest sample of each; who is slow, `survive.stragglers` says.
 """
 
+import contextlib
 import statistics
 import time
 from collections import defaultdict, deque
@@ -21,8 +22,9 @@ from meshtrain.run.lock import in_use
 from meshtrain.run.rows import Row, RowReader
 from meshtrain.survive import stragglers
 from meshtrain.survive.heartbeat import STEPPING
-from meshtrain.survive.history import number, read_records, text
-from meshtrain.survive.records import Node
+from meshtrain.survive.history import History, number, read_plans, read_records, text
+from meshtrain.survive.records import Node, RestartPlan
+from meshtrain.survive.reliability import Failure, failures
 from meshtrain.survive.store import SURVIVE
 from meshtrain.units import duration
 
@@ -47,6 +49,8 @@ class Look:
     lagging: tuple[str, ...] = ()
     memory: float | None = None  # bytes of the fullest device
     left: float | None = None  # seconds until the last step
+    life: str = ""  # of a supervised run: which generation goes on, and who has been silent for longest
+    faults: tuple[Failure, ...] = ()
 
     @property
     def over(self) -> bool:
@@ -67,6 +71,8 @@ class WatchedRun:
         self._config: Config | None = None
         self._plan: Plan | None = None
         self._best: Best | None = None  # none: to be read from all rows
+        self._planned: float | None = None  # when a supervisor decided something last
+        self._plans: list[RestartPlan] = []
 
     def look(self) -> Look:
         """Reads what is new; returns it together with what was."""
@@ -86,6 +92,7 @@ class WatchedRun:
         firing = [alert for alert in self._newest_alerts.values() if alert.get("state") == "firing"]
         samples, columns, nodes = self._read_samples(), _columns(self._rows), self._read_nodes()
         sampled_columns = {rank: _columns(rows) for rank, rows in samples.items()}
+        life, faults = self._lives(nodes)
         if self._plan is None and columns.rows:
             self._plan = planned(self._config, None, columns, sampled_columns, [])
         now, held = time.time(), in_use(self.directory)
@@ -102,7 +109,7 @@ class WatchedRun:
         return Look(
             name, self.directory, summary, columns,
             tuple(f"{text(alert.get('rule'))}: {text(alert.get('sentence'))}" for alert in firing),
-            _phases(nodes, samples), tuple(lagging(samples)), _memory(columns, samples), left,
+            _phases(nodes, samples), tuple(lagging(samples)), _memory(columns, samples), left, life, faults,
         )  # fmt: skip
 
     def _read_rows(self) -> None:
@@ -131,6 +138,23 @@ class WatchedRun:
             return read_records(self.directory)[0] if (self.directory / SURVIVE).is_dir() else {}
         except ConfigError:
             return {}
+
+    def _lives(self, nodes: Mapping[str, Node]) -> tuple[str, tuple[Failure, ...]]:
+        stamp = written(self.directory / SURVIVE / "plans")
+        if stamp is not None and stamp != self._planned:
+            with contextlib.suppress(ConfigError):
+                self._plans, _ = read_plans(self.directory)
+            self._planned = stamp
+        if not self._plans:
+            return "", ()
+        plan, now = self._plans[-1], time.time()
+        found = failures(History((), tuple(self._plans), nodes, {}, 0))
+        if plan.state == "over":
+            return f"over in generation {plan.generation}: {text(plan.reason)}", found
+        silent = max(((now - n.wall, n.name) for n in nodes.values() if n.state != "ended"), default=None)
+        sign = f"; last sign of life of {short(silent[1])} {duration(max(silent[0], 0.0))} ago" if silent else ""
+        members = ", ".join(map(short, plan.members)) or "no node yet"
+        return f"generation {plan.generation} on {members}{sign}", found
 
 
 def _columns(rows: Iterable[Row]) -> Columns:

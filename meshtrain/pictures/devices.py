@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from meshtrain.config.mesh import CONTEXT, DATA, EXPERT, ISLAND, PIPELINE, TENSOR
 from meshtrain.draw.picture import Picture, block, chip, code, columns, faint, table
-from meshtrain.draw.svg import AXES, INK, image, stage_hue, svg
+from meshtrain.draw.svg import AXES, GREY, INK, image, stage_hue, svg
 from meshtrain.errors import ConfigError, short
 from meshtrain.mesh import are_axes, check_axes, part_bytes
 from meshtrain.parallel.layout import Layout
@@ -66,7 +66,8 @@ def of_mesh(mesh: Mesh, strategy: str = "") -> Picture:
     names = [_row(mesh, rank, strategy) for rank in range(data)]
     left, top = 52 if CONTEXT not in mesh.shape else 172, 34
     width, height = left + pipeline * (tensor * _SIDE + _GAP), top + islands * (data * _SIDE + _GAP) - _GAP + 6
-    drawing = image(svg(width, height, _cells(mesh, names, left, top)), "the devices of the mesh")
+    label = "the devices of the mesh"
+    drawing = image(svg(width, height, _cells(mesh, names, left, top), label), label)
     return Picture(block(head, drawing), f"{words} = {devices}\n{columns(_rows(mesh, names), '  ')}")
 
 
@@ -225,7 +226,8 @@ def drawing(leaf: Any, scale: float = 1.0) -> str:
                 upper, lower = _extent(part, down, leaf.shape)
                 place = (x + left * wide, top + upper * high, (right - left) * wide, (lower - upper) * high)
                 body += _part(part, [device.id for device in devices], place, colour)
-    return image(svg(_WIDTH * scale, top + high + 1, body), "which device holds which part")
+    label = "which device holds which part"
+    return image(svg(_WIDTH * scale, top + high + 1, body, label), label)
 
 
 def _extent(part: Bounds, dim: int | None, shape: Sequence[int]) -> tuple[float, float]:
@@ -240,7 +242,7 @@ def _part(part: Bounds, ids: list[int], place: Sequence[float], colour: Mapping[
     stripes = ids if len(ids) <= _STRIPES else [ids[0], ids[-1]]
     stripe = wide / len(stripes)
     for i, device in enumerate(stripes):
-        fill = colour.get(device, "#b4bcc6")
+        fill = colour.get(device, GREY)
         yield f'<rect x="{x + i * stripe:.1f}" y="{y:.1f}" width="{stripe:.1f}" height="{high:.1f}" fill="{fill}"/>'
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="none" stroke="{INK}" stroke-opacity="0.6" stroke-width="0.8"/>'
     label = " ".join(map(str, ids)) if len(ids) <= _STRIPES else f"{ids[0]} … {ids[-1]}"

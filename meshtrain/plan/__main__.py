@@ -15,6 +15,7 @@ from meshtrain.cli import Parser, check_target, command, whole_number, write_tar
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError, chosen, load, notes, short, to_yaml
 from meshtrain.config.load import given_devices
+from meshtrain.draw.svg import file
 from meshtrain.errors import say
 from meshtrain.launch import flags
 from meshtrain.parallel import placement
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return subprocess.run([sys.executable, "-m", "meshtrain.probe.measure"]).returncode
     if not options.config:
         words.error("--config FILE is needed: the YAML file of the run")
+    # Who names a file alone wants the file alone.
+    ranked, options.search = options.search, options.search or bool(options.write)
     config = _load(options)
     _check_targets(config, options)
     cluster = _cluster(config, options)
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = config, cluster, flags.installed(), os.environ
         print(json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known))
         return 0
-    return _search(config, cluster, options) if options.search else _plan(config, cluster, options)
+    return _search(config, cluster, options, ranked) if options.search else _plan(config, cluster, options)
 
 
 def parser() -> Parser:
@@ -68,7 +71,7 @@ def parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
     parser.add_argument("--search", action="store_true", help="ranks every legal layout of the cluster's devices")
     parser.add_argument("--devices", type=whole_number, metavar="N", help="devices to search layouts for (default: all of the cluster's, else the mesh's)")  # fmt: skip
-    parser.add_argument("--write", metavar="FILE", help="where --search writes the best layout's config (default: CONFIG-best.yaml)")  # fmt: skip
+    parser.add_argument("--write", metavar="FILE", help="where --search writes the best layout's config (default: CONFIG-best.yaml); without it nothing else is printed")  # fmt: skip
     parser.add_argument("--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text")
     parser.add_argument(
         "--csv", metavar="FILE", help="writes the schedule's table as a start for one's own; - prints it"
@@ -136,10 +139,11 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     planned = estimate(config, cluster)
     changes = advice.changes(planned)
     compiled = compile_step(config, options.compile) if options.compile else None
+    only_files = (options.gantt or options.csv or options.html) and not compiled
     if options.json:
         output = report.as_json(planned) | {"changes": [list(change.settings) for change in changes]}
         print(json.dumps(output | ({"compiled": compiled.as_json()} if compiled else {}), indent=2))
-    else:
+    elif not only_files:
         console = Console(highlight=False)
         console.print(report.render(planned))
         if compiled:
@@ -147,7 +151,7 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         for note in _notes(planned):
             console.print(f"note: {note}", style="yellow")
     if options.gantt and (line := planned.timeline):
-        _print_or_write(options.gantt, draw.gantt_text(line) + "\n", draw.gantt_svg(line))
+        _print_or_write(options.gantt, draw.gantt_text(line, _width()), file(draw.gantt_svg(line, units.duration)))
     if options.csv:
         table = pipeline.table(config).to_csv()
         _print_or_write(options.csv, table, table)
@@ -157,6 +161,10 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     if not planned.fits:
         say(advice.sentence(planned, changes))
     return 0
+
+
+def _width() -> int:
+    return Console().width if sys.stdout.isatty() else 120
 
 
 def _print_or_write(target: str, text: str, file: str) -> None:
@@ -194,7 +202,7 @@ def _not_here(config: Config) -> list[str]:
     return sentences
 
 
-def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
+def _search(config: Config, cluster: Cluster, options: argparse.Namespace, ranked: bool) -> int:
     own_size = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
     devices = options.devices or (cluster.devices if own_size else config.mesh.devices)
     result = search(config, cluster, devices)
@@ -216,7 +224,7 @@ def _search(config: Config, cluster: Cluster, options: argparse.Namespace) -> in
         ]
         sizes = {"devices": devices, "legal": result.legal, "fitting": result.fitting, "seconds": result.seconds}
         print(json.dumps(sizes | {"best": best}, indent=2))
-    else:
+    elif ranked:
         Console(highlight=False).print(report.ranking(result, devices))
     target = options.write or f"{Path(options.config).stem}-best.yaml"
     write_target(target, to_yaml(result.plans[0].config))

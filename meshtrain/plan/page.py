@@ -1,7 +1,6 @@
 """A plan as one self-contained page: memory bars, the waterfall of a step, the pipeline's Gantt chart, scaling curves.
 
-No script and nothing fetched. Pictures are SVG with a view box, so they shrink to the width of a phone; the Gantt chart, which
-would be unreadable there, scrolls sideways.
+No script and nothing fetched. Charts are as wide as there is room for; the Gantt chart, which would be unreadable so, scrolls sideways.
 """
 
 import math
@@ -10,18 +9,42 @@ from html import escape
 
 from meshtrain import units
 from meshtrain.draw import page as pages
+from meshtrain.draw.page import figure, figures
 from meshtrain.draw.picture import Picture, block, title
-from meshtrain.draw.svg import EMPTY, FIRST, GRID, SECOND, THIRD, WIDTH, bar_row, chart, image, key
+from meshtrain.draw.svg import (
+    BAD,
+    BLUE,
+    EMPTY,
+    FAINT,
+    FIRST,
+    GREEN,
+    GREY,
+    GRID,
+    GROUND,
+    ORANGE,
+    PURPLE,
+    SECOND,
+    WIDTH,
+    bar_row,
+    chart,
+    image,
+    keys,
+    widths,
+)
 from meshtrain.plan import report
 from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.scaling import Point
-from meshtrain.schedule.draw import gantt_svg
+from meshtrain.schedule import draw
 
-KIND_COLOURS = {"parameters": FIRST, "gradients": THIRD, "optimizer_state": SECOND, "activations": "#a2559c"}
-PART_COLOURS = {
-    "matmul": "#3b6fb6", "attention": "#5b8fd0", "memory": "#8fb3de", "head": "#2f5590", "recompute": "#a2559c",
-    "tensor": "#c2843a", "context": "#d9b382", "pipeline": "#d6a05c", "data": "#a86a22", "host": "#e6c79a", "bubble": "#b9b9b9", "optimizer": "#4f9d69", "checkpoint": "#86bd98", "reference": "#7d6bb0", "stragglers": "#999081",
-}  # fmt: skip
+KIND_COLOURS = {"parameters": BLUE, "gradients": GREEN, "optimizer_state": ORANGE, "activations": PURPLE}
+KINDS_OF_TIME = {
+    "compute": (BLUE, ("matmul", "attention", "memory", "head", "reference")),
+    "recomputation": (PURPLE, ("recompute",)),
+    "communication": (ORANGE, ("tensor", "context", "pipeline", "data", "host")),
+    "idle": (GREY, ("bubble", "stragglers")),
+    "state": (GREEN, ("optimizer", "checkpoint")),
+}
+PART_COLOURS = {part: colour for colour, parts in KINDS_OF_TIME.values() for part in parts}
 ROW = 34
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small
 
@@ -39,27 +62,28 @@ def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequ
         f"<p>{str(plan.config.mesh).replace(' x ', ' × ')} on {escape(plan.cluster.name)}; {verdict}</p>",
         _tiles(plan),
         *[f'<p class="note">{escape(note)}</p>' for note in notes],
-        "<h2>What each device holds</h2>",
+        "<h2>What a device holds, and where a step's time goes</h2>",
         f"<p>{escape(report.layers(plan).capitalize())}.</p>",
-        memory_bars(plan),
-        "<h2>Where a step's time goes</h2>",
-        waterfall(plan),
+        figures([
+            figure("Memory", f"of a device, {units.size(usable)}, by item", memory_bars(plan)),
+            figure("A step", f"of {units.duration(plan.seconds)}, each part where the one before ends", waterfall(plan)),
+        ]),
         _pipeline(plan),
         "<h2>What each device sends in a step</h2>",
         _traffic(plan),
-        "<h2>More devices</h2>",
-        curves({"strong: same batch": strong, "weak: batch grows": weak}),
-        f"<p>Throughput a device, over that on {first:,} devices. The data axis grows; tensor and pipeline stay.</p>",
-        "<h2>Failures</h2>",
-        f"<p>{escape(report.faults_text(report.faults(plan)))}.</p>",
-    ]
+        "<h2>More devices, and failures</h2>",
+        figures([
+            figure("Throughput a device", f"over that on {first:,}; the data axis grows, tensor and pipeline stay", curves({"strong: same batch": strong, "weak: batch grows": weak})),
+            figure("Failures", "", f"<p>{pages.sentence(report.faults_text(report.faults(plan)))}.</p>"),
+        ]),
+    ]  # fmt: skip
     return pages.page(heading, parts)
 
 
 def picture(plan: Plan) -> Picture:
-    """The headline of a plan, and the pictures of its page: ink on white, whatever the notebook's theme."""
+    """The headline of a plan, and the pictures of its page."""
     first, *rest = report.headline(plan).splitlines()
-    style = f"width:{WIDTH}px;background:#fff;padding:8px;display:inline-block"
+    style = f"width:{WIDTH}px;padding:8px;display:inline-block"
     cells = [
         f'<td style="vertical-align:top;text-align:left">{title(name)}<br/>{image(drawing, name, style)}</td>'
         for name, drawing in (("each device holds", memory_bars(plan)), ("a step takes", waterfall(plan)))
@@ -89,41 +113,43 @@ def memory_bars(plan: Plan) -> str:
     for item in items:
         width = item.nbytes / usable * WIDTH
         body.append(
-            f'<rect x="{start:.2f}" y="4" width="{width:.2f}" height="22" fill="{KIND_COLOURS[item.kind]}" stroke="#fff" stroke-width="0.7"/>'
+            f'<rect x="{start:.2f}" y="4" width="{width:.2f}" height="22" fill="{KIND_COLOURS[item.kind]}" stroke="{GROUND}" stroke-width="0.7"/>'
         )
         start += width
     limit = plan.cluster.accelerator.usable_bytes / usable * WIDTH - 1
-    body.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="30" stroke="#b3261e" stroke-width="2"/>')
-    y = 40
+    body.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="30" stroke="{BAD}" stroke-width="2"/>')
+    y, columns = 40, widths([units.size(item.nbytes)] for item in items)
     for item in items:
         share = item.nbytes / items[0].nbytes
-        body += bar_row(y, item.name, units.size(item.nbytes), 0.0, share, KIND_COLOURS[item.kind])
+        body += bar_row(y, item.name, [units.size(item.nbytes)], columns, 0.0, share, KIND_COLOURS[item.kind])
         y += ROW
-    x = 0.0
-    for kind, colour in KIND_COLOURS.items():
-        body.append(key(x, y + 8, colour, kind.replace("_", " ")))
-        x += 28 + 6.6 * len(kind)
-    return chart(y + 30, body, "memory of one device by item")
+    held = [(colour, kind.replace("_", " ")) for kind, colour in KIND_COLOURS.items()]
+    legend, end = keys([*held, (BAD, "limit")], y=y + 8)
+    return chart(end, [*body, *legend], "memory of one device by item")
 
 
 def waterfall(plan: Plan) -> str:
     """Each part of a step begins where the one before ends."""
     rows = [row for row in report.waterfall(plan) if row[-1] >= 0.0005]
-    body: list[str] = []
-    for i, (name, seconds, start, share) in enumerate(rows):
-        value = f"{units.duration(seconds)}  {share:.1%}"
-        body += bar_row(i * ROW, PART_NAMES[name], value, start, share, PART_COLOURS[name])
-    return chart(len(rows) * ROW + 4, body, "time of a step by part")
+    values = [(units.duration(seconds), f"{share:.1%}") for _, seconds, _, share in rows]
+    columns, body = widths(values), list[str]()
+    for i, ((name, _, start, share), value) in enumerate(zip(rows, values, strict=True)):
+        body += bar_row(i * ROW, PART_NAMES[name], value, columns, start, share, PART_COLOURS[name])
+    drawn = {PART_COLOURS[row[0]] for row in rows}
+    legend, end = keys([(c, kind) for kind, (c, _) in KINDS_OF_TIME.items() if c in drawn], y=len(rows) * ROW + 8)
+    return chart(end, [*body, *legend], "time of a step by part")
 
 
 def _pipeline(plan: Plan) -> str:
     line = plan.timeline
     if line is None:
         return ""
-    drawing = f'<div class="wide">{gantt_svg(line)}</div>'
+    drawing = pages.wide(draw.gantt_svg(line, units.duration, headed=False))
     if len(line.kind) > MOST_CELLS:
         drawing = f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"
-    return f"<h2>The pipeline: {escape(plan.config.parallel.schedule)}</h2>{drawing}"
+    head, *rest = draw.figures(line, units.duration)
+    words = f"<p>{pages.sentence(head)}; {escape('; '.join(rest))}.</p>"
+    return f"<h2>The pipeline: {escape(plan.config.parallel.schedule)}</h2>{words}{drawing}"
 
 
 def _traffic(plan: Plan) -> str:
@@ -131,9 +157,10 @@ def _traffic(plan: Plan) -> str:
         return "<p>Nothing: there is one device.</p>"
     rows = []
     for t in plan.transfers:
-        what = f"{escape(t.what)}<br>{t.kind}, {report.algorithm(plan, t)}"
-        rows.append((t.axis, what, f"{t.times} × {units.size(t.nbytes)}", units.size(t.sent)))
-    return pages.table(("axis", "what", "arrays", "sent"), rows, numbers=(2, 3))
+        about = f"{t.axis}: {t.kind}, {report.algorithm(plan, t)}"
+        what = f'{escape(t.what)}<br><span class="about">{escape(about)}</span>'
+        rows.append((what, f"{t.times}", units.size(t.nbytes), units.size(t.sent)))
+    return pages.table(("what, over which axis", "times", "size", "sent"), rows)
 
 
 def curves(lines: dict[str, Sequence[Point]]) -> str:
@@ -142,7 +169,7 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
     counts = sorted({point.devices for points in drawn.values() for point in points})
     if not counts:
         return ""
-    left, top, width, height = 46, 14, WIDTH - 72, 190
+    left, top, width, height = 46, 10, WIDTH - 72, 190
     low, high = math.log2(counts[0]), max(math.log2(counts[-1]), math.log2(counts[0]) + 1)
     most = max(1.0, *(point.efficiency for points in drawn.values() for point in points))
 
@@ -160,12 +187,12 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
         )
     for devices in counts[:: math.ceil(len(counts) / 5)]:
         body.append(f'<text x="{x(devices):.1f}" y="{top + height + 20}" text-anchor="middle">{devices:,}</text>')
+    body.append(f'<text x="{WIDTH}" y="{top + height + 38}" text-anchor="end" fill="{FAINT}">devices</text>')
     for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
         path = " ".join(f"{x(p.devices):.1f},{y(p.efficiency):.1f}" for p in points)
         body.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>'
         )
         body += [f'<circle cx="{x(p.devices):.1f}" cy="{y(p.efficiency):.1f}" r="3.5" fill="{colour}"><title>{p.devices:,} devices: {p.efficiency:.1%}, step {units.duration(p.plan.seconds)}</title></circle>' for p in points]  # fmt: skip
-    for i, (name, colour) in enumerate(zip(drawn, (FIRST, SECOND), strict=False)):
-        body.append(key(i * 180, top + height + 34, colour, name, 13))
-    return chart(top + height + 56, body, "efficiency by number of devices")
+    legend, end = keys(zip((FIRST, SECOND), drawn, strict=False), y=top + height + 50)
+    return chart(end, [*body, *legend], "efficiency by number of devices")

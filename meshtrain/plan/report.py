@@ -89,11 +89,15 @@ def table(title: str, *columns: str) -> Table:
 
 def render(plan: Plan) -> RenderableType:
     """The whole report for a `rich` console."""
-    text = Text(headline(plan))
-    text.stylize("bold", 0, len(headline(plan).splitlines()[0]))
-    if not plan.fits:
+    first, *rest = headline(plan).splitlines()
+    lines = Table.grid(padding=(0, 2))
+    for line in rest:
+        name, words = line.split(maxsplit=1)
+        text = Text(words)
         text.highlight_words(["DOES NOT FIT"], "bold red")
-    return Group(text, _memory(plan), _traffic(plan), _axes(plan), _time(plan))
+        lines.add_row(name, text)
+    tables = _memory(plan), _traffic(plan), _axes(plan), _time(plan)
+    return Group(Text(first, "bold"), lines, *(part for table in tables for part in (Text(), table)), Text())
 
 
 def _bar(share: float, width: int) -> str:
@@ -110,12 +114,18 @@ def _memory(plan: Plan) -> Table:
 
 
 def _traffic(plan: Plan) -> Table:
-    rows = table("each device sends in a step", "axis", "what", "kind", "by", ">times", ">size", ">sent")
+    rows = table("each device sends in a step", "", ">times", ">size", ">sent")
+    rows.columns[0].no_wrap = True
+    alike: dict[tuple[str, str], list[Transfer]] = {}
     for t in plan.transfers:
-        rows.add_row(t.axis, t.what, t.kind, algorithm(plan, t), f"{t.times}", size(t.nbytes), size(t.sent))
+        alike.setdefault((t.axis, f"{t.axis}: {t.kind}, {algorithm(plan, t)}"), []).append(t)
     for axis, sent in traffic.by_axis(plan.transfers).items():
+        for (_, name), transfers in ((key, found) for key, found in alike.items() if key[0] == axis):
+            rows.add_row(name)
+            for t in transfers:
+                rows.add_row(f"  {t.what}", f"{t.times}", size(t.nbytes), size(t.sent))
         if sent:
-            rows.add_row(axis, "total", "", "", "", "", size(sent), style="bold")
+            rows.add_row(f"{axis}: total", "", "", size(sent), style="bold")
     return rows
 
 
@@ -133,7 +143,7 @@ def _axes(plan: Plan) -> Table:
 def _time(plan: Plan) -> Table:
     rows = table("a step takes", "", ">time", ">share", "")
     for name, seconds, start, share in waterfall(plan):
-        bar = " " * round(start * 40) + (_bar(share, 40) or "▏")
+        bar = " " * round(start * 32) + (_bar(share, 32) or "▏")
         rows.add_row(PART_NAMES[name], duration(seconds), f"{share:.1%}", bar)
     rows.add_row("total", duration(plan.seconds), "100%", "", style="bold")
     return rows
@@ -155,7 +165,7 @@ def faults_text(costs: FailureCosts) -> str:
     return (
         f"one in {duration(costs.between)} loses {duration(costs.lost)} and a restart; a checkpoint every {costs.interval_steps:,} steps, copied "
         f"in {duration(costs.copy)} and written in {duration(costs.write)} ({size(costs.bytes_a_day)} a day), leaves {costs.goodput:.1%} of the time for training; "
-        f"{costs.spares} spare nodes last a day with 99%"
+        f"{costs.spares} spare node{'s last' if costs.spares != 1 else ' lasts'} a day with 99%"
     )
 
 

@@ -1,6 +1,6 @@
 """Writes a probe as one page: what is slow, each axis with its algorithms side by side, who talks how fast to whom.
 
-    Pairs of devices are cells, from row to column, green where one is as fast as its like:
+    Pairs of devices are cells, from row to column, blue where one is as fast as its like, orange at half of that:
 
             0   1   2   3
         0       █   █   ░       from 0 to 3: half as fast
@@ -18,13 +18,13 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.draw import page as pages
 from meshtrain.draw.page import sentence
 from meshtrain.draw.picture import Picture, block
-from meshtrain.draw.svg import FIRST, INK, SECOND, image, svg
+from meshtrain.draw.svg import FIRST, GREY, INK, ORANGE, SECOND, SKY, image, keys, mixed, svg
 from meshtrain.probe import judge, report
 from meshtrain.probe.figures import XLA, Probe
 from meshtrain.units import duration
 
 STYLE = """
-body { max-width: 1000px; } th { color: var(--faint); font-weight: normal; } td { white-space: nowrap; vertical-align: middle; }
+td { white-space: nowrap; vertical-align: middle; }
 .bar { display: block; height: .6em; border-radius: 2px; } pre { font-size: .75em; overflow-x: auto; }
 """
 WIDEST = 90  # pixels of a bar
@@ -48,11 +48,11 @@ def _body(probe: Probe, cluster: Cluster | None) -> Iterator[str]:
     if error := report.left_out(probe):
         yield f'<p class="about">{escape(error)}.</p>'
     if probe.pairs:
-        yield f'<h2>From device to device</h2><div class="wide">{drawing(probe)}</div>'
+        yield f"<h2>From device to device</h2>{pages.wide(drawing(probe))}"
         if probe.size <= report.MOST_DEVICES:
             yield '<p class="about">Latency in µs, from row to column:</p>'
             heads, *rows = report.matrix(probe.pairs.latency * 1e6)
-            yield pages.table(heads, rows, numbers=range(1, len(heads)))
+            yield pages.table(heads, rows)
 
 
 def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
@@ -66,7 +66,9 @@ def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
         style = f"width:{max(WIDEST * c.busbw / fastest, 1):.0f}px;background:{FIRST if own else SECOND}"
         row.insert(3, f'<span class="bar" style="{style}"></span>')
     heads.insert(3, "")
-    return pages.table(heads, rows, numbers=range(1, len(heads)))
+    words = "Bars of busbw: blue, what XLA does; red, programs of messages."
+    about = f'<p class="about">{words}</p>' if any(c.algorithm != XLA for c in collectives) else ""
+    return pages.table(heads, rows) + about
 
 
 _SIDE, _LEFT, _TOP = 34, 52, 34
@@ -83,7 +85,8 @@ def drawing(probe: Probe) -> str:
     """An SVG of its own. Pointing at a cell shows its figures."""
     side = _SIDE if probe.size <= _NUMBERED else _SMALL
     extent = probe.size * side
-    return svg(_LEFT + extent + 8, _TOP + extent + 26, _cells(probe, side))
+    width = max(_LEFT + extent + 8, _LEFT + 260)
+    return svg(width, _TOP + extent + 64, _cells(probe, side), "how fast each pair of devices talks")
 
 
 def _cells(probe: Probe, side: int) -> Iterator[str]:
@@ -107,12 +110,15 @@ def _cells(probe: Probe, side: int) -> Iterator[str]:
         if side == _SIDE:
             yield f'<text x="{x + side / 2:.0f}" y="{y + 21}" text-anchor="middle" font-size="9" fill="{INK}">{gigabytes:.3g}</text>'
         yield "</g>"
-    yield f'<text x="{_LEFT}" y="{_TOP + probe.size * side + 18}">green: as fast as its like; red: half of it or less</text>'
+    legend = (
+        (_colour(1), "as fast as its like"),
+        (_colour(0.75), "3/4"),
+        (_colour(0), "half or less"),
+        (GREY, "no like"),
+    )
+    yield from keys(legend, _LEFT, _TOP + probe.size * side + 10, 250)[0]
 
 
 def _colour(score: float) -> str:
-    """Green at 1 and above, red at half and below; grey where nothing is to be held against."""
-    if np.isnan(score):
-        return "#b4bcc6"
-    share = min(max((score - 0.5) / 0.5, 0.0), 1.0)
-    return f"hsl({10 + 140 * share:.0f},60%,68%)"
+    """Blue at 1 and above, orange at half and below; grey where nothing is to be held against."""
+    return GREY if np.isnan(score) else mixed(ORANGE, SKY, min(max((score - 0.5) / 0.5, 0.0), 1.0))

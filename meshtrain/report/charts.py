@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtrain import units
 from meshtrain.draw import svg
-from meshtrain.draw.svg import FAINT, FIRST, GRID, PALE, SECOND, WIDTH
+from meshtrain.draw.svg import FAINT, FIRST, GRID, GROUND, PALE, SECOND, WIDTH
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.rows import Columns
 
@@ -166,7 +166,7 @@ def chart(
         return ""
     first, last = min(float(c.x.min()) for c in drawn), max(float(c.x.max()) for c in drawn)
     low, high = _range([c.y for c in drawn], zero, spikes)
-    ticks = list(_ticks(low, high, base))
+    ticks = list(svg.ticks(low, high, base))
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
@@ -202,18 +202,6 @@ def _range(values: Sequence[np.ndarray], zero: bool, spikes: bool) -> tuple[floa
     return low, high
 
 
-def _ticks(low: float, high: float, base: int) -> Iterator[float]:
-    """Three to six round numbers that hold the range between them."""
-    raw = (high - low) / 4
-    if base == 2:
-        step = 2.0 ** math.ceil(math.log2(raw))
-    else:
-        unit = 10.0 ** math.floor(math.log10(raw))
-        step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
-    yield from (k * step for k in range(first, last + 1))
-
-
 def _axes(ticks: Sequence[float], low: float, high: float, tall: float, number: Callable[[float], str]) -> str:
     out = []
     for tick in ticks:
@@ -230,7 +218,8 @@ def _steps(first: float, last: float, wide: float) -> Iterator[str]:
     if last > first:
         places.append((last, "end", 1.0))
     for step, anchor, share in places:
-        yield f'<text x="{LEFT + share * wide:.0f}" y="{HEIGHT - 7}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">{step:,.0f}</text>'
+        name = "step " if share == 0 else ""
+        yield f'<text x="{LEFT + share * wide:.0f}" y="{HEIGHT - 7}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">{name}{step:,.0f}</text>'
 
 
 def _dots(curve: Curve, place: Callable) -> Iterator[str]:
@@ -291,7 +280,9 @@ def _legend(curves: Sequence[Curve]) -> str:
     """Names in the upper right corner, on a ground that lets them be read over a curve."""
     widths = [7.0 * len(curve.name) + 22 for curve in curves]
     x = WIDTH - RIGHT - sum(widths)
-    out = [f'<rect x="{x - 4:.0f}" y="{TOP}" width="{sum(widths) + 4:.0f}" height="18" fill="#fff" fill-opacity=".8"/>']
+    out = [
+        f'<rect x="{x - 4:.0f}" y="{TOP}" width="{sum(widths) + 4:.0f}" height="18" fill="{GROUND}" fill-opacity=".8"/>'
+    ]
     for curve, width in zip(curves, widths, strict=True):
         faint = ' fill-opacity=".4"' if curve.pale else ""
         out.append(f'<rect x="{x:.0f}" y="{TOP + 5}" width="9" height="9" rx="2" fill="{curve.colour}"{faint}/>')
@@ -314,8 +305,9 @@ def bars(rows: Sequence[Row], label: str) -> str:
     """Draws a line of text for each row, and its bar under it."""
     body: list[str] = []
     tall = 34 if all(row.planned is None for row in rows) else 42
+    columns = svg.widths(row.figures for row in rows)
     for i, row in enumerate(rows):
-        body += svg.bar_row(i * tall, row.name, ", ".join(filter(None, row.figures)), 0.0, row.bar, row.colour)
+        body += svg.bar_row(i * tall, row.name, row.figures, columns, 0.0, row.bar, row.colour)
         if row.planned is not None:
             width = row.planned * WIDTH
             body.append(f'<rect x="0" y="{i * tall + 29}" width="{width:.1f}" height="4" rx="2" fill="{PALE}"/>')
@@ -327,14 +319,12 @@ def stacked(rows: Sequence[Row], label: str) -> str:
     body, x = [], 0.0
     for row in rows:
         place = f'x="{x:.2f}" y="2" width="{row.bar * WIDTH:.2f}" height="20"'
-        body.append(f'<rect {place} fill="{row.colour}" stroke="#fff" stroke-width=".7"/>')
+        body.append(f'<rect {place} fill="{row.colour}" stroke="{GROUND}" stroke-width=".7"/>')
         x += row.bar * WIDTH
-    y = 44
+    y, columns = 44, svg.widths(row.figures for row in rows)
     for row in rows:
-        seconds, share = row.figures
         body.append(f'<rect x="0" y="{y - 10}" width="11" height="11" rx="2" fill="{row.colour}"/>')
         body.append(f'<text x="18" y="{y}">{escape(row.name)}</text>')
-        body.append(f'<text x="{WIDTH - 62}" y="{y}" text-anchor="end" fill="{FAINT}">{escape(seconds)}</text>')
-        body.append(f'<text x="{WIDTH}" y="{y}" text-anchor="end">{share}</text>')
+        body.append(svg.figures(y, row.figures, columns))
         y += 22
     return svg.chart(y - 8, body, label)

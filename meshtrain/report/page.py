@@ -22,18 +22,17 @@ from meshtrain.report.summary import Summary
 MOST_ROWS = 12  # of a table: the newest
 
 STYLE = """
-body { max-width: 1080px; padding: 20px 16px 48px; } p, ul { max-width: 76ch; } h2 { margin-top: 2.2em; } h1 { margin-top: .2em; } h1 ~ h1 { margin-top: 2.4em; padding-top: 1.2em; border-top: 1px solid var(--line); }
+h1 ~ h1 { margin-top: 2.4em; padding-top: 1.2em; border-top: 1px solid var(--line); }
 .run { color: var(--faint); margin: 0 0 1em; overflow-wrap: anywhere; } .note { list-style: none; }
 .verdict { display: flex; gap: .6em; align-items: baseline; font-size: 1.15em; margin: .2em 0 .6em; }
 .dot { flex: none; width: .7em; height: .7em; border-radius: 50%; } .dot.good { background: var(--good); } .dot.note { background: #d9a400; } .dot.bad { background: var(--bad); }
 .reasons { padding-left: 1.2em; } .reasons .bad { color: var(--bad); font-weight: 600; } .reasons .note { list-style: disc; color: inherit; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(118px, 1fr)); } .tile b { font-weight: 600; font-size: 1.2em; white-space: nowrap; } .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 22px 28px; align-items: start; }
-.few { columns: 2 300px; column-gap: 56px; max-width: 900px; } .few figure { margin-bottom: 20px; } figure { margin: 0; break-inside: avoid; } figcaption { font-size: .85em; color: var(--faint); margin-bottom: 4px; } figcaption b { color: var(--text); font-weight: 600; }
-td:not(:last-child) { white-space: nowrap; } td { padding-right: 14px; } td:last-child { overflow-wrap: anywhere; min-width: 12em; } td.n { min-width: 0; } th { color: var(--faint); font-weight: normal; } .finding { border-left: 3px solid #c2843a; padding: 2px 0 2px 12px; margin: .8em 0; }
-.finding p { margin: .2em 0; } summary { cursor: pointer; color: var(--faint); } p.about { margin-top: 1.2em; } .legend span { margin-right: 1.4em; } .legend i { display: inline-block; width: .75em; height: .75em; border-radius: 3px; margin-right: .45em; }
-.wraps td:not(:last-child) { white-space: normal; } .wraps td:last-child { min-width: 0; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
+.tile b { font-weight: 600; font-size: 1.2em; white-space: nowrap; } td:not(:last-child) { white-space: nowrap; } td:last-child { overflow-wrap: anywhere; min-width: 12em; } td.n { min-width: 0; }
+.finding { border-left: 3px solid var(--note); padding: 2px 0 2px 12px; margin: .8em 0; } .finding p { margin: .2em 0; } p.about { margin-top: 1.2em; }
+.legend span { margin-right: 1.4em; } .legend i { display: inline-block; width: .75em; height: .75em; border-radius: 3px; margin-right: .45em; }
+.wraps .n { text-align: left; } .wraps td:not(:last-child) { white-space: normal; } .wraps td:last-child { min-width: 0; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
 @media print { @page { size: A4; margin: 14mm; } body { max-width: none; padding: 0; font-size: 10pt; } h2, .verdict { break-after: avoid; }
- .charts { grid-template-columns: 1fr 1fr; gap: 12px 18px; } .few { columns: 2; column-gap: 24px; max-width: none; } .tiles { grid-template-columns: repeat(5, 1fr); } .wide, .table { overflow: visible; } .wide svg { width: 100%; height: auto; }
+ .charts { grid-template-columns: 1fr 1fr; gap: 12px 18px; } .tiles { grid-template-columns: repeat(5, 1fr); } .wide, .table { overflow: visible; } .wide svg { width: 100%; height: auto; }
  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } tr, .tile, .finding { break-inside: avoid; } }
 """
 
@@ -88,7 +87,7 @@ def _section(section: Section, style: str = "table") -> Iterator[str]:
         yield f"<p>It cannot be told:</p><ul>{lines}</ul>"
     if section.figures:
         drawn = (figure(one.title, one.about, one.draw()) for one in section.figures)
-        yield f'<div class="few">{"".join(drawn)}</div>'
+        yield pages.figures(drawn)
     if section.wide is not None:
         yield section.wide()
     if section.table is not None:
@@ -120,7 +119,7 @@ def _charts(facts: Sequence[RunFacts]) -> Iterator[str]:
         named = zip(facts, (FIRST, SECOND), strict=False)
         keys = (f'<span><i style="background:{colour}"></i>{escape(short(run.name))}</span>' for run, colour in named)
         yield f'<p class="legend">{"".join(keys)}<span>dots: validation text</span></p>'
-    yield f'<div class="charts">{"".join(figure(*chart) for chart in charts)}</div>'
+    yield pages.figures(figure(*chart) for chart in charts)
     yield '<p class="about">Lines are means of neighbouring steps, the bands about them reach from the least to the greatest.</p>'
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from meshtrain import units
 from meshtrain.config import short
-from meshtrain.draw.svg import FIRST, PALE
+from meshtrain.draw import page as pages
+from meshtrain.draw.svg import FIRST, GREEN, GREY, PALE, mixed
 from meshtrain.plan import page as plans
 from meshtrain.report.charts import Row, bars, stacked
 from meshtrain.report.facts import RunFacts
@@ -25,11 +26,10 @@ LEAST_SHARE = 0.0005  # of a time that is shown
 LARGEST_LIFE = 30_000  # bytes of the picture of a run's life: a larger one is drawn by survive stats
 LETTERS = 78  # of the same in a terminal
 DESCRIBED = "The plan is for a described machine with 2 cores, not for this one: compare shares, not seconds (plan --measure describes this one)."
-GREY = "#b9c0ca"
 # Seconds have the colour of their kind in the picture of a run's life.
-KINDS = picture.FILL | {"down": "#e3e7ee"}
+KINDS = picture.FILL | {"down": picture.FILL["other"]}
 COLOURS = {word(kind): colour for kind, colour in KINDS.items()} | {
-    "wait": KINDS["step"], "devices": KINDS["step"], "steps": KINDS["step"], "dispatch": PALE, "log": "#c5d6ee", "compiling": KINDS["compile"],
+    "wait": KINDS["step"], "devices": KINDS["step"], "steps": KINDS["step"], "dispatch": PALE, "log": GREY, "compiling": KINDS["compile"],
     "data": KINDS["data"], "saves, blocking": KINDS["checkpoint"], "init": KINDS["init"], "start": KINDS["init"], "end": KINDS["init"],
     "stopped": KINDS["down"], "queued": KINDS["down"],
 }  # fmt: skip
@@ -138,7 +138,7 @@ def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
     against = f"{compared} on {cluster}; the roofline there, bound by {bounds.bound}, is {roof}."
     steps = ladder(speed, bounds)
     most = max(seconds for _, seconds in steps)
-    colours = ("#86bd98", *["#cfe3d5"] * (len(steps) - 3), PALE, FIRST)
+    colours = (GREEN, *[mixed(GREEN, "#ffffff", 0.5)] * (len(steps) - 3), PALE, FIRST)
     rows = [
         Row(name, (units.duration(seconds), f"MFU {bounds.compute / seconds:.1%}"), seconds / most, colour)
         for (name, seconds), colour in zip(steps, colours, strict=True)
@@ -171,9 +171,9 @@ def _time(facts: RunFacts, summary: Summary) -> Section:
         return Section(title, figures=figures)
 
     def life() -> str:
-        drawing = picture.drawn(survived.history, survived.ledger)
+        drawing = picture.drawn(survived.history, survived.ledger, pages.COLUMN)
         if len(drawing) <= LARGEST_LIFE:
-            return f'<div class="wide">{drawing}</div>'
+            return pages.wide(drawing)
         return "<p>The picture of its life is too large for a page: survive stats RUN --svg FILE draws it.</p>"
 
     return Section(title, figures=figures, wide=life, lines=list(timeline(survived.history, survived.ledger, LETTERS)))

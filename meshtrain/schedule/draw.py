@@ -1,19 +1,18 @@
 """Pictures of a schedule: its table, clock by clock; of a simulated one a Gantt chart, as SVG and as text for a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 
 import numpy as np
 
 from meshtrain.draw.picture import Picture, block, columns, faint, scrolled, title
-from meshtrain.draw.svg import GREY, INK, image, stage_hue, svg
+from meshtrain.draw.svg import GREEN, GREY, INK, PURPLE, RULE, SKY, YELLOW, image, keys, mixed, stage_hue, svg, ticks
 from meshtrain.schedule.simulate import HEAD, OPTIMIZER, Timeline
 from meshtrain.schedule.table import B, F, IllegalTable, Table, W
 from meshtrain.schedule.validate import validate
 
 MOST_ENTRIES = 4000  # stages x clocks of a table that is drawn
-# Colours that are readable on white and on black alike.
-_FILL = {F: "#79aef2", B: "#5fc4a3", W: "#f0c25a", HEAD: "#c79cf0", OPTIMIZER: "#b4bcc6"}
+_FILL = {F: SKY, B: GREEN, W: YELLOW, HEAD: PURPLE, OPTIMIZER: GREY}
 _ROW, _CELL, _LEFT, _RIGHT, _CURVE = 30, 26, 64, 150, 110  # heights of a row, a cell; margins; height of the curve
 _STAGE, _LETTER, _NAME = 22, 6.5, 58  # of a table: height of a row, width of a letter, of a stage's name
 
@@ -32,7 +31,7 @@ def picture(schedule: Table | Timeline) -> Picture:
     clocks = ["clock", *map(str, range(table.clocks))]
     rows = [clocks, *([f"stage {stage}", *cells] for stage, cells in enumerate(texts))]
     widths = [max(3, *(len(texts[s][t]) for s in range(table.stages))) * _LETTER + 6 for t in range(table.clocks)]
-    drawing = svg(_NAME + sum(widths) + 2, 18 + table.stages * _STAGE, _entries(table, widths))
+    drawing = svg(_NAME + sum(widths) + 2, 18 + table.stages * _STAGE, _entries(table, widths), head)
     html = block(title(head), scrolled(image(drawing, head)), faint(verdict))
     return Picture(html, f"{head}\n{columns(rows)}\n{verdict}")
 
@@ -56,7 +55,7 @@ def _entries(table: Table, widths: list[float]) -> Iterator[str]:
         yield f'<text x="0" y="{y + 15}">stage {stage}</text>'
         for clock in range(table.clocks):
             wide = widths[clock] - 2
-            yield f'<rect x="{x[clock]:.1f}" y="{y}" width="{wide:.1f}" height="{_STAGE - 2}" rx="2" fill="{GREY}" fill-opacity="0.12"/>'
+            yield f'<rect x="{x[clock]:.1f}" y="{y}" width="{wide:.1f}" height="{_STAGE - 2}" rx="2" fill="{RULE}" fill-opacity="0.12"/>'
             # In the order in which the stage runs them.
             done = [slot for slot in range(len(table.letters)) if table.cells[clock, stage, slot, 0] >= 0]
             for i, slot in enumerate(done):
@@ -69,15 +68,19 @@ def _entries(table: Table, widths: list[float]) -> Iterator[str]:
                 )
 
 
-def figures(timeline: Timeline) -> list[str]:
-    """The figures under a picture, one sentence each."""
+def _plain(time: float) -> str:
+    return f"{time:.6g}"
+
+
+def figures(timeline: Timeline, number: Callable[[float], str] = _plain) -> list[str]:
+    """The figures under a picture, one sentence each; `number` writes a time."""
     table = timeline.table
     fullest = int(np.argmax(timeline.peak_in_flight))
     sizes = f"{_count(table.stages, 'stage')}, {_count(table.microbatches, 'microbatch', 'es')}"
     stashed = "kept for the backward" if table.chunks == 1 else f"of 1/{table.chunks} stage each kept for the backward"
     return [
         f"{table.name}: {sizes}, {_count(table.chunks, 'chunk')} a stage, {timeline.execution} execution",
-        f"makespan {timeline.makespan:.6g}; idle {timeline.bubble_fraction:.1%} of the stages' time",
+        f"makespan {number(timeline.makespan)}; idle {timeline.bubble_fraction:.1%} of the stages' time",
         f"peak in flight {_count(timeline.peak_in_flight[fullest], 'entr', 'ies', 'y')} {stashed}, on stage {fullest}",
     ]
 
@@ -105,28 +108,33 @@ def _usual(timeline: Timeline) -> float:
     return float(np.quantile(took[took > 0], 0.1)) if (took > 0).any() else timeline.makespan or 1.0
 
 
-def gantt_svg(timeline: Timeline) -> str:
-    """A self-contained SVG: a row for each stage, idle time hatched, and beneath it how many entries are in flight.
+def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, headed: bool = True) -> str:
+    """An SVG: a row for each stage, idle time hatched, beneath it how many entries are in flight, and the axis of time.
 
-    It is as wide as it takes to read the microbatch in most cells. Pointing at a cell shows its figures.
+    It is as wide as it takes to read the microbatch in most cells. Pointing at a cell shows its figures. `number` writes a time with its
+    unit; without one, times are in that of the durations. `headed`: with its `figures` at the top.
     """
     table = timeline.table
     makespan = timeline.makespan or 1.0
     letters = len(str(table.microbatches - 1)) + (2 if table.chunks > 1 else 0)
     plot = float(np.clip(makespan / _usual(timeline) * (4 + 6 * letters), 700, 12000))
     scale = plot / makespan
-    top = 76
+    top = 76 if headed else 28
     bottom = top + table.stages * _ROW
-    width, height = _LEFT + plot + _RIGHT, bottom + 60 + _CURVE + 20
+    width, height = _LEFT + plot + _RIGHT, bottom + 60 + _CURVE + 44
 
     out = [
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{GREY}" stroke-opacity="0.35" stroke-width="1.5"/></pattern></defs>'
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{RULE}" stroke-opacity="0.5" stroke-width="1.5"/></pattern></defs>'
     ]
-    head, *rest = figures(timeline)
-    out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>')
-    out.append(f'<text x="12" y="42">{escape("; ".join(rest))}</text>')
-    out += _legend(timeline)
+    head, *rest = figures(timeline, number)
+    if headed:
+        out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>')
+        out.append(f'<text x="12" y="42">{escape("; ".join(rest))}</text>')
+    legend = [*((_FILL[kind], word) for kind, word in _words(timeline).items()), ("url(#idle)", "idle")]
+    legend += [(INK, "critical path")] * (timeline.execution == "asynchronous")
+    legend += [(mixed(SKY, "#ffffff", 0.5), "paler: an earlier chunk")] * (table.chunks > 1)
+    out += keys(legend, 12, top - 24, width - 24)[0]
     for stage in range(table.stages):
         y = top + stage * _ROW
         out.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">stage {stage}</text>')
@@ -135,19 +143,19 @@ def gantt_svg(timeline: Timeline) -> str:
         out.append(f'<text x="{_LEFT + plot + 8:.2f}" y="{y + 17}">{idle}</text>')
     out += _cells(timeline, scale, top)
     out += _curve(timeline, scale, bottom + 50)
-    return svg(width, height, ["\n".join(["", *out, ""])], size=12) + "\n"
+    out += _times(makespan, scale, bottom + 50 + _CURVE, number)
+    return svg(width, height, ["\n".join(["", *out, ""])], head, size=12)
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
-    x = 12
-    for kind, word in _words(timeline).items():
-        yield f'<rect x="{x}" y="52" width="12" height="12" rx="2" fill="{_FILL[kind]}"/><text x="{x + 17}" y="62">{word}</text>'
-        x += 30 + 7 * len(word)
-    yield f'<rect x="{x}" y="52" width="12" height="12" fill="url(#idle)" stroke="{GREY}" stroke-width="0.5"/>'
-    yield f'<text x="{x + 17}" y="62">idle</text>'
-    if timeline.execution == "asynchronous":
-        yield f'<rect x="{x + 52}" y="61" width="12" height="3" fill="{INK}" stroke="{GREY}" stroke-width="0.5"/>'
-        yield f'<text x="{x + 69}" y="62">critical path</text>'
+def _times(makespan: float, scale: float, top: int, number: Callable[[float], str]) -> Iterator[str]:
+    """The axis of time, and its name."""
+    for time in ticks(0.0, makespan, parts=max(makespan * scale / 100, 4)):
+        if time <= makespan:
+            x = _LEFT + time * scale
+            yield f'<path d="M{x:.1f} {top}v4" stroke="{RULE}"/>'
+            yield f'<text x="{x:.1f}" y="{top + 18}" text-anchor="middle">{number(time)}</text>'
+    unit = ", in the unit of the durations" if number is _plain else ""
+    yield f'<text x="{_LEFT}" y="{top + 36}">time{unit}</text>'
 
 
 def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
@@ -178,31 +186,30 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
 
 def _colour(kind: int, chunk: int, chunks: int) -> str:
     """The colour of a kind of work: of the first chunk mixed with white, of the last and of what is of none (-1) as it is."""
-    colour, part = _FILL[kind], 0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0.0
-    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
+    return mixed(_FILL[kind], "#ffffff", 0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0)
 
 
 def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
-    """Entries in flight over time: a step line for each stage, from blue (the first) to red (the last)."""
+    """Entries in flight over time: a step line for each stage, from blue (the first) to orange (the last)."""
     highest = int(timeline.peak_in_flight.max())
     yield f'<text x="{_LEFT}" y="{top - 8}">in flight: entries kept for the backward, by stage</text>'
     for entries in sorted({0, (highest + 1) // 2, highest}):
         level = top + _CURVE * (1 - entries / highest)
         end = _LEFT + timeline.makespan * scale
-        yield f'<path d="M{_LEFT} {level:.2f}H{end:.2f}" stroke="{GREY}" stroke-opacity="0.3"/>'
+        yield f'<path d="M{_LEFT} {level:.2f}H{end:.2f}" stroke="{RULE}" stroke-opacity="0.4"/>'
         yield f'<text x="{_LEFT - 8}" y="{level + 4:.2f}" text-anchor="end">{entries}</text>'
     stages = timeline.table.stages
     for stage in range(stages):
         times, counts = timeline.in_flight(stage)
         across, down = _LEFT + times * scale, top + _CURVE * (1 - counts / highest)
         steps = "".join(f"H{x:.2f}V{y:.2f}" for x, y in zip(across.tolist(), down.tolist(), strict=True))
-        hue = f"hsl({stage_hue(stage, stages):.0f}, 65%, 58%)"
+        hue = f"hsl({stage_hue(stage, stages):.0f}, 65%, 52%)"
         yield f'<path d="M{_LEFT} {top + _CURVE}{steps}" fill="none" stroke="{hue}" stroke-width="1.5">'
         yield f"<title>stage {stage}, at most {timeline.peak_in_flight[stage]}</title></path>"
-        if stages <= 8:
-            y_key = top + 12 + 14 * stage
-            yield f'<text x="{_LEFT + timeline.makespan * scale + 8:.2f}" y="{y_key}" style="fill: {hue}">stage {stage}</text>'
+        if stages <= 8 or stage in (0, stages - 1):
+            y = top + 12 + 14 * stage if stages <= 8 else top + (12 if stage == 0 else 26)
+            end = _LEFT + timeline.makespan * scale + 8
+            yield f'<path d="M{end:.2f} {y - 4}h14" stroke="{hue}" stroke-width="3"/><text x="{end + 20:.2f}" y="{y}">stage {stage}</text>'
 
 
 def gantt_text(timeline: Timeline, width: int = 120) -> str:

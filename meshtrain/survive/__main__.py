@@ -13,6 +13,7 @@ from meshtrain.cli import DONE, Parser, command
 from meshtrain.cluster.cluster import named
 from meshtrain.config import Config, ConfigError, load
 from meshtrain.config.inject import KINDS, FaultRequest, parse, requests
+from meshtrain.draw.svg import file
 from meshtrain.errors import nearest, say, short
 from meshtrain.files import write_atomically
 from meshtrain.launch import flags
@@ -176,7 +177,7 @@ def _stats_parser() -> Parser:
 
 def _stats(options: argparse.Namespace) -> int:
     if options.svg:
-        write_atomically(options.svg, picture.svg(options.run).encode())
+        write_atomically(options.svg, file(picture.svg(options.run)).encode())
     print(json.dumps(stats.to_json(options.run), indent=2) + "\n" if options.json else stats.show(options.run), end="")
     return DONE
 

@@ -114,10 +114,16 @@ def read(run: Path) -> History:
     for name, path in _named(directory, "events.", ".jsonl"):
         lines[name], broken = decode_rows(read_file(path, EVENTS_MOST).splitlines(keepends=True))
         torn += broken
-    paths = [path for name, path in _named(directory / "plans", "", ".json") if name.isdecimal()]
-    plans = [decode(RestartPlan, read_file(path, LARGEST)) for path in paths]
+    plans, odd = read_plans(run)
     records, bad = read_records(run)
-    return together(lines, [plan for plan in plans if plan is not None], records, torn + bad + plans.count(None))
+    return together(lines, plans, records, torn + bad + odd)
+
+
+def read_plans(run: Path) -> tuple[list[RestartPlan], int]:
+    """Returns the leaders' decisions, and how many could not be read."""
+    paths = [path for name, path in _named(_folder(run) / "plans", "", ".json") if name.isdecimal()]
+    plans = [decode(RestartPlan, read_file(path, LARGEST)) for path in paths]
+    return [plan for plan in plans if plan is not None], plans.count(None)
 
 
 def read_records(run: Path) -> tuple[dict[str, Node], int]:

@@ -1,6 +1,6 @@
 """The life of a run as a picture: a row for each node over wall time, faults with their kinds, and the steps beneath.
 
-Colours differ in lightness too, so that it is readable in black and white. Pointing at a stretch shows its figures.
+Pointing at a stretch shows its figures.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from meshtrain.draw.svg import GREY, INK
+from meshtrain.draw.svg import BAD, BLUE, GREEN, INK, ORANGE, PURPLE, RULE, SKY, VERMILION, YELLOW, keys
 from meshtrain.draw.svg import svg as drawing
 from meshtrain.survive.history import History, date, read, text
 from meshtrain.survive.ledger import COUNTED, GenerationTime, Ledger, NodeLife, dominant, ledger, lives, word
@@ -18,13 +18,11 @@ from meshtrain.survive.stats import counted
 from meshtrain.units import duration
 
 FILL = {
-    "step": "#3b6fb6", "compile": "#7b4fa3", "init": "#8a929c", "checkpoint": "#ffe08a", "eval": "#4aa888", "restore": "#1f7a63",
-    "data": "#f2a7a0", "lost": "#b3261e", "other": "#d5dae0",
+    "step": BLUE, "compile": PURPLE, "init": "#6b727c", "checkpoint": YELLOW, "eval": GREEN, "restore": SKY, "data": ORANGE, "lost": VERMILION,
+    "other": "#d5dae0",
 }  # fmt: skip
 LEFT, RIGHT, CURVE, NARROW = 84, 46, 90, 220  # pixels: margins, height of the curve, and least width of the rows
 FEW = 24  # rows of full height
-LETTER_WIDTH = 6.2
-RED = "#d0453c"  # of faults
 
 
 def svg(run: Path, width: float = 960) -> str:
@@ -44,18 +42,19 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
         f"goodput {times.goodput:.1%}; since {date(times.began):%Y-%m-%d %H:%M:%S} UTC"
     )
     marks = list(_marks(faults, axis))
-    top = 58 + below + max((14 + 5.2 * len(label) for _, label, _ in marks), default=0.0)
+    top = 62 + below + max((14 + 5.2 * len(label) for _, label, _ in marks), default=0.0)
     row = 22 if len(nodes) <= FEW else max(6, 560 // len(nodes))
     bottom = top + row * len(nodes)
     body = [
         f'<text x="12" y="20" font-size="15" font-weight="600">{escape(_cut(title, (width - 24) / 8.2))}</text>',
         f'<text x="12" y="38">{escape(about)}</text>',
-        f'<g transform="translate(12 42)">{"".join(legend)}</g>',
+        f'<g transform="translate(12 47)">{"".join(legend)}</g>',
         *_rows(nodes, axis, top, row),
         *(_mark(x, label, title, top, bottom) for x, label, title in marks),
         *_steps(axis, bottom + 34),
     ]
-    return drawing(width, bottom + 66 + CURVE, ["\n".join(["", *body, ""])], size=12) + "\n"
+    label = f"the life of the run: {about}"
+    return drawing(width, bottom + 84 + CURVE, ["\n".join(["", *body, ""])], label, size=12)
 
 
 class _Axis(NamedTuple):
@@ -77,19 +76,9 @@ def _cut(words: str, letters: float) -> str:
 
 
 def _legend(times: Ledger, width: float) -> tuple[list[str], float]:
-    out, x, y = [], 0.0, 0.0
-    for kind, seconds in times.seconds.items():
-        if round(seconds / (times.wall or 1.0), 3) <= 0:
-            continue
-        label = f"{word(kind)} {seconds / times.wall:.1%}"
-        wide = 22 + LETTER_WIDTH * len(label) + 8
-        if x and x + wide > width - 24:
-            x, y = 0.0, y + 18
-        fill = f'fill="{FILL[kind]}"' if kind in FILL else f'fill="none" stroke="{GREY}"'
-        box = f'<rect x="{x:.1f}" y="{y:.0f}" width="12" height="12" {fill}/>'
-        out.append(f'{box}<text x="{x + 17:.1f}" y="{y + 10:.0f}">{label}</text>')
-        x += wide
-    return out, y + 18
+    shares = {kind: seconds / (times.wall or 1.0) for kind, seconds in times.seconds.items()}
+    entries = [(FILL.get(kind, "none"), f"{word(kind)} {s:.1%}") for kind, s in shares.items() if round(s, 3) > 0]
+    return keys(entries, room=width - 24)
 
 
 def _rows(nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float) -> Iterator[str]:
@@ -103,7 +92,7 @@ def _rows(nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float) -> 
             yield f'<text x="{LEFT - 8}" y="{middle + 4:.1f}" text-anchor="end">{name}</text>'
         for first, last in node.there:
             line = f"M{axis.x(max(first, axis.times.began)):.1f} {middle:.1f}H{axis.x(last):.1f}"
-            yield f'<path d="{line}" stroke="{GREY}" stroke-opacity="0.6"/>'
+            yield f'<path d="{line}" stroke="{RULE}"/>'
         for number, rank, began, ended in node.processes:
             if generation := generations.get(number):
                 seconds = {k: s for k in (*COUNTED, "lost", "other") if (s := generation.seconds.get(k, 0)) > 0}
@@ -147,9 +136,9 @@ def _marks(faults: Sequence[Failure], axis: _Axis) -> Iterator[tuple[float, str,
 
 def _mark(x: float, label: str, title: str, top: float, bottom: float) -> str:
     return (
-        f'<g><title>{escape(title)}</title><path d="M{x:.1f} {top - 2:.1f}V{bottom:.1f}" stroke="{RED}" stroke-dasharray="3 2"/>'
-        f'<path d="M{x - 4:.1f} {top - 8:.1f}h8l-4 7z" fill="{RED}"/>'
-        f'<text transform="translate({x + 3:.1f} {top - 8:.1f}) rotate(-55)" font-size="11" style="fill: {RED}">{escape(label)}</text></g>'
+        f'<g><title>{escape(title)}</title><path d="M{x:.1f} {top - 2:.1f}V{bottom:.1f}" stroke="{BAD}" stroke-dasharray="3 2"/>'
+        f'<path d="M{x - 4:.1f} {top - 8:.1f}h8l-4 7z" fill="{BAD}"/>'
+        f'<text transform="translate({x + 3:.1f} {top - 8:.1f}) rotate(-55)" font-size="11" fill="{BAD}">{escape(label)}</text></g>'
     )
 
 
@@ -161,7 +150,7 @@ def _steps(axis: _Axis, top: float) -> Iterator[str]:
     yield f'<text x="{LEFT - 8}" y="{top - 10}" text-anchor="end">steps</text>'
     for step in (0, highest):
         y = base - CURVE * step / highest
-        yield f'<path d="M{LEFT} {y:.1f}h{plot:.1f}" stroke="{GREY}" stroke-opacity="0.3"/>'
+        yield f'<path d="M{LEFT} {y:.1f}h{plot:.1f}" stroke="{RULE}" stroke-opacity="0.4"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{step:,}</text>'
     for generation in times.generations:
         stepping = next((span.began for span in generation.spans if span.did in ("step", "data")), None)
@@ -179,3 +168,4 @@ def _steps(axis: _Axis, top: float) -> Iterator[str]:
         anchor = "start" if i == 0 else "end" if i == most else "middle"
         label = duration(times.wall * i / most)
         yield f'<text x="{LEFT + plot * i / most:.1f}" y="{base + 18:.1f}" text-anchor="{anchor}">{label}</text>'
+    yield f'<text x="{LEFT}" y="{base + 36:.1f}">time since the start</text>'

@@ -3,19 +3,28 @@
 import io
 import json
 import os
+import pty
+import random
+import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
 from rich.console import Console
+from synthetic_history import Synthetic
 
 from meshtrain.monitor import watched
-from meshtrain.monitor.__main__ import line, main, screen
+from meshtrain.monitor.__main__ import head, line, main, screen
 from meshtrain.monitor.watched import WatchedRun, lagging
+from meshtrain.report.facts import gather
+from meshtrain.report.summary import summarise
 from meshtrain.run.lock import RunLock
+from meshtrain.survive.history import date, read
 from meshtrain.survive.records import Node, encode
+from meshtrain.survive.reliability import failures
 
 ROW = {"loss": 2.5, "tokens": 64, "tokens_per_second": 128.0, "step_seconds": 0.5, "data_wait_seconds": 0.01}
 
@@ -149,6 +158,66 @@ def test_no_line_is_wider_than_the_terminal(run, width):
     (run / "alerts.jsonl").write_text(json.dumps({"rule": "r", "state": "firing", "sentence": "x" * 300}) + "\n")
     told = shown([WatchedRun(run).look()] * 2, width)
     assert max(map(len, told.splitlines())) <= width and "mine" in told
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_bars_and_lines_use_the_width_there_is(run, width):
+    write(run, *range(1, 401), eval_loss=2.0, mfu=0.5)
+    state, loss, speed, *_ = shown([WatchedRun(run).look()], width).splitlines()
+    assert min(map(len, (state, loss, speed))) >= width - 1
+
+
+def test_the_line_above_has_a_clock_the_keys_and_of_what_the_figures_are():
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  every 2 s  q ends, any key looks now", head(80, 2).plain)
+    assert head(160, 2).plain.endswith(f"of the last {watched.RECENT} rows") and len(head(160, 2).plain) == 160
+
+
+def test_faults_are_told_with_who_and_when_and_the_last_sign_of_life(tmp_path):
+    where = Synthetic(random.Random(1), nodes=3, faults=12, skew=0.0).play().write(tmp_path / "run")
+    write(where, 1, 2, 3)
+    watched_run = WatchedRun(where)
+    look = watched_run.look()
+    wanted = failures(read(where))
+    assert [(f.generation, f.kind, f.blamed) for f in look.faults] == [(f.generation, f.kind, f.blamed) for f in wanted]
+    told = shown([look])
+    newest = look.faults[-1]
+    who = ", ".join(newest.blamed)
+    assert f"{date(newest.time):%m-%d %H:%M:%S}  generation {newest.generation}  {newest.kind} of {who}" in told
+    assert told.count("  fault ") == 4 and f"and {len(wanted) - 4} before these" in told
+    assert "over in generation" in told
+    for plan in sorted((where / "survive" / "plans").iterdir())[-1:]:
+        plan.unlink()
+    (where / "survive" / "nodes" / "n1.json").write_bytes(encode(Node("n1", wall=time.time() - 43, state="running")))
+    (where / "survive" / "nodes" / "n0.json").write_bytes(encode(Node("n0", wall=time.time(), state="running")))
+    told = shown([watched_run.look()], 120)
+    assert "; last sign of life of n1 43 s ago" in told and f"generation {newest.generation + 1} on " in told
+
+
+def test_a_run_has_one_mfu(run):
+    write(run, *range(1, 31), mfu=0.425)
+    assert "MFU 42.5%" in shown([WatchedRun(run).look()]) and summarise(gather(run)).figures["MFU"] == "42.5%"
+
+
+@pytest.mark.parametrize("key, ends", [("q", True), ("x", False)])
+def test_q_ends_it_and_the_terminal_is_as_before(run, key, ends):
+    write(run, 1, 2)
+    main_end, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    command = [sys.executable, "-m", "meshtrain.monitor", "--every", "60", str(run)]
+    told, environment = b"", os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment) as process:
+        while b"step 2 of 100" not in told:
+            told += os.read(main_end, 4096)
+        os.write(main_end, key.encode())
+        if not ends:
+            told = b""
+            while b"step 2 of 100" not in told:
+                told += os.read(main_end, 4096)  # another look, long before the minute is over
+            os.write(main_end, b"q")
+        assert process.wait(20) == 0
+    assert termios.tcgetattr(terminal) == before
+    os.close(main_end)
+    os.close(terminal)
 
 
 def test_many_runs_have_a_line_each(run):

@@ -2,6 +2,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from drawn import check_page
 
 from meshtrain.plan import named, plan, scaling
 from meshtrain.plan import page as html
@@ -35,6 +36,7 @@ def test_the_page_is_well_formed_and_fetches_nothing(page):
     checker.feed(page)
     assert checker.open == [] and checker.fetched == [] and "<script" not in page
     assert "a &lt; b" in page
+    check_page(page)
 
 
 @pytest.mark.thorough

@@ -1,10 +1,12 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import yaml
+from drawn import check_drawing
 
 from meshtrain.plan.__main__ import main
 from meshtrain.schedule.generators import make_table
@@ -273,6 +275,34 @@ def test_pictures_are_written(config, tmp_path, capsys):
     capsys.readouterr()
     assert main(["--config", str(config), "--gantt", "-", "--html", "/dev/null"]) == 0
     assert "stage 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "target, name", [("--html", "plan.html"), ("--gantt", "g.svg"), ("--csv", "t.csv"), ("--write", "best.yaml")]
+)
+def test_where_only_a_file_is_asked_for_only_its_name_is_printed(target, name, config, tmp_path, capsys):
+    assert main(["--config", str(config), "--cluster", "h100", target, str(tmp_path / name)]) == 0
+    caught = capsys.readouterr()
+    assert caught.out == "" and caught.err == f"meshtrain: wrote {tmp_path / name}\n"
+    assert (tmp_path / name).stat().st_size > 100
+    if target == "--gantt":
+        drawn = (tmp_path / name).read_text()
+        check_drawing(drawn)
+        assert "<title>" in drawn and "prefers-color-scheme:dark" in drawn and "makespan" in drawn and "ms" in drawn
+
+
+def test_in_80_columns_no_line_wraps_and_sections_are_apart(config, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--config", str(config), "--cluster", "h100"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    for title in ("each device holds", "each device sends in a step", "a step takes"):
+        assert lines[lines.index(title) - 1] == ""
+    assert lines[1].startswith("memory    ")
+    # A transfer is a line: what is sent, how often, how much, in all.
+    first = lines.index("each device sends in a step") + 2
+    sent = lines[first : lines.index("", first)]
+    assert len(sent) > 10 and all(re.search(r"(^\S+: )|(\d+ +\S+ \w+ +\S+ \w+$)", line) for line in sent), sent
 
 
 @pytest.mark.thorough

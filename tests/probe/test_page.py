@@ -3,6 +3,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+from drawn import check_page
 from probed import SIZES, collective, devices, pairs, probe
 
 import meshtrain as mt
@@ -42,6 +43,7 @@ def test_it_is_one_page_that_fetches_nothing_and_closes_what_it_opens():
     reader = Balanced()
     reader.feed(page(measured(), named("h100", 8)))
     assert reader.open == []
+    check_page(page(measured(), named("h100", 8)))
 
 
 def test_algorithms_stand_side_by_side_with_their_bandwidth_as_bars():
@@ -59,7 +61,7 @@ def test_what_is_slow_stands_at_the_top_and_pairs_are_drawn_with_figures():
     good, bad = page(measured()), page(measured(slow=3.0))
     assert "No device and no link is slower than its like." in good
     assert "The link from device 2" in bad.split("<h2>")[0]
-    assert good.count("<rect") == 8 * 7 and "Latency in" not in good.split("From device to device")[0]
+    assert good.count("<g><title>") == 8 * 7 and "Latency in" not in good.split("From device to device")[0]
 
 
 def test_a_slow_link_has_a_colour_of_its_own_and_says_how_slow():
@@ -67,7 +69,7 @@ def test_a_slow_link_has_a_colour_of_its_own_and_says_how_slow():
     found.seconds[:, 2, 6] *= 2
     drawn = drawing(probe(pairs=found))
     ElementTree.fromstring(drawn)
-    colours = re.findall(r'<rect [^>]*fill="([^"]+)"', drawn)
+    colours = re.findall(r'</title><rect [^>]*fill="([^"]+)"', drawn)
     assert len(colours) == 8 * 7
     assert sorted(map(colours.count, set(colours))) == [1, 55]
     assert "device 2 (tensor 2) to device 6 (tensor 6): 4.97 GB/s, 20.8 µs, 0.50 of its like" in drawn

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from drawn import check_page
 from synthetic_history import Synthetic
 
 from experiments.watch import chromium
@@ -41,6 +42,7 @@ def checked(html):
     checker = Checker()
     checker.feed(html)
     assert checker.open == [] and checker.fetched == [] and "@import" not in html and "url(http" not in html
+    check_page(html)
     return html
 
 

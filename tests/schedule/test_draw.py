@@ -2,11 +2,13 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from drawn import check_drawing
 
 from meshtrain.schedule.draw import figures, gantt_svg, gantt_text
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import EXECUTIONS, Durations, simulate
 from meshtrain.schedule.table import Table
+from meshtrain.units import duration
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -78,6 +80,17 @@ def test_the_picture_tells_the_figures_and_names_the_stages():
         assert word in words
     assert "critical path" not in words
     assert "critical path" in gantt_svg(timeline("zb_h1", execution="asynchronous"))
+
+
+def test_the_axis_of_time_has_a_name_and_its_unit():
+    line = timeline("interleaved", p=4, m=8, execution="asynchronous", optimizer=1.0)
+    bare, seconds = gantt_svg(line), gantt_svg(line, duration, headed=False)
+    assert "time, in the unit of the durations" in texts(bare) and f"{line.makespan:.6g}" in " ".join(texts(bare))
+    words = texts(seconds)
+    assert "time" in words and "10 s" in words and "paler: an earlier chunk" in words
+    assert not any("makespan" in word for word in words), "a page says it in words that wrap"
+    for svg in (bare, seconds):
+        check_drawing(svg)
 
 
 def test_the_curve_reaches_the_peak_and_ends_at_zero():

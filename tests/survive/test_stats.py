@@ -6,6 +6,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from drawn import check_drawing
 from synthetic_history import Synthetic, spoilt, told
 
 from meshtrain.survive import picture, stats
@@ -165,6 +166,7 @@ def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, fau
     at = run(tmp_path, nodes=max(nodes, 2), faults=faults)
     drawing = picture.svg(at, width)
     root = ElementTree.fromstring(drawing)
+    check_drawing(drawing)
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert float(root.get("width")) == width
     assert all(any(t.startswith(f"generation {k + 1}, rank 0: ") for t in titles) for k in range(faults + 1))

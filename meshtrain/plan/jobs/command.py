@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
     reasons = [sentence for request in result.packing.requests if (sentence := report.reason(result, request))]
     if options.json:
         print(json.dumps(report.as_json(result), indent=2))
-    else:
+    elif not options.html:
         console = Console(highlight=False)
         console.print(report.render(result))
         for sentence in reasons:

@@ -5,7 +5,7 @@ from html import escape
 from itertools import groupby
 
 from meshtrain.draw import page as pages
-from meshtrain.draw.svg import EMPTY, WIDTH, chart
+from meshtrain.draw.svg import EMPTY, FAINT, INK, WIDTH, chart
 from meshtrain.plan.jobs import report
 from meshtrain.plan.jobs.report import JobRow, Result
 from meshtrain.units import count
@@ -34,14 +34,14 @@ def page(result: Result, reasons: Sequence[str]) -> str:
         f"<h1>{escape(title)}</h1>",
         pages.tiles(tiles),
         *[f'<p class="note">{escape(reason)}</p>' for reason in reasons],
-        "<h2>The devices of each node now</h2>",
-        picture(result),
+        pages.figures([
+            pages.figure("The devices now", "of each node", picture(result)),
+            pages.figure("The strategies", "of which one was asked for (✓)", pages.table(("", *heads), figures)),
+        ]),
         "<h2>The jobs</h2>",
         jobs,
         *[f"<p>{escape(line)}.</p>" for line in report.choices(result)],
-        "<h2>The strategies</h2>",
-        pages.table(("", *heads), figures, numbers=range(1, len(heads) + 1)),
-    ]
+    ]  # fmt: skip
     return pages.page(title, parts)
 
 
@@ -49,16 +49,16 @@ def picture(result: Result) -> str:
     """Nodes as rows, neighbours that are the same in one; the devices of one job that lie side by side as one box."""
     rows = list(report.node_rows(result.packing))
     width = (WIDTH - LABEL) / result.packing.cluster.devices_per_node
-    body = []
+    body = [f'<text x="{LABEL - 8}" y="12" text-anchor="end" fill="{FAINT}">node</text>']
     for place, (nodes, devices) in enumerate(rows):
-        y, x = place * ROW, float(LABEL)
+        y, x = place * ROW + 18, float(LABEL)
         body.append(f'<text x="{LABEL - 8}" y="{y + 17}" text-anchor="end">{escape(nodes)}</text>')
         for number, group in groupby(devices):
             cells = len(list(group))
             name = "" if number is None else result.packing.requests[number].job.name
             body += _box(x, y, width, cells, number, name)
             x += cells * width
-    return chart(len(rows) * ROW, body, "devices of each node by job", size=12)
+    return chart(len(rows) * ROW + 18, body, "devices of each node by job", size=12)
 
 
 def _box(x: float, y: float, width: float, count: int, number: int | None, name: str) -> list[str]:
@@ -73,7 +73,7 @@ def _box(x: float, y: float, width: float, count: int, number: int | None, name:
     # A letter takes about 7 units.
     shown = f" {escape(name)}" if len(name) * 7 < count * width - 22 else ""
     text = f'<tspan font-weight="700">{report.letter(number)}</tspan>{shown}'
-    return [*cells, f'<text x="{x + 6:.1f}" y="{y + 17}">{text}<title>{escape(name)}</title></text>']
+    return [*cells, f'<text x="{x + 6:.1f}" y="{y + 17}" fill="{INK}">{text}<title>{escape(name)}</title></text>']
 
 
 def _colour(number: int) -> str:
@@ -82,7 +82,7 @@ def _colour(number: int) -> str:
 
 
 def _job(row: JobRow, device: str) -> tuple[str, str, str, str]:
-    badge = f'<b style="background:{_colour(row.number)};padding:0 5px;border-radius:3px">{row.letter}</b>'
+    badge = f'<b class="chip" style="background:{_colour(row.number)}">{row.letter}</b>'
     name = f"{badge} {escape(row.name)}"
     if not row.devices:
         return name, row.nodes, "", ""

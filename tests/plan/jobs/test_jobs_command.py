@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import yaml
+from drawn import check_page
 
 from meshtrain.plan.__main__ import main
 from meshtrain.plan.jobs import listed
@@ -68,10 +69,12 @@ def test_a_job_that_waits_is_told_what_is_free(written, capsys):
     )
 
 
-def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path):
+def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path, capsys):
     page = tmp_path / "jobs.html"
     assert main(["--jobs", written(), "--html", str(page)]) == 0
     text = page.read_text()
+    check_page(text)
+    assert capsys.readouterr().out == ""
     assert not re.search('<script|src=|href="(?!data:,)', text) and 'name="viewport"' in text
     picture = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     assert len(picture.findall("{*}rect")) == 16 and picture.get("viewBox").startswith("0 0 400 ")
