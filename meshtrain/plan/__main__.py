@@ -71,7 +71,7 @@ def parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
     parser.add_argument("--search", action="store_true", help="ranks every legal layout of the cluster's devices")
     parser.add_argument("--devices", type=whole_number, metavar="N", help="devices to search layouts for (default: all of the cluster's, else the mesh's)")  # fmt: skip
-    parser.add_argument("--write", metavar="FILE", help="where --search writes the best layout's config (default: CONFIG-best.yaml); without it nothing else is printed")  # fmt: skip
+    parser.add_argument("--write", metavar="FILE", help="where the best layout's config goes (default of --search: CONFIG-best.yaml); without --search nothing is ranked")  # fmt: skip
     parser.add_argument("--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text")
     parser.add_argument(
         "--csv", metavar="FILE", help="writes the schedule's table as a start for one's own; - prints it"
