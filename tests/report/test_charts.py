@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from meshtrain import units
-from meshtrain.report.charts import HEIGHT, OF_PROCESSES, OF_STEPS, Curve, _curves, _ticks, binned, chart, smoothed
+from meshtrain.draw.svg import ticks
+from meshtrain.report.charts import HEIGHT, OF_PROCESSES, OF_STEPS, Curve, _curves, binned, chart, smoothed
 from meshtrain.telemetry.catalogue import BY_NAME
 
 
@@ -57,13 +58,13 @@ def test_any_values_make_a_picture(y):
 
 @pytest.mark.parametrize("low, high", [(0, 1), (1.7, 5.8), (-3, 12), (0.001, 0.0013), (990, 1010), (0, 1e-9)])
 def test_ticks_are_few_round_and_hold_the_range(low, high):
-    ticks = list(_ticks(low, high, 10))
+    ticks = list(ticks(low, high, 10))
     assert ticks[0] <= low + 1e-9 * abs(low) and ticks[-1] >= high * (1 - 1e-9) and 3 <= len(ticks) <= 7
 
 
 def test_ticks_of_bytes_are_round_in_their_unit():
     for high in (700, 5e6, 975e6, 1.05e9, 1.4e9, 60e9, 3e12):
-        for tick in _ticks(0, high, 2):
+        for tick in ticks(0, high, 2):
             assert re.fullmatch(r"-?\d+(\.5|\.25|\.75)? \w+", units.size(tick)), units.size(tick)
 
 
