@@ -14,7 +14,14 @@ BLUE, ORANGE, GREEN, YELLOW = "#0072b2", "#e69f00", "#009e73", "#f0e442"
 SKY, VERMILION, PURPLE, GREY = "#56b4e9", "#d55e00", "#cc79a7", "#b4bcc6"
 INK = "#132231"
 # The same, dark enough for white text.
-AXES = {"island": "#9b3f76", "data": BLUE, "context": "#5b4bb5", "expert": "#7a6a00", "tensor": "#b85c00", "pipeline": "#00805f"}
+AXES = {
+    "island": "#9b3f76",
+    "data": BLUE,
+    "context": "#5b4bb5",
+    "expert": "#7a6a00",
+    "tensor": "#b85c00",
+    "pipeline": "#00805f",
+}
 FIRST, SECOND, PALE = BLUE, VERMILION, SKY  # series; one behind the first
 
 WIDTH = 400  # of a chart, about a phone's: its text keeps its size there

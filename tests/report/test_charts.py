@@ -58,8 +58,8 @@ def test_any_values_make_a_picture(y):
 
 @pytest.mark.parametrize("low, high", [(0, 1), (1.7, 5.8), (-3, 12), (0.001, 0.0013), (990, 1010), (0, 1e-9)])
 def test_ticks_are_few_round_and_hold_the_range(low, high):
-    ticks = list(ticks(low, high, 10))
-    assert ticks[0] <= low + 1e-9 * abs(low) and ticks[-1] >= high * (1 - 1e-9) and 3 <= len(ticks) <= 7
+    marks = list(ticks(low, high, 10))
+    assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high * (1 - 1e-9) and 3 <= len(marks) <= 7
 
 
 def test_ticks_of_bytes_are_round_in_their_unit():
