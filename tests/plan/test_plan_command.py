@@ -77,9 +77,9 @@ def test_borrowed_efficiencies_are_said(config, capsys):
 def test_a_search_replaces_a_mesh_that_is_not_legal_and_refuses_what_it_does_not_replace(config, tmp_path, capsys):
     keys = "mesh.data=1", "mesh.tensor=8", "mesh.pipeline=1", "model.heads=2", "model.kv_heads=2"
     sets = [word for key in keys for word in ("--set", key)]
-    illegal = ["--config", config, *sets, "--write", tmp_path / "best.yaml"]
+    illegal = ["--config", config, *sets]
     assert main([str(a) for a in illegal]) == 2 and "mesh.tensor 8 does not divide" in capsys.readouterr().err
-    found = planned(capsys, *illegal, "--search", "--json")
+    found = planned(capsys, *illegal, "--search", "--write", tmp_path / "best.yaml", "--json")
     assert found["devices"] == 8 and found["best"]
     assert all(best["settings"]["mesh.tensor"] <= 2 for best in found["best"])
     wrong = [*illegal, "--search", "--set", "optimizer.name=adamx"]
