@@ -9,7 +9,7 @@ may be given in their place. A device's rates are its maker's, the share of them
 A message costs its latency and its bytes over the bandwidth: the alpha-beta model (Thakur et al. 2005, section 3).
 
 - `meshtrain.cluster.cluster`: nodes, links by level, failures. `meshtrain.cluster.levels`: levels found in measured messages.
-- `meshtrain.cluster.accelerators`: peak rates and memory with their data sheets, and six efficiencies.
+- `meshtrain.cluster.accelerators`: peak rates and memory with their data sheets, and their efficiencies.
 - `meshtrain.cluster.topology`: fat trees, rails, tori, dragonflies, hypercubes; which devices talk over which link.
 - `meshtrain.cluster.algorithms`: rings, trees, butterflies and hierarchies, with their papers. `meshtrain.cluster.nccl`: GPUs.
 

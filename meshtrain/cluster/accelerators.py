@@ -40,7 +40,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Six numbers between the data sheet and what training reaches.
+    """Numbers between the data sheet and what training reaches.
 
         matmul      share of the peak that a very large matrix product reaches
         half_size   a product (m, k, n) reaches that share times 1/(1 + half_size (1/m + 1/k + 1/n))

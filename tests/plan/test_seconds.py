@@ -1,13 +1,15 @@
 import dataclasses
+import math
 
 import pytest
 from covering import thorough_but
 
 from meshtrain.cluster.accelerators import Efficiency
+from meshtrain.cluster.algorithms import ALL_GATHER, best
 from meshtrain.config import load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
-from meshtrain.plan import ACCELERATORS, compute, named, pipeline, plan, report, seconds, shapes
+from meshtrain.plan import ACCELERATORS, FrameworkProfile, compute, named, pipeline, plan, report, seconds, shapes
 from meshtrain.step import Program
 
 NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
@@ -132,6 +134,41 @@ def test_checkpoints_cost_their_copy_and_what_the_store_cannot_take_in_time(llam
     assert seldom.time.checkpoint * 100 == pytest.approx(
         cluster.save_seconds + 2 * cluster.save_seconds_per_host + copy
     )
+
+
+@pytest.mark.parametrize(("practice", "split", "sums"), [({"input_sums": 3}, False, 5 / 4), ({"recomputes": (1.0, 1.0, 1.0)}, False, 6 / 4), ({"regathers": False}, True, 8 / 10)])  # fmt: skip
+def test_a_frameworks_own_sums_over_tensor_are_counted(llama_8b, practice, split, sums):
+    """Without sequence parallelism two sums forward and two backward, of equal size; with it ten gathers and scatters."""
+    config, cluster = llama_8b({"tensor": 8}, microbatches=64, remat="none", sequence_parallel=split), named("h100", 8)
+    plain = FrameworkProfile()
+    usual, own = (seconds.layer_cost(config, cluster, p) for p in (plain, dataclasses.replace(plain, **practice)))
+    ratio = (own.forward_sends + own.backward_sends) / (usual.forward_sends + usual.backward_sends)
+    assert ratio == pytest.approx(sums)
+
+
+def test_logits_that_are_gathered_whole_are_sent_and_passed_over_whole(llama_8b):
+    config, cluster = llama_8b({"tensor": 8}, microbatches=64), named("h100", 8)
+    shared, whole = (seconds.edge_cost(config, cluster, FrameworkProfile(whole_logits=w)) for w in (False, True))
+    gathered = best(ALL_GATHER, cluster.group(8, 1), 2 * 8192 * 128256).seconds
+    assert whole.head_sends - shared.head_sends == pytest.approx(gathered)
+    passed = 3 * 4 * 8192 * 128256 * 7 / 8 / cluster.accelerator.memory_rate
+    assert whole.head.memory - shared.head.memory == pytest.approx(passed)
+
+
+def test_collectives_in_pieces_hide_as_far_as_measured_whatever_those_over_data_do(llama_8b):
+    config, cluster = llama_8b({"data": 2, "tensor": 8}, microbatches=32), named("h100", 16)
+    waited, pieces = (plan(config, cluster, FrameworkProfile(overlap_tensor=o)).time for o in (False, True))
+    assert pieces.tensor / waited.tensor == pytest.approx(0.57, abs=0.02) and pieces.data == waited.data
+    beside = plan(config, cluster, FrameworkProfile(overlap_data=True)).time
+    assert beside.data == pytest.approx(0.381 * waited.data) and beside.tensor == waited.tensor
+
+
+def test_more_hosts_wait_longer_for_the_slowest_and_one_for_none(llama_8b):
+    config = llama_8b({"tensor": 8}, microbatches=64)
+    assert plan(config, "h100").time.stragglers == 0
+    times = [plan(replaced(config, mesh={"data": n}, train={"global_batch_size": 64 * n}), "h100").time for n in (2, 8, 64, 256)]  # fmt: skip
+    shares = [time.stragglers / (time.total - time.stragglers - time.checkpoint) for time in times]
+    assert shares == pytest.approx([0.006 * (2 * math.log(n)) ** 0.5 for n in (2, 8, 64, 256)])
 
 
 def test_what_bounds_a_step_is_named(llama_8b):
