@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from covering import covering, pairs, thorough_but
+from covering import covering, pairs, slow_but, thorough_but
 from short_runs import canonical_numbers, first_moment, packed_batch, token_batches, train
 
 from meshtrain.config import Config, ConfigError, check, load, replaced
@@ -417,11 +417,11 @@ ON_CONTEXT: dict[str, tuple[int, str, tuple[int, int, int], str, str, dict[str, 
 }  # fmt: skip
 
 
-OFTEN_ON_CONTEXT = ("gather-windows", "heads", "ring-stages", "ring-interleaved", "heads-windows")
+OFTEN_ON_CONTEXT = ("ring", "gather-windows", "heads", "ring-stages", "ring-interleaved", "heads-windows")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", thorough_but(ON_CONTEXT, ("ring",).__contains__, OFTEN_ON_CONTEXT))
+@pytest.mark.parametrize("case", slow_but(ON_CONTEXT, OFTEN_ON_CONTEXT))
 def test_rows_split_over_context_compute_the_reference_run_too(case):
     context, strategy, mesh, family, size, parallel, run = ON_CONTEXT[case]
     cell = Cell(mesh, 1, False, "none", "1f1b", family, size)._replace(**run)
@@ -430,8 +430,8 @@ def test_rows_split_over_context_compute_the_reference_run_too(case):
     assert_equal(config, cell)
 
 
-NOW = ("vocabulary-on-edges",)
 FEW_OTHERS = (
+    "vocabulary-on-edges",
     "zero2-held",
     "one-device-accumulating",
     "options",
@@ -441,7 +441,7 @@ FEW_OTHERS = (
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", thorough_but(OTHERS, NOW.__contains__, FEW_OTHERS))
+@pytest.mark.parametrize("case", slow_but(OTHERS, FEW_OTHERS))
 def test_other_keys_compute_the_reference_run_too(case):
     mesh, family, size, parallel = OTHERS[case]
     cell = Cell(mesh, 1, False, "none", "1f1b", family, size)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from covering import thorough_but
+from covering import slow_but
 from short_runs import canonical_numbers, place, token_batches
 
 from meshtrain.config import load
@@ -41,7 +41,7 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", thorough_but(["adamw", "sgd", "lion", "adafactor", "muon"], ("adamw", "muon").__contains__, ["adafactor"])
+    "name", slow_but(["adamw", "sgd", "lion", "adafactor", "muon"], ["adamw", "muon", "adafactor"])
 )
 def test_updates_are_the_same_on_a_mesh_that_pads_and_reorders(name):
     before, alone = updates_of_two_steps(name, {})

@@ -33,6 +33,11 @@ def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any
     return chosen
 
 
+def slow_but(cases: Iterable[Any], few: Collection[Any]) -> list[Any]:
+    """The cases as parameters of a thorough test, all but a few of them marked slow."""
+    return thorough_but(cases, few.__contains__, [])
+
+
 def thorough_but(cases: Iterable[Any], now: Callable[[Any], bool], few: Collection[Any] | None = None) -> list[Any]:
     """The cases as parameters of a test, those marked thorough that are not wanted `now`; with a `few` of these given, the others slow."""
     cases = list(cases)
