@@ -67,7 +67,7 @@ NOT_HERE = {
     "python -m meshtrain.plan --measure": "takes a minute; tests/plan/test_plan_command.py reads what it prints",
     "python -m meshtrain.train --config configs/vit_digits.yaml": "takes minutes; tests/test_images_runs.py has runs on images",
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
-    "python -m experiments.plan": "takes a minute; tests/plan/test_published.py holds what it prints",
+    "python -m experiments.plan": "takes a minute; tests/plan/fit/test_published.py holds what it prints",
     "python -m experiments.plan.sources": "likewise",
     "python -m experiments.plan --compile": "takes 15 minutes; tests/plan/test_compiled.py compiles some of them",
     "python -m experiments.plan --compile h100": "likewise",
